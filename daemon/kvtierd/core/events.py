@@ -1,0 +1,95 @@
+"""Events: what happened to blocks, in one order.
+
+Type and field names are TensorRT-LLM's (created, stored, removed, updated), with ``cleared`` besides. An event carries many
+blocks of one type, cache, group and cause. ``stored`` and ``updated`` carry each block's residency AFTER the change, so
+that applying an event twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
+
+
+class EventType(IntEnum):
+    """Values are the wire's (``kvtier.v1.EventType``)."""
+
+    CREATED = 1
+    STORED = 2
+    REMOVED = 3
+    UPDATED = 4
+    CLEARED = 5
+
+
+class Cause(IntEnum):
+    """Why. Values are the wire's (``kvtier.v1.Cause``)."""
+
+    COMMIT = 1
+    WRITE_THROUGH = 2
+    CAPACITY = 3
+    WATERMARK = 4
+    QUOTA = 5
+    EXPIRED = 6
+    DEMAND = 7
+    PREFETCH = 8
+    EXPLICIT = 9
+    RESET = 10
+    CORRUPT = 11
+    IO_ERROR = 12
+    ANCESTOR = 13
+    LOST = 14
+    SHUTDOWN = 15
+    RECOVERED = 16
+
+
+@dataclass(slots=True, frozen=True)
+class BlockChange:
+    """One block after the change. ``residency`` is 0 for a removed block."""
+
+    key: Key
+    parent: Key | None
+    residency: int
+    priority: int
+
+
+@dataclass(slots=True, frozen=True)
+class Event:
+    """One event. ``time_ns`` is the wall clock that the caller of the core passed in.
+
+    ``moved_from`` … ``copy_ns`` are set where a move caused it; ``capacity`` (slots by tier of the cache, the highest first)
+    only for ``created``.
+    """
+
+    id: EventId
+    type: EventType
+    cause: Cause
+    cache: CacheId
+    group: GroupId
+    time_ns: int
+    blocks: tuple[BlockChange, ...] = ()
+    moved_from: Tier | None = None
+    moved_to: Tier | None = None
+    moved_bytes: int = 0
+    queue_ns: int = 0
+    copy_ns: int = 0
+    capacity: tuple[tuple[Tier, int], ...] = ()
+
+
+class EventSequencer:
+    """Gives out event ids: one for all caches of a daemon, contiguous inside an epoch."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self, last: int = 0) -> None:
+        self._last = last
+
+    @property
+    def last(self) -> EventId:
+        """The last id given out."""
+        return EventId(self._last)
+
+    def take(self) -> EventId:
+        self._last += 1
+        return EventId(self._last)

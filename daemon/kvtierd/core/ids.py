@@ -1,0 +1,40 @@
+"""Integer ids, each a type of its own, and the tiers.
+
+Mixing up a slot, a block and an event number is this field's classic bug, so none of them is a bare ``int``.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final, NewType
+
+CacheId = NewType("CacheId", int)
+GroupId = NewType("GroupId", int)
+BlockId = NewType("BlockId", int)
+SlotId = NewType("SlotId", int)
+LeaseId = NewType("LeaseId", int)
+SessionId = NewType("SessionId", int)
+TicketId = NewType("TicketId", int)
+MoveId = NewType("MoveId", int)
+EventId = NewType("EventId", int)
+
+Key = NewType("Key", bytes)
+"""A block key: exactly ``KEY_BYTES`` bytes."""
+
+KEY_BYTES: Final = 32
+
+
+class Tier(IntEnum):
+    """Where bytes live, the fastest first. The value is TensorRT-LLM's cache level."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+    @property
+    def bit(self) -> int:
+        """This tier's bit in a residency set (1 device, 2 host, 4 disk)."""
+        return 1 << self.value
+
+    def __str__(self) -> str:
+        return self.name.lower()

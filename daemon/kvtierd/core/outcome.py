@@ -1,0 +1,124 @@
+"""What the core tells its caller to do.
+
+Every mutating call of the core returns one :class:`Outcome`. The caller carries out all of it in the same loop turn, with no
+``await`` between the call and the last of it, in this order: ``begin_write``, ``owners``, ``events``, ``moves``,
+``end_write``, ``grants`` and ``refusals``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtierd.core.events import Cause, Event
+from kvtierd.core.ids import GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
+
+
+@dataclass(slots=True, frozen=True)
+class SlotRef:
+    """One slot, named so that it cannot be mistaken for another tier's or group's."""
+
+    group: GroupId
+    tier: Tier
+    slot: SlotId
+
+
+@dataclass(slots=True, frozen=True)
+class MoveItem:
+    """One block of a move. ``dst`` is None where a disk slot is retired: its index record is deleted, nothing copied."""
+
+    key: Key
+    parent: Key | None
+    priority: int
+    src: SlotId
+    dst: SlotId | None
+
+
+@dataclass(slots=True, frozen=True)
+class Move:
+    """A planned copy of blocks along one edge. Its slots belong to it until its result is reported."""
+
+    id: MoveId
+    group: GroupId
+    src: Tier
+    dst: Tier | None
+    cause: Cause
+    items: tuple[MoveItem, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class MoveResult:
+    """How a move ended. Indices are into ``Move.items``; an item in neither set succeeded.
+
+    ``failed``: the copy did not happen; source and destination hold what they held, the destination's bytes are void.
+    ``corrupt``: the source's bytes failed verification and must never be served.
+    """
+
+    id: MoveId
+    failed: frozenset[int] = frozenset()
+    corrupt: frozenset[int] = frozenset()
+    queue_ns: int = 0
+    copy_ns: int = 0
+
+
+class RefusalReason(Enum):
+    TIER_FULL = "tier_full"
+    """All that nobody holds could not make room. Retry after others have released."""
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    TIER_OFFLINE = "tier_offline"
+    TOO_SHORT = "too_short"
+    """The stored prefix is, or became, shorter than the caller's minimum."""
+
+
+@dataclass(slots=True, frozen=True)
+class Holder:
+    session: SessionId
+    slots: int
+
+
+@dataclass(slots=True, frozen=True)
+class Grant:
+    """A ticket's answer.
+
+    ``lease`` is None where nothing is held (a move, or an acquire that found nothing). ``slots`` are in the tier asked for.
+    ``found_in``: for an acquire, each block's residency set at the moment of the match. ``results`` for a move: True
+    for each requested block that is READY in the tier asked for.
+    """
+
+    ticket: TicketId
+    lease: LeaseId | None
+    slots: tuple[SlotId, ...] = ()
+    found_in: tuple[int, ...] = ()
+    matched: int = 0
+    results: tuple[bool, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Refusal:
+    ticket: TicketId
+    reason: RefusalReason
+    tier: Tier
+    wanted: int
+    free: int
+    holders: tuple[Holder, ...] = ()
+    matched: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Ownership:
+    """A slot's new owner in the arena's owner table; None = nobody."""
+
+    ref: SlotRef
+    session: SessionId | None
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    moves: tuple[Move, ...] = ()
+    grants: tuple[Grant, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    begin_write: tuple[SlotRef, ...] = ()
+    end_write: tuple[SlotRef, ...] = ()
+    owners: tuple[Ownership, ...] = ()
+    events: tuple[Event, ...] = ()
