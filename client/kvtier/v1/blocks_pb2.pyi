@@ -510,12 +510,12 @@ class ListBlocksRequest(google.protobuf.message.Message):
 
     CACHE_ID_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
-    AFTER_FIELD_NUMBER: builtins.int
+    PAGE_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
-    after: builtins.bytes
-    """the last key of the page before; empty = from the beginning"""
+    page: builtins.int
+    """next_page of the page before; 0 = from the beginning"""
     limit: builtins.int
     """0 = the daemon's page size"""
     def __init__(
@@ -523,10 +523,10 @@ class ListBlocksRequest(google.protobuf.message.Message):
         *,
         cache_id: builtins.int = ...,
         group: builtins.int = ...,
-        after: builtins.bytes = ...,
+        page: builtins.int = ...,
         limit: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "cache_id", b"cache_id", "group", b"group", "limit", b"limit"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "group", b"group", "limit", b"limit", "page", b"page"]) -> None: ...
 
 global___ListBlocksRequest = ListBlocksRequest
 
@@ -538,15 +538,16 @@ class ListBlocksResponse(google.protobuf.message.Message):
     PARENTS_FIELD_NUMBER: builtins.int
     RESIDENCY_FIELD_NUMBER: builtins.int
     PRIORITIES_FIELD_NUMBER: builtins.int
-    MORE_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
     keys: builtins.bytes
-    """in ascending order"""
+    """in the order in which they were indexed, parents before children"""
     parents: builtins.bytes
     """32 bytes a block; zero = a root"""
     residency: builtins.bytes
     priorities: builtins.bytes
-    more: builtins.bool
+    next_page: builtins.int
+    """0 = this was the last"""
     @property
     def as_of_event(self) -> global___Cursor: ...
     def __init__(
@@ -556,10 +557,10 @@ class ListBlocksResponse(google.protobuf.message.Message):
         parents: builtins.bytes = ...,
         residency: builtins.bytes = ...,
         priorities: builtins.bytes = ...,
-        more: builtins.bool = ...,
+        next_page: builtins.int = ...,
         as_of_event: global___Cursor | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "keys", b"keys", "more", b"more", "parents", b"parents", "priorities", b"priorities", "residency", b"residency"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "keys", b"keys", "next_page", b"next_page", "parents", b"parents", "priorities", b"priorities", "residency", b"residency"]) -> None: ...
 
 global___ListBlocksResponse = ListBlocksResponse

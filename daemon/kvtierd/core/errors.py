@@ -1,0 +1,57 @@
+"""Errors of the core, split by whose they are.
+
+A :class:`CallerError` is raised before anything has changed. An :class:`InvariantViolation` is our bug: the state can no longer be
+trusted and nothing should go on.
+"""
+
+from __future__ import annotations
+
+from kvtierd.core.ids import GroupId, LeaseId, Tier
+
+
+class CoreError(Exception):
+    """Everything the core raises."""
+
+
+class CallerError(CoreError):
+    """The call cannot be carried out as asked; it changed nothing."""
+
+
+class BadArgument(CallerError):
+    """An argument is outside what is allowed."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field} = {value}: {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class UnknownGroup(CallerError):
+    def __init__(self, group: GroupId) -> None:
+        super().__init__(f"group = {group}: the cache has no such window group")
+        self.group = group
+
+
+class UnknownLease(CallerError):
+    """The lease never existed, was released, or ended with its session."""
+
+    def __init__(self, lease: LeaseId) -> None:
+        super().__init__(f"lease {lease} does not exist (any more)")
+        self.lease = lease
+
+
+class ForeignLease(CallerError):
+    def __init__(self, lease: LeaseId) -> None:
+        super().__init__(f"lease {lease} belongs to another session")
+        self.lease = lease
+
+
+class TierOffline(CallerError):
+    def __init__(self, tier: Tier) -> None:
+        super().__init__(f"the {tier} tier is out of service")
+        self.tier = tier
+
+
+class InvariantViolation(CoreError, AssertionError):
+    """Our bug."""

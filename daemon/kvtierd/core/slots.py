@@ -1,0 +1,93 @@
+"""Slots of one tier of one window group: their states and who is free.
+
+Every slot is in exactly one state and the states sum to the capacity. A state changes when a move is planned, not when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.ids import SlotId
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    BLANK = 1
+    """Leased to write."""
+    FILLING = 2
+    """The destination of a copy."""
+    READY = 3
+    """Holds a block's bytes."""
+    RETIRING = 4
+    """Free as soon as something in flight completes: a demotion's source, a disk slot whose record is being deleted, or what
+    a copy still touches of a block that is gone."""
+    ORPHANED = 5
+    """Leased to write by a session whose connection broke while its process lives."""
+    QUARANTINED = 6
+    """Out of use: its bytes failed verification, or its tier is out of service."""
+
+
+class SlotTable:
+    """Knows states, not blocks. Slots are handed out last freed first."""
+
+    __slots__ = ("_counts", "_free", "_states", "capacity")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._states = bytearray(capacity)
+        self._free = [SlotId(slot) for slot in range(capacity - 1, -1, -1)]
+        self._counts = [0] * len(SlotState)
+        self._counts[SlotState.FREE] = capacity
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def retiring(self) -> int:
+        return self._counts[SlotState.RETIRING]
+
+    def count(self, state: SlotState) -> int:
+        return self._counts[state]
+
+    def state(self, slot: SlotId) -> SlotState:
+        return SlotState(self._states[slot])
+
+    def take(self, state: SlotState) -> SlotId:
+        """A free slot, now in ``state``. The caller has checked that there is one."""
+        slot = self._free.pop()
+        self._move(slot, SlotState.FREE, state)
+        return slot
+
+    def claim(self, slots: Iterable[SlotId], state: SlotState) -> None:
+        """Puts these free slots in ``state``: what a recovered disk already holds."""
+        for slot in slots:
+            self._move(slot, SlotState.FREE, state)
+        self._free = [slot for slot in self._free if self._states[slot] == SlotState.FREE]
+
+    def change(self, slot: SlotId, to: SlotState) -> None:
+        """Any change between states that are not FREE."""
+        was = SlotState(self._states[slot])
+        if was is SlotState.FREE or to is SlotState.FREE:
+            raise InvariantViolation(f"slot {slot}: {was.name} to {to.name} by change()")
+        self._move(slot, was, to)
+
+    def give_back(self, slot: SlotId) -> None:
+        was = SlotState(self._states[slot])
+        if was is SlotState.FREE:
+            raise InvariantViolation(f"slot {slot} is freed twice")
+        self._move(slot, was, SlotState.FREE)
+        self._free.append(slot)
+
+    def free_slots(self) -> tuple[SlotId, ...]:
+        """For the checker."""
+        return tuple(self._free)
+
+    def _move(self, slot: SlotId, was: SlotState, to: SlotState) -> None:
+        if self._states[slot] != was:
+            raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not {was.name}")
+        self._states[slot] = to
+        self._counts[was] -= 1
+        self._counts[to] += 1

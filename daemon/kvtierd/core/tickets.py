@@ -1,0 +1,62 @@
+"""Leases, and tickets: requests that may have to wait for room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtierd.core.block import Block, Copy
+from kvtierd.core.events import Cause
+from kvtierd.core.ids import GroupId, LeaseId, SessionId, SlotId, TicketId, Tier
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A session's hold on slots of one tier: blank ones to write, blocks to read."""
+
+    id: LeaseId
+    session: SessionId
+    group: GroupId
+    tier: Tier
+    blank: dict[SlotId, None] = field(default_factory=dict)
+    held: list[tuple[Block, Copy]] = field(default_factory=list)
+    orphaned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ReserveTicket:
+    """Wants blank slots, all or nothing."""
+
+    id: TicketId
+    session: SessionId
+    tier: Tier
+    count: int
+
+
+@dataclass(slots=True, eq=False)
+class FetchTicket:
+    """Wants blocks READY in a tier.
+
+    ``hold``: an acquire, whose blocks are a prefix that is shortened where it cannot be had whole; else a move, whose blocks
+    stand each for itself. ``waiting``: its blocks are claimed and it queues for room. After that ``copies`` are the copies
+    it got, held if ``hold``, and ``pending`` those of them still being filled.
+    """
+
+    id: TicketId
+    session: SessionId
+    tier: Tier
+    cause: Cause
+    hold: bool
+    blocks: list[Block]
+    asked: int
+    """A move may carry ancestors besides the first ``asked`` blocks' own."""
+    min_blocks: int = 0
+    found_in: tuple[int, ...] = ()
+    matched: int = 0
+    waiting: bool = True
+    copies: list[Copy | None] = field(default_factory=list)
+    pending: int = 0
+    wanted_keys: tuple[Block | None, ...] = ()
+    """A move's blocks in the order asked; None where the key is not indexed."""
+
+
+Ticket = ReserveTicket | FetchTicket
