@@ -1,8 +1,8 @@
 """Events: what happened to blocks, in one order.
 
-Type and field names are TensorRT-LLM's (created, stored, removed, updated), with ``cleared`` besides. An event carries many
-blocks of one type, cache, group and cause. ``stored`` and ``updated`` carry each block's residency AFTER the change, so
-that applying an event twice changes nothing.
+Type and field names are TensorRT-LLM's (created, stored, removed, updated), with ``cleared`` besides. An event carries
+many blocks of one type, cache, group and cause. ``stored`` and ``updated`` carry each block's residency AFTER the
+change, so that applying an event twice changes nothing.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class BlockChange:
 class Event:
     """One event. ``time_ns`` is the wall clock that the caller of the core passed in.
 
-    ``moved_from`` … ``copy_ns`` are set where a move caused it; ``capacity`` (slots by tier of the cache, the highest first)
-    only for ``created``.
+    ``moved_from`` … ``copy_ns`` are set where a move caused it; ``capacity`` (slots by tier of the cache, the highest
+    first) only for ``created``.
     """
 
     id: EventId

@@ -1,8 +1,8 @@
 """What the core tells its caller to do.
 
-Every mutating call of the core returns one :class:`Outcome`. The caller carries out all of it in the same loop turn, with no
-``await`` between the call and the last of it, in this order: ``begin_write``, ``owners``, ``events``, ``moves``,
-``end_write``, ``grants`` and ``refusals``.
+Every mutating call of the core returns one :class:`Outcome`. The caller carries out all of it in the same loop turn,
+with no ``await`` between the call and the last of it, in this order: ``begin_write``, ``owners``, ``events``,
+``moves``, ``end_write``, ``grants`` and ``refusals``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SlotRef:
 
 @dataclass(slots=True, frozen=True)
 class MoveItem:
-    """One block of a move. ``dst`` is None where a disk slot is retired: its index record is deleted, nothing copied."""
+    """One block of a move. ``dst`` is None where a disk slot is retired: its index record goes, nothing is copied."""
 
     key: Key
     parent: Key | None
@@ -81,9 +81,9 @@ class Holder:
 class Grant:
     """A ticket's answer.
 
-    ``lease`` is None where nothing is held (a move, or an acquire that found nothing). ``slots`` are in the tier asked for.
-    ``found_in``: for an acquire, each block's residency set at the moment of the match. ``results`` for a move: True
-    for each requested block that is READY in the tier asked for.
+    ``lease`` is None where nothing is held (a move, or an acquire that found nothing). ``slots`` are in the tier asked
+    for. ``found_in``: for an acquire, each block's residency set at the moment of the match. ``results`` for a move:
+    True for each requested block that is READY in the tier asked for.
     """
 
     ticket: TicketId
