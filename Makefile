@@ -1,0 +1,64 @@
+# Each target does all of its own set-up: a fresh clone needs git, make and Python >= 3.11.
+
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+
+.PHONY: help
+help:
+	@echo "make demo       real LLM traffic through three tiers, from nothing to a table"
+	@echo "make test       every check and the default tests"
+	@echo "make test-long  the tests that take longer, too"
+	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
+	@echo "make format     ruff format and ruff's safe fixes"
+	@echo "make stubs      regenerate client/kvtier/v1 from proto/"
+	@echo "make venv       only the environment, in .venv"
+	@echo "make clean      remove environments, caches and build outputs"
+
+.PHONY: venv
+venv: .venv/.stamp
+
+.venv/.stamp: pyproject.toml constraints-dev.txt .ci/venv.sh
+	@echo "kvtier: installing into .venv"
+	@bash .ci/venv.sh .venv -c constraints-dev.txt -e '.[daemon,dev]'
+	@touch $@
+
+.venv-stubs/.stamp: .ci/requirements-stubs.txt .ci/venv.sh
+	@echo "kvtier: installing into .venv-stubs"
+	@bash .ci/venv.sh .venv-stubs -r .ci/requirements-stubs.txt
+	@touch $@
+
+.PHONY: stubs
+stubs: .venv/.stamp .venv-stubs/.stamp
+	$(PYTHON) .ci/stubs.py
+	$(PYTHON) .ci/proto_compat.py --update
+
+.PHONY: format
+format: .venv/.stamp
+	.venv/bin/ruff format
+	.venv/bin/ruff check --fix
+
+.PHONY: check
+check: .venv/.stamp .venv-stubs/.stamp
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	PYTHONPATH=.ci .venv/bin/lint-imports --no-logo
+	$(PYTHON) .ci/stubs.py --check
+	$(PYTHON) .ci/proto_compat.py
+
+.PHONY: test
+test: check
+	$(PYTHON) -m pytest
+
+.PHONY: test-long
+test-long: check
+	KVTIER_LONG=1 $(PYTHON) -m pytest -m "not gpu" -o faulthandler_timeout=3600
+
+.PHONY: demo
+demo: .venv/.stamp
+	@$(PYTHON) examples/demo.py
+
+.PHONY: clean
+clean:
+	rm -rf .venv .venv-stubs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find client daemon tests examples .ci -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,24 @@
+"""What every test can count on."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# No deadline: the machines that run this are small and shared. In CI the examples are the same each time, so that a red
+# run there is about the change.
+settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("kvtier-ci", settings.get_profile("kvtier"), derandomize=True, print_blob=True)
+settings.load_profile("kvtier-ci" if os.environ.get("CI") else "kvtier")
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory, private to the test, whose path is short enough for unix sockets (107 bytes): `tmp_path` is not."""
+    directory = Path(tempfile.mkdtemp(prefix="kv-"))
+    yield directory
+    shutil.rmtree(directory)

@@ -1,0 +1,56 @@
+"""The import rule: its own contract type, and what importing a package really loads."""
+
+import subprocess
+import sys
+
+import pytest
+from grimp import ImportGraph
+from import_rule import AllowlistContract
+from importlinter import ContractCheck
+
+
+def check(*imports: tuple[str, str], within: list[str] | None = None) -> ContractCheck:
+    graph = ImportGraph()
+    for importer, imported in imports:
+        graph.add_module(importer)
+        graph.add_module(imported)
+        graph.add_import(importer=importer, imported=imported, line_number=1, line_contents="")
+    options = {"importers": ["app.seam"], "allowed": ["numpy", "lib.wire"], **({"within": within} if within else {})}
+    return AllowlistContract(name="seam", session_options={}, contract_options=options).check(graph, verbose=False)
+
+
+@pytest.mark.parametrize(
+    "imported", ["numpy", "lib.wire", "lib.wire.deep", "app.seam.other", "json", "collections.abc"]
+)
+def test_allows_the_listed_itself_and_the_standard_library(imported: str) -> None:
+    assert check(("app.seam.part", imported)).kept
+
+
+@pytest.mark.parametrize("imported", ["grpc", "lib", "lib.wires", "app", "app.seams"])
+def test_refuses_everything_else(imported: str) -> None:
+    broken = check(("app.seam.part", "numpy"), ("app.seam.part", imported))
+    assert not broken.kept
+    assert broken.metadata["broken"] == [("app.seam.part", 1, imported)]
+
+
+def test_judges_only_the_importers() -> None:
+    assert check(("app.elsewhere", "grpc")).kept
+
+
+def test_within_judges_only_those_packages() -> None:
+    assert check(("app.seam.part", "grpc"), within=["lib"]).kept
+    assert not check(("app.seam.part", "lib.inner"), within=["lib"]).kept
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("kvtier.abi", ("grpc", "google.protobuf", "torch", "lmdb", "kvtierd")),
+        ("kvtier.cli", ("torch", "lmdb", "kvtierd")),
+        ("kvtierd.main", ("torch",)),
+    ],
+)
+def test_an_import_loads_only_what_it_may(module: str, unwanted: tuple[str, ...]) -> None:
+    script = f"import sys, {module}; print(*(name for name in {unwanted!r} if name in sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert loaded.stdout.split() == []
