@@ -1,0 +1,266 @@
+"""The attach socket's conversation: who am I, and give me the memory.
+
+A ``SOCK_SEQPACKET`` unix socket beside the gRPC socket, because gRPC can neither pass file descriptors nor say who its
+client is. Each message is one UTF-8 JSON object of at most 64 KiB with exactly the fields below::
+
+    -> {"op": "hello", "version": 1, "token": <32 hex digits of an earlier session, or absent>}
+    <- {"ok": true, "token": <hex>, "session_id": n, "resumed": bool, "epoch": n, "boot": n, "pid": n}
+    -> {"op": "map", "cache_id": n, "write": bool}
+    <- {"ok": true, "fds": ["control", "host", "device"]}    and those descriptors, in that order, by SCM_RIGHTS
+    either <- {"ok": false, "reason": "...", "message": "..."}
+
+The token goes as metadata on every gRPC call. After a refused hello the daemon closes the connection.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+VERSION: Final = 1
+MAX_MESSAGE: Final = 64 * 1024
+"""Bytes. Receive with room for one more: a longer answer is then seen to be too long instead of cut."""
+
+RPC_SOCKET: Final = "kvtierd.sock"
+ATTACH_SOCKET: Final = "attach.sock"
+SESSION_METADATA_KEY: Final = "kvtier-session"
+ADDRESS_VARIABLE: Final = "KVTIER_ADDRESS"
+DEFAULT_ADDRESS: Final = "/run/kvtier"
+MAX_SOCKET_PATH: Final = 107
+"""Bytes of a unix socket's path, the kernel's limit without the closing zero."""
+
+CONTROL: Final = "control"
+HOST: Final = "host"
+DEVICE: Final = "device"
+SEGMENTS: Final = (CONTROL, HOST, DEVICE)
+"""Names of the descriptors, in the order they are sent. Segments that a cache lacks are left out."""
+
+_TOKEN: Final = re.compile(r"[0-9a-f]{32}")
+_MAX_U64: Final = 2**64 - 1
+
+
+class AttachProtocolError(ValueError):
+    """A message that is not part of the conversation. ``reason`` is stable and machine readable."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+class AddressError(ValueError):
+    """A runtime directory that no socket can live in."""
+
+
+@dataclass(slots=True, frozen=True)
+class Hello:
+    """First message of a connection. ``token`` resumes that session if its process is the same."""
+
+    token: str | None = None
+    version: int = VERSION
+
+
+@dataclass(slots=True, frozen=True)
+class Map:
+    """Asks for a cache's segments. ``write``: the data segments writable; ``control`` never is."""
+
+    cache_id: int
+    write: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Welcome:
+    token: str
+    session_id: int
+    resumed: bool
+    epoch: int
+    boot: int
+    pid: int
+
+
+@dataclass(slots=True, frozen=True)
+class Mapped:
+    """Names of the descriptors that came with the message, in their order."""
+
+    fds: tuple[str, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Failure:
+    reason: str
+    message: str
+
+
+Request = Hello | Map
+Reply = Welcome | Mapped | Failure
+
+
+def socket_path(address: str | os.PathLike[str], name: str) -> str:
+    """The path of a socket in a runtime directory. Raises :class:`AddressError` where the kernel could not take it."""
+    path = os.path.join(os.path.abspath(address), name)
+    length = len(os.fsencode(path))
+    if length > MAX_SOCKET_PATH:
+        raise AddressError(
+            f"socket path {path} has {length} bytes; the limit is {MAX_SOCKET_PATH}: use a shorter runtime directory"
+        )
+    return path
+
+
+def default_address() -> str:
+    """``$KVTIER_ADDRESS``, else ``/run/kvtier``."""
+    return os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
+
+
+def encode(message: Request | Reply) -> bytes:
+    """The message's bytes. Raises :class:`AttachProtocolError` where they would be too long."""
+    return _checked_length(json.dumps(_fields(message), separators=(",", ":")).encode())
+
+
+def _fields(message: Request | Reply) -> dict[str, Any]:
+    match message:
+        case Hello(token=None):
+            return {"op": "hello", "version": message.version}
+        case Hello():
+            return {"op": "hello", "version": message.version, "token": message.token}
+        case Map():
+            return {"op": "map", "cache_id": message.cache_id, "write": message.write}
+        case Welcome():
+            return {"ok": True} | {name: getattr(message, name) for name in _WELCOME_FIELDS}
+        case Mapped():
+            return {"ok": True, "fds": list(message.fds)}
+        case Failure():
+            return {"ok": False, "reason": message.reason, "message": message.message}
+
+
+def decode_request(data: bytes) -> Request:
+    """The daemon's side.
+
+    Raises :class:`AttachProtocolError`, reason BAD_MESSAGE, TOO_LONG, UNKNOWN_OP, BAD_FIELD or BAD_VERSION.
+    """
+    fields = _object(data)
+    op = fields.pop("op", None)
+    if op == "hello":
+        # The version comes before all else, so that a client of the future learns what is wrong with it.
+        if _is_u64(fields.get("version")) and fields["version"] != VERSION:
+            raise AttachProtocolError(
+                "BAD_VERSION", f"version {fields['version']}: this daemon speaks version {VERSION}"
+            )
+        return Hello(**_checked(fields, _HELLO_FIELDS, optional={"token"}))
+    if op == "map":
+        return Map(**_checked(fields, _MAP_FIELDS))
+    raise AttachProtocolError("UNKNOWN_OP", f"op {_shown(op)}: must be hello or map")
+
+
+def decode_welcome(data: bytes) -> Welcome | Failure:
+    """The client's side: the answer to a hello. Raises :class:`AttachProtocolError`."""
+    fields, failure = _reply(data)
+    return failure or Welcome(**_checked(fields, _WELCOME_FIELDS))
+
+
+def decode_mapped(data: bytes) -> Mapped | Failure:
+    """The client's side: the answer to a map. Raises :class:`AttachProtocolError`."""
+    fields, failure = _reply(data)
+    return failure or Mapped(fds=tuple(_checked(fields, _MAPPED_FIELDS)["fds"]))
+
+
+def _reply(data: bytes) -> tuple[dict[str, Any], Failure | None]:
+    fields = _object(data)
+    ok = fields.pop("ok", None)
+    if ok is False:
+        return {}, Failure(**_checked(fields, _FAILURE_FIELDS))
+    if ok is not True:
+        raise AttachProtocolError("BAD_FIELD", f"field ok is {_shown(ok)}: must be true or false")
+    return fields, None
+
+
+def _is_u64(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_U64
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, str) and _TOKEN.fullmatch(value) is not None
+
+
+def _are_segments(value: object) -> bool:
+    return isinstance(value, list) and value[:1] == [CONTROL] and value == [s for s in SEGMENTS if s in value]
+
+
+@dataclass(slots=True, frozen=True)
+class _Kind:
+    accepts: Callable[[object], bool]
+    limit: str
+
+
+_U64: Final = _Kind(_is_u64, f"an integer from 0 to {_MAX_U64}")
+_BOOL: Final = _Kind(_is_bool, "true or false")
+_TEXT: Final = _Kind(_is_text, "text")
+_TOKEN_KIND: Final = _Kind(_is_token, "32 lower-case hex digits")
+_FDS: Final = _Kind(_are_segments, "control, then host and device where the cache has them")
+
+_HELLO_FIELDS: Final[Mapping[str, _Kind]] = {"version": _U64, "token": _TOKEN_KIND}
+_MAP_FIELDS: Final[Mapping[str, _Kind]] = {"cache_id": _U64, "write": _BOOL}
+_WELCOME_FIELDS: Final[Mapping[str, _Kind]] = {
+    "token": _TOKEN_KIND,
+    "session_id": _U64,
+    "resumed": _BOOL,
+    "epoch": _U64,
+    "boot": _U64,
+    "pid": _U64,
+}
+_MAPPED_FIELDS: Final[Mapping[str, _Kind]] = {"fds": _FDS}
+_FAILURE_FIELDS: Final[Mapping[str, _Kind]] = {"reason": _TEXT, "message": _TEXT}
+
+
+def _checked(
+    fields: dict[str, Any], kinds: Mapping[str, _Kind], optional: frozenset[str] | set[str] = frozenset()
+) -> dict[str, Any]:
+    for name, value in fields.items():
+        if name not in kinds:
+            raise AttachProtocolError("BAD_FIELD", f"unknown field {_shown(name)}")
+        if not kinds[name].accepts(value):
+            raise AttachProtocolError("BAD_FIELD", f"field {name} is {_shown(value)}: must be {kinds[name].limit}")
+    for name in kinds.keys() - fields.keys() - optional:
+        raise AttachProtocolError("BAD_FIELD", f"field {name} is missing")
+    return fields
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(_checked_length(data).decode(), object_pairs_hook=_without_duplicates)
+    except AttachProtocolError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise AttachProtocolError("BAD_MESSAGE", f"not a JSON object in UTF-8: {_shown(str(error))}") from error
+    if not isinstance(value, dict):
+        raise AttachProtocolError("BAD_MESSAGE", f"a JSON {type(value).__name__}: must be an object")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise AttachProtocolError("BAD_MESSAGE", "a field stands twice in one object")
+    return fields
+
+
+def _checked_length(data: bytes) -> bytes:
+    if len(data) > MAX_MESSAGE:
+        raise AttachProtocolError("TOO_LONG", f"{len(data)} bytes or more: a message has at most {MAX_MESSAGE}")
+    return data
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,641 @@
+"""The arena: what a local client maps of a cache, byte by byte. ABI version 1.
+
+An arena is up to three sealed memory segments. ``control`` says where everything is; ``host`` and ``device`` hold
+slots. All integers are unsigned and little-endian; all offsets count from the start of the segment they point into; all
+bytes not named are zero. Only the daemon writes ``control``.
+
+Control header, 4096 bytes at offset 0::
+
+       0    8  magic               b"KVTARENA"
+       8  u32  abi_version         1
+      12  u32  header_bytes        4096
+      16  u64  control_bytes       size of the control segment
+      24  u32  page_bytes          4096: alignment of every part in the host segment
+      28  u32  (zero)
+      32   32  fingerprint         of the cache's specification (kvtier.abi.spec)
+      64  u64  epoch               of the daemon that made the segments
+      72  u64  boot                rises with every start of the daemon; boot >= epoch
+      80  u64  pid                 of the daemon
+      88  u64  device_bytes        size of the device segment, 0 = the cache has none
+      96  u64  host_bytes          size of the host segment, 0 = the cache has none
+     104  u32  group_count         1 to 64
+     108  u32  group_entry_bytes   128
+     112  u64  group_table_offset
+     120  u32  pool_count          of all groups together, up to 1024
+     124  u32  pool_entry_bytes    64
+     128  u64  pool_table_offset
+     136  u64  index_offset        room for the key index, 64-byte aligned, zero for now
+     144  u64  index_bytes         a multiple of index_entry_bytes x index_bucket_entries
+     152  u32  index_entry_bytes   64
+     156  u32  index_bucket_entries  8
+    4080  u32  table_crc           CRC-32 (zlib) of header bytes 0 to 4080, then the group table, then the pool table
+    4088  u32  state               0 opening, 1 serving, 2 closed: the one field that changes after creation
+
+Group entry, 128 bytes each, at group_table_offset::
+
+       0  u32  window_tokens       0 = full attention
+       4  u32  first_pool          index of the group's first entry in the pool table
+       8  u32  pool_count          its pools are consecutive
+      12  u32  device_slots
+      16  u32  host_slots
+      20  u32  disk_slots
+      24  u64  record_bytes        stride of a host slot
+      32  u64  host_offset         of host slot 0; a multiple of 2 MiB
+      40  u64  device_generations  offset in control: u64 x device_slots, 64-byte aligned
+      48  u64  host_generations    the same for host slots
+      56  u64  device_owners       offset in control: u64 x device_slots, 64-byte aligned
+      64  u64  host_owners         the same for host slots
+
+Pool entry, 64 bytes each, at pool_table_offset::
+
+       0  u64  block_bytes         exact bytes of a block in this pool
+       8  u64  padded_bytes        rounded up to 4096; stride of a device slot
+      16  u64  record_offset       of this pool's part inside a host slot
+      24  u64  device_offset       of device slot 0 in this pool; a multiple of 2 MiB
+
+Where a slot's bytes are::
+
+    host slot s:    host segment,   host_offset   + s * record_bytes + record_offset, block_bytes long, for each pool
+    device slot s:  device segment, device_offset + s * padded_bytes,                 block_bytes long, for each pool
+
+**Generations.** One u64 a slot, changed by single aligned 8-byte stores, that only ever rises. It is even exactly while
+the slot's bytes are READY, odd while they are being written or mean nothing. A fresh segment starts at
+``(boot << 32) + 1``, so that no two segments of a cache ever share a value. To use bytes without a lease: read the
+generation (odd: a miss), use the bytes, read it again; a change is a miss and what was read is void. This order of
+loads and stores holds by itself on x86-64; other processors need a barrier on either side of the copy.
+
+**Owners.** One u64 a slot: id of the session that leases it to write, 0 = nobody. A restarted daemon reads them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.abi.errors import FieldError, require_int
+from kvtier.abi.spec import PAGE, CacheSpec, padded
+
+ABI_VERSION: Final = 1
+MAGIC: Final = b"KVTARENA"
+
+DEVICE: Final = 0
+HOST: Final = 1
+DISK: Final = 2
+MEMORY_TIERS: Final = (DEVICE, HOST)
+"""Tiers with a data segment, generations and owners."""
+
+HEADER_BYTES: Final = 4096
+REGION_ALIGNMENT: Final = 2 << 20
+"""Of every group's host slots and every pool's device slots: a huge page."""
+RUN_ALIGNMENT: Final = 64
+"""Of everything in ``control``: a cache line."""
+INDEX_ENTRY_BYTES: Final = 64
+INDEX_BUCKET_ENTRIES: Final = 8
+MAX_GROUPS: Final = 64
+MAX_POOLS: Final = 1024
+MAX_SLOTS: Final = 2**31 - 1
+"""Per group and tier: slot numbers travel as u32."""
+
+_TABLE_CRC_OFFSET: Final = 4080
+_STATE_OFFSET: Final = 4088
+_INDEX_BUCKET_BYTES: Final = INDEX_ENTRY_BYTES * INDEX_BUCKET_ENTRIES
+
+Segment = NDArray[np.uint8]
+"""A mapped segment: ``numpy.frombuffer(mapping, numpy.uint8)``."""
+
+
+class AbiError(FieldError):
+    """A control segment that cannot be trusted, or a slot that does not exist: ``field``, ``value``, ``limit``."""
+
+
+class ArenaState(IntEnum):
+    OPENING = 0
+    SERVING = 1
+    CLOSED = 2
+
+
+def first_generation(boot: int) -> int:
+    """Where the generations of a fresh segment start: odd, and above all that earlier boots gave out."""
+    return (boot << 32) + 1
+
+
+def is_ready(generation: int) -> bool:
+    """Whether a slot with this generation holds a block's bytes."""
+    return generation % 2 == 0
+
+
+class _Record:
+    """A fixed-size record of named little-endian fields; bytes between them are zero."""
+
+    def __init__(self, name: str, size: int, fields: Mapping[str, tuple[int, str]]) -> None:
+        self.name = name
+        self.size = size
+        self._fields = {field: (offset, struct.Struct(f"<{code}")) for field, (offset, code) in fields.items()}
+
+    def pack(self, values: Mapping[str, int | bytes]) -> bytearray:
+        data = bytearray(self.size)
+        for field, (offset, code) in self._fields.items():
+            code.pack_into(data, offset, values[field])
+        return data
+
+    def unpack(self, data: bytes) -> dict[str, Any]:
+        """Raises :class:`AbiError` where a byte that has no name is not zero."""
+        rest = bytearray(data)
+        values: dict[str, Any] = {}
+        for field, (offset, code) in self._fields.items():
+            (values[field],) = code.unpack_from(data, offset)
+            rest[offset : offset + code.size] = bytes(code.size)
+        if any(rest):
+            raise AbiError(f"{self.name}.reserved", "bytes that have no name", "zero in this ABI version")
+        return values
+
+
+_HEADER: Final = _Record(
+    "header",
+    HEADER_BYTES,
+    {
+        "magic": (0, "8s"),
+        "abi_version": (8, "I"),
+        "header_bytes": (12, "I"),
+        "control_bytes": (16, "Q"),
+        "page_bytes": (24, "I"),
+        "fingerprint": (32, "32s"),
+        "epoch": (64, "Q"),
+        "boot": (72, "Q"),
+        "pid": (80, "Q"),
+        "device_bytes": (88, "Q"),
+        "host_bytes": (96, "Q"),
+        "group_count": (104, "I"),
+        "group_entry_bytes": (108, "I"),
+        "group_table_offset": (112, "Q"),
+        "pool_count": (120, "I"),
+        "pool_entry_bytes": (124, "I"),
+        "pool_table_offset": (128, "Q"),
+        "index_offset": (136, "Q"),
+        "index_bytes": (144, "Q"),
+        "index_entry_bytes": (152, "I"),
+        "index_bucket_entries": (156, "I"),
+        "table_crc": (_TABLE_CRC_OFFSET, "I"),
+        "state": (_STATE_OFFSET, "I"),
+    },
+)
+_GROUP: Final = _Record(
+    "group",
+    128,
+    {
+        "window_tokens": (0, "I"),
+        "first_pool": (4, "I"),
+        "pool_count": (8, "I"),
+        "device_slots": (12, "I"),
+        "host_slots": (16, "I"),
+        "disk_slots": (20, "I"),
+        "record_bytes": (24, "Q"),
+        "host_offset": (32, "Q"),
+        "device_generations": (40, "Q"),
+        "host_generations": (48, "Q"),
+        "device_owners": (56, "Q"),
+        "host_owners": (64, "Q"),
+    },
+)
+_POOL: Final = _Record(
+    "pool",
+    64,
+    {"block_bytes": (0, "Q"), "padded_bytes": (8, "Q"), "record_offset": (16, "Q"), "device_offset": (24, "Q")},
+)
+
+
+@dataclass(slots=True, frozen=True)
+class ArenaIdentity:
+    """Whose segments these are. ``pid`` is the daemon that made them."""
+
+    fingerprint: bytes
+    epoch: int
+    boot: int
+    pid: int
+
+    @classmethod
+    def read(cls, control: Segment) -> Self:
+        """From a control segment that :meth:`ArenaLayout.read` has accepted."""
+        header = _HEADER.unpack(control[:HEADER_BYTES].tobytes())
+        return cls(header["fingerprint"], header["epoch"], header["boot"], header["pid"])
+
+
+@dataclass(slots=True, frozen=True)
+class PoolLayout:
+    """One pool of a group. ``record_offset`` is inside a host slot, ``device_offset`` inside the device segment."""
+
+    block_bytes: int
+    padded_bytes: int
+    record_offset: int
+    device_offset: int
+
+
+@dataclass(slots=True, frozen=True)
+class GroupLayout:
+    """One window group. Tuples by tier have device first; ``slots`` counts the disk's too."""
+
+    window_tokens: int
+    slots: tuple[int, int, int]
+    record_bytes: int
+    host_offset: int
+    generations: tuple[int, int]
+    owners: tuple[int, int]
+    pools: tuple[PoolLayout, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class _Region:
+    """Bytes [start, start + size) of a segment, named by the field that places them."""
+
+    field: str
+    start: int
+    size: int
+    alignment: int
+
+
+@dataclass(slots=True, frozen=True)
+class ArenaLayout:
+    """Where everything is in a cache's segments. A value: planned by the daemon, read back by clients."""
+
+    groups: tuple[GroupLayout, ...]
+    group_table_offset: int
+    pool_table_offset: int
+    index_offset: int
+    index_bytes: int
+    control_bytes: int
+    device_bytes: int
+    host_bytes: int
+
+    @classmethod
+    def plan(cls, spec: CacheSpec, slots: Mapping[tuple[int, int], int]) -> Self:
+        """Lays out an arena. ``slots`` maps (group, tier) to a count; absent = 0. Disk slots only size the key index.
+
+        Raises :class:`AbiError` for counts out of range and for groups or tiers that do not exist.
+        """
+        for (group, tier), count in slots.items():
+            field = f"slots[{group}, {tier}]"
+            if not 0 <= group < len(spec.groups) or tier not in (DEVICE, HOST, DISK):
+                raise AbiError(field, count, "a group of the specification and a tier")
+            require_int(field, count, 0, MAX_SLOTS, AbiError)
+
+        control, device, host = _Cursor(HEADER_BYTES), _Cursor(0), _Cursor(0)
+        group_table = control.take(len(spec.groups) * _GROUP.size, RUN_ALIGNMENT)
+        pool_table = control.take(sum(len(group.pools) for group in spec.groups) * _POOL.size, RUN_ALIGNMENT)
+        counts = [
+            (slots.get((group, DEVICE), 0), slots.get((group, HOST), 0), slots.get((group, DISK), 0))
+            for group in range(len(spec.groups))
+        ]
+        groups = tuple(_plan_group(spec, group, count, control, device, host) for group, count in enumerate(counts))
+        wanted = sum(map(sum, counts)) * INDEX_ENTRY_BYTES * 3 // 2
+        index_bytes = -(-wanted // _INDEX_BUCKET_BYTES) * _INDEX_BUCKET_BYTES
+        index_offset = control.take(index_bytes, RUN_ALIGNMENT)
+        return cls(
+            groups=groups,
+            group_table_offset=group_table,
+            pool_table_offset=pool_table,
+            index_offset=index_offset,
+            index_bytes=index_bytes,
+            control_bytes=padded(control.end),
+            device_bytes=device.end,
+            host_bytes=host.end,
+        )
+
+    @classmethod
+    def read(cls, control: Segment) -> Self:
+        """Reads a control segment back, checking everything: raises :class:`AbiError` naming the field at fault."""
+        view = control.data
+        if len(view) < HEADER_BYTES:
+            raise AbiError("control", f"{len(view)} bytes", f"at least {HEADER_BYTES} bytes")
+        header = _read_header(view)
+        groups = _read_groups(view, header)
+        layout = cls(
+            groups=groups,
+            group_table_offset=header["group_table_offset"],
+            pool_table_offset=header["pool_table_offset"],
+            index_offset=header["index_offset"],
+            index_bytes=header["index_bytes"],
+            control_bytes=header["control_bytes"],
+            device_bytes=header["device_bytes"],
+            host_bytes=header["host_bytes"],
+        )
+        layout._check_regions()
+        crc = layout._table_crc(view)
+        if header["table_crc"] != crc:
+            raise AbiError("header.table_crc", header["table_crc"], f"{crc}, the sum over header and tables")
+        return layout
+
+    def initialise(self, control: Segment, identity: ArenaIdentity) -> None:
+        """Writes header, tables and first generations into a zeroed segment. The state is then OPENING."""
+        first_pool = 0
+        for index, group in enumerate(self.groups):
+            entry = _group_entry(group, first_pool)
+            _store(control, self.group_table_offset + index * _GROUP.size, _GROUP.pack(entry))
+            for number, pool in enumerate(group.pools, start=first_pool):
+                _store(control, self.pool_table_offset + number * _POOL.size, _POOL.pack(_pool_entry(pool)))
+            first_pool += len(group.pools)
+        values = self._header_entry(identity, first_pool)
+        _store(control, 0, _HEADER.pack(values))
+        _store(control, 0, _HEADER.pack(values | {"table_crc": self._table_crc(control.data)}))
+        for tier in MEMORY_TIERS:
+            for number in range(len(self.groups)):
+                self.generations(control, tier, number).fill(first_generation(identity.boot))
+
+    def data_bytes(self, tier: int) -> int:
+        """Size of a memory tier's data segment; 0 = the cache has none."""
+        return self.device_bytes if tier == DEVICE else self.host_bytes
+
+    def parts(self, tier: int, group: int, slot: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of a slot's exact bytes in the tier's data segment, one a pool. Raises :class:`AbiError`."""
+        return [(start, pool.block_bytes) for start, pool in self._places(tier, group, slot)]
+
+    def padded_parts(self, tier: int, group: int, slot: int) -> list[tuple[int, int]]:
+        """The same with padding up to the next multiple of 4096."""
+        return [(start, pool.padded_bytes) for start, pool in self._places(tier, group, slot)]
+
+    def pool_view(self, data: Segment, tier: int, group: int, pool: int, *, padding: bool = False) -> NDArray[np.uint8]:
+        """All slots of a group in one pool, [slots, bytes], as a view of the tier's data segment."""
+        place = self.groups[group].pools[pool]
+        stride, start = self._stride_and_start(tier, group, pool)
+        nbytes = place.padded_bytes if padding else place.block_bytes
+        return _rows(data, self.groups[group].slots[tier], nbytes, stride, start)
+
+    def record_view(self, data: Segment, group: int) -> NDArray[np.uint8]:
+        """All host slots of a group with their padding, [slots, record bytes]: one contiguous piece."""
+        place = self.groups[group]
+        return _rows(data, place.slots[HOST], place.record_bytes, place.record_bytes, place.host_offset)
+
+    def generations(self, control: Segment, tier: int, group: int) -> NDArray[np.uint64]:
+        """The generations of a group's slots in a memory tier: a view, writable where the segment is."""
+        place = self.groups[group]
+        return np.frombuffer(control, dtype="<u8", count=place.slots[tier], offset=place.generations[tier])
+
+    def owners(self, control: Segment, tier: int, group: int) -> NDArray[np.uint64]:
+        """The owners of a group's slots in a memory tier, likewise."""
+        place = self.groups[group]
+        return np.frombuffer(control, dtype="<u8", count=place.slots[tier], offset=place.owners[tier])
+
+    def _places(self, tier: int, group: int, slot: int) -> Iterator[tuple[int, PoolLayout]]:
+        if tier not in MEMORY_TIERS:
+            raise AbiError("tier", tier, "device (0) or host (1)")
+        if not 0 <= group < len(self.groups):
+            raise AbiError("group", group, f"from 0 to {len(self.groups) - 1}")
+        if not 0 <= slot < self.groups[group].slots[tier]:
+            raise AbiError("slot", slot, f"below {self.groups[group].slots[tier]}")
+        for number, pool in enumerate(self.groups[group].pools):
+            stride, start = self._stride_and_start(tier, group, number)
+            yield start + slot * stride, pool
+
+    def _stride_and_start(self, tier: int, group: int, pool: int) -> tuple[int, int]:
+        place = self.groups[group].pools[pool]
+        if tier == DEVICE:
+            return place.padded_bytes, place.device_offset
+        return self.groups[group].record_bytes, self.groups[group].host_offset + place.record_offset
+
+    def _header_entry(self, identity: ArenaIdentity, pool_count: int) -> dict[str, int | bytes]:
+        return {
+            "magic": MAGIC,
+            "abi_version": ABI_VERSION,
+            "header_bytes": HEADER_BYTES,
+            "control_bytes": self.control_bytes,
+            "page_bytes": PAGE,
+            "fingerprint": identity.fingerprint,
+            "epoch": identity.epoch,
+            "boot": identity.boot,
+            "pid": identity.pid,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "group_count": len(self.groups),
+            "group_entry_bytes": _GROUP.size,
+            "group_table_offset": self.group_table_offset,
+            "pool_count": pool_count,
+            "pool_entry_bytes": _POOL.size,
+            "pool_table_offset": self.pool_table_offset,
+            "index_offset": self.index_offset,
+            "index_bytes": self.index_bytes,
+            "index_entry_bytes": INDEX_ENTRY_BYTES,
+            "index_bucket_entries": INDEX_BUCKET_ENTRIES,
+            "table_crc": 0,
+            "state": ArenaState.OPENING,
+        }
+
+    def _table_crc(self, control: memoryview) -> int:
+        pool_count = sum(len(group.pools) for group in self.groups)
+        crc = zlib.crc32(control[:_TABLE_CRC_OFFSET])
+        crc = zlib.crc32(_slice(control, self.group_table_offset, len(self.groups) * _GROUP.size), crc)
+        return zlib.crc32(_slice(control, self.pool_table_offset, pool_count * _POOL.size), crc)
+
+    def _check_regions(self) -> None:
+        pool_count = sum(len(group.pools) for group in self.groups)
+        control = [
+            _Region("header", 0, HEADER_BYTES, PAGE),
+            _Region("group_table_offset", self.group_table_offset, len(self.groups) * _GROUP.size, RUN_ALIGNMENT),
+            _Region("pool_table_offset", self.pool_table_offset, pool_count * _POOL.size, RUN_ALIGNMENT),
+            _Region("index_offset", self.index_offset, self.index_bytes, RUN_ALIGNMENT),
+        ]
+        device: list[_Region] = []
+        host: list[_Region] = []
+        for index, group in enumerate(self.groups):
+            where = f"groups[{index}]"
+            for tier, name in ((DEVICE, "device"), (HOST, "host")):
+                run = group.slots[tier] * 8
+                control.append(_Region(f"{where}.{name}_generations", group.generations[tier], run, RUN_ALIGNMENT))
+                control.append(_Region(f"{where}.{name}_owners", group.owners[tier], run, RUN_ALIGNMENT))
+            size = group.slots[HOST] * group.record_bytes
+            host.append(_Region(f"{where}.host_offset", group.host_offset, size, REGION_ALIGNMENT))
+            record = []
+            for number, pool in enumerate(group.pools):
+                field = f"{where}.pools[{number}]"
+                record.append(_Region(f"{field}.record_offset", pool.record_offset, pool.padded_bytes, PAGE))
+                size = group.slots[DEVICE] * pool.padded_bytes
+                device.append(_Region(f"{field}.device_offset", pool.device_offset, size, REGION_ALIGNMENT))
+            _check_apart(record, group.record_bytes)
+        _check_apart(control, self.control_bytes)
+        _check_apart(device, self.device_bytes)
+        _check_apart(host, self.host_bytes)
+
+
+def read_state(control: Segment) -> ArenaState:
+    """The daemon's word on the segment. Raises :class:`AbiError` for a value that has no meaning."""
+    value = int(control[_STATE_OFFSET : _STATE_OFFSET + 4].view("<u4")[0])
+    return _as_state(value)
+
+
+def write_state(control: Segment, state: ArenaState) -> None:
+    """For the daemon only."""
+    control[_STATE_OFFSET : _STATE_OFFSET + 4].view("<u4")[0] = state
+
+
+class _Cursor:
+    """Hands out aligned pieces of a segment, from the start."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def take(self, size: int, alignment: int) -> int:
+        start = -(-self.end // alignment) * alignment
+        if size:
+            self.end = start + size
+        return start
+
+
+def _plan_group(
+    spec: CacheSpec, group: int, slots: tuple[int, int, int], control: _Cursor, device: _Cursor, host: _Cursor
+) -> GroupLayout:
+    pools = []
+    record = _Cursor(0)
+    for pool in range(len(spec.groups[group].pools)):
+        exact = spec.pool_bytes(group, pool)
+        place = PoolLayout(
+            block_bytes=exact,
+            padded_bytes=padded(exact),
+            record_offset=record.take(padded(exact), PAGE),
+            device_offset=device.take(slots[DEVICE] * padded(exact), REGION_ALIGNMENT),
+        )
+        pools.append(place)
+    return GroupLayout(
+        window_tokens=spec.groups[group].window_tokens,
+        slots=slots,
+        record_bytes=record.end,
+        host_offset=host.take(slots[HOST] * record.end, REGION_ALIGNMENT),
+        generations=(control.take(slots[DEVICE] * 8, RUN_ALIGNMENT), control.take(slots[HOST] * 8, RUN_ALIGNMENT)),
+        owners=(control.take(slots[DEVICE] * 8, RUN_ALIGNMENT), control.take(slots[HOST] * 8, RUN_ALIGNMENT)),
+        pools=tuple(pools),
+    )
+
+
+def _group_entry(group: GroupLayout, first_pool: int) -> dict[str, int | bytes]:
+    return {
+        "window_tokens": group.window_tokens,
+        "first_pool": first_pool,
+        "pool_count": len(group.pools),
+        "device_slots": group.slots[DEVICE],
+        "host_slots": group.slots[HOST],
+        "disk_slots": group.slots[DISK],
+        "record_bytes": group.record_bytes,
+        "host_offset": group.host_offset,
+        "device_generations": group.generations[DEVICE],
+        "host_generations": group.generations[HOST],
+        "device_owners": group.owners[DEVICE],
+        "host_owners": group.owners[HOST],
+    }
+
+
+def _pool_entry(pool: PoolLayout) -> dict[str, int | bytes]:
+    return {
+        "block_bytes": pool.block_bytes,
+        "padded_bytes": pool.padded_bytes,
+        "record_offset": pool.record_offset,
+        "device_offset": pool.device_offset,
+    }
+
+
+def _read_header(control: memoryview) -> dict[str, Any]:
+    magic, version = struct.unpack_from("<8sI", control)
+    # Magic and version first: no other field means anything before they are right.
+    _require("header.magic", magic, MAGIC)
+    _require("header.abi_version", version, ABI_VERSION)
+    header = _HEADER.unpack(bytes(control[:HEADER_BYTES]))
+    fixed = {
+        "header_bytes": HEADER_BYTES,
+        "page_bytes": PAGE,
+        "group_entry_bytes": _GROUP.size,
+        "pool_entry_bytes": _POOL.size,
+        "index_entry_bytes": INDEX_ENTRY_BYTES,
+        "index_bucket_entries": INDEX_BUCKET_ENTRIES,
+    }
+    for field, value in fixed.items():
+        _require(f"header.{field}", header[field], value)
+    require_int("header.control_bytes", header["control_bytes"], HEADER_BYTES, len(control), AbiError)
+    require_int("header.group_count", header["group_count"], 1, MAX_GROUPS, AbiError)
+    require_int("header.pool_count", header["pool_count"], header["group_count"], MAX_POOLS, AbiError)
+    require_int("header.boot", header["boot"], header["epoch"], 2**32 - 1, AbiError)
+    if header["index_bytes"] % _INDEX_BUCKET_BYTES:
+        raise AbiError("header.index_bytes", header["index_bytes"], f"a multiple of {_INDEX_BUCKET_BYTES}")
+    _as_state(header["state"])
+    return header
+
+
+def _read_groups(control: memoryview, header: dict[str, Any]) -> tuple[GroupLayout, ...]:
+    groups: list[GroupLayout] = []
+    first_pool = 0
+    for index in range(header["group_count"]):
+        where = f"groups[{index}]"
+        entry = _GROUP.unpack(_slice(control, header["group_table_offset"] + index * _GROUP.size, _GROUP.size))
+        _require(f"{where}.first_pool", entry["first_pool"], first_pool)
+        require_int(f"{where}.pool_count", entry["pool_count"], 1, header["pool_count"] - first_pool, AbiError)
+        pools = tuple(
+            _read_pool(control, header, f"{where}.pools[{number}]", first_pool + number)
+            for number in range(entry["pool_count"])
+        )
+        first_pool += len(pools)
+        groups.append(
+            GroupLayout(
+                window_tokens=entry["window_tokens"],
+                slots=(entry["device_slots"], entry["host_slots"], entry["disk_slots"]),
+                record_bytes=entry["record_bytes"],
+                host_offset=entry["host_offset"],
+                generations=(entry["device_generations"], entry["host_generations"]),
+                owners=(entry["device_owners"], entry["host_owners"]),
+                pools=pools,
+            )
+        )
+        for field in ("device_slots", "host_slots", "disk_slots"):
+            require_int(f"{where}.{field}", entry[field], 0, MAX_SLOTS, AbiError)
+        _require(f"{where}.record_bytes", entry["record_bytes"], sum(pool.padded_bytes for pool in pools))
+    _require("header.pool_count", header["pool_count"], first_pool)
+    return tuple(groups)
+
+
+def _read_pool(control: memoryview, header: dict[str, Any], where: str, number: int) -> PoolLayout:
+    entry = _POOL.unpack(_slice(control, header["pool_table_offset"] + number * _POOL.size, _POOL.size))
+    require_int(f"{where}.block_bytes", entry["block_bytes"], 1, 2**48, AbiError)
+    _require(f"{where}.padded_bytes", entry["padded_bytes"], padded(entry["block_bytes"]))
+    return PoolLayout(**entry)
+
+
+def _as_state(value: int) -> ArenaState:
+    if value not in ArenaState.__members__.values():
+        raise AbiError("header.state", value, "0, 1 or 2")
+    return ArenaState(value)
+
+
+def _require(field: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise AbiError(field, value, repr(expected))
+
+
+def _check_apart(regions: list[_Region], size: int) -> None:
+    """Regions are aligned, inside their segment and apart."""
+    end, before = 0, ""
+    for region in sorted(regions, key=lambda region: region.start):
+        if region.start % region.alignment:
+            raise AbiError(region.field, region.start, f"a multiple of {region.alignment}")
+        if region.size and region.start < end:
+            raise AbiError(region.field, region.start, f"at or above {end}, the end of {before}")
+        if region.start + region.size > max(size, region.start):
+            raise AbiError(region.field, region.start, f"at most {size - region.size}, so that it ends inside")
+        if region.size:
+            end, before = region.start + region.size, region.field
+
+
+def _slice(control: memoryview, start: int, size: int) -> bytes:
+    if start + size > len(control):
+        raise AbiError("table offset", start, f"at most {len(control) - size}, so that it ends inside")
+    return bytes(control[start : start + size])
+
+
+def _store(control: Segment, start: int, data: bytearray) -> None:
+    control[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+
+def _rows(data: Segment, count: int, nbytes: int, stride: int, start: int) -> NDArray[np.uint8]:
+    if not count:
+        return np.empty((0, nbytes), dtype=np.uint8)
+    return np.ndarray((count, nbytes), dtype=np.uint8, buffer=data, offset=start, strides=(stride, 1))
