@@ -1,0 +1,62 @@
+"""A memory tier as numpy views over its data segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.base import Bytes
+
+POISON = 0xA5
+_STAMP_BYTES = 4096
+
+
+class MappedStore:
+    """Slots of one tier of an arena. Implements :class:`kvtierd.tiers.base.MemoryStore`.
+
+    One 2-D array per pool is made at the start; a slot is a row of it, so that asking for one is an indexing operation.
+    """
+
+    def __init__(self, arena: Arena, tier: Tier) -> None:
+        self._tier = tier
+        layout, data = arena.layout, arena.data(tier)
+        self._exact: list[list[Bytes]] = []
+        self._padded: list[list[Bytes]] = []
+        for index, group in enumerate(layout.groups):
+            pools = range(len(group.pools))
+            self._exact.append([layout.pool_view(data, tier, index, pool) for pool in pools])
+            self._padded.append([layout.pool_view(data, tier, index, pool, padding=True) for pool in pools])
+
+    @property
+    def tier(self) -> Tier:
+        return self._tier
+
+    def parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
+        """The slot's exact bytes: one 1-D array a pool. Raises IndexError for a slot that does not exist."""
+        return _rows(self._exact[group], slot)
+
+    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
+        """The same with padding: address and length of each are multiples of 4096."""
+        return _rows(self._padded[group], slot)
+
+    def pool_array(self, group: GroupId, pool: int) -> Bytes:
+        """All slots' exact bytes in one pool: [slots, bytes]."""
+        return self._exact[group][pool]
+
+    def poison(self, group: GroupId, slot: SlotId) -> None:
+        """Overwrites the first and last 4096 bytes of each part."""
+        for part in self.parts(group, slot):
+            part[:_STAMP_BYTES] = POISON
+            part[-_STAMP_BYTES:] = POISON
+
+    def close(self) -> None:
+        """Lets go of the segment; views that others hold stay valid."""
+        self._exact.clear()
+        self._padded.clear()
+
+
+def _rows(pools: list[Bytes], slot: SlotId) -> list[Bytes]:
+    if slot < 0:  # numpy would count from the end and hand out somebody else's bytes
+        raise IndexError(f"slot {slot}")
+    return [pool[slot] for pool in pools]
