@@ -45,6 +45,7 @@ class AllowlistContract(Contract):
     def render_broken_contract(self, check: ContractCheck) -> None:
         for importer, line, imported in check.metadata["broken"]:
             output.print_error(f"{importer} (line {line}) imports {imported}", bold=False)
+        output.new_line()
 
 
 def _names(field: object) -> set[str]:
