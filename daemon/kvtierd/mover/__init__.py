@@ -1,0 +1,5 @@
+"""Carries out what the core decides: moves bytes between tiers and answers those who wait.
+
+The loop thread owns every :class:`~kvtierd.core.manager.BlockManager`; threads own copies and know slots and buffers
+only.
+"""

@@ -1,0 +1,202 @@
+"""Edges: moves go in, results come out, and everything on the way is counted.
+
+Loop thread only. Queues need no bound of their own: a move is planned only where its destination slot exists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtierd.core.ids import CacheId, MoveId, Tier
+from kvtierd.core.outcome import Move, MoveResult
+from kvtierd.mover import diskio, streams
+from kvtierd.mover.lanes import Lane
+from kvtierd.mover.mailbox import Mailbox
+from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.work import Edge, Piece, Report
+from kvtierd.mover.worker import Crew
+
+LANES: Final = (
+    Lane("device-to-host", ((Tier.DEVICE, Tier.HOST),), threads=1, batch_blocks=256, carry_out=streams.copy),
+    Lane("host-to-device", ((Tier.HOST, Tier.DEVICE),), threads=1, batch_blocks=256, carry_out=streams.copy),
+    Lane(
+        "disk-writer",
+        ((Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.DISK), (Tier.DISK, None)),
+        threads=1,  # what is queued first is committed first: ancestors before descendants, deletions before reuse
+        batch_blocks=32,
+        carry_out=diskio.write,
+        may_join=diskio.no_slot_twice,
+    ),
+    Lane(
+        "disk-reader",
+        ((Tier.DISK, Tier.HOST), (Tier.DISK, Tier.DEVICE)),
+        threads=2,  # two reach what the disk can give
+        batch_blocks=32,
+        carry_out=diskio.read,
+    ),
+)
+
+STUCK_AFTER_S: Final = 10.0
+LEAVE_GRACE_S: Final = 1.0
+"""How long idle threads are given to end."""
+REPORTS_PER_TURN: Final = 64
+"""Bounds a loop callback; the rest follows in the next turn."""
+
+Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
+
+
+@dataclass(slots=True)
+class EdgeCounters:
+    """``queued_blocks`` is now: planned and not yet reported. The rest since the start; ``blocks`` and ``bytes``
+    arrived.
+
+    ``queue_ns`` sums, over moves, the wait until the first block was begun; ``copy_ns`` is the time the edge was busy.
+    """
+
+    queued_blocks: int = 0
+    moves: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    failures: int = 0
+    queue_ns: int = 0
+    copy_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Journey:
+    """A move between its plan and its result."""
+
+    runtime: CacheRuntime
+    move: Move
+    pieces_left: int
+    failed: set[int] = field(default_factory=set)
+    corrupt: set[int] = field(default_factory=set)
+    waits_ns: list[int] = field(default_factory=list)
+    copy_ns: int = 0
+
+    def add(self, report: Report) -> None:
+        self.pieces_left -= 1
+        self.failed |= report.failed
+        self.corrupt |= report.corrupt
+        self.waits_ns.append(report.queue_ns)
+        self.copy_ns += report.copy_ns
+
+    def result(self) -> MoveResult:
+        return MoveResult(
+            self.move.id, frozenset(self.failed), frozenset(self.corrupt), min(self.waits_ns), self.copy_ns
+        )
+
+
+class Edges:
+    """The lanes with their threads, and the moves under way.
+
+    ``deliver`` gets the moves that have ended: all of a cache at once, at most once a loop turn. It must not raise.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Deliver,
+        lanes: Sequence[Lane] = LANES,
+        stuck_after_s: float = STUCK_AFTER_S,
+    ) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._stuck_after_s = stuck_after_s
+        self._mailbox: Mailbox[Report] = Mailbox(loop, self._drain)
+        self._journeys: dict[tuple[CacheId, MoveId], _Journey] = {}
+        self._in_flight: Counter[CacheId] = Counter()
+        self._watchers: list[asyncio.Future[None]] = []
+        self._crews = [Crew(lane, loop, self._mailbox.post) for lane in lanes]
+        self._routes = {
+            edge: (lane, crew) for lane, crew in zip(lanes, self._crews, strict=True) for edge in lane.edges
+        }
+        self._counters = {edge: EdgeCounters() for edge in self._routes}
+
+    def submit(self, runtime: CacheRuntime, move: Move) -> None:
+        """Queues a move. Its slots belong to the mover until its result is delivered."""
+        edge = (move.src, move.dst)
+        lane, crew = self._routes[edge]
+        pieces = list(_cut(runtime, move, lane.batch_blocks))
+        self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces))
+        self._in_flight[runtime.id] += 1
+        self._counters[edge].queued_blocks += len(move.items)
+        crew.put(pieces)
+
+    @property
+    def counters(self) -> Mapping[Edge, EdgeCounters]:
+        return self._counters
+
+    def in_flight(self, cache: CacheId | None = None) -> int:
+        """Moves whose result has not been delivered, of one cache or of all."""
+        return len(self._journeys) if cache is None else self._in_flight[cache]
+
+    async def idle(self, cache: CacheId | None = None) -> None:
+        """Returns when no move is in flight and no result undelivered."""
+        while self.in_flight(cache):
+            watcher: asyncio.Future[None] = self._loop.create_future()
+            self._watchers.append(watcher)
+            await watcher
+
+    def problems(self) -> list[str]:
+        now_ns = time.monotonic_ns()
+        return [problem for crew in self._crews for problem in crew.problems(now_ns, self._stuck_after_s)]
+
+    async def stop(self) -> bool:
+        """Ends the threads; moves not yet begun are abandoned. False if a thread hangs in a call and had to be left."""
+        for crew in self._crews:
+            crew.dismiss()
+        try:
+            async with asyncio.timeout(LEAVE_GRACE_S):
+                for crew in self._crews:
+                    await crew.gone()
+        except TimeoutError:
+            return False
+        finally:
+            self._mailbox.close()
+        return True
+
+    def _drain(self) -> None:
+        ended: defaultdict[CacheRuntime, list[MoveResult]] = defaultdict(list)
+        for report in self._mailbox.take(REPORTS_PER_TURN):
+            journey = self._journeys[report.piece.runtime.id, report.piece.move.id]
+            journey.add(report)
+            if journey.pieces_left == 0:
+                ended[journey.runtime].append(self._arrived(journey))
+        for runtime, results in ended.items():
+            self._deliver(runtime, results)
+        watchers, self._watchers = self._watchers, []
+        for watcher in watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    def _arrived(self, journey: _Journey) -> MoveResult:
+        runtime, move = journey.runtime, journey.move
+        del self._journeys[runtime.id, move.id]
+        self._in_flight[runtime.id] -= 1
+        result = journey.result()
+        counters = self._counters[move.src, move.dst]
+        failures = len(result.failed | result.corrupt)
+        arrived = len(move.items) - failures
+        counters.queued_blocks -= len(move.items)
+        counters.moves += 1
+        counters.blocks += arrived
+        counters.bytes += arrived * runtime.spec.block_bytes(move.group) if move.dst is not None else 0
+        counters.failures += failures
+        counters.queue_ns += result.queue_ns
+        counters.copy_ns += result.copy_ns
+        return result
+
+
+def _cut(runtime: CacheRuntime, move: Move, blocks: int) -> Iterator[Piece]:
+    """Pieces of at most ``blocks`` items, in order."""
+    if not move.items:
+        raise ValueError(f"move {move.id} has no items")
+    now_ns = time.monotonic_ns()
+    for first in range(0, len(move.items), blocks):
+        yield Piece(runtime, move, first, move.items[first : first + blocks], now_ns)

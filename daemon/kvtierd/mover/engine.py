@@ -1,0 +1,373 @@
+"""The loop's side of the mover: calls the core, carries out what it says, answers those who wait.
+
+Loop thread only. Between a call of the core and the last of its outcome there is never an ``await``: whoever else
+runs on the loop sees the core, the arena and the events agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final, Protocol
+
+from kvtierd.core.check import check
+from kvtierd.core.errors import UnknownLease
+from kvtierd.core.events import Event, EventSequencer
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
+from kvtierd.core.manager import (
+    BlockManager,
+    BlockResult,
+    ChainRequest,
+    CommitItem,
+    DropReport,
+    Listing,
+    Location,
+    ManagerStats,
+    Match,
+    Recovered,
+)
+from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal
+from kvtierd.mover.edges import EdgeCounters, Edges
+from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
+from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.tickets import Answer, Tickets, Waiting, cancelled
+from kvtierd.mover.work import Edge
+
+TICK_S: Final = 0.25
+"""How often the core is told the time: degraded edges come back, and what waits for that goes on."""
+BROKEN_SHOWN: Final = 8
+"""Steps of the core that raised, the latest, kept for health."""
+
+
+class EventSink(Protocol):
+    def publish(self, events: Sequence[Event]) -> None:
+        """Takes events in order. Called in the middle of an outcome: must neither wait nor call back."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more."""
+
+    runtime: CacheRuntime
+    tickets: Tickets
+    closing: bool = False
+    removed: bool = False
+
+    @property
+    def manager(self) -> BlockManager:
+        return self.runtime.manager
+
+
+class Engine:
+    """All open caches under one mover. Starts its threads when made; :meth:`shutdown` ends them.
+
+    Calls with a ``cache_id`` raise :class:`UnknownCache` and :class:`ShuttingDown`, and pass on the core's
+    ``CallerError``. The awaitable ones wait ``timeout_s`` seconds at most (None: as long as it takes); a caller
+    cancelled while it waits, or before it has got its answer, leaves nothing held.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        hub: EventSink,
+        sequencer: EventSequencer,
+        *,
+        clock: Callable[[], int] = time.time_ns,
+        debug_checks: bool = False,
+    ) -> None:
+        self._loop = loop
+        self._hub = hub
+        self._sequencer = sequencer
+        self._clock = clock
+        self._debug_checks = debug_checks
+        self._caches: dict[CacheId, _Open] = {}
+        self._edges = Edges(loop, self._completed)
+        self._broken: deque[str] = deque(maxlen=BROKEN_SHOWN)
+        self._closing = False
+        self._ticker = loop.call_later(TICK_S, self._tick)
+
+    # caches
+
+    def add_cache(
+        self,
+        runtime: CacheRuntime,
+        recovered: Mapping[GroupId, Sequence[Recovered]],
+        quarantined: Mapping[GroupId, Collection[SlotId]],
+        *,
+        unclean: bool,
+    ) -> None:
+        """Opens a cache with what its disk holds. ``unclean``: what was known before is declared lost first."""
+        if self._closing:
+            raise ShuttingDown
+        if runtime.id in self._caches:
+            raise ValueError(f"cache {runtime.id} is open already")
+        cache = _Open(runtime, Tickets(self._loop))
+        self._caches[runtime.id] = cache
+        self._apply(cache, runtime.manager.open(recovered, quarantined, unclean=unclean, now=self._clock()))
+
+    async def remove_cache(self, cache_id: CacheId) -> CacheRuntime:
+        """Refuses its waiting tickets, lets its moves end and forgets it. Its stores are the caller's to close."""
+        cache = self._accepting(cache_id)
+        cache.closing = True
+        self._refuse_waiting(cache)
+        await self._edges.idle(cache_id)
+        cache.removed = True
+        del self._caches[cache_id]
+        return cache.runtime
+
+    def runtime(self, cache_id: CacheId) -> CacheRuntime:
+        return self._find(cache_id).runtime
+
+    # requests that may wait
+
+    async def reserve(
+        self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int, timeout_s: float | None
+    ) -> Grant:
+        """``count`` blank slots, all or nothing. Raises :class:`Refused`."""
+        cache = self._accepting(cache_id)
+        ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
+        waiting = cache.tickets.open(ticket, tier, count)
+        (answer,) = await self._answers(cache, session, [waiting], outcome, timeout_s)
+        return _granted(answer)
+
+    async def acquire(
+        self,
+        cache_id: CacheId,
+        session: SessionId,
+        group: GroupId,
+        tier: Tier,
+        chains: Sequence[ChainRequest],
+        timeout_s: float | None,
+    ) -> list[Grant | Refusal]:
+        """One answer a chain, in order: the longest prefix READY in ``tier`` and held."""
+        cache = self._accepting(cache_id)
+        tickets, outcome = cache.manager.acquire(session, group, tier, chains, self._clock())
+        waiting = [
+            cache.tickets.open(ticket, tier, len(wanted.keys)) for ticket, wanted in zip(tickets, chains, strict=True)
+        ]
+        return await self._answers(cache, session, waiting, outcome, timeout_s)
+
+    async def move(
+        self,
+        cache_id: CacheId,
+        session: SessionId,
+        group: GroupId,
+        to: Tier,
+        keys: Sequence[Key],
+        timeout_s: float | None,
+    ) -> Grant:
+        """Makes blocks READY in ``to``; ``Grant.results`` says which are. Raises :class:`Refused`."""
+        cache = self._accepting(cache_id)
+        ticket, outcome = cache.manager.move(session, group, to, keys, self._clock())
+        waiting = cache.tickets.open(ticket, to, len(keys))
+        (answer,) = await self._answers(cache, session, [waiting], outcome, timeout_s)
+        return _granted(answer)
+
+    # requests that are answered at once
+
+    def commit(
+        self, cache_id: CacheId, session: SessionId, lease: LeaseId, items: Sequence[CommitItem]
+    ) -> tuple[BlockResult, ...]:
+        cache = self._find(cache_id)
+        results, outcome = cache.manager.commit(session, lease, items, self._clock())
+        self._apply(cache, outcome)
+        return results
+
+    def release(self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId]) -> None:
+        cache = self._find(cache_id)
+        self._apply(cache, cache.manager.release(session, leases, self._clock()))
+
+    def drop(self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key]) -> DropReport:
+        cache = self._find(cache_id)
+        report, outcome = cache.manager.drop(session, group, keys, self._clock())
+        self._apply(cache, outcome)
+        return report
+
+    def match(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> Match:
+        return self._find(cache_id).manager.match(group, keys)
+
+    def locate(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> list[Location]:
+        return self._find(cache_id).manager.locate(group, keys)
+
+    def listing(self, cache_id: CacheId, group: GroupId, page: int, limit: int) -> Listing:
+        return self._find(cache_id).manager.listing(group, page, limit)
+
+    def stats(self, cache_id: CacheId) -> ManagerStats:
+        return self._find(cache_id).manager.stats()
+
+    # sessions, over all caches
+
+    def orphan_session(self, session: SessionId) -> None:
+        """Its connection broke, its process lives."""
+        for cache in list(self._caches.values()):
+            self._apply(cache, cache.manager.orphan_session(session, self._clock()))
+
+    def reattach_session(self, session: SessionId) -> None:
+        for cache in list(self._caches.values()):
+            self._apply(cache, cache.manager.reattach_session(session, self._clock()))
+
+    def end_session(self, session: SessionId) -> None:
+        """It said goodbye, or its process is gone."""
+        for cache in list(self._caches.values()):
+            self._apply(cache, cache.manager.end_session(session, self._clock()))
+
+    def session_leases(self, session: SessionId) -> int:
+        return sum(cache.manager.session_leases(session) for cache in self._caches.values())
+
+    # how it goes
+
+    @property
+    def last_event(self) -> EventId:
+        """The last event that what the engine answers in this turn takes in."""
+        return self._sequencer.last
+
+    def queues(self) -> dict[Edge, int]:
+        """Blocks planned on each edge and not yet reported."""
+        return {edge: counters.queued_blocks for edge, counters in self._edges.counters.items()}
+
+    def counters(self) -> Mapping[Edge, EdgeCounters]:
+        """Live: read, do not keep."""
+        return self._edges.counters
+
+    def problems(self) -> list[str]:
+        """What health should show; empty when all is well."""
+        return [*self._broken, *self._edges.problems()]
+
+    async def settle(self) -> None:
+        """Returns when no move is in flight and no completion undelivered."""
+        await self._edges.idle()
+
+    async def shutdown(self, deadline_s: float) -> bool:
+        """Refuses new and waiting tickets, lets moves end for ``deadline_s``, ends the threads.
+
+        False if moves had to be abandoned or a thread hangs in a call. The stores are the caller's to close afterwards.
+        """
+        self._closing = True
+        self._ticker.cancel()
+        for cache in self._caches.values():
+            self._refuse_waiting(cache)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._edges.idle()
+            settled = True
+        except TimeoutError:
+            settled = False
+        stopped = await self._edges.stop()
+        for cache in self._caches.values():
+            cache.removed = True
+        self._caches.clear()
+        return settled and stopped
+
+    # inside
+
+    def _find(self, cache_id: CacheId) -> _Open:
+        cache = self._caches.get(cache_id)
+        if cache is None:
+            raise UnknownCache(cache_id)
+        return cache
+
+    def _accepting(self, cache_id: CacheId) -> _Open:
+        if self._closing:
+            raise ShuttingDown
+        cache = self._find(cache_id)
+        if cache.closing:
+            raise UnknownCache(cache_id)
+        return cache
+
+    def _apply(self, cache: _Open, outcome: Outcome) -> None:
+        """All of an outcome, in the order that ``core/outcome.py`` lays down."""
+        runtime = cache.runtime
+        for ref in outcome.begin_write:
+            runtime.begin_write(ref)
+        for ownership in outcome.owners:
+            runtime.set_owner(ownership)
+        if outcome.events:
+            self._hub.publish(outcome.events)
+        for move in outcome.moves:
+            self._edges.submit(runtime, move)
+        for ref in outcome.end_write:
+            runtime.end_write(ref)
+        for answer in chain[Answer](outcome.grants, outcome.refusals):
+            cache.tickets.answer(answer)
+        if self._debug_checks:
+            check(runtime.manager)
+
+    async def _answers(
+        self,
+        cache: _Open,
+        session: SessionId,
+        waiting: Sequence[Waiting],
+        outcome: Outcome,
+        timeout_s: float | None,
+    ) -> list[Answer]:
+        self._apply(cache, outcome)
+        if timeout_s is not None:
+            for one in waiting:
+                cache.tickets.set_deadline(one, timeout_s, lambda one: self._expire(cache, one))
+        try:
+            for one in waiting:
+                await one.wake
+        except BaseException:
+            self._withdraw(cache, session, waiting)
+            raise
+        return [one.answer for one in waiting if one.answer is not None]
+
+    def _withdraw(self, cache: _Open, session: SessionId, waiting: Sequence[Waiting]) -> None:
+        """Nobody will hear the answers. Those given already are undone, the others prevented.
+
+        One ticket's withdrawal may answer the next: each is looked at when its turn has come.
+        """
+        for one in waiting:
+            if cache.removed:
+                return
+            match one.answer:
+                case None:
+                    cache.tickets.forget(one)
+                    self._apply(cache, cache.manager.cancel(one.ticket, self._clock()))
+                case Grant(lease=lease) if lease is not None:
+                    self._return(cache, session, lease)
+
+    def _return(self, cache: _Open, session: SessionId, lease: LeaseId) -> None:
+        try:
+            outcome = cache.manager.release(session, [lease], self._clock())
+        except UnknownLease:
+            return  # it ended with its session: a killed client's call is cancelled too
+        self._apply(cache, outcome)
+
+    def _expire(self, cache: _Open, waiting: Waiting) -> None:
+        self._advance(cache, lambda now: cache.manager.expire(waiting.ticket, now))
+
+    def _refuse_waiting(self, cache: _Open) -> None:
+        for waiting in cache.tickets.unanswered():
+            if waiting.answer is None:
+                cache.tickets.answer(cancelled(waiting))
+                self._apply(cache, cache.manager.cancel(waiting.ticket, self._clock()))
+
+    def _completed(self, runtime: CacheRuntime, results: Sequence[MoveResult]) -> None:
+        cache = self._caches[runtime.id]
+        self._advance(cache, lambda now: cache.manager.completed(results, now))
+
+    def _tick(self) -> None:
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
+        for cache in list(self._caches.values()):
+            self._advance(cache, cache.manager.tick)
+
+    def _advance(self, cache: _Open, step: Callable[[int], Outcome]) -> None:
+        """A step of the core in a callback of the loop. What it raises is our bug, and has no caller to go to."""
+        try:
+            self._apply(cache, step(self._clock()))
+        except Exception as error:  # noqa: BLE001 - shown in health and by the loop's handler; other caches go on
+            message = f"cache {cache.runtime.name}: {type(error).__name__}: {error}"
+            self._broken.append(message)
+            self._loop.call_exception_handler({"message": message, "exception": error})
+
+
+def _granted(answer: Answer) -> Grant:
+    if isinstance(answer, Refusal):
+        raise Refused(answer)
+    return answer

@@ -1,0 +1,65 @@
+"""What belongs to one open cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.abi.spec import CacheSpec
+from kvtierd.core.ids import CacheId, GroupId, Tier
+from kvtierd.core.manager import BlockManager
+from kvtierd.core.outcome import Ownership, SlotRef
+from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.base import MemoryStore
+from kvtierd.tiers.device import Chaos, StandInDevice
+from kvtierd.tiers.disk import DiskStore
+from kvtierd.tiers.host import HostStore
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class CacheRuntime:
+    """One cache's core, shared memory and stores. A store is None where the cache has no such tier.
+
+    Only the loop thread touches ``manager`` and ``arena``; worker threads touch the stores.
+    """
+
+    id: CacheId
+    name: str
+    spec: CacheSpec
+    manager: BlockManager
+    arena: Arena
+    host: HostStore | None = None
+    device: StandInDevice | None = None
+    disk: DiskStore | None = None
+
+    @property
+    def chaos(self) -> Chaos | None:
+        return self.device.chaos if self.device is not None else None
+
+    @property
+    def store(self) -> DiskStore:
+        if self.disk is None:
+            raise LookupError(f"cache {self.name} has no disk tier")
+        return self.disk
+
+    def memory(self, tier: Tier) -> MemoryStore:
+        store: MemoryStore | None = (self.device, self.host, None)[tier]
+        if store is None:
+            raise LookupError(f"cache {self.name} has no {tier} memory")
+        return store
+
+    def begin_write(self, ref: SlotRef) -> None:
+        """Before the slot's bytes may change. A freed device slot is poisoned, so that who still reads it finds out."""
+        self.arena.begin_write(ref.tier, ref.group, ref.slot)
+        if ref.tier is Tier.DEVICE:
+            self.memory(ref.tier).poison(ref.group, ref.slot)
+
+    def end_write(self, ref: SlotRef) -> None:
+        """The slot's bytes are READY."""
+        self.arena.end_write(ref.tier, ref.group, ref.slot)
+
+    def set_owner(self, ownership: Ownership) -> None:
+        ref = ownership.ref
+        self.arena.set_owner(ref.tier, ref.group, ref.slot, ownership.session)
+
+    def pools(self, group: GroupId) -> int:
+        return len(self.spec.groups[group].pools)

@@ -1,0 +1,73 @@
+"""Requests that wait for the core's answer. Loop thread only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtierd.core.ids import TicketId, Tier
+from kvtierd.core.outcome import Grant, Refusal, RefusalReason
+
+Answer = Grant | Refusal
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """One ticket and its waiter.
+
+    ``answer`` is what counts: it is set in the turn in which the core gives it, whatever has become of the waiter by
+    then. ``wake`` only tells the waiter to look, and is cancelled together with it.
+    """
+
+    ticket: TicketId
+    tier: Tier
+    wanted: int
+    wake: asyncio.Future[None]
+    answer: Answer | None = None
+    deadline: asyncio.TimerHandle | None = None
+
+
+class Tickets:
+    """The unanswered tickets of one cache."""
+
+    __slots__ = ("_loop", "_waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[TicketId, Waiting] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def open(self, ticket: TicketId, tier: Tier, wanted: int) -> Waiting:
+        """To be called before the outcome that may hold the ticket's answer is applied."""
+        waiting = Waiting(ticket, tier, wanted, self._loop.create_future())
+        self._waiting[ticket] = waiting
+        return waiting
+
+    def set_deadline(self, waiting: Waiting, seconds: float, expire: Callable[[Waiting], None]) -> None:
+        if waiting.answer is None:
+            waiting.deadline = self._loop.call_later(max(0.0, seconds), expire, waiting)
+
+    def answer(self, answer: Answer) -> None:
+        """Raises KeyError for a ticket that is answered already, or withdrawn: the core answers once."""
+        waiting = self._waiting[answer.ticket]
+        waiting.answer = answer
+        self.forget(waiting)
+        if not waiting.wake.done():
+            waiting.wake.set_result(None)
+
+    def forget(self, waiting: Waiting) -> None:
+        """No answer is expected any more."""
+        self._waiting.pop(waiting.ticket, None)
+        if waiting.deadline is not None:
+            waiting.deadline.cancel()
+
+    def unanswered(self) -> list[Waiting]:
+        return list(self._waiting.values())
+
+
+def cancelled(waiting: Waiting) -> Refusal:
+    """The answer to a ticket that is withdrawn while somebody still waits for it."""
+    return Refusal(waiting.ticket, RefusalReason.CANCELLED, waiting.tier, waiting.wanted, free=0)
