@@ -1,0 +1,20 @@
+"""The disk tier: preallocated slabs moved by direct I/O, and an LMDB index that says what they hold.
+
+A :class:`DiskRoot` is the directory, a :class:`DiskStore` one cache in it. Everything blocks: call it from threads.
+"""
+
+from kvtierd.tiers.disk.root import DiskRoot, StoredCache
+from kvtierd.tiers.disk.store import DiskStore
+from kvtierd.tiers.disk.values import DiskRead, DiskRecord, DiskWrite, ReadReport, Recovery, SlabShape
+
+__all__ = [
+    "DiskRead",
+    "DiskRecord",
+    "DiskRoot",
+    "DiskStore",
+    "DiskWrite",
+    "ReadReport",
+    "Recovery",
+    "SlabShape",
+    "StoredCache",
+]

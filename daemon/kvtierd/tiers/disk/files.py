@@ -1,0 +1,84 @@
+"""Small steps on the file system that must hold through a crash, and the lock that keeps a second daemon out."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Self
+
+from kvtierd.tiers.base import LockedDirectory, TierIOError
+
+PRIVATE_DIR: Final = 0o700
+PRIVATE_FILE: Final = 0o600
+
+
+@contextmanager
+def io_errors(what: str) -> Iterator[None]:
+    """Turns the system's errors into :class:`TierIOError`, saying what was being done."""
+    try:
+        yield
+    except OSError as error:
+        raise TierIOError(error.errno or 0, f"{what}: {error.strerror or error}") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Makes entries of ``path`` that were created, renamed or removed durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_private_directory(path: Path) -> None:
+    """Creates ``path`` and what is missing above it, whatever the umask; one that exists is left as it is."""
+    if path.is_dir():
+        return
+    make_private_directory(path.parent)
+    path.mkdir(PRIVATE_DIR)
+    path.chmod(PRIVATE_DIR)
+    sync_directory(path.parent)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """After a crash ``path`` holds either what it held before or all of ``content``."""
+    temporary = path.with_name(path.name + ".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
+    temporary.rename(path)
+    sync_directory(path.parent)
+
+
+class DirectoryLock:
+    """An exclusive hold on a directory, for as long as the process lives: flock on a file that names the holder."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def take(cls, path: Path) -> Self:
+        """``path`` is the lock file. Raises :class:`LockedDirectory`; the file is then as it was."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = _read_pid(fd)
+            os.close(fd)
+            raise LockedDirectory(path.parent, pid) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return cls(fd)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def _read_pid(fd: int) -> int:
+    text = os.pread(fd, 32, 0).strip()
+    return int(text) if text.isdigit() else 0

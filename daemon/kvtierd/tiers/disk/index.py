@@ -1,0 +1,232 @@
+"""The transactional truth of a store: an LMDB environment that says which blocks are on disk, and where.
+
+What is not in here is not stored, whatever the slabs hold. One thread at a time may call.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import lmdb
+
+from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.tiers.base import DamagedDirectory, TierIOError
+from kvtierd.tiers.disk.files import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
+from kvtierd.tiers.disk.records import Counters, encode_recency, sequence_key, slot_key
+
+if TYPE_CHECKING:
+    from lmdb import _Database
+
+ENGINE: Final = 0
+"""LMDB 0.9. Its files and those of 1.0 are unreadable to each other, so it is never left to the library's default."""
+
+_BYTES_PER_SLOT: Final = 1024
+_BASE_BYTES: Final = 8 << 20
+_TOUCH_OVERHEAD: Final = 24
+_log = logging.getLogger(__name__)
+
+
+def index_bytes(slots: int) -> int:
+    """Map size for ``slots`` records, all groups together.
+
+    A record takes 114 bytes in a page that random keys leave about two thirds full; recency and the log of touches
+    add at most 40. One transaction may rewrite all pages and LMDB reuses none freed by the two before it, hence
+    several times that.
+    """
+    return _BASE_BYTES + _BYTES_PER_SLOT * slots
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one transaction does to one group, deletes first."""
+
+    deletes: list[Key] = field(default_factory=list)
+    puts: list[tuple[Key, bytes]] = field(default_factory=list)
+    touches: list[bytes] = field(default_factory=list)
+    recency: Counters | None = None
+    """Replaces the recency and all touches so far; ``touches`` come after it."""
+    quarantine: list[SlotId] = field(default_factory=list)
+    lift: list[SlotId] = field(default_factory=list)
+    """Slots no longer quarantined."""
+
+
+@dataclass(slots=True, frozen=True)
+class Stored:
+    """Everything the index holds of one group, not yet decoded."""
+
+    keys: Sequence[Key]
+    records: Sequence[bytes]
+    recency: Sequence[tuple[SlotId, bytes]]
+    touches: Sequence[bytes]
+    quarantined: frozenset[SlotId]
+
+
+@dataclass(slots=True)
+class _Group:
+    records: _Database
+    touches: _Database
+    recency: _Database
+    quarantine: _Database
+    next_touch: int = 0
+    touch_bytes: int = 0
+
+    @classmethod
+    def open(cls, env: lmdb.Environment, group: GroupId) -> Self:
+        def database(name: str) -> _Database:
+            return env.open_db(f"{name}-{group}".encode())
+
+        return cls(database("records"), database("touches"), database("recency"), database("quarantine"))
+
+
+class Index:
+    def __init__(self, path: Path, groups: Sequence[GroupId], map_bytes: int) -> None:
+        self._path = path
+        self._map_bytes = map_bytes
+        self._ids = tuple(groups)
+        self._env, self._groups = self._open()
+
+    @classmethod
+    def create(cls, path: Path, groups: Sequence[GroupId], map_bytes: int) -> None:
+        """Makes an empty index with all its room allocated: no later transaction finds the disk full.
+
+        Raises :class:`TierIOError`.
+        """
+        with io_errors(f"cannot create {path}"), _lmdb_errors(f"cannot create {path}"):
+            path.mkdir(PRIVATE_DIR)
+            (path / "data.mdb").touch(PRIVATE_FILE)
+            (path / "lock.mdb").touch(PRIVATE_FILE)
+            index = cls(path, groups, map_bytes)
+            index.close()
+            fd = os.open(path / "data.mdb", os.O_RDWR)
+            try:
+                os.posix_fallocate(fd, 0, map_bytes)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            sync_directory(path)
+
+    @classmethod
+    def open(cls, path: Path, groups: Sequence[GroupId], map_bytes: int) -> Self:
+        """Raises :class:`DamagedDirectory` for a file that is missing, short or not LMDB's, :class:`TierIOError`.
+
+        Short is refused here because LMDB reads through a mapping: past the file's end that is a SIGBUS.
+        """
+        data = path / "data.mdb"
+        if not data.is_file() or data.stat().st_size < map_bytes:
+            raise DamagedDirectory(path, f"data.mdb is missing or shorter than {map_bytes} bytes")
+        try:
+            index = cls(path, groups, map_bytes)
+        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
+            raise DamagedDirectory(path, str(error)) from error
+        except lmdb.Error as error:
+            raise _tier_error(error, f"cannot open {path}") from error
+        stale = index._env.reader_check()
+        if stale:
+            _log.info("%s: cleared %d readers that had died", path, stale)
+        return index
+
+    def load(self, group: GroupId) -> Stored:
+        """Everything of ``group``. Raises :class:`TierIOError`."""
+        dbs = self._groups[group]
+        with _lmdb_errors(f"cannot read {self._path}"), self._env.begin() as txn:
+            items = list(txn.cursor(dbs.records))
+            recency = [(SlotId(int.from_bytes(key, "big")), value) for key, value in txn.cursor(dbs.recency)]
+            touches = list(txn.cursor(dbs.touches))
+            quarantined = frozenset(SlotId(int.from_bytes(key, "big")) for key, _ in txn.cursor(dbs.quarantine))
+        dbs.next_touch = int.from_bytes(touches[-1][0], "big") + 1 if touches else 0
+        dbs.touch_bytes = sum(len(value) + _TOUCH_OVERHEAD for _, value in touches)
+        return Stored(
+            keys=[Key(key) for key, _ in items],
+            records=[value for _, value in items],
+            recency=recency,
+            touches=[value for _, value in touches],
+            quarantined=quarantined,
+        )
+
+    def touch_bytes(self, group: GroupId) -> int:
+        """About what the group's log of touches takes in the map."""
+        return self._groups[group].touch_bytes
+
+    def commit(self, changes: Mapping[GroupId, Changes]) -> None:
+        """All of ``changes`` or nothing, durable when this returns. Raises :class:`TierIOError`; the index stays
+        usable.
+
+        After an error of the medium it is not known which of the two it was.
+        """
+        with _lmdb_errors(f"cannot commit to {self._path}"):
+            try:
+                self._commit(changes)
+            except lmdb.PanicError:
+                # A commit died while it wrote the file's head: the environment is dead, the file holds one of its two
+                # states.
+                self.close()
+                self._env, self._groups = self._open()
+                for group in self._ids:
+                    self.load(group)
+                self._commit(changes)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _open(self) -> tuple[lmdb.Environment, dict[GroupId, _Group]]:
+        env = lmdb.open(
+            str(self._path),
+            map_size=self._map_bytes,
+            max_dbs=4 * len(self._ids),
+            max_readers=8,
+            mode=PRIVATE_FILE,
+            writemap=False,  # with it a full disk is a SIGBUS
+            metasync=True,
+            sync=True,
+            lib_version=ENGINE,
+        )
+        return env, {group: _Group.open(env, group) for group in self._ids}
+
+    def _commit(self, changes: Mapping[GroupId, Changes]) -> None:
+        with self._env.begin(write=True) as txn:
+            for group, change in changes.items():
+                _apply(txn, self._groups[group], change)
+        for group, change in changes.items():
+            dbs = self._groups[group]
+            if change.recency is not None:
+                dbs.touch_bytes = 0
+            dbs.next_touch += len(change.touches)
+            dbs.touch_bytes += sum(len(value) + _TOUCH_OVERHEAD for value in change.touches)
+
+
+def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> None:
+    for key in sorted(change.deletes):
+        txn.delete(key, db=dbs.records)
+    for key, record in sorted(change.puts):
+        txn.put(key, record, db=dbs.records)
+    if change.recency is not None:
+        txn.drop(dbs.touches, delete=False)
+        for place, value in encode_recency(change.recency):
+            txn.put(place, value, db=dbs.recency)
+    for sequence, value in enumerate(change.touches, dbs.next_touch):
+        txn.put(sequence_key(sequence), value, db=dbs.touches, append=True)
+    for slot in change.lift:
+        txn.delete(slot_key(slot), db=dbs.quarantine)
+    for slot in change.quarantine:
+        txn.put(slot_key(slot), b"", db=dbs.quarantine)
+
+
+@contextmanager
+def _lmdb_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except lmdb.Error as error:
+        raise _tier_error(error, what) from error
+
+
+def _tier_error(error: lmdb.Error, what: str) -> TierIOError:
+    """LMDB's own codes are negative, the system's positive."""
+    code = error.code if error.code > 0 else errno.ENOSPC if isinstance(error, lmdb.MapFullError) else errno.EIO
+    return TierIOError(code, f"{what}: {error}")

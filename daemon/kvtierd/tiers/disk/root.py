@@ -1,0 +1,238 @@
+"""The disk tier's directory: whose it is, who has it, and which caches are in it.
+
+::
+
+    SUPERBLOCK            what makes the directory ours
+    LOCK                  flock, holds the process id of the daemon that has it
+    caches/<name>/
+        SUPERBLOCK        specification, fingerprint and budgets
+        group-<n>.slab    payload of window group n
+        index/            LMDB
+
+Superblocks are read, and the lock taken, before anything is written, so that what is refused stays as it was. A cache
+is made under a name that starts with a dot and renamed when complete.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from kvtier.abi.spec import CacheSpec, SpecError
+from kvtierd.core.ids import GroupId
+from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigError
+from kvtierd.tiers.disk.files import DirectoryLock, io_errors, make_private_directory, sync_directory
+from kvtierd.tiers.disk.index import index_bytes
+from kvtierd.tiers.disk.store import DiskStore, create_files
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
+from kvtierd.tiers.disk.values import SlabShape
+
+LOCK: Final = "LOCK"
+CACHES: Final = "caches"
+_OURS_WHILE_NEW: Final = frozenset({LOCK, SUPERBLOCK + ".new", "lost+found"})
+"""What an interrupted initialisation leaves, and what a fresh file system has."""
+_UNFINISHED: Final = ".new-"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_SLOTS: Final = 1 << 31
+_DEFAULT_FLOOR: Final = 1 << 30
+_DEFAULT_FLOOR_PART: Final = 20
+
+
+@dataclass(slots=True, frozen=True)
+class StoredCache:
+    name: str
+    spec: CacheSpec
+    slots: Mapping[GroupId, int]
+
+
+@dataclass(slots=True, frozen=True)
+class _CacheBlock:
+    """A cache's superblock, verified."""
+
+    cache: StoredCache
+    map_bytes: int
+
+    @property
+    def shapes(self) -> dict[GroupId, SlabShape]:
+        spec = self.cache.spec
+        return {group: SlabShape(spec.record_bytes(group), slots) for group, slots in self.cache.slots.items()}
+
+
+class DiskRoot:
+    """Held by one process at a time. Not for several threads at once."""
+
+    def __init__(self, path: Path, lock: DirectoryLock, floor_bytes: int) -> None:
+        self._path = path
+        self._lock = lock
+        self._floor_bytes = floor_bytes
+        self._stores: dict[str, DiskStore] = {}
+
+    @classmethod
+    def open(cls, path: Path, floor_bytes: int | None = None) -> Self:
+        """Takes the directory, making it ours if it is missing or empty.
+
+        ``floor_bytes``: free space that stays free on its file system; default 1 GiB or 5 %, whichever is less. Raises
+        :class:`LockedDirectory`, :class:`ForeignDirectory`, :class:`DamagedDirectory` (nothing was touched),
+        :class:`TierConfigError` (less than the floor is free for a new directory), :class:`TierIOError`.
+        """
+        with io_errors(f"cannot open {path}"):
+            new = _is_new(path)
+            floor = _floor(path) if floor_bytes is None else floor_bytes
+            if new:
+                _require_room(path, 0, floor)
+                make_private_directory(path)
+            else:
+                _read_caches(path)
+            lock = DirectoryLock.take(path / LOCK)
+            try:
+                root = cls(path, lock, floor)
+                root._prepare()
+            except BaseException:
+                lock.release()
+                raise
+        return root
+
+    def caches(self) -> list[StoredCache]:
+        """What is stored here, by name. Raises :class:`DamagedDirectory`."""
+        return [block.cache for block in _read_caches(self._path)]
+
+    def create(self, name: str, spec: CacheSpec, slots: Mapping[GroupId, int]) -> DiskStore:
+        """Makes a cache with a slab of ``slots`` records a group and returns its store, empty and ready for use.
+
+        Raises :class:`TierConfigError` (bad or taken name, slots, or the free-space floor would be passed) before
+        anything is made, :class:`TierIOError`.
+        """
+        final = self._path / CACHES / name
+        if not _NAME.fullmatch(name):
+            raise TierConfigError("name", name, "1 to 128 of [A-Za-z0-9._-], first a letter or a digit")
+        if final.exists():
+            raise TierConfigError("name", name, "not the name of a stored cache")
+        _check_slots(spec, slots)
+        block = _CacheBlock(StoredCache(name, spec, dict(slots)), index_bytes(sum(slots.values())))
+        wanted = sum(shape.nbytes for shape in block.shapes.values()) + block.map_bytes
+        _require_room(self._path, wanted, self._floor_bytes)
+
+        unfinished = final.with_name(_UNFINISHED + name)
+        with io_errors(f"cannot create {final}"):
+            try:
+                make_private_directory(unfinished)
+                create_files(unfinished, block.shapes, block.map_bytes)
+                write_superblock(unfinished, "cache", _encode(block))
+                unfinished.rename(final)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            sync_directory(final.parent)
+        store = self.open_cache(name)
+        store.recover()
+        return store
+
+    def open_cache(self, name: str) -> DiskStore:
+        """The store of a stored cache, to be recovered before use.
+
+        Raises :class:`TierConfigError` (no such cache, or it is open already), :class:`DamagedDirectory`,
+        :class:`TierIOError`.
+        """
+        earlier = self._stores.get(name)
+        if earlier and not earlier.closed:
+            raise TierConfigError("name", name, "not the name of a cache that is open")
+        directory = self._path / CACHES / name
+        if not _NAME.fullmatch(name) or not directory.exists():
+            raise TierConfigError("name", name, "the name of a stored cache")
+        block = _read_cache(directory)
+        fingerprint = block.cache.spec.fingerprint()
+        self._stores[name] = DiskStore.open(directory, block.shapes, fingerprint, block.map_bytes)
+        return self._stores[name]
+
+    def close(self) -> None:
+        """Closes the stores that are still open and lets another daemon in."""
+        for store in self._stores.values():
+            store.close()
+        self._lock.release()
+
+    def _prepare(self) -> None:
+        """What the holder of the lock may do: finish or tidy up what an earlier one did not."""
+        if read_superblock(self._path, "disk") is None:
+            write_superblock(self._path, "disk", {})
+        make_private_directory(self._path / CACHES)
+        for leftover in (self._path / CACHES).glob(_UNFINISHED + "*"):
+            shutil.rmtree(leftover)
+
+
+def _is_new(path: Path) -> bool:
+    """Whether ``path`` is for us to initialise. Raises :class:`ForeignDirectory` or :class:`DamagedDirectory`."""
+    if not path.exists():
+        return True
+    if not path.is_dir():
+        raise ForeignDirectory(path, "is not a directory")
+    if read_superblock(path, "disk") is not None:
+        return False
+    foreign = sorted(set(os.listdir(path)) - _OURS_WHILE_NEW)
+    if foreign:
+        raise ForeignDirectory(path, f"is not empty (it has {foreign[0]!r}) and has no kvtier {SUPERBLOCK}")
+    return True
+
+
+def _read_caches(path: Path) -> list[_CacheBlock]:
+    caches = path / CACHES
+    names = sorted(os.listdir(caches)) if caches.is_dir() else []
+    return [_read_cache(caches / name) for name in names if not name.startswith(_UNFINISHED)]
+
+
+def _read_cache(directory: Path) -> _CacheBlock:
+    content = read_superblock(directory, "cache")
+    if content is None:
+        raise DamagedDirectory(directory, f"has no {SUPERBLOCK}")
+    try:
+        spec = CacheSpec.from_dict(content["spec"])
+        slots = {GroupId(group): int(count) for group, count in enumerate(content["slots"])}
+        _check_slots(spec, slots)
+        block = _CacheBlock(StoredCache(content["name"], spec, slots), int(content["index_bytes"]))
+    except (KeyError, TypeError, ValueError, SpecError, TierConfigError) as error:
+        raise DamagedDirectory(directory, f"its {SUPERBLOCK} makes no sense: {error!r}") from error
+    if block.cache.name != directory.name:
+        raise DamagedDirectory(directory, f"its {SUPERBLOCK} is of cache {block.cache.name!r}")
+    if content.get("fingerprint") != spec.fingerprint().hex():
+        raise DamagedDirectory(directory, "its specification does not have the fingerprint it was made with")
+    return block
+
+
+def _encode(block: _CacheBlock) -> dict[str, object]:
+    spec = block.cache.spec
+    return {
+        "name": block.cache.name,
+        "spec": spec.to_dict(),
+        "fingerprint": spec.fingerprint().hex(),
+        "slots": [block.cache.slots[group] for group in sorted(block.cache.slots)],
+        "index_bytes": block.map_bytes,
+    }
+
+
+def _check_slots(spec: CacheSpec, slots: Mapping[GroupId, int]) -> None:
+    if sorted(slots) != list(range(len(spec.groups))):
+        raise TierConfigError("slots", dict(slots), f"a count for each of {len(spec.groups)} groups")
+    for group, count in slots.items():
+        if not 1 <= count <= _MAX_SLOTS:
+            raise TierConfigError(f"slots[{group}]", count, f"1 to {_MAX_SLOTS}")
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.parent)
+
+
+def _floor(path: Path) -> int:
+    status = os.statvfs(_existing(path))
+    return min(_DEFAULT_FLOOR, status.f_blocks * status.f_frsize // _DEFAULT_FLOOR_PART)
+
+
+def _require_room(path: Path, wanted: int, floor: int) -> None:
+    status = os.statvfs(_existing(path))
+    free = status.f_bavail * status.f_frsize
+    if free - wanted < floor:
+        limit = f"{max(0, free - floor)}: {free} bytes are free and {floor} of them stay free"
+        raise TierConfigError("disk bytes", wanted, limit)

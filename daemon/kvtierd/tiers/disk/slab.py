@@ -1,0 +1,175 @@
+"""The payload file of one window group: a preallocated array of records, moved from and to the caller's memory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+
+from kvtier.abi.spec import PAGE
+from kvtierd.core.ids import SlotId
+from kvtierd.tiers.base import Bytes, DamagedDirectory, TierConfigError
+from kvtierd.tiers.disk.files import PRIVATE_FILE, io_errors
+from kvtierd.tiers.disk.values import SlabShape
+
+MAX_PIECES: Final = 1024
+"""Most buffers Linux takes in one vectored call (IOV_MAX)."""
+_MAX_RUN_BYTES: Final = 64 << 20
+
+_log = logging.getLogger(__name__)
+
+Transfer = Callable[[int, list[memoryview], int], int]
+"""fd, buffers, offset -> bytes moved."""
+
+
+def _pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+    return os.pwritev(fd, buffers, offset)
+
+
+def _preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+    return os.preadv(fd, buffers, offset)
+
+
+class Piece(NamedTuple):
+    """One record to move. ``number`` is the caller's name for it."""
+
+    number: int
+    slot: SlotId
+    parts: Sequence[Bytes]
+
+
+def require_aligned(parts: Sequence[Bytes], record_bytes: int, *, writable: bool) -> None:
+    """Raises :class:`TierConfigError` unless ``parts`` are fit for direct I/O and make up exactly one record.
+
+    Checked here because not every disk does: some take a misaligned buffer, and the next one answers EINVAL.
+    """
+    if not 1 <= len(parts) <= MAX_PIECES:
+        raise TierConfigError("parts", len(parts), f"1 to {MAX_PIECES} arrays")
+    for number, part in enumerate(parts):
+        where = f"parts[{number}]"
+        if part.dtype != np.uint8 or part.ndim != 1 or not part.flags.c_contiguous:
+            raise TierConfigError(where, f"{part.dtype}, {part.ndim} dimensions", "a contiguous 1-D array of uint8")
+        if writable and not part.flags.writeable:
+            raise TierConfigError(where, "read-only", "a writable array")
+        address = part.__array_interface__["data"][0]
+        if address % PAGE:
+            raise TierConfigError(f"{where}.address", hex(address), f"a multiple of {PAGE}")
+        if part.nbytes == 0 or part.nbytes % PAGE:
+            raise TierConfigError(f"{where}.nbytes", part.nbytes, f"a positive multiple of {PAGE}")
+    total = sum(part.nbytes for part in parts)
+    if total != record_bytes:
+        raise TierConfigError("parts", f"{total} bytes", f"one record of {record_bytes} bytes")
+
+
+def create_slab(path: Path, shape: SlabShape) -> None:
+    """Raises :class:`TierIOError`, ENOSPC where the disk has less room than it said."""
+    with io_errors(f"cannot create {path}"):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+        try:
+            os.posix_fallocate(fd, 0, shape.nbytes)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class Slab:
+    """Blocking reads and writes of whole records; threads may call at the same time, for different slots."""
+
+    def __init__(self, path: Path, shape: SlabShape, fd: int, *, direct: bool) -> None:
+        self.path = path
+        self.shape = shape
+        self.direct = direct
+        """False where the file system has no direct I/O and the page cache holds every byte a second time."""
+        self._fd = fd
+
+    @classmethod
+    def open(cls, path: Path, shape: SlabShape) -> Self:
+        """What is missing of the file is allocated anew; it reads as zeros, which no checksum passes.
+
+        Raises :class:`DamagedDirectory` where there is no file, :class:`TierIOError`.
+        """
+        if not path.is_file():
+            raise DamagedDirectory(path.parent, f"{path.name} is missing")
+        with io_errors(f"cannot open {path}"):
+            fd, direct = _open_direct(path)
+            slab = cls(path, shape, fd, direct=direct)
+            try:
+                status = os.fstat(fd)
+                if status.st_size < shape.nbytes or status.st_blocks * 512 < shape.nbytes:
+                    _log.warning("%s has lost part of its %d bytes; allocating them again", path, shape.nbytes)
+                    os.posix_fallocate(fd, 0, shape.nbytes)
+                    os.fsync(fd)
+            except OSError:
+                slab.close()
+                raise
+        return slab
+
+    def write(self, pieces: Iterable[Piece]) -> list[int]:
+        """The numbers of pieces that were not written whole."""
+        return self._transfer(_pwritev, pieces)
+
+    def read(self, pieces: Iterable[Piece]) -> list[int]:
+        """The numbers of pieces that were not read whole."""
+        return self._transfer(_preadv, pieces)
+
+    def sync(self) -> None:
+        """Raises :class:`OSError`: then nothing written since the last sync may be taken as stored."""
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _transfer(self, call: Transfer, pieces: Iterable[Piece]) -> list[int]:
+        failed: list[int] = []
+        for run in _runs(pieces, self.shape.record_bytes):
+            fault = self._fault(call, run)
+            if fault is not None:
+                _log.warning("%s: %d records from slot %d: %s", self.path, len(run), run[0].slot, fault)
+                failed += self._one_by_one(call, run)
+        return failed
+
+    def _one_by_one(self, call: Transfer, run: Sequence[Piece]) -> list[int]:
+        """One bad sector must not cost its neighbours."""
+        if len(run) == 1:
+            return [run[0].number]
+        return [piece.number for piece in run if self._fault(call, [piece]) is not None]
+
+    def _fault(self, call: Transfer, run: Sequence[Piece]) -> str | None:
+        """Why the records of adjacent slots could not be moved whole."""
+        record_bytes = self.shape.record_bytes
+        try:
+            moved = call(self._fd, [part.data for piece in run for part in piece.parts], run[0].slot * record_bytes)
+        except OSError as error:
+            return str(error)
+        wanted = len(run) * record_bytes
+        return None if moved == wanted else f"{moved} of {wanted} bytes"
+
+
+def _open_direct(path: Path) -> tuple[int, bool]:
+    try:
+        return os.open(path, os.O_RDWR | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    _log.warning("%s: no direct I/O on this file system, going through the page cache", path)
+    return os.open(path, os.O_RDWR), False
+
+
+def _runs(pieces: Iterable[Piece], record_bytes: int) -> Iterator[list[Piece]]:
+    """Pieces of adjacent slots together, as far as one call can take them."""
+    run: list[Piece] = []
+    buffers = 0
+    for piece in sorted(pieces, key=lambda piece: piece.slot):
+        full = buffers + len(piece.parts) > MAX_PIECES or (len(run) + 1) * record_bytes > _MAX_RUN_BYTES
+        if run and (full or piece.slot != run[-1].slot + 1):
+            yield run
+            run, buffers = [], 0
+        run.append(piece)
+        buffers += len(piece.parts)
+    if run:
+        yield run

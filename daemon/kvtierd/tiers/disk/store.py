@@ -1,0 +1,331 @@
+"""One cache's blocks on disk: slabs for the bytes, an index for the truth."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
+from kvtierd.tiers.base import TierConfigError, TierError, TierIOError
+from kvtierd.tiers.disk.checksum import checksum
+from kvtierd.tiers.disk.files import io_errors, sync_directory
+from kvtierd.tiers.disk.index import Changes, Index
+from kvtierd.tiers.disk.records import encode_record, encode_touches
+from kvtierd.tiers.disk.recovery import recover_group
+from kvtierd.tiers.disk.slab import Piece, Slab, create_slab, require_aligned
+from kvtierd.tiers.disk.table import GroupTable
+from kvtierd.tiers.disk.values import DiskRead, DiskWrite, ReadReport, Recovery, SlabShape
+
+INDEX: Final = "index"
+_MAX_PRIORITY: Final = 100
+_MIN_TOUCH_BYTES: Final = 64 << 10
+_TOUCH_BYTES_PER_SLOT: Final = 16
+
+_log = logging.getLogger(__name__)
+
+
+def slab_name(group: GroupId) -> str:
+    return f"group-{group}.slab"
+
+
+def create_files(directory: Path, shapes: Mapping[GroupId, SlabShape], map_bytes: int) -> None:
+    """Makes an empty store in ``directory``, with all the disk it will ever take. Raises :class:`TierIOError`."""
+    for group, shape in shapes.items():
+        create_slab(directory / slab_name(group), shape)
+    Index.create(directory / INDEX, tuple(shapes), map_bytes)
+    with io_errors(f"cannot create {directory}"):
+        sync_directory(directory)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one transaction is to do, and to the tables once it has."""
+
+    changes: defaultdict[GroupId, Changes] = field(default_factory=lambda: defaultdict(Changes))
+    discards: list[tuple[GroupId, Key]] = field(default_factory=list)
+    puts: dict[tuple[GroupId, Key], tuple[SlotId, bytes]] = field(default_factory=dict)
+    uses: list[tuple[GroupId, Sequence[SlotId], int]] = field(default_factory=list)
+    """Slots in the order of their use, and the first one's counter."""
+
+    def slot_of(self, group: GroupId, key: Key, table: GroupTable) -> SlotId | None:
+        """Where ``key`` will be."""
+        put = self.puts.get((group, key))
+        return put[0] if put else table.slot_of(key)
+
+
+class DiskStore:
+    """Blocking; for threads. One thread at a time writes (others wait), any number read beside it.
+
+    :meth:`recover` comes first. The caller gives a slot to another block only after the call that retired the old one
+    has returned, and reads only slots that nothing is being written to.
+    """
+
+    def __init__(
+        self, shapes: Mapping[GroupId, SlabShape], fingerprint: bytes, slabs: Mapping[GroupId, Slab], index: Index
+    ) -> None:
+        self._shapes = shapes
+        self._fingerprint = fingerprint
+        self._slabs = slabs
+        self._index = index
+        self._tables: dict[GroupId, GroupTable] = {}
+        self._writing = threading.Lock()
+        self._doubtful: set[tuple[GroupId, Key]] = set()
+        """Reported as failed, though their transaction may have reached the disk before it broke."""
+        self._corrupt: set[tuple[GroupId, SlotId]] = set()
+        """Found by readers, not yet in the index. Only single operations that the GIL makes atomic touch it."""
+        self._closed = False
+
+    @classmethod
+    def open(cls, directory: Path, shapes: Mapping[GroupId, SlabShape], fingerprint: bytes, map_bytes: int) -> Self:
+        """Opens what :func:`create_files` made. Raises :class:`DamagedDirectory`, :class:`TierIOError`."""
+        with ExitStack() as opened:
+            slabs: dict[GroupId, Slab] = {}
+            for group, shape in shapes.items():
+                slabs[group] = Slab.open(directory / slab_name(group), shape)
+                opened.callback(slabs[group].close)
+            index = Index.open(directory / INDEX, tuple(shapes), map_bytes)
+            opened.pop_all()
+        return cls(dict(shapes), fingerprint, slabs, index)
+
+    @property
+    def direct(self) -> bool:
+        """False where the file system has no direct I/O: correct, but the page cache keeps a second copy."""
+        return all(slab.direct for slab in self._slabs.values())
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def recover(self) -> Recovery:
+        """Reads the whole index, deletes what cannot be served, readies the store. Raises :class:`TierIOError`."""
+        with self._writing:
+            self._save_corrupt()
+            stored = {group: self._index.load(group) for group in self._shapes}
+            groups = {group: recover_group(stored[group], shape) for group, shape in self._shapes.items()}
+            deletes = {group: Changes(deletes=list(found.dropped)) for group, found in groups.items() if found.dropped}
+            if deletes:
+                self._index.commit(deletes)
+            self._tables = {group: found.table for group, found in groups.items()}
+            self._doubtful.clear()
+        dropped = sum(len(found.dropped) for found in groups.values())
+        return Recovery(
+            records={group: found.records for group, found in groups.items()},
+            quarantined={group: stored[group].quarantined for group in groups},
+            dropped=dropped,
+        )
+
+    def write(
+        self,
+        writes: Sequence[DiskWrite],
+        retire: Sequence[tuple[GroupId, Key]] = (),
+        touches: Sequence[tuple[GroupId, bytes]] = (),
+    ) -> frozenset[int]:
+        """Stores blocks, forgets others and notes uses, in one transaction; durable when this returns.
+
+        ``retire``: unknown keys are ignored. ``touches``: packed keys, 32 bytes each, in the order of their use and
+        later than the writes; those not on disk are ignored. Returns the indices of writes that failed: their slots
+        hold nothing. A block whose parent is not on disk fails too. If the transaction fails, so do all writes; where
+        there is anything else in the call that is a :class:`TierIOError`, and the blocks to retire are still there.
+        :class:`TierConfigError` for malformed arguments and :class:`InvariantViolation` for a slot that holds a block
+        are raised before anything has changed.
+        """
+        with self._writing:
+            self._check(writes)
+            self._check_keys(retire, touches)
+            failed = self._write_payloads(writes)
+            failed |= self._without_parent(writes, failed, retire)
+            stored = [write for number, write in enumerate(writes) if number not in failed]
+            if not (stored or retire or touches):
+                return frozenset(failed)
+            batch = self._plan(stored, retire, touches)
+            corrupt = set(self._corrupt)
+            for group, slot in corrupt:
+                batch.changes[group].quarantine.append(slot)
+            try:
+                self._index.commit(batch.changes)
+            except TierIOError:
+                self._doubtful.update(batch.puts)
+                if retire or touches:
+                    raise
+                _log.exception("%d blocks were not stored", len(writes))
+                return frozenset(range(len(writes)))
+            self._doubtful.clear()
+            self._corrupt -= corrupt
+            self._apply(batch)
+            return frozenset(failed)
+
+    def read(self, reads: Sequence[DiskRead]) -> ReadReport:
+        """Fetches blocks and verifies them. Raises :class:`TierConfigError` for malformed arguments, before it reads."""
+        pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
+        expected: dict[int, bytes] = {}
+        corrupt: set[int] = set()
+        for number, read in enumerate(reads):
+            table = self._table(read.group)
+            self._check_place(read, writable=True)
+            if table.key_at(read.slot) == read.key:
+                expected[number] = table.checksum_at(read.slot)
+                pieces[read.group].append(Piece(number, read.slot, read.parts))
+            else:
+                corrupt.add(number)
+        failed = {number for group, wanted in pieces.items() for number in self._slabs[group].read(wanted)}
+        for number in expected.keys() - failed:
+            read = reads[number]
+            if checksum(read.parts, read.key, self._fingerprint) != expected[number]:
+                corrupt.add(number)
+                self._corrupt.add((read.group, read.slot))
+        return ReadReport(frozenset(failed), frozenset(corrupt))
+
+    def close(self) -> None:
+        """No call may be under way. A second close does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._save_corrupt()
+        except TierIOError:
+            _log.exception("corrupt slots could not be remembered; they will be found again")
+        finally:
+            self._index.close()
+            for slab in self._slabs.values():
+                slab.close()
+
+    def _table(self, group: GroupId) -> GroupTable:
+        if group not in self._shapes:
+            raise TierConfigError("group", group, f"one of {sorted(self._shapes)}")
+        if group not in self._tables:
+            raise TierError("recover() comes before any read or write")
+        return self._tables[group]
+
+    def _check_place(self, item: DiskRead | DiskWrite, *, writable: bool) -> None:
+        shape = self._shapes[item.group]
+        if not 0 <= item.slot < shape.slots:
+            raise TierConfigError("slot", item.slot, f"0 to {shape.slots - 1}")
+        if len(item.key) != KEY_BYTES:
+            raise TierConfigError("key", item.key.hex(), f"{KEY_BYTES} bytes")
+        require_aligned(item.parts, shape.record_bytes, writable=writable)
+
+    def _check(self, writes: Sequence[DiskWrite]) -> None:
+        slots: set[tuple[GroupId, SlotId]] = set()
+        keys: set[tuple[GroupId, Key]] = set()
+        for write in writes:
+            table = self._table(write.group)
+            self._check_place(write, writable=False)
+            if write.parent is not None and len(write.parent) != KEY_BYTES:
+                raise TierConfigError("parent", write.parent.hex(), f"{KEY_BYTES} bytes")
+            if not 0 <= write.priority <= _MAX_PRIORITY:
+                raise TierConfigError("priority", write.priority, f"0 to {_MAX_PRIORITY}")
+            holder = table.key_at(write.slot)
+            if holder is not None:
+                raise InvariantViolation(f"disk slot {write.slot} still holds block {holder.hex()}")
+            slots.add((write.group, write.slot))
+            keys.add((write.group, write.key))
+        if len(slots) < len(writes) or len(keys) < len(writes):
+            raise InvariantViolation("two writes of one batch to the same disk slot or of the same block")
+
+    def _check_keys(self, retire: Sequence[tuple[GroupId, Key]], touches: Sequence[tuple[GroupId, bytes]]) -> None:
+        for group, _ in retire:
+            self._table(group)
+        for group, packed in touches:
+            self._table(group)
+            if len(packed) % KEY_BYTES:
+                raise TierConfigError("touches", f"{len(packed)} bytes", f"a multiple of {KEY_BYTES}")
+
+    def _write_payloads(self, writes: Sequence[DiskWrite]) -> set[int]:
+        """Indices of writes whose bytes did not reach the medium."""
+        pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
+        for number, write in enumerate(writes):
+            pieces[write.group].append(Piece(number, write.slot, write.parts))
+        failed: set[int] = set()
+        for group, wanted in pieces.items():
+            slab = self._slabs[group]
+            failed.update(slab.write(wanted))
+            try:
+                slab.sync()
+            except OSError:
+                _log.exception("%s: sync failed", slab.path)
+                failed.update(piece.number for piece in wanted)
+        return failed
+
+    def _without_parent(
+        self, writes: Sequence[DiskWrite], failed: set[int], retire: Sequence[tuple[GroupId, Key]]
+    ) -> set[int]:
+        """Indices of writes that nobody could reach: their parent is not on disk, nor will it be after this batch."""
+        arriving = {(write.group, write.key) for number, write in enumerate(writes) if number not in failed}
+        leaving = set(retire)
+
+        def stranded(write: DiskWrite) -> bool:
+            if write.parent is None or (write.group, write.parent) in arriving:
+                return False
+            return (write.group, write.parent) in leaving or self._tables[write.group].slot_of(write.parent) is None
+
+        lost: set[int] = set()
+        while found := {
+            number for number, write in enumerate(writes) if (write.group, write.key) in arriving and stranded(write)
+        }:
+            lost |= found
+            arriving -= {(writes[number].group, writes[number].key) for number in found}
+        return lost
+
+    def _plan(
+        self,
+        writes: Sequence[DiskWrite],
+        retire: Sequence[tuple[GroupId, Key]],
+        touches: Sequence[tuple[GroupId, bytes]],
+    ) -> _Batch:
+        batch = _Batch()
+        for group, key in (*self._doubtful, *retire):
+            batch.changes[group].deletes.append(key)
+            batch.discards.append((group, key))
+        for write in writes:
+            self._plan_put(batch, write)
+        for group, packed in touches:
+            self._plan_touches(batch, group, packed)
+        return batch
+
+    def _plan_put(self, batch: _Batch, write: DiskWrite) -> None:
+        digest = checksum(write.parts, write.key, self._fingerprint)
+        counter = self._tables[write.group].take_counters(1)
+        size = self._shapes[write.group].record_bytes
+        record = encode_record(write.slot, write.parent, write.priority, counter, size, digest)
+        changes = batch.changes[write.group]
+        changes.puts.append((write.key, record))
+        changes.lift.append(write.slot)
+        batch.puts[write.group, write.key] = (write.slot, digest)
+        batch.uses.append((write.group, (write.slot,), counter))
+
+    def _plan_touches(self, batch: _Batch, group: GroupId, packed: bytes) -> None:
+        table = self._tables[group]
+        keys = (Key(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES))
+        slots = [slot for key in keys if (slot := batch.slot_of(group, key, table)) is not None]
+        if not slots:
+            return
+        first = table.take_counters(len(slots))
+        changes = batch.changes[group]
+        changes.touches += encode_touches(slots, first)
+        batch.uses.append((group, slots, first))
+        if self._index.touch_bytes(group) > max(_MIN_TOUCH_BYTES, _TOUCH_BYTES_PER_SLOT * table.capacity):
+            changes.recency = table.last_use
+
+    def _apply(self, batch: _Batch) -> None:
+        for group, key in batch.discards:
+            self._tables[group].discard(key)
+        for (group, key), (slot, digest) in batch.puts.items():
+            self._tables[group].put(key, slot, digest)
+        for group, slots, first in batch.uses:
+            self._tables[group].use(slots, first)
+
+    def _save_corrupt(self) -> None:
+        corrupt = set(self._corrupt)
+        if corrupt:
+            changes: defaultdict[GroupId, Changes] = defaultdict(Changes)
+            for group, slot in corrupt:
+                changes[group].quarantine.append(slot)
+            self._index.commit(changes)
+            self._corrupt -= corrupt

@@ -1,0 +1,51 @@
+"""Superblocks: the file that says a directory is ours, in which format, and what it holds.
+
+A line ``kvtier <kind> <format version> <crc>`` and a JSON object. The crc is zlib's crc32, 8 hex digits, over the
+line without it and the object's bytes, so that neither can be exchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+from kvtierd.tiers.base import DamagedDirectory
+from kvtierd.tiers.disk.files import io_errors, write_atomically
+
+SUPERBLOCK: Final = "SUPERBLOCK"
+FORMAT_VERSION: Final = 1
+_MAGIC: Final = "kvtier"
+_MAX_BYTES: Final = 1 << 20
+
+
+def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> None:
+    head = f"{_MAGIC} {kind} {FORMAT_VERSION}"
+    body = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+    write_atomically(directory / SUPERBLOCK, f"{head} {_crc(head, body)}\n".encode() + body)
+
+
+def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
+    """The content, None where there is no such file. Raises :class:`DamagedDirectory` for one not to be trusted."""
+    with io_errors(f"cannot read {directory / SUPERBLOCK}"):
+        try:
+            with open(directory / SUPERBLOCK, "rb") as file:
+                line, _, body = file.read(_MAX_BYTES).partition(b"\n")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    words = line.decode("ascii", "replace").split(" ")
+    if len(words) != 4 or words[0] != _MAGIC:
+        raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not kvtier's")
+    if words[1] != kind:
+        raise DamagedDirectory(directory, f"its {SUPERBLOCK} is of a {words[1]}, not of a {kind}")
+    if words[2] != str(FORMAT_VERSION):
+        raise DamagedDirectory(directory, f"format version {words[2]}; this daemon reads version {FORMAT_VERSION}")
+    if words[3] != _crc(" ".join(words[:3]), body):
+        raise DamagedDirectory(directory, f"its {SUPERBLOCK} does not match its checksum")
+    content: dict[str, Any] = json.loads(body)
+    return content
+
+
+def _crc(head: str, body: bytes) -> str:
+    return f"{zlib.crc32(body, zlib.crc32(head.encode())):08x}"

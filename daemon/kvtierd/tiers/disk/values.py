@@ -1,0 +1,80 @@
+"""What callers of the disk tier pass in and get back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.tiers.base import Bytes
+
+
+@dataclass(slots=True, frozen=True)
+class SlabShape:
+    """One group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each."""
+
+    record_bytes: int
+    slots: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.record_bytes * self.slots
+
+
+@dataclass(slots=True, frozen=True)
+class DiskWrite:
+    """One block to store. ``parts``: page-aligned, padded, in pool order, together exactly one record of the group."""
+
+    group: GroupId
+    slot: SlotId
+    key: Key
+    parent: Key | None
+    priority: int
+    parts: Sequence[Bytes]
+
+
+@dataclass(slots=True, frozen=True)
+class DiskRead:
+    """One block to fetch into ``parts`` (writable, else as in :class:`DiskWrite`)."""
+
+    group: GroupId
+    slot: SlotId
+    key: Key
+    parts: Sequence[Bytes]
+
+
+@dataclass(slots=True, frozen=True)
+class ReadReport:
+    """Indices into the reads asked for; those in neither set hold their block's verified bytes, the others garbage.
+
+    ``failed``: the disk did not deliver. ``corrupt``: the slot does not hold this block, or its bytes are not what
+    was written.
+    """
+
+    failed: frozenset[int]
+    corrupt: frozenset[int]
+
+
+class DiskRecord(NamedTuple):
+    """One recovered block. ``last_use`` counts uses in its group, not time: greater is later."""
+
+    slot: SlotId
+    key: Key
+    parent: Key | None
+    priority: int
+    last_use: int
+
+
+@dataclass(slots=True, frozen=True)
+class Recovery:
+    """What a store held when it was opened.
+
+    ``records``: per group, parents before children and, among those free to choose, the least recently used first.
+    ``quarantined``: slots whose bytes were found corrupt; they hold no block. ``dropped``: records deleted because
+    they could not be trusted or reached.
+    """
+
+    records: Mapping[GroupId, Sequence[DiskRecord]]
+    quarantined: Mapping[GroupId, frozenset[SlotId]]
+    dropped: int

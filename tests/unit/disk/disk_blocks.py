@@ -1,0 +1,126 @@
+"""Blocks whose bytes follow from their key, so that a wrong byte, or another block's, shows."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, Recovery, SlabShape
+from kvtierd.tiers.disk.index import index_bytes
+from kvtierd.tiers.disk.store import create_files
+
+GROUP = GroupId(0)
+FINGERPRINT = hashlib.sha256(b"a specification").digest()
+PARTS = (4096, 8192)
+"""Two pools: one page and two."""
+SHAPE_BYTES = sum(PARTS)
+
+
+def key(name: int | str) -> Key:
+    return Key(hashlib.sha256(str(name).encode()).digest())
+
+
+def buffers(sizes: Sequence[int] = PARTS) -> list[Bytes]:
+    """Page-aligned arrays, as the arenas hand them out."""
+    return [np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8) for size in sizes]
+
+
+def payload(block: Key, sizes: Sequence[int] = PARTS) -> list[Bytes]:
+    """The only right bytes of a block."""
+    rng = np.random.default_rng(np.frombuffer(block, dtype=np.uint64))
+    parts = buffers(sizes)
+    for part in parts:
+        part[:] = rng.integers(0, 256, len(part), dtype=np.uint8)
+    return parts
+
+
+def block(
+    name: int | str,
+    slot: int,
+    parent: int | str | None = None,
+    priority: int = 35,
+    group: GroupId = GROUP,
+    sizes: Sequence[int] = PARTS,
+) -> DiskWrite:
+    """A write of the block called ``name``."""
+    above = None if parent is None else key(parent)
+    return DiskWrite(group, SlotId(slot), key(name), above, priority, payload(key(name), sizes))
+
+
+def fetch(name: int | str, slot: int, group: GroupId = GROUP) -> DiskRead:
+    return DiskRead(group, SlotId(slot), key(name), buffers())
+
+
+def holds_its_bytes(read: DiskRead) -> bool:
+    sizes = [len(part) for part in read.parts]
+    return all(np.array_equal(got, want) for got, want in zip(read.parts, payload(read.key, sizes), strict=True))
+
+
+def verdicts(store: DiskStore, places: Mapping[int | str, int]) -> dict[int | str, str]:
+    """``ok``, ``failed`` or ``corrupt`` for each block, by name; ``wrong bytes`` if it passed and should not have."""
+    reads = [fetch(name, slot) for name, slot in places.items()]
+    report = store.read(reads)
+    found: dict[int | str, str] = {}
+    for number, name in enumerate(places):
+        if number in report.failed:
+            found[name] = "failed"
+        elif number in report.corrupt:
+            found[name] = "corrupt"
+        else:
+            found[name] = "ok" if holds_its_bytes(reads[number]) else "wrong bytes"
+    return found
+
+
+def places(recovery: Recovery, group: GroupId = GROUP) -> dict[Key, SlotId]:
+    return {record.key: record.slot for record in recovery.records[group]}
+
+
+def names(recovery: Recovery, candidates: Iterable[int | str]) -> list[int | str]:
+    """The recovered blocks in their order, by name."""
+    known = {key(name): name for name in candidates}
+    return [known[record.key] for record in recovery.records[GROUP]]
+
+
+def shapes(slots: int = 16) -> dict[GroupId, SlabShape]:
+    return {GROUP: SlabShape(SHAPE_BYTES, slots)}
+
+
+def new_store(directory: Path, slots: int = 16) -> DiskStore:
+    directory.mkdir(exist_ok=True)
+    create_files(directory, shapes(slots), index_bytes(slots))
+    store = open_store(directory, slots)
+    store.recover()
+    return store
+
+
+def open_store(directory: Path, slots: int = 16) -> DiskStore:
+    """Not recovered yet."""
+    return DiskStore.open(directory, shapes(slots), FINGERPRINT, index_bytes(slots))
+
+
+@contextmanager
+def reopened(store: DiskStore, directory: Path, slots: int = 16) -> Iterator[tuple[DiskStore, Recovery]]:
+    store.close()
+    again = open_store(directory, slots)
+    try:
+        yield again, again.recover()
+    finally:
+        again.close()
+
+
+def spec(tokens_per_block: int = 16) -> CacheSpec:
+    """One group of two pools; at 16 tokens 4 KiB and 8 KiB a block, which is ``PARTS``."""
+    pools = (PoolSpec(1, 1, 64), PoolSpec(1, 2, 64))
+    return CacheSpec("a model", "bfloat16", tokens_per_block, groups=(WindowGroupSpec(pools=pools),))
+
+
+def open_root(path: Path) -> DiskRoot:
+    return DiskRoot.open(path, floor_bytes=0)
