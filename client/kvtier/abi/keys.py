@@ -104,7 +104,10 @@ def join(keys: Iterable[bytes]) -> bytes:
 
 
 def _as_u32(token_ids: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.uint32]:
-    tokens = np.asarray(token_ids)
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError as error:  # sequences of unequal length
+        raise KeyChainError("token_ids", token_ids, "one-dimensional") from error
     if tokens.ndim != 1:
         raise KeyChainError("token_ids", f"{tokens.ndim} dimensions", "one-dimensional")
     if tokens.size == 0:

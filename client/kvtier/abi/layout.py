@@ -1,8 +1,8 @@
 """The arena: what a local client maps of a cache, byte by byte. ABI version 1.
 
 An arena is up to three sealed memory segments. ``control`` says where everything is; ``host`` and ``device`` hold
-slots. All integers are unsigned and little-endian; all offsets count from the start of the segment they point into; all
-bytes not named are zero. Only the daemon writes ``control``.
+slots. All integers are unsigned and little-endian; all offsets count from the start of the segment they point into, and
+are 0 for what is empty; all bytes not named are zero. Only the daemon writes ``control``.
 
 Control header, 4096 bytes at offset 0::
 
@@ -145,12 +145,12 @@ class _Record:
             code.pack_into(data, offset, values[field])
         return data
 
-    def unpack(self, data: bytes) -> dict[str, Any]:
+    def unpack_from(self, data: memoryview, start: int) -> dict[str, Any]:
         """Raises :class:`AbiError` where a byte that has no name is not zero."""
-        rest = bytearray(data)
+        rest = bytearray(data[start : start + self.size])
         values: dict[str, Any] = {}
         for field, (offset, code) in self._fields.items():
-            (values[field],) = code.unpack_from(data, offset)
+            (values[field],) = code.unpack_from(data, start + offset)
             rest[offset : offset + code.size] = bytes(code.size)
         if any(rest):
             raise AbiError(f"{self.name}.reserved", "bytes that have no name", "zero in this ABI version")
@@ -223,7 +223,7 @@ class ArenaIdentity:
     @classmethod
     def read(cls, control: Segment) -> Self:
         """From a control segment that :meth:`ArenaLayout.read` has accepted."""
-        header = _HEADER.unpack(control[:HEADER_BYTES].tobytes())
+        header = _HEADER.unpack_from(control.data, 0)
         return cls(header["fingerprint"], header["epoch"], header["boot"], header["pid"])
 
 
@@ -428,16 +428,22 @@ class ArenaLayout:
     def _table_crc(self, control: memoryview) -> int:
         pool_count = sum(len(group.pools) for group in self.groups)
         crc = zlib.crc32(control[:_TABLE_CRC_OFFSET])
-        crc = zlib.crc32(_slice(control, self.group_table_offset, len(self.groups) * _GROUP.size), crc)
-        return zlib.crc32(_slice(control, self.pool_table_offset, pool_count * _POOL.size), crc)
+        for start, size in (
+            (self.group_table_offset, len(self.groups) * _GROUP.size),
+            (self.pool_table_offset, pool_count * _POOL.size),
+        ):
+            crc = zlib.crc32(control[start : start + size], crc)
+        return crc
 
     def _check_regions(self) -> None:
         pool_count = sum(len(group.pools) for group in self.groups)
         control = [
             _Region("header", 0, HEADER_BYTES, PAGE),
-            _Region("group_table_offset", self.group_table_offset, len(self.groups) * _GROUP.size, RUN_ALIGNMENT),
-            _Region("pool_table_offset", self.pool_table_offset, pool_count * _POOL.size, RUN_ALIGNMENT),
-            _Region("index_offset", self.index_offset, self.index_bytes, RUN_ALIGNMENT),
+            _Region(
+                "header.group_table_offset", self.group_table_offset, len(self.groups) * _GROUP.size, RUN_ALIGNMENT
+            ),
+            _Region("header.pool_table_offset", self.pool_table_offset, pool_count * _POOL.size, RUN_ALIGNMENT),
+            _Region("header.index_offset", self.index_offset, self.index_bytes, RUN_ALIGNMENT),
         ]
         device: list[_Region] = []
         host: list[_Region] = []
@@ -457,8 +463,13 @@ class ArenaLayout:
                 device.append(_Region(f"{field}.device_offset", pool.device_offset, size, REGION_ALIGNMENT))
             _check_apart(record, group.record_bytes)
         _check_apart(control, self.control_bytes)
-        _check_apart(device, self.device_bytes)
-        _check_apart(host, self.host_bytes)
+        for field, regions, size in (
+            ("header.device_bytes", device, self.device_bytes),
+            ("header.host_bytes", host, self.host_bytes),
+        ):
+            if size and not any(region.size for region in regions):
+                raise AbiError(field, size, "0, for the tier has no slots")
+            _check_apart(regions, size)
 
 
 def read_state(control: Segment) -> ArenaState:
@@ -479,9 +490,10 @@ class _Cursor:
         self.end = end
 
     def take(self, size: int, alignment: int) -> int:
+        if not size:
+            return 0
         start = -(-self.end // alignment) * alignment
-        if size:
-            self.end = start + size
+        self.end = start + size
         return start
 
 
@@ -541,7 +553,7 @@ def _read_header(control: memoryview) -> dict[str, Any]:
     # Magic and version first: no other field means anything before they are right.
     _require("header.magic", magic, MAGIC)
     _require("header.abi_version", version, ABI_VERSION)
-    header = _HEADER.unpack(bytes(control[:HEADER_BYTES]))
+    header = _HEADER.unpack_from(control, 0)
     fixed = {
         "header_bytes": HEADER_BYTES,
         "page_bytes": PAGE,
@@ -558,6 +570,10 @@ def _read_header(control: memoryview) -> dict[str, Any]:
     require_int("header.boot", header["boot"], header["epoch"], 2**32 - 1, AbiError)
     if header["index_bytes"] % _INDEX_BUCKET_BYTES:
         raise AbiError("header.index_bytes", header["index_bytes"], f"a multiple of {_INDEX_BUCKET_BYTES}")
+    for table, count in (("group", header["group_count"]), ("pool", header["pool_count"])):
+        size = count * header[f"{table}_entry_bytes"]
+        field = f"{table}_table_offset"
+        _check_place(f"header.{field}", header[field], size, RUN_ALIGNMENT, header["control_bytes"])
     _as_state(header["state"])
     return header
 
@@ -567,7 +583,7 @@ def _read_groups(control: memoryview, header: dict[str, Any]) -> tuple[GroupLayo
     first_pool = 0
     for index in range(header["group_count"]):
         where = f"groups[{index}]"
-        entry = _GROUP.unpack(_slice(control, header["group_table_offset"] + index * _GROUP.size, _GROUP.size))
+        entry = _GROUP.unpack_from(control, header["group_table_offset"] + index * _GROUP.size)
         _require(f"{where}.first_pool", entry["first_pool"], first_pool)
         require_int(f"{where}.pool_count", entry["pool_count"], 1, header["pool_count"] - first_pool, AbiError)
         pools = tuple(
@@ -594,7 +610,7 @@ def _read_groups(control: memoryview, header: dict[str, Any]) -> tuple[GroupLayo
 
 
 def _read_pool(control: memoryview, header: dict[str, Any], where: str, number: int) -> PoolLayout:
-    entry = _POOL.unpack(_slice(control, header["pool_table_offset"] + number * _POOL.size, _POOL.size))
+    entry = _POOL.unpack_from(control, header["pool_table_offset"] + number * _POOL.size)
     require_int(f"{where}.block_bytes", entry["block_bytes"], 1, 2**48, AbiError)
     _require(f"{where}.padded_bytes", entry["padded_bytes"], padded(entry["block_bytes"]))
     return PoolLayout(**entry)
@@ -615,20 +631,20 @@ def _check_apart(regions: list[_Region], size: int) -> None:
     """Regions are aligned, inside their segment and apart."""
     end, before = 0, ""
     for region in sorted(regions, key=lambda region: region.start):
-        if region.start % region.alignment:
-            raise AbiError(region.field, region.start, f"a multiple of {region.alignment}")
-        if region.size and region.start < end:
+        if not region.size:
+            _require(region.field, region.start, 0)
+            continue
+        _check_place(region.field, region.start, region.size, region.alignment, size)
+        if region.start < end:
             raise AbiError(region.field, region.start, f"at or above {end}, the end of {before}")
-        if region.start + region.size > max(size, region.start):
-            raise AbiError(region.field, region.start, f"at most {size - region.size}, so that it ends inside")
-        if region.size:
-            end, before = region.start + region.size, region.field
+        end, before = region.start + region.size, region.field
 
 
-def _slice(control: memoryview, start: int, size: int) -> bytes:
-    if start + size > len(control):
-        raise AbiError("table offset", start, f"at most {len(control) - size}, so that it ends inside")
-    return bytes(control[start : start + size])
+def _check_place(field: str, start: int, size: int, alignment: int, segment_size: int) -> None:
+    if start % alignment:
+        raise AbiError(field, start, f"a multiple of {alignment}")
+    if start + size > segment_size:
+        raise AbiError(field, start, f"so low that its {size} bytes end inside the segment's {segment_size}")
 
 
 def _store(control: Segment, start: int, data: bytearray) -> None:

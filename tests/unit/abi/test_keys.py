@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.abi.keys import KeyChainError, Scope, chain_keys, join, root, split
+
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=60)
+scopes = st.builds(
+    Scope,
+    lora_id=st.none() | st.integers(0, 2**64 - 1),
+    salt=st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    multimodal=st.lists(st.binary(max_size=8), max_size=3).map(tuple),
+)
+
+
+def test_chain_is_the_documented_encoding() -> None:
+    # Written out by hand, so that it depends on nothing of the module.
+    scope_bytes = (
+        b"kvtier.scope"
+        + (1).to_bytes(4, "little")
+        + b"\x01"
+        + (7).to_bytes(8, "little")
+        + b"\x01"
+        + (6).to_bytes(4, "little")
+        + b"tenant"
+        + (1).to_bytes(4, "little")
+        + (3).to_bytes(4, "little")
+        + b"cat"
+    )
+    parent = hashlib.sha256(scope_bytes).digest()
+    first = hashlib.sha256(parent + b"".join(t.to_bytes(4, "little") for t in (1, 2, 3))).digest()
+    second = hashlib.sha256(first + b"".join(t.to_bytes(4, "little") for t in (4, 2**32 - 1, 0))).digest()
+
+    scope = Scope(lora_id=7, salt="tenant", multimodal=(b"cat",))
+    assert root(scope) == parent
+    assert chain_keys([1, 2, 3, 4, 2**32 - 1, 0, 99], 3, scope) == first + second
+
+
+def test_pinned_vector() -> None:
+    """Stored blocks are found by it: this value never changes."""
+    assert chain_keys(range(32), 16)[32:].hex() == "f1ad630e3ab65ea9023738c88380c20082c1a5a1af551302f167dbc1be878cd9"
+
+
+@given(tokens, st.integers(0, 60), st.integers(1, 9), scopes)
+def test_keys_of_a_prefix_are_a_prefix_of_the_keys(ids: list[int], cut: int, step: int, scope: Scope) -> None:
+    whole = chain_keys(ids, step, scope)
+    part = chain_keys(ids[:cut], step, scope)
+    assert whole.startswith(part)
+    assert len(whole) == len(ids) // step * 32
+
+
+@given(tokens.filter(bool), st.integers(1, 4), st.data())
+def test_one_changed_token_changes_its_block_and_all_after(ids: list[int], step: int, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(ids) - 1))
+    changed = [*ids]
+    changed[at] ^= 1
+    before, after = split(chain_keys(ids, step)), split(chain_keys(changed, step))
+    assert before[: at // step] == after[: at // step]
+    assert all(a != b for a, b in zip(before[at // step :], after[at // step :], strict=True))
+
+
+@given(scopes, scopes)
+def test_different_scopes_share_no_key(one: Scope, other: Scope) -> None:
+    ones, others = split(chain_keys(range(8), 2, one)), split(chain_keys(range(8), 2, other))
+    assert (one == other) == (ones == others) == bool({*ones} & {*others})
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.uint16, np.uint64, np.dtype(">i4")])
+def test_keys_do_not_depend_on_how_tokens_are_held(dtype: Any) -> None:
+    ids = [0, 1, 300, 65535, 5, 6]
+    held = np.array(ids, dtype=dtype)
+    assert chain_keys(held, 2) == chain_keys(ids, 2) == chain_keys(tuple(ids), 2)
+    assert chain_keys(np.repeat(held, 2)[::2], 2) == chain_keys(ids, 2)
+
+
+@pytest.mark.parametrize(
+    ("ids", "field"),
+    [
+        ([5, -1], "token_ids[1]"),
+        ([5, 2**32], "token_ids[1]"),
+        ([5, 2**70], "token_ids[1]"),
+        ([-1, 2**63], "token_ids[0]"),
+        ([5, 1.5], "token_ids[1]"),
+        ([True, False], "token_ids[0]"),
+        (np.array([5, -1]), "token_ids[1]"),
+        (np.array([5, 2**32], dtype=np.uint64), "token_ids[1]"),
+        (np.array([5.0, 6.0]), "token_ids[0]"),
+        (np.array([[1, 2]]), "token_ids"),
+        ([[1, 2], [3]], "token_ids"),
+        ("12", "token_ids"),
+    ],
+)
+def test_bad_tokens_are_refused_by_name(ids: Any, field: str) -> None:
+    with pytest.raises(KeyChainError) as refused:
+        chain_keys(ids, 1)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("step", [0, -16, 1.0, 2**33])
+def test_bad_tokens_per_block(step: Any) -> None:
+    with pytest.raises(KeyChainError, match="tokens_per_block"):
+        chain_keys([1, 2], step)
+
+
+@pytest.mark.parametrize(
+    ("scope", "field"),
+    [
+        (Scope(lora_id=-1), "scope.lora_id"),
+        (Scope(lora_id=2**64), "scope.lora_id"),
+        (Scope(salt="\ud800"), "scope.salt"),
+    ],
+)
+def test_bad_scopes(scope: Scope, field: str) -> None:
+    with pytest.raises(KeyChainError) as refused:
+        root(scope)
+    assert refused.value.field == field
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=8))
+def test_split_undoes_join(keys: list[bytes]) -> None:
+    assert split(join(keys)) == keys
+
+
+def test_cut_keys_are_refused() -> None:
+    with pytest.raises(KeyChainError, match="33 bytes"):
+        split(bytes(33))
+    with pytest.raises(KeyChainError, match=r"keys\[1\]"):
+        join([bytes(32), bytes(31)])
