@@ -65,7 +65,7 @@ class Memfd:
     def prefault(self) -> None:
         """Maps every page, so that no copy pays for it later. Call from a thread; the segment may be in use meanwhile.
 
-        Reading one byte a page suffices, also for later writes, and cannot undo one. numpy lets go of the GIL during each
+        Reading one byte a page suffices, also for later writes, and cannot undo one. numpy lets go of the GIL in each
         of the bounded pieces; madvise(MADV_POPULATE_WRITE) and MAP_POPULATE hold it (314 and 351 ms for 512 MiB).
         """
         array = self.array
