@@ -1,6 +1,7 @@
 """Blocks and their copies.
 
-A block is a metadata handle identified by (window group, key), never an address. Its bytes live in copies, at most one a tier.
+A block is a metadata handle identified by (window group, key), never an address. Its bytes live in copies, at most one
+a tier.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Phase(IntEnum):
 class Copy:
     """A block's bytes in one tier.
 
-    ``holds``: leases on it. ``reads``: copies in flight that read it. While either is positive its slot is neither reused nor
-    given up. ``waiters``: fetches waiting for it to become READY.
+    ``holds``: leases on it. ``reads``: copies in flight that read it. While either is positive its slot is neither
+    reused nor given up. ``waiters``: fetches waiting for it to become READY.
     """
 
     __slots__ = ("holds", "phase", "reads", "slot", "waiters")

@@ -1,7 +1,7 @@
 """Errors of the core, split by whose they are.
 
-A :class:`CallerError` is raised before anything has changed. An :class:`InvariantViolation` is our bug: the state can no longer be
-trusted and nothing should go on.
+A :class:`CallerError` is raised before anything has changed. An :class:`InvariantViolation` is our bug: the state can
+no longer be trusted and nothing should go on.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Evictor(Protocol):
 class PriorityLru:
     """Lowest priority first, inside a priority least recently used first.
 
-    A heap whose stale entries are skipped when they surface: O(log n) an offer, no scan ever. It is rebuilt when most of
-    it is stale, so memory stays within a small factor of the candidates.
+    A heap whose stale entries are skipped when they surface: O(log n) an offer, no scan ever. It is rebuilt when most
+    of it is stale, so memory stays within a small factor of the candidates.
     """
 
     __slots__ = ("_heap", "_ranks")

@@ -1,11 +1,12 @@
 """Slots of one tier of one window group: their states and who is free.
 
-Every slot is in exactly one state and the states sum to the capacity. A state changes when a move is planned, not when it starts.
+Every slot is in exactly one state and the states sum to the capacity. A state changes when a move is planned, not when
+it starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 
 from kvtierd.core.errors import InvariantViolation
@@ -21,8 +22,8 @@ class SlotState(IntEnum):
     READY = 3
     """Holds a block's bytes."""
     RETIRING = 4
-    """Free as soon as something in flight completes: a demotion's source, a disk slot whose record is being deleted, or what
-    a copy still touches of a block that is gone."""
+    """Free as soon as something in flight completes: a demotion's source, a disk slot whose record is being deleted,
+    or what a copy still touches of a block that is gone."""
     ORPHANED = 5
     """Leased to write by a session whose connection broke while its process lives."""
     QUARANTINED = 6
@@ -80,6 +81,19 @@ class SlotTable:
             raise InvariantViolation(f"slot {slot} is freed twice")
         self._move(slot, was, SlotState.FREE)
         self._free.append(slot)
+
+    def shut(self) -> None:
+        """Takes every free slot out of use."""
+        for slot in self._free:
+            self._move(slot, SlotState.FREE, SlotState.QUARANTINED)
+        self._free.clear()
+
+    def reopen(self, bad: Collection[SlotId]) -> None:
+        """Puts quarantined slots back in use, but not these."""
+        for number in range(self.capacity - 1, -1, -1):
+            slot = SlotId(number)
+            if self._states[slot] == SlotState.QUARANTINED and slot not in bad:
+                self.give_back(slot)
 
     def free_slots(self) -> tuple[SlotId, ...]:
         """For the checker."""

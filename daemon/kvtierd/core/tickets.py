@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.events import Cause
 from kvtierd.core.ids import GroupId, LeaseId, SessionId, SlotId, TicketId, Tier
 
 
@@ -36,27 +35,24 @@ class ReserveTicket:
 class FetchTicket:
     """Wants blocks READY in a tier.
 
-    ``hold``: an acquire, whose blocks are a prefix that is shortened where it cannot be had whole; else a move, whose blocks
-    stand each for itself. ``waiting``: its blocks are claimed and it queues for room. After that ``copies`` are the copies
-    it got, held if ``hold``, and ``pending`` those of them still being filled.
+    ``hold``: an acquire, whose blocks are a prefix that is shortened where it cannot be had whole; else a move, whose
+    blocks stand each for itself. ``waiting``: its blocks are claimed and it queues for room. After that ``copies`` are
+    the copies it got, held if ``hold``, and ``pending`` those of them still being filled.
     """
 
     id: TicketId
     session: SessionId
     tier: Tier
-    cause: Cause
     hold: bool
     blocks: list[Block]
-    asked: int
-    """A move may carry ancestors besides the first ``asked`` blocks' own."""
     min_blocks: int = 0
     found_in: tuple[int, ...] = ()
     matched: int = 0
-    waiting: bool = True
-    copies: list[Copy | None] = field(default_factory=list)
-    pending: int = 0
-    wanted_keys: tuple[Block | None, ...] = ()
+    wanted: tuple[Block | None, ...] = ()
     """A move's blocks in the order asked; None where the key is not indexed."""
+    waiting: bool = True
+    copies: list[Copy] = field(default_factory=list)
+    pending: int = 0
 
 
 Ticket = ReserveTicket | FetchTicket

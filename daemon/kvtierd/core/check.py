@@ -1,0 +1,246 @@
+"""The invariants, in one place: called by tests after every step and by the daemon's debug flag.
+
+Recomputes everything that the core keeps incrementally from the little that it cannot derive, and compares.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.manager import BlockManager
+from kvtierd.core.slots import SlotState
+from kvtierd.core.tickets import FetchTicket, Lease
+from kvtierd.core.window import WindowManager
+
+
+def check(manager: BlockManager) -> None:
+    """Raises :class:`InvariantViolation` naming the first broken invariant, numbered as in the design."""
+    for group, window in manager.windows.items():
+        leases = [lease for lease in manager.leases.values() if lease.group == group]
+        fetches = [t for w, t in manager.tickets.values() if w is window and isinstance(t, FetchTicket)]
+        _Checker(group, window, leases, fetches).run()
+
+
+def _require(truth: bool, invariant: int, what: str) -> None:
+    if not truth:
+        raise InvariantViolation(f"invariant {invariant}: {what}")
+
+
+class _Checker:
+    def __init__(self, group: GroupId, window: WindowManager, leases: list[Lease], fetches: list[FetchTicket]) -> None:
+        self.group = group
+        self.window = window
+        self.state: GroupState = window.state
+        self.leases = leases
+        self.fetches = fetches
+        self.flights = window.flights.all()
+
+    def run(self) -> None:
+        self.slots()
+        self.index()
+        self.order()
+        self.disk_closure()
+        self.holds()
+        self.flying()
+        self.candidates()
+        self.queues()
+
+    def slots(self) -> None:
+        """1, 2, 4: every slot has one user and the state that this user means; the states sum to the capacity."""
+        for tier in self.state.tiers:
+            table = self.state.slots[tier]
+            _require(sum(table.count(s) for s in SlotState) == table.capacity, 1, f"{tier}: states do not sum up")
+            states = Counter(table.state(SlotId(n)) for n in range(table.capacity))
+            _require(all(states[s] == table.count(s) for s in SlotState), 1, f"{tier}: counts are wrong")
+            free = table.free_slots()
+            _require(len(free) == len(set(free)) == states[SlotState.FREE], 1, f"{tier}: free list is wrong")
+            _require(all(table.state(s) is SlotState.FREE for s in free), 1, f"{tier}: a used slot is listed free")
+            self._users(tier)
+
+    def _users(self, tier: Tier) -> None:
+        expected: dict[SlotId, set[SlotState]] = {}
+
+        def use(slot: SlotId, *states: SlotState) -> None:
+            _require(slot not in expected, 4, f"{tier} slot {slot} has two users")
+            expected[slot] = set(states)
+
+        phases = {
+            Phase.FILLING: SlotState.FILLING,
+            Phase.READY: SlotState.READY,
+            Phase.LEAVING: SlotState.RETIRING,
+        }
+        for block in self.state.index:
+            copy = block.copies[tier]
+            if copy is not None:
+                use(copy.slot, phases[copy.phase])
+        for lease in self.leases:
+            if lease.tier is tier:
+                for slot in lease.blank:
+                    use(slot, SlotState.ORPHANED if lease.orphaned else SlotState.BLANK)
+        for copy in self._detached(tier):
+            use(copy.slot, SlotState.READY if copy.holds and copy.phase is not Phase.FILLING else SlotState.RETIRING)
+        for slot in self.state.slots_being_retired() if tier is Tier.DISK else ():
+            use(slot, SlotState.RETIRING, SlotState.QUARANTINED)
+        table = self.state.slots[tier]
+        for number in range(table.capacity):
+            slot = SlotId(number)
+            state = table.state(slot)
+            if state is SlotState.QUARANTINED and slot not in expected:
+                known = slot in self.state.corrupt[tier] or tier in self.state.offline
+                _require(known, 1, f"{tier} slot {slot} is quarantined for no reason")
+            elif state is not SlotState.FREE:
+                _require(state in expected.get(slot, ()), 1, f"{tier} slot {slot} is {state.name} with no such user")
+                expected.pop(slot)
+            else:
+                _require(slot not in expected, 2, f"{tier} slot {slot} is free and in use")
+        _require(
+            all(SlotState.QUARANTINED in states or table.state(s) in states for s, states in expected.items()),
+            1,
+            f"{tier}: a user's slot is in another state",
+        )
+
+    def _detached(self, tier: Tier) -> list[Copy]:
+        """Copies that are no block's any more but still held, read or being filled."""
+        seen: dict[int, Copy] = {}
+        for lease in self.leases:
+            if lease.tier is tier:
+                seen |= {id(copy): copy for block, copy in lease.held if block.copies[tier] is not copy}
+        for ticket in self.fetches:
+            if ticket.tier is tier and not ticket.waiting and ticket.hold:
+                pairs = zip(ticket.blocks, ticket.copies, strict=True)
+                seen |= {id(c): c for b, c in pairs if b.copies[tier] is not c and c.holds > 0}
+        for flight in self.flights:
+            for end, copy in zip(flight.edge, (flight.source, flight.copy), strict=True):
+                if end is tier and flight.block.copies[tier] is not copy:
+                    seen[id(copy)] = copy
+        return list(seen.values())
+
+    def index(self) -> None:
+        """5: indexed means READY somewhere, and so is its parent."""
+        for block in self.state.index:
+            _require(block.indexed, 5, f"block {block.id} is in the index but does not know")
+            _require(block.residency != 0, 5, f"block {block.id} is indexed and nowhere READY")
+            parent = block.parent
+            if parent is not None:
+                _require(parent.indexed, 5, f"block {block.id} is indexed, its parent {parent.id} is not")
+                _require(block in parent.children, 5, f"block {block.id} is not among its parent's children")
+            for child in block.children:
+                _require(child.indexed and child.parent is block, 5, f"block {block.id} has a stray child")
+
+    def order(self) -> None:
+        """5: effective priority is the highest of own and children's; no parent ranks under its child."""
+        for block in self.state.index:
+            children = [child.priority for child in block.children]
+            _require(Counter(children) == block.child_priorities, 5, f"block {block.id} miscounts child priorities")
+            _require(block.priority == max([block.own_priority, *children]), 5, f"block {block.id}: priority")
+            for child in block.children:
+                _require(child.rank() < block.rank(), 5, f"block {block.id} ranks under its child {child.id}")
+
+    def disk_closure(self) -> None:
+        """5: the disk is prefix-closed by itself."""
+        for block in self.state.index:
+            copy = block.copies[Tier.DISK]
+            on_disk = sum(child.copies[Tier.DISK] is not None for child in block.children)
+            _require(on_disk == block.disk_children, 5, f"block {block.id} miscounts its disk children")
+            if copy is None or block.parent is None:
+                continue
+            above = block.parent.copies[Tier.DISK]
+            _require(above is not None, 5, f"block {block.id} is on disk without its parent")
+            _require(
+                above is not None and (above.valid or not copy.valid),
+                5,
+                f"block {block.id} is on disk before its parent",
+            )
+
+    def holds(self) -> None:
+        """4: holds and claims are exactly those of leases and fetches; what is held is in no way leaving."""
+        held: Counter[int] = Counter()
+        copies: dict[int, tuple[Tier, Copy]] = {}
+        claims: Counter[Block] = Counter()
+        for lease in self.leases:
+            for _, copy in lease.held:
+                held[id(copy)] += 1
+                copies[id(copy)] = (lease.tier, copy)
+        for ticket in self.fetches:
+            if ticket.waiting:
+                claims.update(ticket.blocks)
+            elif ticket.hold:
+                for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
+                    if block.copies[ticket.tier] is copy or copy.holds:
+                        held[id(copy)] += 1
+                        copies[id(copy)] = (ticket.tier, copy)
+        for block in self.state.index:
+            _require(block.claims == claims[block], 4, f"block {block.id} has claims of nobody")
+            for tier in self.state.tiers:
+                attached = block.copies[tier]
+                if attached is not None:
+                    copies[id(attached)] = (tier, attached)
+        for identity, (_, copy) in copies.items():
+            _require(
+                copy.holds == held[identity], 4, f"slot {copy.slot} counts {copy.holds} holds, not {held[identity]}"
+            )
+            _require(copy.holds == 0 or copy.phase is not Phase.LEAVING, 4, f"slot {copy.slot} leaves while held")
+        for tier in self.state.tiers:
+            count = sum(copy.holds > 0 for of, copy in copies.values() if of is tier)
+            _require(count == self.state.held[tier], 4, f"{tier}: {self.state.held[tier]} held slots, not {count}")
+
+    def flying(self) -> None:
+        """3: sources of copies in flight stay valid; reads are exactly the flights."""
+        reads = Counter(id(flight.source) for flight in self.flights)
+        leaving = {id(flight.source) for flight in self.flights if flight.leave}
+        for flight in self.flights:
+            _require(flight.source.valid, 3, f"a copy reads slot {flight.source.slot}, which is not READY")
+            _require(flight.copy.phase is Phase.FILLING, 2, f"slot {flight.copy.slot} is READY before its copy ended")
+        for block in self.state.index:
+            for tier in self.state.tiers:
+                copy = block.copies[tier]
+                if copy is None:
+                    continue
+                _require(copy.reads == reads[id(copy)], 3, f"{tier} slot {copy.slot} miscounts its readers")
+                if copy.phase is Phase.LEAVING:
+                    _require(id(copy) in leaving, 3, f"{tier} slot {copy.slot} leaves with no copy in flight")
+                if copy.phase is Phase.FILLING:
+                    filled = any(flight.copy is copy for flight in self.flights)
+                    _require(filled, 2, f"{tier} slot {copy.slot} is filled by nothing")
+
+    def candidates(self) -> None:
+        """4, 5: only what may leave is offered, and all of it."""
+        for tier in self.state.tiers:
+            lists = self.state.candidates[tier]
+            expected = {
+                name: {block for block in self.state.index if self._belongs(block, tier, name)}
+                for name in ("redundant", "demotable", "clean", "leaf")
+            }
+            for name, blocks in expected.items():
+                evictor = getattr(lists, name)
+                right = len(evictor) == len(blocks) and all(block in evictor for block in blocks)
+                _require(right, 4, f"{tier}: the {name} candidates are wrong")
+
+    def _belongs(self, block: Block, tier: Tier, name: str) -> bool:
+        copy = block.copies[tier]
+        if copy is None or copy.phase is not Phase.READY or copy.holds or copy.reads or block.claims:
+            return False
+        mask = block.residency
+        up = any(mask & t.bit for t in self.state.tiers if t < tier)
+        low = any(mask & t.bit for t in self.state.tiers if t > tier)
+        redundant = up and not (tier is Tier.DISK and block.disk_children)
+        below = self.state.below[tier]
+        kept = any(block.priority >= self.state.policy.demote_min_priority[t] for t in below)
+        return {
+            "redundant": redundant,
+            "demotable": bool(below) and not redundant and (low or kept),
+            "clean": low,
+            "leaf": not block.children and all(c is None or c is copy for c in block.copies),
+        }[name]
+
+    def queues(self) -> None:
+        """Nobody is overtaken, and nobody waits for nothing."""
+        for tier in self.state.tiers:
+            queue = self.window.queued(tier)
+            _require([t.id for t in queue] == sorted(t.id for t in queue), 4, f"{tier}: requests are out of order")
+            if queue and tier not in self.state.offline:
+                _require(self.window.flights.active > 0, 4, f"{tier}: a request waits and nothing is in flight")

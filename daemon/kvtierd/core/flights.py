@@ -1,0 +1,164 @@
+"""Copies in flight: planned, not yet reported complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import MoveId, Tier
+from kvtierd.core.outcome import MoveResult
+from kvtierd.core.recorder import Transfer
+from kvtierd.core.slots import SlotState
+from kvtierd.core.tickets import FetchTicket
+
+Edge = tuple[Tier, Tier]
+
+
+@dataclass(slots=True)
+class EdgeRecord:
+    """What an edge has done, and how it does. Times are sums over blocks, in nanoseconds."""
+
+    blocks: int = 0
+    bytes: int = 0
+    failures: int = 0
+    queue_ns: int = 0
+    copy_ns: int = 0
+    failed_in_a_row: int = 0
+    degraded_until: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Flight:
+    """``leave``: the source goes when the copy is done, unless a hit kept it. ``purge``: so do all idle copies
+    above."""
+
+    block: Block
+    edge: Edge
+    source: Copy
+    copy: Copy
+    cause: Cause
+    leave: bool
+    purge: bool
+
+
+class Flights:
+    """Plans copies and applies their results: a copy is READY only after its bytes are there, and its source is valid
+    until then; a failed one leaves the source as it was."""
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._flights: dict[MoveId, list[Flight]] = {}
+        self.edges: dict[Edge, EdgeRecord] = {
+            (src, dst): EdgeRecord() for src in state.tiers for dst in state.tiers if src is not dst
+        }
+
+    @property
+    def active(self) -> int:
+        """Moves, deletions on disk included, whose results are outstanding."""
+        return len(self._flights) + self._state.retiring_moves
+
+    def all(self) -> list[Flight]:
+        """For the checker."""
+        return [flight for flights in self._flights.values() for flight in flights]
+
+    def usable(self, src: Tier, dst: Tier, now: int) -> bool:
+        """The edge is neither degraded nor at an offline tier."""
+        offline = self._state.offline
+        return src not in offline and dst not in offline and self.edges[src, dst].degraded_until <= now
+
+    def start(
+        self, block: Block, src: Tier, dst: Tier, cause: Cause, *, leave: bool = False, purge: bool = False
+    ) -> Copy:
+        """Plans a copy. ``dst`` has a free slot and the block no copy there."""
+        move, source, copy = self._state.start_copy(block, src, dst, cause, leave=leave)
+        self._flights.setdefault(move, []).append(Flight(block, (src, dst), source, copy, cause, leave, purge))
+        return copy
+
+    def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
+        """Applies a result. Returns the fetches that were waiting for one of its copies, once a copy each."""
+        if self._state.retired(result.id, result.failed):
+            return []
+        flights = self._flights.pop(result.id, None)
+        if flights is None:
+            raise InvariantViolation(f"move {result.id} completes unplanned")
+        self._account(flights, result, now)
+        waiters: list[FetchTicket] = []
+        for position, flight in enumerate(flights):
+            self._land(flight, position in result.failed, position in result.corrupt, self._transfer(flight, result))
+            waiters.extend(flight.copy.waiters)
+            flight.copy.waiters = []
+        return waiters
+
+    def _transfer(self, flight: Flight, result: MoveResult) -> Transfer:
+        return self._state.transfer(*flight.edge, result.queue_ns, result.copy_ns)
+
+    def _account(self, flights: list[Flight], result: MoveResult, now: int) -> None:
+        edge = flights[0].edge
+        record = self.edges[edge]
+        bad = len(result.failed)
+        good = len(flights) - bad - len(result.corrupt)
+        record.blocks += good
+        record.bytes += good * self._state.shape.slot_bytes[edge[1]]
+        record.failures += bad
+        record.queue_ns += result.queue_ns * len(flights)
+        record.copy_ns += result.copy_ns
+        record.failed_in_a_row = record.failed_in_a_row + 1 if bad and not good else 0
+        if record.failed_in_a_row >= self._state.policy.degrade_after:
+            record.degraded_until = now + self._state.policy.degraded_ns
+            record.failed_in_a_row = 0
+
+    def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
+        state, block, (src, dst) = self._state, flight.block, flight.edge
+        flight.source.reads -= 1
+        attached = block.copies[dst] is flight.copy and block.copies[src] is flight.source
+        if failed or corrupt or not attached or not self._parent_below(block, dst):
+            state.abandon(block, dst, flight.copy, written=dst is Tier.DISK and not failed and not corrupt)
+            self._source_stays(flight)
+            if corrupt:
+                state.lose_bytes(block, src, flight.source)
+        else:
+            self._arrive(flight, transfer)
+        if block.copies[src] is not flight.source:
+            self._settle_source(flight)
+
+    def _parent_below(self, block: Block, dst: Tier) -> bool:
+        """The disk stays prefix-closed: a block whose parent's own copy failed does not stay there."""
+        if dst is not Tier.DISK or block.parent is None:
+            return True
+        above = block.parent.copies[Tier.DISK]
+        return above is not None and above.valid
+
+    def _source_stays(self, flight: Flight) -> None:
+        if flight.block.copies[flight.edge[0]] is flight.source:
+            self._state.stay(flight.block, flight.edge[0])
+            self._state.reconsider(flight.block)
+
+    def _settle_source(self, flight: Flight) -> None:
+        """The source was detached while it was read; it is freed by its last reader."""
+        tier, source = flight.edge[0], flight.source
+        retiring = self._state.slots[tier].state(source.slot) is SlotState.RETIRING
+        if retiring and source.reads == 0 and source.holds == 0:
+            self._state.settle(flight.block, tier, source)
+
+    def _arrive(self, flight: Flight, transfer: Transfer) -> None:
+        state, block, (src, dst) = self._state, flight.block, flight.edge
+        state.arrive(block, dst)
+        goes = (flight.leave and flight.source.phase is Phase.LEAVING) or self._promoted(flight)
+        gone = [src] if goes else []
+        if flight.purge:
+            gone += [t for t in state.above[dst] if t not in gone and self._idle(block, t)]
+        for tier in gone:
+            state.detach(block, tier)
+        state.recorder.change(EventType.UPDATED, flight.cause, state.group, block, transfer)
+        state.reconsider(block)
+
+    def _promoted(self, flight: Flight) -> bool:
+        """Promotion from host frees the source unless somebody needs it; promotion from disk keeps it."""
+        return flight.edge == (Tier.HOST, Tier.DEVICE) and self._idle(flight.block, Tier.HOST)
+
+    def _idle(self, block: Block, tier: Tier) -> bool:
+        copy = block.copies[tier]
+        return copy is not None and copy.still and block.claims == 0

@@ -1,0 +1,431 @@
+"""The blocks of one window group: what is where, and every way in which that changes.
+
+The only module that changes residency, holds, recency or priority. Each change puts its event, generations and owners
+into the recorder in the same step, so no caller can forget one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.evict import Evictor
+from kvtierd.core.ids import BlockId, Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.index import BlockIndex
+from kvtierd.core.outcome import SlotRef
+from kvtierd.core.policy import MAX_PRIORITY, GroupShape, Policy
+from kvtierd.core.recorder import Recorder, Transfer, move_item
+from kvtierd.core.slots import SlotState, SlotTable
+
+NEVER_KEPT: Final = MAX_PRIORITY + 1
+"""A threshold no priority reaches: there is no tier below."""
+
+
+class Candidates:
+    """Who may leave one tier. A block stands only where all of what the list's name promises is true of it.
+
+    All candidates are indexed, READY, unheld, unread and unclaimed there, and:
+
+    - ``redundant``: valid in a tier above; on disk besides, no disk-resident child needs it. The first victims.
+    - ``demotable``: not redundant, and its priority or a copy below lets it go down.
+    - ``clean``: valid in a tier below: may go without a copy.
+    - ``leaf``: resident nowhere else and without indexed children: may be dropped.
+    """
+
+    __slots__ = ("clean", "demotable", "leaf", "redundant")
+
+    def __init__(self, make: Callable[[], Evictor]) -> None:
+        self.redundant = make()
+        self.demotable = make()
+        self.clean = make()
+        self.leaf = make()
+
+    def withdraw(self, block: Block) -> None:
+        self.redundant.withdraw(block)
+        self.demotable.withdraw(block)
+        self.clean.withdraw(block)
+        self.leaf.withdraw(block)
+
+
+class GroupState:
+    """State of one window group. Every public method leaves the candidates exact."""
+
+    def __init__(
+        self, shape: GroupShape, recorder: Recorder, policy: Policy, make_evictor: Callable[[], Evictor]
+    ) -> None:
+        self.group = shape.group
+        self.shape = shape
+        self.policy = policy
+        self.recorder = recorder
+        self.tiers: tuple[Tier, ...] = tuple(sorted(tier for tier, slots in shape.slots.items() if slots > 0))
+        self.above = {tier: tuple(t for t in self.tiers if t < tier) for tier in self.tiers}
+        self.below = {tier: tuple(t for t in self.tiers if t > tier) for tier in self.tiers}
+        self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
+        self.candidates = {tier: Candidates(make_evictor) for tier in self.tiers}
+        self.held = dict.fromkeys(self.tiers, 0)
+        """READY or FILLING slots under at least one hold."""
+        self.offline: set[Tier] = set()
+        self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
+        self.index = BlockIndex()
+        self.stored = 0
+        self.removed = 0
+        self._clock = 0
+        self._last_block = 0
+        self._floor = {
+            tier: min((policy.demote_min_priority[low] for low in self.below[tier]), default=NEVER_KEPT)
+            for tier in self.tiers
+        }
+        self._retirements: dict[MoveId, list[SlotId]] = {}
+
+    # -- candidates ------------------------------------------------------------------------------------------------
+
+    def reconsider(self, block: Block) -> None:
+        """Puts the block on exactly the candidate lists where it belongs."""
+        copies = block.copies
+        movable = block.indexed and block.claims == 0
+        for tier in self.tiers:
+            copy = copies[tier]
+            if copy is None:
+                continue
+            lists = self.candidates[tier]
+            if not (movable and copy.still):
+                lists.withdraw(block)
+                continue
+            up = any((c := copies[t]) is not None and c.valid for t in self.above[tier])
+            low = any((c := copies[t]) is not None and c.valid for t in self.below[tier])
+            redundant = up and (tier is not Tier.DISK or block.disk_children == 0)
+            demotable = bool(self.below[tier]) and not redundant and (low or block.priority >= self._floor[tier])
+            leaf = not block.children and sum(c is not None for c in copies) == 1
+            (lists.redundant.offer if redundant else lists.redundant.withdraw)(block)
+            (lists.demotable.offer if demotable else lists.demotable.withdraw)(block)
+            (lists.clean.offer if low else lists.clean.withdraw)(block)
+            (lists.leaf.offer if leaf else lists.leaf.withdraw)(block)
+
+    def expendable(self, block: Block, tier: Tier) -> bool:
+        """Its priority is under every threshold below ``tier``: it is dropped rather than demoted."""
+        return block.priority < self._floor[tier]
+
+    # -- slots -----------------------------------------------------------------------------------------------------
+
+    def ref(self, tier: Tier, slot: SlotId) -> SlotRef:
+        return SlotRef(self.group, tier, slot)
+
+    def take_blank(self, tier: Tier, session: SessionId) -> SlotId:
+        slot = self.slots[tier].take(SlotState.BLANK)
+        self.recorder.begin_write(self.ref(tier, slot))
+        self.recorder.owner(self.ref(tier, slot), session)
+        return slot
+
+    def give_back(self, tier: Tier, slot: SlotId) -> None:
+        """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
+        if tier is not Tier.DISK:
+            self.recorder.begin_write(self.ref(tier, slot))
+            self.recorder.owner(self.ref(tier, slot), None)
+        if tier in self.offline:
+            self._enter(tier, slot, SlotState.QUARANTINED)
+        else:
+            self.slots[tier].give_back(slot)
+
+    def retire(self, block: Block, slot: SlotId) -> None:
+        """A disk slot whose record must be deleted before anybody may write there."""
+        if Tier.DISK in self.offline:
+            self._enter(Tier.DISK, slot, SlotState.QUARANTINED)
+            return
+        bad = slot in self.corrupt[Tier.DISK]
+        self._enter(Tier.DISK, slot, SlotState.QUARANTINED if bad else SlotState.RETIRING)
+        move = self.recorder.plan(self.group, Tier.DISK, None, Cause.CAPACITY, move_item(block, slot, None))
+        self._retirements.setdefault(move, []).append(slot)
+
+    def retired(self, move: MoveId, failed: Iterable[int]) -> bool:
+        """The deletions of a move are over; False where it was no such move. A slot whose deletion failed stays out of
+        use."""
+        slots = self._retirements.pop(move, None)
+        if slots is None:
+            return False
+        for position, slot in enumerate(slots):
+            if position in failed:
+                self.corrupt[Tier.DISK].add(slot)
+            if slot in self.corrupt[Tier.DISK] or Tier.DISK in self.offline:
+                self._enter(Tier.DISK, slot, SlotState.QUARANTINED)
+            else:
+                self.slots[Tier.DISK].give_back(slot)
+        return True
+
+    def slots_being_retired(self) -> list[SlotId]:
+        """For the checker."""
+        return [slot for slots in self._retirements.values() for slot in slots]
+
+    @property
+    def retiring_moves(self) -> int:
+        return len(self._retirements)
+
+    def _enter(self, tier: Tier, slot: SlotId, state: SlotState) -> None:
+        if self.slots[tier].state(slot) is not state:
+            self.slots[tier].change(slot, state)
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def start_copy(self, block: Block, src: Tier, dst: Tier, cause: Cause, *, leave: bool) -> tuple[MoveId, Copy, Copy]:
+        """Plans one copy into a free slot of ``dst``; with ``leave`` the source goes when it is done."""
+        source = block.copies[src]
+        if source is None or not source.valid:
+            raise InvariantViolation(f"block {block.id} is not in {src}")
+        if source.phase is Phase.LEAVING:
+            self.stay(block, src)
+        slot = self.slots[dst].take(SlotState.FILLING)
+        copy = Copy(slot, Phase.FILLING)
+        self._attach(block, dst, copy)
+        if dst is not Tier.DISK:
+            self.recorder.begin_write(self.ref(dst, slot))
+        source.reads += 1
+        if leave:
+            source.phase = Phase.LEAVING
+            self.slots[src].change(source.slot, SlotState.RETIRING)
+        move = self.recorder.plan(self.group, src, dst, cause, move_item(block, source.slot, slot))
+        self.reconsider(block)
+        return move, source, copy
+
+    def stay(self, block: Block, tier: Tier) -> None:
+        """A hit during a demotion: the source stays, the copy goes on."""
+        copy = block.copies[tier]
+        if copy is not None and copy.phase is Phase.LEAVING:
+            copy.phase = Phase.READY
+            self.slots[tier].change(copy.slot, SlotState.READY)
+            self.reconsider(block)
+
+    def arrive(self, block: Block, tier: Tier) -> None:
+        """A FILLING copy holds the block's bytes now. The caller records the event."""
+        copy = block.copies[tier]
+        if copy is None or copy.phase is not Phase.FILLING:
+            raise InvariantViolation(f"block {block.id} arrives in {tier} unplanned")
+        copy.phase = Phase.READY
+        self.slots[tier].change(copy.slot, SlotState.READY)
+        if tier is not Tier.DISK:
+            self.recorder.end_write(self.ref(tier, copy.slot))
+
+    def detach(self, block: Block, tier: Tier) -> Copy:
+        """The copy is the block's no more. Its slot is freed as soon as nobody holds or touches it. Records no
+        event."""
+        copy = block.copies[tier]
+        if copy is None:
+            raise InvariantViolation(f"block {block.id} has no copy in {tier}")
+        block.copies[tier] = None
+        self.candidates[tier].withdraw(block)
+        if tier is Tier.DISK and block.indexed and block.parent is not None:
+            block.parent.disk_children -= 1
+            self.reconsider(block.parent)
+        self.settle(block, tier, copy)
+        return copy
+
+    def settle(self, block: Block, tier: Tier, copy: Copy) -> None:
+        """Frees a detached copy's slot if this was the last that used it."""
+        if copy.phase is Phase.FILLING:
+            self._enter(tier, copy.slot, SlotState.RETIRING)
+        elif copy.holds > 0:
+            self._enter(tier, copy.slot, SlotState.READY)
+        elif copy.reads > 0:
+            self._enter(tier, copy.slot, SlotState.RETIRING)
+        elif tier is Tier.DISK:
+            self.retire(block, copy.slot)
+        else:
+            self.give_back(tier, copy.slot)
+
+    def abandon(self, block: Block, tier: Tier, copy: Copy, *, written: bool) -> None:
+        """The copy into this slot is over and its bytes are not to be used. ``written``: a disk record exists."""
+        if block.copies[tier] is copy:
+            self.detach(block, tier)
+            self.reconsider(block)
+        copy.phase = Phase.READY
+        if copy.holds:
+            copy.holds = 0
+            self.held[tier] -= 1
+        if tier is Tier.DISK and written:
+            self.retire(block, copy.slot)
+        else:
+            self.give_back(tier, copy.slot)
+
+    def free_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
+        """Gives up one residency of a block that is valid elsewhere."""
+        self.detach(block, tier)
+        self.recorder.change(EventType.UPDATED, cause, self.group, block)
+        self.reconsider(block)
+
+    def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
+        block.copies[tier] = copy
+        if tier is Tier.DISK and block.parent is not None:
+            block.parent.disk_children += 1
+            self.reconsider(block.parent)
+
+    # -- holds and recency -----------------------------------------------------------------------------------------
+
+    def hold(self, block: Block, tier: Tier, session: SessionId) -> Copy:
+        copy = block.copies[tier]
+        if copy is None:
+            raise InvariantViolation(f"block {block.id} is held in {tier} but is not there")
+        self.stay(block, tier)
+        copy.holds += 1
+        if copy.holds == 1:
+            self.held[tier] += 1
+        self.recorder.owner(self.ref(tier, copy.slot), session)
+        self.reconsider(block)
+        return copy
+
+    def unhold(self, block: Block, tier: Tier, copy: Copy) -> None:
+        copy.holds -= 1
+        if copy.holds > 0:
+            return
+        self.held[tier] -= 1
+        self.recorder.owner(self.ref(tier, copy.slot), None)
+        if block.copies[tier] is copy:
+            self.reconsider(block)
+        else:
+            self.settle(block, tier, copy)
+
+    def claim(self, block: Block) -> None:
+        block.claims += 1
+        self.reconsider(block)
+
+    def unclaim(self, block: Block) -> None:
+        block.claims -= 1
+        self.reconsider(block)
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Moves recency of these blocks and their whole prefixes, children before parents."""
+        touched: dict[Block, None] = {}
+        for block in blocks:
+            current: Block | None = block
+            while current is not None and current not in touched:
+                touched[current] = None
+                current = current.parent
+        for block in sorted(touched, key=lambda block: block.depth, reverse=True):
+            if block.indexed:
+                self._clock += 1
+                block.last_use = self._clock
+                self.reconsider(block)
+
+    # -- existence -------------------------------------------------------------------------------------------------
+
+    def insert(self, key: Key, parent: Block | None, priority: int, tier: Tier, slot: SlotId, cause: Cause) -> Block:
+        """Indexes a new block whose bytes are READY in a slot that is not FREE."""
+        if parent is not None and not parent.indexed:
+            raise InvariantViolation(f"block {parent.id} gets a child but is not indexed")
+        self._last_block += 1
+        block = Block(BlockId(self._last_block), key, parent, priority)
+        block.indexed = True
+        self._clock += 1
+        block.last_use = self._clock
+        self.index.add(block)
+        if parent is not None:
+            parent.children[block] = None
+        self._enter(tier, slot, SlotState.READY)
+        self._attach(block, tier, Copy(slot, Phase.READY))
+        if tier is not Tier.DISK:
+            self.recorder.end_write(self.ref(tier, slot))
+        self.stored += 1
+        self.recorder.change(EventType.STORED, cause, self.group, block)
+        self._reprioritise(parent, None, block.priority, cause)
+        self.reconsider(block)
+        return block
+
+    def remove(self, block: Block, cause: Cause) -> None:
+        """Takes a block without indexed children out of the index and gives up its copies."""
+        if block.children:
+            raise InvariantViolation(f"block {block.id} is removed before its children")
+        for tier in self.tiers:
+            if block.copies[tier] is not None:
+                self.detach(block, tier)
+        self.index.remove(block)
+        block.indexed = False
+        self.removed += 1
+        self.recorder.change(EventType.REMOVED, cause, self.group, block)
+        if block.parent is not None:
+            del block.parent.children[block]
+            self._reprioritise(block.parent, block.priority, None, cause)
+            self.reconsider(block.parent)
+
+    def remove_subtree(self, block: Block, cause: Cause, below: Cause) -> int:
+        """Removes a block and everything under it, children first. Returns how many."""
+        order = self.subtree(block)
+        for member in reversed(order):
+            self.remove(member, cause if member is block else below)
+        return len(order)
+
+    def subtree(self, block: Block) -> list[Block]:
+        """The block and all under it, parents before children."""
+        order = [block]
+        for member in order:
+            order.extend(member.children)
+        return order
+
+    def lose_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
+        """A residency is lost against policy: with it goes all that needs it, children first."""
+        if tier is Tier.DISK:
+            for child in list(block.children):
+                if child.copies[Tier.DISK] is not None:
+                    self.lose_copy(child, Tier.DISK, Cause.ANCESTOR)
+        copy = block.copies[tier]
+        was_valid = copy is not None and copy.valid
+        others = any((c := block.copies[t]) is not None and c.valid for t in self.tiers if t is not tier)
+        if was_valid and not others:
+            self.remove_subtree(block, cause, Cause.ANCESTOR)
+        elif copy is not None:
+            self.detach(block, tier)
+            if was_valid:
+                self.recorder.change(EventType.UPDATED, cause, self.group, block)
+            self.reconsider(block)
+
+    def lose_bytes(self, block: Block, tier: Tier, copy: Copy) -> None:
+        """A copy failed verification: the block loses it, and its slot is never used again."""
+        self.corrupt[tier].add(copy.slot)
+        if block.copies[tier] is copy:
+            self.lose_copy(block, tier, Cause.CORRUPT)
+
+    def order_by_use(self, blocks: Iterable[Block]) -> None:
+        """Gives blocks, listed least recently used first, recency in that order, every parent after its children."""
+        use: dict[Block, int] = {block: position for position, block in enumerate(blocks)}
+        for block in sorted(use, key=lambda block: block.depth, reverse=True):
+            if block.parent is not None:
+                use[block.parent] = max(use[block.parent], use[block])
+        for block in sorted(use, key=lambda block: (use[block], -block.depth)):
+            self._clock += 1
+            block.last_use = self._clock
+            self.reconsider(block)
+
+    def lose_tier(self, tier: Tier, cause: Cause) -> None:
+        """Everything in the tier is gone, what only stood there with all its descendants; its slots are out of use."""
+        self.offline.add(tier)
+        resident = [block for block in self.index if block.copies[tier] is not None]
+        for block in sorted(resident, key=lambda block: block.depth, reverse=True):
+            if block.copies[tier] is not None:
+                self.lose_copy(block, tier, cause)
+        self.slots[tier].shut()
+
+    def restore_tier(self, tier: Tier) -> None:
+        """The tier is back, empty."""
+        self.offline.discard(tier)
+        self.slots[tier].reopen(self.corrupt[tier])
+
+    def transfer(self, src: Tier, dst: Tier, queue_ns: int, copy_ns: int) -> Transfer:
+        return Transfer(src, dst, self.shape.slot_bytes[dst], queue_ns, copy_ns)
+
+    def _reprioritise(self, parent: Block | None, old: int | None, new: int | None, cause: Cause) -> None:
+        """A child's effective priority went from ``old`` to ``new`` (None: not a child): carries it upwards."""
+        while parent is not None:
+            counts = parent.child_priorities
+            if old is not None:
+                counts[old] -= 1
+                if counts[old] == 0:
+                    del counts[old]
+            if new is not None:
+                counts[new] = counts.get(new, 0) + 1
+            effective = max(parent.own_priority, max(counts, default=0))
+            if effective == parent.priority:
+                return
+            old, new = parent.priority, effective
+            parent.priority = effective
+            self.recorder.change(EventType.UPDATED, cause, self.group, parent)
+            self.reconsider(parent)
+            parent = parent.parent

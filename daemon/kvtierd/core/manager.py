@@ -1,0 +1,559 @@
+"""The block manager: one cache's blocks, leases and requests over all its window groups.
+
+Pure and synchronous: no clock, thread, future or callback. Every mutating call returns an :class:`Outcome` to be
+carried out whole (see ``core/outcome.py``) and may answer tickets of earlier calls in it. ``now`` is the wall clock in
+nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvtierd.core.block import Block
+from kvtierd.core.errors import BadArgument, ForeignLease, TierOffline, UnknownGroup, UnknownLease
+from kvtierd.core.events import Cause, EventSequencer
+from kvtierd.core.evict import Evictor, PriorityLru
+from kvtierd.core.flights import Edge, EdgeRecord
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import KEY_BYTES, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.outcome import Holder, MoveResult, Outcome, Refusal, RefusalReason
+from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, Policy
+from kvtierd.core.recorder import Recorder
+from kvtierd.core.slots import SlotState
+from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
+from kvtierd.core.window import Recovered, WindowManager
+
+__all__ = [
+    "BlockManager",
+    "BlockResult",
+    "ChainRequest",
+    "CommitItem",
+    "DropReport",
+    "Listing",
+    "ListingRow",
+    "Location",
+    "ManagerStats",
+    "Match",
+    "Recovered",
+    "TierCount",
+]
+
+
+class BlockResult(IntEnum):
+    """One block's answer. Values are the wire's (``kvtier.v1.BlockResult``)."""
+
+    OK = 0
+    EXISTS = 1
+    PARENT_MISSING = 2
+    NOT_FOUND = 3
+    HELD = 4
+    NO_ROOM = 5
+    FAILED = 6
+    PARENT_CONFLICT = 7
+
+
+@dataclass(slots=True, frozen=True)
+class Match:
+    """The longest stored prefix: its length and each block's residency set."""
+
+    blocks: int
+    residency: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Location:
+    """``slots``: by tier; None where the residency set lacks it."""
+
+    residency: int
+    slots: tuple[SlotId | None, SlotId | None, SlotId | None]
+
+
+@dataclass(slots=True, frozen=True)
+class ListingRow:
+    key: Key
+    parent: Key | None
+    residency: int
+    priority: int
+
+
+@dataclass(slots=True, frozen=True)
+class Listing:
+    """``next_page``: where to go on; 0 = nowhere."""
+
+    rows: tuple[ListingRow, ...]
+    next_page: int
+
+
+@dataclass(slots=True, frozen=True)
+class CommitItem:
+    slot: SlotId
+    key: Key
+    parent: Key | None
+    priority: int
+
+
+@dataclass(slots=True, frozen=True)
+class ChainRequest:
+    """Keys of a chain, the root first. Fewer than ``min_blocks`` of it are of no use."""
+
+    keys: Sequence[Key]
+    min_blocks: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class DropReport:
+    """``dropped``: blocks gone, subtrees included."""
+
+    results: tuple[BlockResult, ...]
+    dropped: int
+
+
+@dataclass(slots=True, frozen=True)
+class TierCount:
+    """Slots by state, which sum to ``capacity``; ``held``: under a lease or a fetch, blank and orphaned ones
+    included."""
+
+    capacity: int
+    states: Mapping[SlotState, int]
+    held: int
+
+
+@dataclass(slots=True, frozen=True)
+class ManagerStats:
+    """``held_by``: slots by session. Sums over the groups of the cache."""
+
+    blocks: int
+    tiers: Mapping[Tier, TierCount]
+    edges: Mapping[Edge, EdgeRecord]
+    hits: Mapping[Tier, int]
+    misses: int
+    stored: int
+    removed: int
+    waiting: int
+    held_by: Mapping[SessionId, int]
+
+
+class BlockManager:
+    """See the module. Errors are raised before anything has changed: ``BadArgument``, ``UnknownGroup``,
+    ``UnknownLease``, ``ForeignLease``, ``TierOffline``."""
+
+    def __init__(
+        self,
+        cache: CacheId,
+        shapes: Sequence[GroupShape],
+        sequencer: EventSequencer,
+        policy: Policy | None = None,
+        make_evictor: Callable[[], Evictor] = PriorityLru,
+    ) -> None:
+        self.cache = cache
+        self._recorder = Recorder(cache, sequencer)
+        self.leases: dict[LeaseId, Lease] = {}
+        self.tickets: dict[TicketId, tuple[WindowManager, Ticket]] = {}
+        self._moving: dict[MoveId, GroupId] = {}
+        self._of_session: dict[SessionId, dict[LeaseId, None]] = {}
+        self._last_lease = 0
+        self._last_ticket = 0
+        self.windows = {
+            shape.group: WindowManager(
+                shape, self._recorder, policy or Policy(), make_evictor, self._new_lease, self._refusal
+            )
+            for shape in shapes
+        }
+        self.tiers: tuple[Tier, ...] = tuple(sorted({tier for w in self.windows.values() for tier in w.state.tiers}))
+        self._capacity = {
+            group: tuple((tier, window.state.slots[tier].capacity) for tier in window.state.tiers)
+            for group, window in self.windows.items()
+        }
+
+    # -- opening -----------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        recovered: Mapping[GroupId, Sequence[Recovered]],
+        quarantined: Mapping[GroupId, Collection[SlotId]],
+        *,
+        unclean: bool,
+        now: int,
+        restarted: bool = True,
+    ) -> Outcome:
+        """Announces the cache and indexes what its disk tier still holds.
+
+        ``recovered``: parents before children, least recently used first among the rest. A cache that existed before
+        (``restarted``) is announced as cleared first, so that events alone stay the truth over a restart.
+        """
+        clear = (Cause.LOST if unclean else Cause.SHUTDOWN) if restarted else None
+        for group, window in self.windows.items():
+            window.open(recovered.get(group, ()), quarantined.get(group, ()), clear)
+        return self._take(now)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def match(self, group: GroupId, keys: Sequence[Key]) -> Match:
+        found = self._window(group).prefix(keys)
+        return Match(len(found), tuple(block.residency for block in found))
+
+    def locate(self, group: GroupId, keys: Sequence[Key]) -> list[Location]:
+        index = self._window(group).state.index
+        return [self._location(index.get(key)) for key in keys]
+
+    def _location(self, block: Block | None) -> Location:
+        if block is None:
+            return Location(0, (None, None, None))
+        device, host, disk = (copy.slot if copy is not None and copy.valid else None for copy in block.copies)
+        return Location(block.residency, (device, host, disk))
+
+    def listing(self, group: GroupId, page: int, limit: int) -> Listing:
+        """Indexed blocks in the order of indexing, parents before children."""
+        blocks, following = self._window(group).state.index.page(page, limit)
+        rows = (ListingRow(b.key, b.parent_key, b.residency, b.priority) for b in blocks)
+        return Listing(tuple(rows), following)
+
+    def stats(self) -> ManagerStats:
+        windows = list(self.windows.values())
+        held_by: dict[SessionId, int] = {}
+        for lease in self.leases.values():
+            held_by[lease.session] = held_by.get(lease.session, 0) + len(lease.blank) + len(lease.held)
+        return ManagerStats(
+            blocks=sum(len(w.state.index) for w in windows),
+            tiers={tier: self._tier_count([w.state for w in windows], tier) for tier in self.tiers},
+            edges=self._edges(),
+            hits={tier: sum(w.hits.get(tier, 0) for w in windows) for tier in self.tiers},
+            misses=sum(w.misses for w in windows),
+            stored=sum(w.state.stored for w in windows),
+            removed=sum(w.state.removed for w in windows),
+            waiting=sum(w.waiting for w in windows),
+            held_by=held_by,
+        )
+
+    def _tier_count(self, states: list[GroupState], tier: Tier) -> TierCount:
+        tables = [state.slots[tier] for state in states if tier in state.slots]
+        counts = {s: sum(table.count(s) for table in tables) for s in SlotState}
+        held = sum(state.held.get(tier, 0) for state in states)
+        return TierCount(
+            sum(table.capacity for table in tables),
+            counts,
+            held + counts[SlotState.BLANK] + counts[SlotState.ORPHANED],
+        )
+
+    def _edges(self) -> dict[Edge, EdgeRecord]:
+        total: dict[Edge, EdgeRecord] = {}
+        for window in self.windows.values():
+            for edge, record in window.flights.edges.items():
+                into = total.setdefault(edge, EdgeRecord())
+                into.blocks += record.blocks
+                into.bytes += record.bytes
+                into.failures += record.failures
+                into.queue_ns += record.queue_ns
+                into.copy_ns += record.copy_ns
+                into.degraded_until = max(into.degraded_until, record.degraded_until)
+        return total
+
+    def session_leases(self, session: SessionId) -> int:
+        return len(self._of_session.get(session, ()))
+
+    @property
+    def moves_in_flight(self) -> int:
+        return sum(window.flights.active for window in self.windows.values())
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, session: SessionId, group: GroupId, tier: Tier, count: int, now: int) -> tuple[TicketId, Outcome]:
+        """Asks for ``count`` blank slots, all or nothing."""
+        window = self._window(group)
+        self._check_memory_tier(window, tier)
+        capacity = window.state.slots[tier].capacity
+        if not 1 <= count <= capacity:
+            raise BadArgument("count", count, f"1 to {capacity}, the {tier} tier's slots")
+        ticket = ReserveTicket(self._next_ticket(), session, tier, count)
+        self.tickets[ticket.id] = (window, ticket)
+        window.reserve(ticket)
+        window.pump(now)
+        return ticket.id, self._take(now)
+
+    def commit(
+        self, session: SessionId, lease: LeaseId, items: Sequence[CommitItem], now: int
+    ) -> tuple[tuple[BlockResult, ...], Outcome]:
+        """Turns blank slots into blocks. Where an equal key is indexed, that block stays and the slot becomes free;
+        where the parent is not, the slot stays blank."""
+        owned = self._lease(session, lease)
+        window = self.windows[owned.group]
+        if owned.tier in window.state.offline:
+            raise TierOffline(owned.tier)
+        self._check_items(owned, items)
+        touched: list[Block] = []
+        results = tuple(self._commit_one(window, owned, item, touched) for item in items)
+        window.state.touch(touched)
+        window.pump(now)
+        return results, self._take(now)
+
+    def _commit_one(self, window: WindowManager, lease: Lease, item: CommitItem, touched: list[Block]) -> BlockResult:
+        index = window.state.index
+        existing = index.get(item.key)
+        if existing is not None:
+            if existing.parent_key != item.parent:
+                return BlockResult.PARENT_CONFLICT
+            del lease.blank[item.slot]
+            window.state.give_back(lease.tier, item.slot)
+            touched.append(existing)
+            return BlockResult.EXISTS
+        parent = index.get(item.parent) if item.parent is not None else None
+        if parent is None and item.parent is not None:
+            return BlockResult.PARENT_MISSING
+        touched.append(window.commit(lease, item.slot, item.key, parent, item.priority))
+        return BlockResult.OK
+
+    def acquire(
+        self, session: SessionId, group: GroupId, tier: Tier, chains: Sequence[ChainRequest], now: int
+    ) -> tuple[tuple[TicketId, ...], Outcome]:
+        """Asks for the longest stored prefix of each chain, READY and held in a tier. All matches of the call are
+        claimed before room is made for any, so none evicts another's hit."""
+        window = self._window(group)
+        self._check_memory_tier(window, tier)
+        if not chains:
+            raise BadArgument("chains", 0, "at least one chain")
+        for position, chain in enumerate(chains):
+            self._check_keys(chain.keys, f"chains[{position}].keys")
+            if not 0 <= chain.min_blocks <= len(chain.keys):
+                raise BadArgument(f"chains[{position}].min_blocks", chain.min_blocks, f"0 to {len(chain.keys)}")
+        tickets = []
+        for chain in chains:
+            ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
+            self.tickets[ticket.id] = (window, ticket)
+            window.match_for(ticket, chain.keys)
+            tickets.append(ticket)
+        for ticket in tickets:
+            window.fetch(ticket, now)
+        window.pump(now)
+        return tuple(ticket.id for ticket in tickets), self._take(now)
+
+    def release(self, session: SessionId, leases: Sequence[LeaseId], now: int) -> Outcome:
+        """Ends leases, all of them or, on an error, none."""
+        if len(set(leases)) != len(leases):
+            raise BadArgument("lease_ids", list(leases), "each lease once")
+        owned = [self._lease(session, lease) for lease in leases]
+        for lease in owned:
+            self._end(lease)
+        self._pump_all(now)
+        return self._take(now)
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+
+    def move(
+        self, session: SessionId, group: GroupId, to: Tier, keys: Sequence[Key], now: int
+    ) -> tuple[TicketId, Outcome]:
+        """Asks for blocks to be READY in a tier without holding them; idle copies above it go. The grant's results say
+        of which keys that is true."""
+        window = self._window(group)
+        self._check_tier(window, to)
+        self._check_keys(keys, "keys")
+        wanted = tuple(window.state.index.get(key) for key in keys)
+        blocks = [block for block in wanted if block is not None]
+        ticket = FetchTicket(self._next_ticket(), session, to, False, blocks, wanted=wanted)
+        self.tickets[ticket.id] = (window, ticket)
+        for block in blocks:
+            window.state.claim(block)
+        window.fetch(ticket, now)
+        window.pump(now)
+        return ticket.id, self._take(now)
+
+    def drop(self, session: SessionId, group: GroupId, keys: Sequence[Key], now: int) -> tuple[DropReport, Outcome]:
+        """Forgets blocks and everything under them; refused for those of which any part is leased or claimed."""
+        window = self._window(group)
+        self._check_keys(keys, "keys")
+        wanted = [window.state.index.get(key) for key in keys]
+        dropped = 0
+        results = []
+        for block in wanted:
+            if block is None:
+                results.append(BlockResult.NOT_FOUND)
+            elif not block.indexed:
+                results.append(BlockResult.OK)
+            elif (count := window.drop(block)) is None:
+                results.append(BlockResult.HELD)
+            else:
+                dropped += count
+                results.append(BlockResult.OK)
+        window.pump(now)
+        return DropReport(tuple(results), dropped), self._take(now)
+
+    # -- tickets and sessions ----------------------------------------------------------------------------------------
+
+    def expire(self, ticket: TicketId, now: int) -> Outcome:
+        """The ticket's deadline passed: a grant of what there is, or a refusal. Nothing, if it was answered."""
+        if ticket in self.tickets:
+            window, request = self.tickets[ticket]
+            window.expire(request)
+            window.pump(now)
+        return self._take(now)
+
+    def cancel(self, ticket: TicketId, now: int) -> Outcome:
+        """The ticket's caller went away: nothing stays held and no answer comes. Nothing, if it was answered."""
+        if ticket in self.tickets:
+            window, request = self.tickets.pop(ticket)
+            window.withdraw(request)
+            window.pump(now)
+        return self._take(now)
+
+    def orphan_session(self, session: SessionId, now: int) -> Outcome:
+        """Its connection broke while its process lives: it may still write, so its blank slots stay out of
+        circulation."""
+        self._withdraw_tickets(session)
+        for lease in self._leases_of(session):
+            if not lease.orphaned:
+                self.windows[lease.group].orphan(lease, True)
+        self._pump_all(now)
+        return self._take(now)
+
+    def reattach_session(self, session: SessionId, now: int) -> Outcome:
+        for lease in self._leases_of(session):
+            if lease.orphaned:
+                self.windows[lease.group].orphan(lease, False)
+        return self._take(now)
+
+    def end_session(self, session: SessionId, now: int) -> Outcome:
+        """Its process is gone, or it said goodbye: everything that it held is given back."""
+        self._withdraw_tickets(session)
+        for lease in self._leases_of(session):
+            self._end(lease)
+        self._pump_all(now)
+        return self._take(now)
+
+    # -- the mover's reports -----------------------------------------------------------------------------------------
+
+    def completed(self, results: Sequence[MoveResult], now: int) -> Outcome:
+        """Applies the results of moves, each of which was planned by an earlier outcome and is reported once."""
+        for result in results:
+            self.windows[self._moving.pop(result.id)].completed(result, now)
+        self._pump_all(now)
+        return self._take(now)
+
+    def tick(self, now: int) -> Outcome:
+        """Time has passed: what waited for it is tried again."""
+        self._pump_all(now)
+        return self._take(now)
+
+    def lose_tier(self, tier: Tier, cause: Cause, now: int) -> Outcome:
+        """The tier's bytes are gone and its slots out of use; what is leased there is unreachable and ends at
+        release."""
+        for window in self.windows.values():
+            if tier in window.state.slots and tier not in window.state.offline:
+                window.lose_tier(tier, cause)
+        self._pump_all(now)
+        return self._take(now)
+
+    def restore_tier(self, tier: Tier, now: int) -> Outcome:
+        """The tier is back and empty; a disk store has been emptied by the caller."""
+        for window in self.windows.values():
+            if tier in window.state.offline:
+                window.state.restore_tier(tier)
+        self._pump_all(now)
+        return self._take(now)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _take(self, now: int) -> Outcome:
+        outcome = self._recorder.take(now, self._capacity)
+        for grant in outcome.grants:
+            self.tickets.pop(grant.ticket, None)
+        for refusal in outcome.refusals:
+            self.tickets.pop(refusal.ticket, None)
+        for move in outcome.moves:
+            self._moving[move.id] = move.group
+        return outcome
+
+    def _pump_all(self, now: int) -> None:
+        for window in self.windows.values():
+            window.pump(now)
+
+    def _next_ticket(self) -> TicketId:
+        self._last_ticket += 1
+        return TicketId(self._last_ticket)
+
+    def _new_lease(self, session: SessionId, state: GroupState, tier: Tier) -> Lease:
+        self._last_lease += 1
+        lease = Lease(LeaseId(self._last_lease), session, state.group, tier)
+        self.leases[lease.id] = lease
+        self._of_session.setdefault(session, {})[lease.id] = None
+        return lease
+
+    def _end(self, lease: Lease) -> None:
+        self.windows[lease.group].release(lease)
+        self._forget(lease)
+
+    def _forget(self, lease: Lease) -> None:
+        del self.leases[lease.id]
+        of_session = self._of_session[lease.session]
+        del of_session[lease.id]
+        if not of_session:
+            del self._of_session[lease.session]
+
+    def _leases_of(self, session: SessionId) -> list[Lease]:
+        return [self.leases[lease] for lease in self._of_session.get(session, ())]
+
+    def _withdraw_tickets(self, session: SessionId) -> None:
+        for ticket, (window, request) in list(self.tickets.items()):
+            if request.session == session:
+                del self.tickets[ticket]
+                window.withdraw(request)
+
+    def _refusal(self, ticket: Ticket, reason: RefusalReason, wanted: int, free: int, matched: int) -> Refusal:
+        held: dict[SessionId, int] = {}
+        for lease in self.leases.values():
+            if lease.tier is ticket.tier:
+                held[lease.session] = held.get(lease.session, 0) + len(lease.blank) + len(lease.held)
+        holders = sorted((Holder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots)
+        return Refusal(ticket.id, reason, ticket.tier, wanted, free, tuple(holders), matched)
+
+    # -- validation --------------------------------------------------------------------------------------------------
+
+    def _window(self, group: GroupId) -> WindowManager:
+        window = self.windows.get(group)
+        if window is None:
+            raise UnknownGroup(group)
+        return window
+
+    def _lease(self, session: SessionId, lease: LeaseId) -> Lease:
+        owned = self.leases.get(lease)
+        if owned is None:
+            raise UnknownLease(lease)
+        if owned.session != session:
+            raise ForeignLease(lease)
+        return owned
+
+    def _check_tier(self, window: WindowManager, tier: Tier) -> None:
+        if tier not in window.state.slots:
+            raise BadArgument("tier", tier, "one of the cache's tiers: " + ", ".join(map(str, window.state.tiers)))
+        if tier in window.state.offline:
+            raise TierOffline(tier)
+
+    def _check_memory_tier(self, window: WindowManager, tier: Tier) -> None:
+        if tier is Tier.DISK:
+            raise BadArgument("tier", tier, "device or host: disk slots are not mapped by anybody")
+        self._check_tier(window, tier)
+
+    def _check_keys(self, keys: Sequence[Key], field: str) -> None:
+        if not keys:
+            raise BadArgument(field, "no keys", "at least one key")
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise BadArgument(field, key.hex(), f"{KEY_BYTES} bytes a key")
+        if len(set(keys)) != len(keys):
+            raise BadArgument(field, "a key stands twice", "each key once a call")
+
+    def _check_items(self, lease: Lease, items: Sequence[CommitItem]) -> None:
+        if not items:
+            raise BadArgument("slots", "none", "at least one slot")
+        self._check_keys([item.key for item in items], "keys")
+        if len({item.slot for item in items}) != len(items):
+            raise BadArgument("slots", [item.slot for item in items], "each slot once a call")
+        for item in items:
+            if item.slot not in lease.blank:
+                raise BadArgument("slots", item.slot, f"a blank slot of lease {lease.id}")
+            if item.parent is not None and len(item.parent) != KEY_BYTES:
+                raise BadArgument("parents", item.parent.hex(), f"{KEY_BYTES} bytes a key")
+            if item.parent == item.key:
+                raise BadArgument("parents", item.key.hex(), "a block is not its own parent")
+            if not MIN_PRIORITY <= item.priority <= MAX_PRIORITY:
+                raise BadArgument("priorities", item.priority, f"{MIN_PRIORITY} to {MAX_PRIORITY}")

@@ -1,0 +1,41 @@
+"""What a cache is made of, in slots, and the numbers that steer eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtierd.core.ids import GroupId, Tier
+
+MIN_PRIORITY: Final = 0
+MAX_PRIORITY: Final = 100
+DEFAULT_PRIORITY: Final = 35
+
+
+@dataclass(slots=True, frozen=True)
+class GroupShape:
+    """Slots and bytes a slot of each tier that a window group has; any non-empty subset of tiers."""
+
+    group: GroupId
+    slots: Mapping[Tier, int]
+    slot_bytes: Mapping[Tier, int]
+
+
+def _default_thresholds() -> dict[Tier, int]:
+    return {Tier.HOST: 30, Tier.DISK: 30}
+
+
+@dataclass(slots=True, frozen=True)
+class Policy:
+    """``demote_min_priority``: a block goes down to a tier if and only if its effective priority is at least this;
+    default as TensorRT-LLM's offload threshold. ``reserve_shift`` and ``reserve_max``: the disk keeps ``min(slots >>
+    shift, max)`` slots free ahead of need, since a slot there is free only after its old record's deletion has
+    committed. ``degrade_after`` failures in a row take an edge out of planning for ``degraded_ns``.
+    """
+
+    demote_min_priority: Mapping[Tier, int] = field(default_factory=_default_thresholds)
+    reserve_shift: int = 7
+    reserve_max: int = 64
+    degrade_after: int = 3
+    degraded_ns: int = 5_000_000_000

@@ -1,0 +1,162 @@
+"""Collects what one call of the core tells its caller to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from kvtierd.core.block import Block
+from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
+from kvtierd.core.ids import CacheId, GroupId, Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.outcome import Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
+
+MAX_EVENT_BLOCKS: Final = 256
+MAX_MOVE_BLOCKS: Final = 32
+
+
+@dataclass(slots=True, frozen=True)
+class Transfer:
+    """What an ``updated`` event says of the move behind it. ``block_bytes``: of one block."""
+
+    src: Tier
+    dst: Tier
+    block_bytes: int
+    queue_ns: int
+    copy_ns: int
+
+
+_Header = tuple[EventType, Cause, GroupId, Transfer | None]
+
+
+@dataclass(slots=True, frozen=True)
+class _Lane:
+    group: GroupId
+    src: Tier
+    dst: Tier | None
+    cause: Cause
+
+
+_DISK_LANES: Final = (Tier.DISK, None)
+"""Only the newest lane that writes or deletes on disk takes items: ancestors are committed before or with their
+descendants, and a deletion before a slot or a key is written again, so none of them may overtake another by joining an
+older move."""
+
+
+class Recorder:
+    """One for all groups of a cache, emptied by :meth:`take` at the end of each call.
+
+    Changes with the same header that follow each other become one event; items of the same lane become one move.
+    """
+
+    def __init__(self, cache: CacheId, sequencer: EventSequencer) -> None:
+        self._cache = cache
+        self._sequencer = sequencer
+        self._last_move = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._begins: dict[SlotRef, None] = {}
+        self._ends: dict[SlotRef, None] = {}
+        self._owners: dict[SlotRef, SessionId | None] = {}
+        self._events: list[tuple[_Header, list[BlockChange]]] = []
+        self._moves: list[tuple[MoveId, _Lane, list[MoveItem]]] = []
+        self._open_lanes: dict[_Lane, int] = {}
+        self._grants: list[Grant] = []
+        self._refusals: list[Refusal] = []
+
+    def begin_write(self, ref: SlotRef) -> None:
+        """The slot's bytes are, or are about to be, no block's: its generation is odd until :meth:`end_write`."""
+        self._ends.pop(ref, None)
+        self._begins[ref] = None
+
+    def end_write(self, ref: SlotRef) -> None:
+        self._ends[ref] = None
+
+    def owner(self, ref: SlotRef, session: SessionId | None) -> None:
+        self._owners[ref] = session
+
+    def change(
+        self, type: EventType, cause: Cause, group: GroupId, block: Block, transfer: Transfer | None = None
+    ) -> None:
+        """Records the block as it is now, after the change."""
+        residency = 0 if type is EventType.REMOVED else block.residency
+        change = BlockChange(block.key, block.parent_key, residency, block.priority)
+        header = (type, cause, group, transfer)
+        if self._events and self._events[-1][0] == header and len(self._events[-1][1]) < MAX_EVENT_BLOCKS:
+            self._events[-1][1].append(change)
+        else:
+            self._events.append((header, [change]))
+
+    def mark(self, type: EventType, cause: Cause, group: GroupId) -> None:
+        """An event of the whole group: created or cleared."""
+        self._events.append(((type, cause, group, None), []))
+
+    def plan(self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause, item: MoveItem) -> MoveId:
+        """Adds an item to a move along this edge. Items of one move come back in the order they were planned in."""
+        lane = _Lane(group, src, dst, cause)
+        position = self._open_lanes.get(lane)
+        if position is None or len(self._moves[position][2]) >= MAX_MOVE_BLOCKS:
+            self._close_rivals(lane)
+            self._last_move += 1
+            position = self._open_lanes[lane] = len(self._moves)
+            self._moves.append((MoveId(self._last_move), lane, []))
+        move, _, items = self._moves[position]
+        items.append(item)
+        return move
+
+    def _close_rivals(self, lane: _Lane) -> None:
+        if lane.dst not in _DISK_LANES:
+            return
+        for rival in [rival for rival in self._open_lanes if rival.dst in _DISK_LANES]:
+            del self._open_lanes[rival]
+
+    def grant(self, grant: Grant) -> None:
+        self._grants.append(grant)
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._refusals.append(refusal)
+
+    def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Outcome:
+        """The outcome of the call, its event ids assigned; the recorder is empty again."""
+        outcome = Outcome(
+            moves=tuple(
+                Move(move, lane.group, lane.src, lane.dst, lane.cause, tuple(items))
+                for move, lane, items in self._moves
+            ),
+            grants=tuple(self._grants),
+            refusals=tuple(self._refusals),
+            begin_write=tuple(self._begins),
+            end_write=tuple(self._ends),
+            owners=tuple(Ownership(ref, session) for ref, session in self._owners.items()),
+            events=tuple(self._event(header, changes, now, capacity) for header, changes in self._events),
+        )
+        self._reset()
+        return outcome
+
+    def _event(
+        self,
+        header: _Header,
+        changes: list[BlockChange],
+        now: int,
+        capacity: dict[GroupId, tuple[tuple[Tier, int], ...]],
+    ) -> Event:
+        type, cause, group, transfer = header
+        event = Event(self._sequencer.take(), type, cause, self._cache, group, now, tuple(changes))
+        if type is EventType.CREATED:
+            return replace(event, capacity=capacity[group])
+        if transfer is None:
+            return event
+        return replace(
+            event,
+            moved_from=transfer.src,
+            moved_to=transfer.dst,
+            moved_bytes=transfer.block_bytes * len(changes),
+            queue_ns=transfer.queue_ns,
+            copy_ns=transfer.copy_ns,
+        )
+
+
+def move_item(block: Block, src: SlotId, dst: SlotId | None) -> MoveItem:
+    """The wire of a move: what the mover needs to know of a block."""
+    parent: Key | None = block.parent_key
+    return MoveItem(block.key, parent, block.own_priority, src, dst)

@@ -1,0 +1,179 @@
+"""Making room: exact, recursive, and waiting only downward.
+
+A slot in the tier below is secured before a victim is chosen for it, so a demotion is never planned that cannot be
+carried out. The lowest tier can always drop, so nothing waits in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from kvtierd.core.block import Block
+from kvtierd.core.events import Cause
+from kvtierd.core.flights import Flights
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import Tier
+
+SOURCE_ORDER: Final = (Tier.HOST, Tier.DEVICE, Tier.DISK)
+"""Reading the host disturbs nobody; the device's copy engines are wanted elsewhere; the disk is slowest."""
+
+
+class Prospect(Enum):
+    NOW = 0
+    """The slots are free."""
+    COMING = 1
+    """Enough slots become free by what is already in flight, or planned just now."""
+    NEVER = 2
+    """Nothing that nobody holds could make room."""
+
+
+class Room:
+    """Frees slots of one window group.
+
+    Call :meth:`begin` before a series of calls: what one of them was promised, a later one is not promised again.
+    ``older_wants(tier, seq)``: slots that requests older than ``seq`` still wait for in the tier.
+    """
+
+    def __init__(self, state: GroupState, flights: Flights, older_wants: Callable[[Tier, int], int]) -> None:
+        self._state = state
+        self._flights = flights
+        self._older_wants = older_wants
+        self._promised = dict.fromkeys(state.tiers, 0)
+        self._seq = 0
+        self._now = 0
+
+    def begin(self, now: int) -> None:
+        self._promised = dict.fromkeys(self._state.tiers, 0)
+        self._now = now
+
+    def serve(self, seq: int) -> None:
+        """The following calls are on behalf of the request ``seq``; older ones go first."""
+        self._seq = seq
+
+    def available(self, tier: Tier) -> int:
+        """Free slots that nobody older was promised or waits for."""
+        return self._state.slots[tier].free - self._promised[tier] - self._older_wants(tier, self._seq)
+
+    def secure(self, tier: Tier, count: int, *, desperate: bool) -> Prospect:
+        """Sees to it that ``count`` slots of a tier are, or become, free.
+
+        ``desperate``: where nothing else is left, whole subtrees go. Not for a demotion: every parent below ranks
+        above its children, so above the block that would be demoted into its place.
+        """
+        if tier in self._state.offline:
+            return Prospect.NEVER
+        short = count - self.available(tier) - self._state.slots[tier].retiring
+        for _ in range(short):
+            if not (self._vacate(tier) or (desperate and self._drop_some_subtree(tier))):
+                return Prospect.NEVER
+        if self.available(tier) >= count:
+            return Prospect.NOW
+        self._promised[tier] += count
+        return Prospect.COMING
+
+    def _vacate(self, tier: Tier) -> bool:
+        """One slot of the tier is freed, or on its way to be."""
+        state, lists = self._state, self._state.candidates[tier]
+        if (block := lists.redundant.victim()) is not None:
+            state.free_copy(block, tier, Cause.CAPACITY)
+            return True
+        if (block := lists.leaf.victim()) is not None and state.expendable(block, tier):
+            state.remove(block, Cause.CAPACITY)
+            return True
+        if (block := lists.demotable.victim()) is not None and self._demote(block, tier):
+            return True
+        if (block := lists.clean.victim()) is not None:
+            state.free_copy(block, tier, Cause.CAPACITY)
+            return True
+        if (block := lists.leaf.victim()) is not None:
+            state.remove(block, Cause.CAPACITY)
+            return True
+        return False
+
+    def _demote(self, block: Block, tier: Tier) -> bool:
+        """Sends the block down to the nearest tier that can take it, or sees to it that one can soon."""
+        for low in self._state.below[tier]:
+            copy = block.copies[low]
+            if copy is not None and copy.valid:
+                self._state.free_copy(block, tier, Cause.CAPACITY)
+                return True
+            if block.priority >= self._state.policy.demote_min_priority[low] and self._send_down(block, tier, low):
+                return True
+        return False
+
+    def _send_down(self, block: Block, tier: Tier, low: Tier) -> bool:
+        if not self._flights.usable(tier, low, self._now):
+            return False
+        missing, anchor = self._missing_ancestors(block, low)
+        prospect = self._secure_guarded(low, len(missing) + 1, [block] if anchor is None else [block, anchor])
+        if prospect is Prospect.NOW:
+            self.copy_ancestors(missing)
+            self._flights.start(block, tier, low, Cause.CAPACITY, leave=True)
+            if low is Tier.DISK:
+                self._replenish_disk()
+        return prospect is not Prospect.NEVER
+
+    def _secure_guarded(self, tier: Tier, count: int, guarded: list[Block]) -> Prospect:
+        """Secures slots without giving up these blocks: the one to be moved, and the ancestor that its copy builds
+        on."""
+        if self.available(tier) >= count:
+            return Prospect.NOW
+        for member in guarded:
+            self._state.claim(member)
+        prospect = self.secure(tier, count, desperate=False)
+        for member in guarded:
+            self._state.unclaim(member)
+        return prospect
+
+    def _replenish_disk(self) -> None:
+        """Keeps a few disk slots free ahead of need: there a slot is free only after a deletion has committed."""
+        slots = self._state.slots[Tier.DISK]
+        reserve = min(slots.capacity >> self._state.policy.reserve_shift, self._state.policy.reserve_max)
+        while slots.free + slots.retiring < reserve and self._vacate(Tier.DISK):
+            pass
+
+    def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
+        """Ancestors that must be on disk before the block, the root first, and the nearest that is there already."""
+        missing: list[Block] = []
+        if low is Tier.DISK:
+            for ancestor in block.ancestors():
+                if ancestor.copies[Tier.DISK] is not None:
+                    return missing[::-1], ancestor
+                missing.append(ancestor)
+        return missing[::-1], None
+
+    def missing_on_disk(self, blocks: list[Block]) -> list[Block]:
+        """These blocks and those of their ancestors that have no disk copy, each before its descendants."""
+        missing: dict[Block, None] = {}
+        for block in blocks:
+            for member in [*self._missing_ancestors(block, Tier.DISK)[0], block]:
+                if member.copies[Tier.DISK] is None:
+                    missing[member] = None
+        return list(missing)
+
+    def copy_ancestors(self, missing: list[Block]) -> None:
+        """Copies down to disk from wherever they are; their upper copies stay."""
+        for ancestor in missing:
+            self._flights.start(ancestor, self.source(ancestor), Tier.DISK, Cause.WRITE_THROUGH)
+
+    def source(self, block: Block) -> Tier:
+        """Where to copy the block from."""
+        return next(tier for tier in SOURCE_ORDER if (copy := block.copies[tier]) is not None and copy.valid)
+
+    def _drop_some_subtree(self, tier: Tier) -> bool:
+        """Only parents are left that cannot go down: the first by rank whose subtree nobody needs goes, leaves
+        first."""
+        state = self._state
+        stuck = [b for b in state.index if (c := b.copies[tier]) is not None and c.still and b.claims == 0]
+        for block in sorted(stuck, key=Block.rank):
+            members = state.subtree(block)
+            if all(self._unused(member) for member in members):
+                for member in reversed(members):
+                    state.remove(member, Cause.CAPACITY)
+                return True
+        return False
+
+    def _unused(self, block: Block) -> bool:
+        return block.claims == 0 and all(copy is None or copy.still for copy in block.copies)

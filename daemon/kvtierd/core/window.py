@@ -1,0 +1,440 @@
+"""The window manager: requests for one window group's blocks and slots, in the order they came."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from kvtierd.core.block import Block, Copy
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.evict import Evictor
+from kvtierd.core.flights import Flights
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import Key, SessionId, SlotId, Tier
+from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
+from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.recorder import Recorder
+from kvtierd.core.room import Prospect, Room
+from kvtierd.core.slots import SlotState
+from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
+
+
+@dataclass(slots=True, frozen=True)
+class Recovered:
+    """A block found on disk at start."""
+
+    slot: SlotId
+    key: Key
+    parent: Key | None
+    priority: int
+
+
+class WindowManager:
+    """Blocks, slots and waiting requests of one window group.
+
+    A request waits in its tier's queue until room for it has been made; the head of a queue is never overtaken. The
+    two callables come from the block manager, which knows sessions: one makes a lease, the other a refusal that says
+    who holds what.
+    """
+
+    def __init__(
+        self,
+        shape: GroupShape,
+        recorder: Recorder,
+        policy: Policy,
+        make_evictor: Callable[[], Evictor],
+        new_lease: Callable[[SessionId, GroupState, Tier], Lease],
+        refusal: Callable[[Ticket, RefusalReason, int, int, int], Refusal],
+    ) -> None:
+        self.state = GroupState(shape, recorder, policy, make_evictor)
+        self.flights = Flights(self.state)
+        self.room = Room(self.state, self.flights, self._older_wants)
+        self._recorder = recorder
+        self._new_lease = new_lease
+        self._refusal = refusal
+        self._queues: dict[Tier, deque[Ticket]] = {tier: deque() for tier in self.state.tiers}
+        self.hits = dict.fromkeys(self.state.tiers, 0)
+        self.misses = 0
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def prefix(self, keys: Sequence[Key]) -> list[Block]:
+        """The blocks of the longest indexed prefix of a chain."""
+        found: list[Block] = []
+        for key in keys:
+            block = self.state.index.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def queued(self, tier: Tier) -> tuple[Ticket, ...]:
+        """For the checker."""
+        return tuple(self._queues[tier])
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, ticket: ReserveTicket) -> None:
+        tier = ticket.tier
+        if ticket.count > self._obtainable(tier):
+            self._refuse(ticket, RefusalReason.TIER_FULL)
+        else:
+            self._queues[tier].append(ticket)
+
+    def match_for(self, ticket: FetchTicket, keys: Sequence[Key]) -> None:
+        """Claims the longest stored prefix for an acquire; room for it is made later, by :meth:`fetch`."""
+        ticket.blocks = self.prefix(keys)
+        ticket.matched = len(ticket.blocks)
+        ticket.found_in = tuple(block.residency for block in ticket.blocks)
+        self.misses += len(keys) - len(ticket.blocks)
+        for residency in ticket.found_in:
+            self.hits[next(tier for tier in self.state.tiers if residency & tier.bit)] += 1
+        self.state.touch(ticket.blocks)
+        for block in ticket.blocks:
+            self.state.claim(block)
+
+    def fetch(self, ticket: FetchTicket, now: int) -> None:
+        """Queues a fetch whose blocks are claimed; shortens an acquire to what the tier can hold at best."""
+        if ticket.hold:
+            self._shorten(ticket, self._reachable(ticket, now))
+            if len(ticket.blocks) < max(ticket.min_blocks, 1):
+                self._give_up(ticket)
+                return
+        self._queues[ticket.tier].append(ticket)
+
+    def commit(self, lease: Lease, slot: SlotId, key: Key, parent: Block | None, priority: int) -> Block:
+        block = self.state.insert(key, parent, priority, lease.tier, slot, Cause.COMMIT)
+        del lease.blank[slot]
+        lease.held.append((block, self.state.hold(block, lease.tier, lease.session)))
+        return block
+
+    def release(self, lease: Lease) -> None:
+        """Blank slots become free; blocks lose this hold, tails first, so prefixes outlive their tails."""
+        for slot in lease.blank:
+            self.state.give_back(lease.tier, slot)
+        lease.blank.clear()
+        held, lease.held = lease.held, []
+        for block, copy in reversed(held):
+            self.state.unhold(block, lease.tier, copy)
+        self.state.touch(block for block, _ in held if block.indexed)
+
+    def orphan(self, lease: Lease, orphaned: bool) -> None:
+        lease.orphaned = orphaned
+        for slot in lease.blank:
+            self.state.slots[lease.tier].change(slot, SlotState.ORPHANED if orphaned else SlotState.BLANK)
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """The request's caller has gone: nothing stays held, nothing is answered."""
+        if ticket in self._queues[ticket.tier]:
+            self._queues[ticket.tier].remove(ticket)
+        if isinstance(ticket, FetchTicket):
+            self._let_go(ticket)
+
+    def expire(self, ticket: Ticket) -> None:
+        """The request's deadline passed: it gets what there is, or a refusal."""
+        if ticket in self._queues[ticket.tier]:
+            self._queues[ticket.tier].remove(ticket)
+        if isinstance(ticket, ReserveTicket):
+            self._refuse(ticket, RefusalReason.DEADLINE)
+            return
+        if ticket.waiting:
+            self._take(ticket, present_only=True)
+        self._finish(ticket, RefusalReason.DEADLINE)
+
+    def completed(self, result: MoveResult, now: int) -> None:
+        for ticket in self.flights.complete(result, now):
+            ticket.pending -= 1
+            if ticket.pending == 0 and ticket.copies:
+                self._finish(ticket, RefusalReason.TOO_SHORT)
+
+    def pump(self, now: int) -> None:
+        """Serves the queues, the highest tier first, as far as room is there or can be made."""
+        self.room.begin(now)
+        for tier in self.state.tiers:
+            while self._queues[tier] and self._serve_head(tier, now):
+                pass
+
+    # -- serving -----------------------------------------------------------------------------------------------------
+
+    def _serve_head(self, tier: Tier, now: int) -> bool:
+        """True where the head has been answered or is on its way, and the next one may be looked at."""
+        ticket = self._queues[tier][0]
+        self.room.serve(ticket.id)
+        wanted = self._wants(ticket)
+        if self.room.available(tier) < wanted:
+            prospect = self.room.secure(tier, wanted, desperate=True)
+            if prospect is Prospect.COMING or (prospect is Prospect.NEVER and self.flights.active > 0):
+                return False
+            if prospect is Prospect.NEVER and not self._settle_for_less(ticket):
+                return True
+        self._queues[tier].popleft()
+        self._start(ticket, now)
+        return True
+
+    def _start(self, ticket: Ticket, now: int) -> None:
+        if isinstance(ticket, ReserveTicket):
+            lease = self._new_lease(ticket.session, self.state, ticket.tier)
+            slots = [self.state.take_blank(ticket.tier, ticket.session) for _ in range(ticket.count)]
+            lease.blank = dict.fromkeys(slots)
+            self._recorder.grant(Grant(ticket.id, lease.id, tuple(slots)))
+        elif isinstance(ticket, FetchTicket):
+            self._take(ticket, present_only=False)
+            if ticket.pending == 0:
+                self._finish(ticket, RefusalReason.TOO_SHORT)
+        else:
+            assert_never(ticket)
+
+    def _settle_for_less(self, ticket: Ticket) -> bool:
+        """Nothing more can be had and nothing is in flight: an acquire is shortened, anything else refused."""
+        tier = ticket.tier
+        if isinstance(ticket, FetchTicket) and ticket.hold:
+            self._shorten(ticket, self._fits(ticket, self.room.available(tier)))
+            if len(ticket.blocks) >= max(ticket.min_blocks, 1):
+                return True
+        self._queues[tier].popleft()
+        self._give_up(ticket)
+        return False
+
+    def _wants(self, ticket: Ticket) -> int:
+        """Slots the request needs in its tier as things stand now."""
+        if isinstance(ticket, ReserveTicket):
+            return ticket.count
+        self._forget_lost(ticket)
+        return sum(block.copies[ticket.tier] is None for block in self._to_place(ticket))
+
+    def _older_wants(self, tier: Tier, seq: int) -> int:
+        return sum(self._wants(ticket) for ticket in self._queues[tier] if ticket.id < seq)
+
+    def _to_place(self, ticket: FetchTicket) -> list[Block]:
+        """The blocks that must get into the tier: on disk, their missing ancestors too."""
+        if ticket.tier is Tier.DISK:
+            present = [block for block in ticket.blocks if block.copies[Tier.DISK] is not None]
+            return present + self.room.missing_on_disk(ticket.blocks)
+        return ticket.blocks
+
+    def _forget_lost(self, ticket: FetchTicket) -> None:
+        """Blocks may have been lost against policy while the request waited."""
+        if all(block.indexed for block in ticket.blocks):
+            return
+        if ticket.hold:
+            self._shorten(ticket, next(n for n, block in enumerate(ticket.blocks) if not block.indexed))
+        else:
+            for block in ticket.blocks:
+                if not block.indexed:
+                    self.state.unclaim(block)
+            ticket.blocks = [block for block in ticket.blocks if block.indexed]
+
+    def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
+        """Takes all destination slots in one step and plans the copies into them."""
+        self._forget_lost(ticket)
+        tier = ticket.tier
+        claimed = ticket.blocks
+        if present_only:
+            if ticket.hold:
+                absent = (n for n, block in enumerate(claimed) if block.copies[tier] is None)
+                self._shorten(ticket, next(absent, len(claimed)))
+            claimed = ticket.blocks
+            members = [block for block in claimed if block.copies[tier] is not None]
+        else:
+            members = self._to_place(ticket)
+        asked = set(claimed)
+        ticket.waiting = False
+        for block in members:
+            if block.copies[tier] is None:
+                self._fetch_one(ticket, block, asked=block in asked)
+            self._join(ticket, block)
+        for block in claimed:
+            self.state.unclaim(block)
+        if not ticket.hold:
+            self._purge_present(claimed, tier)
+
+    def _fetch_one(self, ticket: FetchTicket, block: Block, *, asked: bool) -> None:
+        src = self.room.source(block)
+        if ticket.hold:
+            self.flights.start(block, src, ticket.tier, Cause.DEMAND)
+        elif not asked:
+            self.flights.start(block, src, ticket.tier, Cause.WRITE_THROUGH)
+        else:
+            cause = Cause.PREFETCH if src > ticket.tier else Cause.EXPLICIT
+            self.flights.start(block, src, ticket.tier, cause, purge=True)
+
+    def _join(self, ticket: FetchTicket, block: Block) -> None:
+        if ticket.hold:
+            copy = self.state.hold(block, ticket.tier, ticket.session)
+        else:
+            copy = self._present(block, ticket.tier)
+            self.state.stay(block, ticket.tier)
+        ticket.copies.append(copy)
+        if not copy.valid:
+            copy.waiters.append(ticket)
+            ticket.pending += 1
+
+    def _present(self, block: Block, tier: Tier) -> Copy:
+        copy = block.copies[tier]
+        assert copy is not None
+        return copy
+
+    def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
+        """A demotion of what is below already needs no copy: the idle copies above just go."""
+        for block in blocks:
+            copy = block.copies[tier]
+            if copy is None or not copy.valid:
+                continue
+            for above in self.state.above[tier]:
+                upper = block.copies[above]
+                if upper is not None and upper.still and block.claims == 0:
+                    self.state.free_copy(block, above, Cause.EXPLICIT)
+
+    # -- answering ---------------------------------------------------------------------------------------------------
+
+    def _finish(self, ticket: FetchTicket, otherwise: RefusalReason) -> None:
+        """Answers a fetch with what is READY now; ``otherwise`` is why, where that is too little."""
+        if not ticket.hold:
+            self._answer_move(ticket)
+            return
+        ready = 0
+        for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
+            if not (block.copies[ticket.tier] is copy and copy.valid):
+                break
+            ready += 1
+        if ready < max(ticket.min_blocks, 1):
+            self._let_go(ticket)
+            self._refuse(ticket, otherwise)
+            return
+        self._drop_holds(ticket, ready)
+        lease = self._new_lease(ticket.session, self.state, ticket.tier)
+        lease.held = list(zip(ticket.blocks, ticket.copies, strict=True))
+        slots = tuple(copy.slot for _, copy in lease.held)
+        self._recorder.grant(Grant(ticket.id, lease.id, slots, ticket.found_in[:ready], ticket.matched))
+        ticket.blocks, ticket.copies = [], []
+
+    def _answer_move(self, ticket: FetchTicket) -> None:
+        tier = ticket.tier
+        results = tuple(
+            block is not None and block.indexed and (c := block.copies[tier]) is not None and c.valid
+            for block in ticket.wanted
+        )
+        self._let_go(ticket)
+        self._recorder.grant(Grant(ticket.id, None, results=results))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """Refuses a request that is in no queue, and forgets what it claimed."""
+        if isinstance(ticket, FetchTicket):
+            if not ticket.hold:
+                self._answer_move(ticket)
+                return
+            reason = RefusalReason.TIER_FULL if ticket.matched >= max(ticket.min_blocks, 1) else RefusalReason.TOO_SHORT
+            if ticket.matched == 0 and ticket.min_blocks == 0:
+                self._recorder.grant(Grant(ticket.id, None))
+                return
+            self._let_go(ticket)
+            self._refuse(ticket, reason)
+        else:
+            self._refuse(ticket, RefusalReason.TIER_FULL)
+
+    def _refuse(self, ticket: Ticket, reason: RefusalReason) -> None:
+        wanted = ticket.count if isinstance(ticket, ReserveTicket) else max(ticket.min_blocks, 1)
+        free = self.state.slots[ticket.tier].free
+        matched = ticket.matched if isinstance(ticket, FetchTicket) else 0
+        self._recorder.refuse(self._refusal(ticket, reason, wanted, free, matched))
+
+    def _let_go(self, ticket: FetchTicket) -> None:
+        """Drops the claims or holds of a fetch, whichever it has."""
+        if ticket.waiting:
+            for block in ticket.blocks:
+                self.state.unclaim(block)
+        else:
+            for copy in ticket.copies:
+                if ticket in copy.waiters:
+                    copy.waiters.remove(ticket)
+            self._drop_holds(ticket, 0)
+        ticket.blocks, ticket.copies = [], []
+        ticket.waiting = False
+
+    def _drop_holds(self, ticket: FetchTicket, keep: int) -> None:
+        """Gives up the holds of all blocks but the first ``keep``, tail first."""
+        if ticket.hold:
+            for block, copy in reversed(list(zip(ticket.blocks, ticket.copies, strict=True))[keep:]):
+                if copy.holds > 0:
+                    self.state.unhold(block, ticket.tier, copy)
+        del ticket.blocks[keep:], ticket.copies[keep:]
+
+    # -- how much ----------------------------------------------------------------------------------------------------
+
+    def _obtainable(self, tier: Tier) -> int:
+        """Slots that could be had at best: all that no lease holds and that are in use at all."""
+        if tier in self.state.offline:
+            return 0
+        slots = self.state.slots[tier]
+        out = sum(slots.count(state) for state in (SlotState.BLANK, SlotState.ORPHANED, SlotState.QUARANTINED))
+        return slots.capacity - out - self.state.held[tier]
+
+    def _reachable(self, ticket: FetchTicket, now: int) -> int:
+        """Length of the prefix that could be READY in the tier at best, and that some usable edge leads from."""
+        budget = self._obtainable(ticket.tier)
+        for length, block in enumerate(ticket.blocks):
+            copy = block.copies[ticket.tier]
+            if copy is None and not self.flights.usable(self.room.source(block), ticket.tier, now):
+                return length
+            if copy is None or copy.holds == 0:
+                budget -= 1
+            if budget < 0:
+                return length
+        return len(ticket.blocks)
+
+    def _fits(self, ticket: FetchTicket, free: int) -> int:
+        """Length of the prefix that these free slots suffice for."""
+        for length, block in enumerate(ticket.blocks):
+            free -= block.copies[ticket.tier] is None
+            if free < 0:
+                return length
+        return len(ticket.blocks)
+
+    def _shorten(self, ticket: FetchTicket, length: int) -> None:
+        for block in ticket.blocks[length:]:
+            self.state.unclaim(block)
+        del ticket.blocks[length:]
+
+    # -- existence ---------------------------------------------------------------------------------------------------
+
+    def open(self, recovered: Sequence[Recovered], quarantined: Iterable[SlotId], clear: Cause | None) -> None:
+        """Announces the group and indexes what was found on disk, given parents first and least recently used first."""
+        state = self.state
+        self._recorder.mark(EventType.CREATED, Cause.RECOVERED if clear else Cause.EXPLICIT, state.group)
+        if clear is not None:
+            self._recorder.mark(EventType.CLEARED, clear, state.group)
+        if Tier.DISK not in state.slots:
+            return
+        bad = set(quarantined)
+        state.corrupt[Tier.DISK] |= bad
+        state.slots[Tier.DISK].claim(bad, SlotState.QUARANTINED)
+        state.slots[Tier.DISK].claim((record.slot for record in recovered), SlotState.FILLING)
+        blocks = []
+        for record in recovered:
+            parent = state.index.get(record.parent) if record.parent is not None else None
+            if parent is None and record.parent is not None:
+                raise InvariantViolation(f"recovered slot {record.slot} has a parent that was not recovered before it")
+            blocks.append(state.insert(record.key, parent, record.priority, Tier.DISK, record.slot, Cause.RECOVERED))
+        state.order_by_use(blocks)
+
+    def drop(self, block: Block) -> int | None:
+        """Removes a block and everything under it; None, and nothing happens, where any of it is held or claimed."""
+        for member in self.state.subtree(block):
+            if member.claims or any(copy is not None and copy.holds for copy in member.copies):
+                return None
+        return self.state.remove_subtree(block, Cause.EXPLICIT, Cause.ANCESTOR)
+
+    def lose_tier(self, tier: Tier, cause: Cause) -> None:
+        self.state.lose_tier(tier, cause)
+        while self._queues[tier]:
+            ticket = self._queues[tier].popleft()
+            if isinstance(ticket, FetchTicket):
+                self._let_go(ticket)
+            self._refuse(ticket, RefusalReason.TIER_OFFLINE)
