@@ -5,7 +5,7 @@ A :class:`DiskRoot` is the directory, a :class:`DiskStore` one cache in it. Ever
 
 from kvtierd.tiers.disk.root import DiskRoot, StoredCache
 from kvtierd.tiers.disk.store import DiskStore
-from kvtierd.tiers.disk.values import DiskRead, DiskRecord, DiskWrite, ReadReport, Recovery, SlabShape
+from kvtierd.tiers.disk.values import DiskRead, DiskRecord, DiskWrite, ReadReport, Recovery, Retirement, SlabShape
 
 __all__ = [
     "DiskRead",
@@ -15,6 +15,7 @@ __all__ = [
     "DiskWrite",
     "ReadReport",
     "Recovery",
+    "Retirement",
     "SlabShape",
     "StoredCache",
 ]

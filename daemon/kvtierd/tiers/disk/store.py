@@ -21,7 +21,7 @@ from kvtierd.tiers.disk.records import encode_record, encode_touches
 from kvtierd.tiers.disk.recovery import recover_group
 from kvtierd.tiers.disk.slab import Piece, Slab, create_slab, require_aligned
 from kvtierd.tiers.disk.table import GroupTable
-from kvtierd.tiers.disk.values import DiskRead, DiskWrite, ReadReport, Recovery, SlabShape
+from kvtierd.tiers.disk.values import DiskRead, DiskWrite, ReadReport, Recovery, Retirement, SlabShape
 
 INDEX: Final = "index"
 _MAX_PRIORITY: Final = 100
@@ -53,6 +53,10 @@ class _Batch:
     puts: dict[tuple[GroupId, Key], tuple[SlotId, bytes]] = field(default_factory=dict)
     uses: list[tuple[GroupId, Sequence[SlotId], int]] = field(default_factory=list)
     """Slots in the order of their use, and the first one's counter."""
+
+    def discard(self, group: GroupId, key: Key) -> None:
+        self.changes[group].deletes.append(key)
+        self.discards.append((group, key))
 
     def slot_of(self, group: GroupId, key: Key, table: GroupTable) -> SlotId | None:
         """Where ``key`` will be."""
@@ -106,7 +110,7 @@ class DiskStore:
     def recover(self) -> Recovery:
         """Reads the whole index, deletes what cannot be served, readies the store. Raises :class:`TierIOError`."""
         with self._writing:
-            self._save_corrupt()
+            self._commit(_Batch())
             stored = {group: self._index.load(group) for group in self._shapes}
             groups = {group: recover_group(stored[group], shape) for group, shape in self._shapes.items()}
             deletes = {group: Changes(deletes=list(found.dropped)) for group, found in groups.items() if found.dropped}
@@ -124,17 +128,18 @@ class DiskStore:
     def write(
         self,
         writes: Sequence[DiskWrite],
-        retire: Sequence[tuple[GroupId, Key]] = (),
+        retire: Sequence[Retirement] = (),
         touches: Sequence[tuple[GroupId, bytes]] = (),
     ) -> frozenset[int]:
         """Stores blocks, forgets others and notes uses, in one transaction; durable when this returns.
 
-        ``retire``: unknown keys are ignored. ``touches``: packed keys, 32 bytes each, in the order of their use and
-        later than the writes; those not on disk are ignored. Returns the indices of writes that failed: their slots
-        hold nothing. A block whose parent is not on disk fails too. If the transaction fails, so do all writes; where
-        there is anything else in the call that is a :class:`TierIOError`, and the blocks to retire are still there.
-        :class:`TierConfigError` for malformed arguments and :class:`InvariantViolation` for a slot that holds a block
-        are raised before anything has changed.
+        ``retire``: a block that is not (any more) in the slot given is left alone. A write of a block that has
+        another slot moves it. ``touches``: packed keys, 32 bytes each, in the order of their use and later than the
+        writes; those not on disk are ignored. Returns the indices of writes that failed: their slots hold nothing. A
+        block whose parent is not on disk fails too. If the transaction fails, so do all writes; where there is
+        something to retire, or nothing to write, that is a :class:`TierIOError`, and what was to be retired is still
+        there. :class:`TierConfigError` for malformed arguments and :class:`InvariantViolation` for a slot that holds
+        a block are raised before anything has changed.
         """
         with self._writing:
             self._check(writes)
@@ -142,27 +147,17 @@ class DiskStore:
             failed = self._write_payloads(writes)
             failed |= self._without_parent(writes, failed, retire)
             stored = [write for number, write in enumerate(writes) if number not in failed]
-            if not (stored or retire or touches):
-                return frozenset(failed)
-            batch = self._plan(stored, retire, touches)
-            corrupt = set(self._corrupt)
-            for group, slot in corrupt:
-                batch.changes[group].quarantine.append(slot)
             try:
-                self._index.commit(batch.changes)
+                self._commit(self._plan(stored, retire, touches))
             except TierIOError:
-                self._doubtful.update(batch.puts)
-                if retire or touches:
+                if retire or not writes:
                     raise
                 _log.exception("%d blocks were not stored", len(writes))
                 return frozenset(range(len(writes)))
-            self._doubtful.clear()
-            self._corrupt -= corrupt
-            self._apply(batch)
             return frozenset(failed)
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
-        """Fetches blocks and verifies them. Raises :class:`TierConfigError` for malformed arguments, before it reads."""
+        """Fetches blocks and verifies them. Raises :class:`TierConfigError` for malformed arguments, having read none."""
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
         expected: dict[int, bytes] = {}
         corrupt: set[int] = set()
@@ -188,7 +183,7 @@ class DiskStore:
             return
         self._closed = True
         try:
-            self._save_corrupt()
+            self._commit(_Batch())
         except TierIOError:
             _log.exception("corrupt slots could not be remembered; they will be found again")
         finally:
@@ -229,8 +224,8 @@ class DiskStore:
         if len(slots) < len(writes) or len(keys) < len(writes):
             raise InvariantViolation("two writes of one batch to the same disk slot or of the same block")
 
-    def _check_keys(self, retire: Sequence[tuple[GroupId, Key]], touches: Sequence[tuple[GroupId, bytes]]) -> None:
-        for group, _ in retire:
+    def _check_keys(self, retire: Sequence[Retirement], touches: Sequence[tuple[GroupId, bytes]]) -> None:
+        for group, _, _ in retire:
             self._table(group)
         for group, packed in touches:
             self._table(group)
@@ -253,12 +248,10 @@ class DiskStore:
                 failed.update(piece.number for piece in wanted)
         return failed
 
-    def _without_parent(
-        self, writes: Sequence[DiskWrite], failed: set[int], retire: Sequence[tuple[GroupId, Key]]
-    ) -> set[int]:
+    def _without_parent(self, writes: Sequence[DiskWrite], failed: set[int], retire: Sequence[Retirement]) -> set[int]:
         """Indices of writes that nobody could reach: their parent is not on disk, nor will it be after this batch."""
         arriving = {(write.group, write.key) for number, write in enumerate(writes) if number not in failed}
-        leaving = set(retire)
+        leaving = {*self._doubtful, *self._effective(retire)}
 
         def stranded(write: DiskWrite) -> bool:
             if write.parent is None or (write.group, write.parent) in arriving:
@@ -273,16 +266,19 @@ class DiskStore:
             arriving -= {(writes[number].group, writes[number].key) for number in found}
         return lost
 
+    def _effective(self, retire: Sequence[Retirement]) -> list[tuple[GroupId, Key]]:
+        """Blocks that really are where they are to be retired from."""
+        return [(group, key) for group, key, slot in retire if self._tables[group].slot_of(key) == slot]
+
     def _plan(
         self,
         writes: Sequence[DiskWrite],
-        retire: Sequence[tuple[GroupId, Key]],
+        retire: Sequence[Retirement],
         touches: Sequence[tuple[GroupId, bytes]],
     ) -> _Batch:
         batch = _Batch()
-        for group, key in (*self._doubtful, *retire):
-            batch.changes[group].deletes.append(key)
-            batch.discards.append((group, key))
+        for group, key in self._effective(retire):
+            batch.discard(group, key)
         for write in writes:
             self._plan_put(batch, write)
         for group, packed in touches:
@@ -313,6 +309,23 @@ class DiskStore:
         if self._index.touch_bytes(group) > max(_MIN_TOUCH_BYTES, _TOUCH_BYTES_PER_SLOT * table.capacity):
             changes.recency = table.last_use
 
+    def _commit(self, batch: _Batch) -> None:
+        for group, key in self._doubtful:
+            batch.discard(group, key)
+        corrupt = set(self._corrupt)
+        for group, slot in corrupt:
+            batch.changes[group].quarantine.append(slot)
+        if not batch.changes:
+            return
+        try:
+            self._index.commit(batch.changes)
+        except TierIOError:
+            self._doubtful.update(batch.puts)
+            raise
+        self._doubtful.clear()
+        self._corrupt -= corrupt
+        self._apply(batch)
+
     def _apply(self, batch: _Batch) -> None:
         for group, key in batch.discards:
             self._tables[group].discard(key)
@@ -320,12 +333,3 @@ class DiskStore:
             self._tables[group].put(key, slot, digest)
         for group, slots, first in batch.uses:
             self._tables[group].use(slots, first)
-
-    def _save_corrupt(self) -> None:
-        corrupt = set(self._corrupt)
-        if corrupt:
-            changes: defaultdict[GroupId, Changes] = defaultdict(Changes)
-            for group, slot in corrupt:
-                changes[group].quarantine.append(slot)
-            self._index.commit(changes)
-            self._corrupt -= corrupt

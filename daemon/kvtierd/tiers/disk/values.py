@@ -34,6 +34,10 @@ class DiskWrite:
     parts: Sequence[Bytes]
 
 
+Retirement = tuple[GroupId, Key, SlotId]
+"""A block to forget, if that is the slot it is in."""
+
+
 @dataclass(slots=True, frozen=True)
 class DiskRead:
     """One block to fetch into ``parts`` (writable, else as in :class:`DiskWrite`)."""
