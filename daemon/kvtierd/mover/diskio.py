@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtierd.core.ids import GroupId, SlotId
+from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.outcome import Move, MoveItem
+from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Batch, Faults, Piece, destination, items_of
 from kvtierd.tiers.disk import DiskRead, DiskWrite
 
@@ -24,38 +25,36 @@ def write(batch: Batch) -> Faults:
         writes.append(DiskWrite(move.group, item.dst, item.key, item.parent, item.priority, parts))
         places.append(place)
     failed = runtime.store.write(writes, retires)
-    return Faults(failed=_translate(failed, places))
+    return Faults(failed=frozenset(places[index] for index in failed))
 
 
 def read(batch: Batch) -> Faults:
-    """Reads blocks into memory, verified, in slot order so that neighbours become one read."""
+    """Reads blocks into memory and verifies them."""
     runtime = batch[0].runtime
-    items = list(items_of(batch))
-    places = sorted(range(len(items)), key=lambda place: (items[place][0].group, items[place][1].src))
-    reads = [_read_of(batch, *items[place]) for place in places]
-    report = runtime.store.read(reads)
-    return Faults(failed=_translate(report.failed, places), corrupt=_translate(report.corrupt, places))
+    report = runtime.store.read([_read_of(runtime, move, item) for move, item in items_of(batch)])
+    return Faults(failed=report.failed, corrupt=report.corrupt)
 
 
-def _read_of(batch: Batch, move: Move, item: MoveItem) -> DiskRead:
+def _read_of(runtime: CacheRuntime, move: Move, item: MoveItem) -> DiskRead:
     if move.dst is None:
         raise ValueError("a reader cannot retire slots")
-    parts = batch[0].runtime.memory(move.dst).padded_parts(move.group, destination(item))
-    return DiskRead(move.group, item.src, item.key, parts)
+    return DiskRead(
+        move.group, item.src, item.key, runtime.memory(move.dst).padded_parts(move.group, destination(item))
+    )
 
 
-def no_slot_twice(batch: Batch, piece: Piece) -> bool:
-    """Whether a writer's batch and ``piece`` concern different disk slots.
+def independent(batch: Batch, piece: Piece) -> bool:
+    """Whether a writer's batch and ``piece`` concern different disk slots and different blocks.
 
-    A slot may be written only after the transaction that deleted its old record, and its record deleted only after
-    the one that put it there; inside a batch payloads come first, then deletions, then records.
+    A slot is written only after the transaction that deleted its old record, and a record deleted only after the one
+    that put it there; inside a transaction payloads come first, then deletions, then records.
     """
-    return _disk_slots(items_of(batch)).isdisjoint(_disk_slots(items_of([piece])))
+    return _concerns(items_of(batch)).isdisjoint(_concerns(items_of([piece])))
 
 
-def _disk_slots(items: Iterable[tuple[Move, MoveItem]]) -> set[tuple[GroupId, SlotId]]:
-    return {(move.group, item.src if item.dst is None else item.dst) for move, item in items}
-
-
-def _translate(indices: Iterable[int], places: list[int]) -> frozenset[int]:
-    return frozenset(places[index] for index in indices)
+def _concerns(items: Iterable[tuple[Move, MoveItem]]) -> set[tuple[GroupId, SlotId | Key]]:
+    concerns: set[tuple[GroupId, SlotId | Key]] = set()
+    for move, item in items:
+        concerns.add((move.group, item.src if item.dst is None else item.dst))
+        concerns.add((move.group, item.key))
+    return concerns

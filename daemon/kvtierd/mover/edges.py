@@ -30,7 +30,7 @@ LANES: Final = (
         threads=1,  # what is queued first is committed first: ancestors before descendants, deletions before reuse
         batch_blocks=32,
         carry_out=diskio.write,
-        may_join=diskio.no_slot_twice,
+        may_join=diskio.independent,
     ),
     Lane(
         "disk-reader",
@@ -44,8 +44,8 @@ LANES: Final = (
 STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0
 """How long idle threads are given to end."""
-REPORTS_PER_TURN: Final = 64
-"""Bounds a loop callback; the rest follows in the next turn."""
+BLOCKS_PER_TURN: Final = 128
+"""Bounds a loop callback to about a millisecond; the rest follows in the next turn."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
 
@@ -163,7 +163,7 @@ class Edges:
 
     def _drain(self) -> None:
         ended: defaultdict[CacheRuntime, list[MoveResult]] = defaultdict(list)
-        for report in self._mailbox.take(REPORTS_PER_TURN):
+        for report in self._mailbox.take(BLOCKS_PER_TURN, _blocks):
             journey = self._journeys[report.piece.runtime.id, report.piece.move.id]
             journey.add(report)
             if journey.pieces_left == 0:
@@ -191,6 +191,10 @@ class Edges:
         counters.queue_ns += result.queue_ns
         counters.copy_ns += result.copy_ns
         return result
+
+
+def _blocks(report: Report) -> int:
+    return len(report.piece.items)
 
 
 def _cut(runtime: CacheRuntime, move: Move, blocks: int) -> Iterator[Piece]:

@@ -100,15 +100,20 @@ class Engine:
         quarantined: Mapping[GroupId, Collection[SlotId]],
         *,
         unclean: bool,
+        restarted: bool,
     ) -> None:
-        """Opens a cache with what its disk holds. ``unclean``: what was known before is declared lost first."""
+        """Opens a cache with what its disk holds; the arguments are those of ``BlockManager.open``.
+
+        ``restarted``: the cache existed before. ``unclean``: and its last run did not end as it should.
+        """
         if self._closing:
             raise ShuttingDown
         if runtime.id in self._caches:
             raise ValueError(f"cache {runtime.id} is open already")
         cache = _Open(runtime, Tickets(self._loop))
         self._caches[runtime.id] = cache
-        self._apply(cache, runtime.manager.open(recovered, quarantined, unclean=unclean, now=self._clock()))
+        opening = runtime.manager.open(recovered, quarantined, unclean=unclean, restarted=restarted, now=self._clock())
+        self._apply(cache, opening)
 
     async def remove_cache(self, cache_id: CacheId) -> CacheRuntime:
         """Refuses its waiting tickets, lets its moves end and forgets it. Its stores are the caller's to close."""
@@ -131,8 +136,8 @@ class Engine:
         """``count`` blank slots, all or nothing. Raises :class:`Refused`."""
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
-        waiting = cache.tickets.open(ticket, tier, count)
-        (answer,) = await self._answers(cache, session, [waiting], outcome, timeout_s)
+        waiting = cache.tickets.open(ticket, session, tier, count)
+        (answer,) = await self._answers(cache, [waiting], outcome, timeout_s)
         return _granted(answer)
 
     async def acquire(
@@ -148,9 +153,10 @@ class Engine:
         cache = self._accepting(cache_id)
         tickets, outcome = cache.manager.acquire(session, group, tier, chains, self._clock())
         waiting = [
-            cache.tickets.open(ticket, tier, len(wanted.keys)) for ticket, wanted in zip(tickets, chains, strict=True)
+            cache.tickets.open(ticket, session, tier, len(wanted.keys))
+            for ticket, wanted in zip(tickets, chains, strict=True)
         ]
-        return await self._answers(cache, session, waiting, outcome, timeout_s)
+        return await self._answers(cache, waiting, outcome, timeout_s)
 
     async def move(
         self,
@@ -164,8 +170,8 @@ class Engine:
         """Makes blocks READY in ``to``; ``Grant.results`` says which are. Raises :class:`Refused`."""
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.move(session, group, to, keys, self._clock())
-        waiting = cache.tickets.open(ticket, to, len(keys))
-        (answer,) = await self._answers(cache, session, [waiting], outcome, timeout_s)
+        waiting = cache.tickets.open(ticket, session, to, len(keys))
+        (answer,) = await self._answers(cache, [waiting], outcome, timeout_s)
         return _granted(answer)
 
     # requests that are answered at once
@@ -203,18 +209,16 @@ class Engine:
     # sessions, over all caches
 
     def orphan_session(self, session: SessionId) -> None:
-        """Its connection broke, its process lives."""
-        for cache in list(self._caches.values()):
-            self._apply(cache, cache.manager.orphan_session(session, self._clock()))
+        """Its connection broke, its process lives: leases stay, requests that wait are cancelled."""
+        self._withdraw_session(session, BlockManager.orphan_session)
 
     def reattach_session(self, session: SessionId) -> None:
         for cache in list(self._caches.values()):
             self._apply(cache, cache.manager.reattach_session(session, self._clock()))
 
     def end_session(self, session: SessionId) -> None:
-        """It said goodbye, or its process is gone."""
-        for cache in list(self._caches.values()):
-            self._apply(cache, cache.manager.end_session(session, self._clock()))
+        """It said goodbye, or its process is gone: all that it held is given back."""
+        self._withdraw_session(session, BlockManager.end_session)
 
     def session_leases(self, session: SessionId) -> int:
         return sum(cache.manager.session_leases(session) for cache in self._caches.values())
@@ -300,7 +304,6 @@ class Engine:
     async def _answers(
         self,
         cache: _Open,
-        session: SessionId,
         waiting: Sequence[Waiting],
         outcome: Outcome,
         timeout_s: float | None,
@@ -313,11 +316,11 @@ class Engine:
             for one in waiting:
                 await one.wake
         except BaseException:
-            self._withdraw(cache, session, waiting)
+            self._withdraw(cache, waiting)
             raise
         return [one.answer for one in waiting if one.answer is not None]
 
-    def _withdraw(self, cache: _Open, session: SessionId, waiting: Sequence[Waiting]) -> None:
+    def _withdraw(self, cache: _Open, waiting: Sequence[Waiting]) -> None:
         """Nobody will hear the answers. Those given already are undone, the others prevented.
 
         One ticket's withdrawal may answer the next: each is looked at when its turn has come.
@@ -330,7 +333,14 @@ class Engine:
                     cache.tickets.forget(one)
                     self._apply(cache, cache.manager.cancel(one.ticket, self._clock()))
                 case Grant(lease=lease) if lease is not None:
-                    self._return(cache, session, lease)
+                    self._return(cache, one.session, lease)
+
+    def _withdraw_session(self, session: SessionId, step: Callable[[BlockManager, SessionId, int], Outcome]) -> None:
+        """The core forgets the session's tickets without a word, so their callers are told here."""
+        for cache in list(self._caches.values()):
+            self._apply(cache, step(cache.manager, session, self._clock()))
+            for waiting in cache.tickets.unanswered(session):
+                cache.tickets.answer(cancelled(waiting))
 
     def _return(self, cache: _Open, session: SessionId, lease: LeaseId) -> None:
         try:

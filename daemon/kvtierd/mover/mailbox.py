@@ -33,17 +33,21 @@ class Mailbox(Generic[T]):
             self._due = True
             self._loop.call_soon_threadsafe(self._drain)
 
-    def take(self, limit: int) -> list[T]:
-        """Loop thread: at most ``limit`` values; if more are left, the drain is called again in the next turn."""
+    def take(self, budget: int, size: Callable[[T], int]) -> list[T]:
+        """Loop thread: values until their sizes reach ``budget``, none after :meth:`close`.
+
+        If more are left, the drain is called again in the next turn.
+        """
         self._due = False
-        taken = [self._values.popleft() for _ in range(min(limit, len(self._values)))]
-        if self._values and not self._due:
+        taken: list[T] = []
+        while self._values and not self._closed and budget > 0:
+            taken.append(self._values.popleft())
+            budget -= size(taken[-1])
+        if self._values and not self._due and not self._closed:
             self._due = True
             self._loop.call_soon(self._drain)
         return taken
 
     def close(self) -> None:
-        """Loop thread: nobody listens any more, and the loop itself may go. What was posted and not taken is
-        forgotten."""
+        """Loop thread: nobody listens any more, and the loop itself may go. What was not taken is forgotten."""
         self._closed = True
-        self._values.clear()

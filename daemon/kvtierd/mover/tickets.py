@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtierd.core.ids import TicketId, Tier
+from kvtierd.core.ids import SessionId, TicketId, Tier
 from kvtierd.core.outcome import Grant, Refusal, RefusalReason
 
 Answer = Grant | Refusal
@@ -21,6 +21,7 @@ class Waiting:
     """
 
     ticket: TicketId
+    session: SessionId
     tier: Tier
     wanted: int
     wake: asyncio.Future[None]
@@ -40,9 +41,9 @@ class Tickets:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def open(self, ticket: TicketId, tier: Tier, wanted: int) -> Waiting:
+    def open(self, ticket: TicketId, session: SessionId, tier: Tier, wanted: int) -> Waiting:
         """To be called before the outcome that may hold the ticket's answer is applied."""
-        waiting = Waiting(ticket, tier, wanted, self._loop.create_future())
+        waiting = Waiting(ticket, session, tier, wanted, self._loop.create_future())
         self._waiting[ticket] = waiting
         return waiting
 
@@ -64,8 +65,9 @@ class Tickets:
         if waiting.deadline is not None:
             waiting.deadline.cancel()
 
-    def unanswered(self) -> list[Waiting]:
-        return list(self._waiting.values())
+    def unanswered(self, session: SessionId | None = None) -> list[Waiting]:
+        """Of one session, or of all."""
+        return [w for w in self._waiting.values() if session is None or w.session == session]
 
 
 def cancelled(waiting: Waiting) -> Refusal:

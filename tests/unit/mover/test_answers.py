@@ -1,0 +1,214 @@
+"""Those who wait get their answer once; those who go away leave nothing behind."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvtierd.core.ids import CacheId, SessionId, Tier
+from kvtierd.core.manager import ChainRequest
+from kvtierd.core.outcome import Grant, Refusal, RefusalReason
+from kvtierd.mover.errors import Refused, UnknownCache
+from tests.unit.mover.rig import CACHE, GROUP, House, key
+
+DEVICE, DISK = Tier.DEVICE, Tier.DISK
+CHAIN = [key(number) for number in range(4)]
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    """Four device slots, full of blocks that nobody holds, over a disk that takes its time."""
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 4, DISK: 16})
+        await house.client().put(CHAIN)
+        house.disk.close_gate()
+        yield house
+
+
+async def waiting_reserve(
+    house: House, count: int, session: int, timeout_s: float | None = 30.0
+) -> asyncio.Task[Grant]:
+    task = asyncio.create_task(house.client(session).reserve(count, timeout_s=timeout_s))
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+def assert_nothing_held(house: House) -> None:
+    stats = house.engine.stats(CACHE)
+    assert stats.waiting == 0
+    assert stats.held_by == {}
+    assert all(count.held == 0 for count in stats.tiers.values())
+
+
+async def test_a_reserve_waits_for_the_room_that_a_demotion_makes(house: House) -> None:
+    task = await waiting_reserve(house, 4, session=2, timeout_s=None)
+    house.disk.open_gate()
+    grant = await task
+    assert sorted(grant.slots) == [0, 1, 2, 3]
+    assert house.engine.stats(CACHE).held_by == {2: 4}
+
+
+async def test_a_cancelled_wait_holds_nothing(house: House) -> None:
+    task = await waiting_reserve(house, 4, session=2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_nothing_held(house)
+
+    house.disk.open_gate()
+    assert len((await house.client(3).reserve(4)).slots) == 4
+
+
+@pytest.fixture
+async def line(house: House) -> list[asyncio.Task[Grant]]:
+    """Two reserves in a line: one slot is free and three are on their way to the disk.
+
+    The first wants all four. When it is cancelled, the second is granted its one slot in that very turn.
+    """
+    house.engine.drop(CACHE, house.client().session, GROUP, CHAIN[-1:])
+    return [await waiting_reserve(house, 4, session=2), await waiting_reserve(house, 1, session=3)]
+
+
+async def test_cancelling_the_first_in_line_lets_the_next_one_in(house: House, line: list[asyncio.Task[Grant]]) -> None:
+    line[0].cancel()
+    assert len((await line[1]).slots) == 1
+    assert house.engine.stats(CACHE).held_by == {3: 1}
+
+
+async def test_a_grant_that_meets_a_waiter_cancelled_in_the_same_turn_goes_back(
+    house: House, line: list[asyncio.Task[Grant]]
+) -> None:
+    line[0].cancel()
+    line[1].cancel()  # it sees this only after the first one's end has granted it the slot
+    await asyncio.wait(line)
+    assert [task.cancelled() for task in line] == [True, True]
+    assert_nothing_held(house)
+
+
+async def test_a_grant_set_but_not_delivered_goes_back_when_the_call_is_cancelled(
+    house: House, line: list[asyncio.Task[Grant]]
+) -> None:
+    granted: list[int] = []
+
+    def cancel_between_grant_and_delivery() -> None:
+        granted.append(house.engine.stats(CACHE).held_by[SessionId(3)])
+        line[1].cancel()
+
+    line[0].cancel()
+    asyncio.get_running_loop().call_soon(cancel_between_grant_and_delivery)
+    await asyncio.wait(line)
+    assert granted == [1]
+    assert line[1].cancelled()
+    assert_nothing_held(house)
+
+
+async def test_a_killed_client_whose_call_is_cancelled_after_its_session_ended(
+    house: House, line: list[asyncio.Task[Grant]]
+) -> None:
+    def die() -> None:
+        house.engine.end_session(SessionId(3))
+        line[1].cancel()
+
+    line[0].cancel()
+    asyncio.get_running_loop().call_soon(die)
+    await asyncio.wait(line)
+    assert line[1].cancelled()
+    assert_nothing_held(house)
+
+
+async def test_a_session_that_ends_is_told_that_its_wait_is_over(house: House) -> None:
+    task = await waiting_reserve(house, 4, session=2)
+    other = await waiting_reserve(house, 4, session=3)
+    house.engine.end_session(SessionId(2))
+    with pytest.raises(Refused) as refused:
+        await task
+    assert refused.value.refusal.reason is RefusalReason.CANCELLED
+    house.disk.open_gate()
+    assert len((await other).slots) == 4
+
+
+async def test_cancelling_an_acquire_of_several_chains_gives_back_those_answered(house: House) -> None:
+    below = [key(100), key(101)]
+    house.disk.open_gate()
+    await house.client().put(below)  # pushes two of the first chain down
+    assert (await house.client().move(below, DISK)).results == (True, True)
+    await house.engine.settle()
+    above = [block for block, residency in house.listed().items() if residency & DEVICE.bit][:1]
+    house.disk.close_gate()
+
+    chains = [ChainRequest(above), ChainRequest(below)]
+    task = asyncio.create_task(house.engine.acquire(CACHE, SessionId(2), GROUP, DEVICE, chains, 30.0))
+    await asyncio.sleep(0)
+    assert house.engine.stats(CACHE).held_by == {2: 1}
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert_nothing_held(house)
+
+
+async def test_a_reserve_is_refused_at_its_deadline(house: House) -> None:
+    with pytest.raises(Refused) as refused:
+        await house.client(2).reserve(4, timeout_s=0.02)
+    assert refused.value.refusal.reason is RefusalReason.DEADLINE
+    assert_nothing_held(house)
+
+
+async def test_an_acquire_gets_at_its_deadline_what_is_there(house: House) -> None:
+    house.disk.open_gate()
+    tail = [key(10), key(11)]
+    await house.client().put(tail, after=CHAIN[0])
+    assert (await house.client().move(tail[1:], DISK)).results == (True,)
+    await house.engine.settle()
+    house.disk.close_gate()
+
+    answer = await house.client(2).acquire(tail, timeout_s=0.02)
+    assert isinstance(answer, Grant)
+    assert (len(answer.slots), answer.matched) == (1, 2)
+    house.client(2).release(answer)
+
+    answer = await house.client(2).acquire(tail, min_blocks=2, timeout_s=0.02)
+    assert isinstance(answer, Refusal)
+    assert answer.reason is RefusalReason.DEADLINE
+    assert_nothing_held(house)
+
+
+async def test_settle_returns_when_nothing_is_in_flight(house: House) -> None:
+    task = await waiting_reserve(house, 4, session=2)
+    settled = asyncio.create_task(house.engine.settle())
+    await asyncio.sleep(0)
+    assert sum(house.engine.queues().values()) > 0
+    assert not settled.done()
+    house.disk.open_gate()
+    await settled
+    assert sum(house.engine.queues().values()) == 0
+    await task
+
+
+async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(house: House) -> None:
+    task = await waiting_reserve(house, 4, session=2)
+    removal = asyncio.create_task(house.remove(CACHE))
+    await asyncio.sleep(0)
+    with pytest.raises(Refused) as refused:
+        await task
+    assert refused.value.refusal.reason is RefusalReason.CANCELLED
+    with pytest.raises(UnknownCache):
+        await house.client().reserve(1)
+    assert not removal.done()
+
+    house.disk.open_gate()
+    runtime = await removal
+    assert runtime.manager.moves_in_flight == 0
+    with pytest.raises(UnknownCache):
+        house.engine.stats(CACHE)
+
+
+async def test_caches_do_not_wait_for_each_other(house: House) -> None:
+    other = CacheId(2)
+    house.open({DEVICE: 4}, cache=other)
+    await waiting_reserve(house, 4, session=2)
+    grant = await house.client(2, other).reserve(4)
+    assert len(grant.slots) == 4
+    house.engine.end_session(SessionId(2))
+    assert house.engine.stats(other).held_by == {}

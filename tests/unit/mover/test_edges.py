@@ -1,0 +1,274 @@
+"""Moves go in, results come out once, whatever the threads do."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+
+from kvtierd.core.events import EventSequencer
+from kvtierd.core.ids import CacheId, Tier
+from kvtierd.core.outcome import Move, MoveResult
+from kvtierd.mover.diskio import independent
+from kvtierd.mover.edges import LANES, Edges
+from kvtierd.mover.lanes import Lane
+from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.work import Batch, CarryOut, Faults, items_of
+from tests.unit.mover.rig import fill, holds, key, make_runtime, move, mover_threads
+
+DOWN = (Tier.DEVICE, Tier.HOST)
+WRITE = (Tier.HOST, Tier.DISK)
+RETIRE = (Tier.DISK, None)
+
+
+class Desk:
+    """Takes deliveries; keeps who got what in which turn."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[tuple[CacheId, list[MoveResult]]] = []
+
+    def deliver(self, runtime: CacheRuntime, results: Sequence[MoveResult]) -> None:
+        self.deliveries.append((runtime.id, list(results)))
+
+    @property
+    def results(self) -> list[MoveResult]:
+        return [result for _, results in self.deliveries for result in results]
+
+
+class Gate:
+    """A batch's work that waits to be let through, and keeps what came."""
+
+    def __init__(self, work: CarryOut = lambda batch: Faults()) -> None:
+        self.batches: list[list[tuple[int, int]]] = []
+        self.begun = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._work = work
+
+    def __call__(self, batch: Batch) -> Faults:
+        self.batches.append([(move.id, item.src) for move, item in items_of(batch)])
+        self.begun.release()
+        assert self._open.wait(30)
+        return self._work(batch)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+MakeEdges = Callable[..., Edges]
+
+
+@pytest.fixture
+async def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+async def make_edges(desk: Desk) -> AsyncIterator[MakeEdges]:
+    made: list[Edges] = []
+
+    def make(lanes: Sequence[Lane] = LANES, stuck_after_s: float = 10.0) -> Edges:
+        made.append(Edges(asyncio.get_running_loop(), desk.deliver, lanes, stuck_after_s))
+        return made[-1]
+
+    yield make
+    for edges in made:
+        assert await edges.stop()
+    assert mover_threads() == []
+
+
+@pytest.fixture
+def runtime() -> CacheRuntime:
+    return make_runtime({Tier.DEVICE: 16, Tier.HOST: 16}, EventSequencer())
+
+
+def lane(carry_out: CarryOut, *, threads: int = 1, blocks: int = 4) -> Lane:
+    return Lane("test", (DOWN,), threads, blocks, carry_out)
+
+
+def writer(carry_out: CarryOut) -> Lane:
+    return Lane("test-writer", (WRITE, RETIRE), 1, 32, carry_out, independent)
+
+
+def numbered(number: int, slots: Sequence[int], edge: tuple[Tier, Tier | None] = DOWN) -> Move:
+    return move(number, *edge, [(slot, slot, None if edge[1] is None else slot) for slot in slots])
+
+
+async def test_a_block_goes_down_and_up_again(make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime) -> None:
+    edges = make_edges()
+    fill(runtime, Tier.DEVICE, 3, key(1))
+
+    edges.submit(runtime, move(1, Tier.DEVICE, Tier.HOST, [(1, 3, 5)]))
+    await edges.idle()
+    assert holds(runtime, Tier.HOST, 5, key(1))
+    fill(runtime, Tier.DEVICE, 3, key(2))
+    edges.submit(runtime, move(2, Tier.HOST, Tier.DEVICE, [(1, 5, 3)]))
+    await edges.idle()
+
+    assert holds(runtime, Tier.DEVICE, 3, key(1))
+    assert [(result.id, result.failed, result.corrupt) for result in desk.results] == [
+        (1, frozenset(), frozenset()),
+        (2, frozenset(), frozenset()),
+    ]
+
+
+async def test_a_move_in_pieces_is_reported_once_with_its_own_indices(
+    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
+) -> None:
+    def fail_some(batch: Batch) -> Faults:
+        sources = [item.src for _, item in items_of(batch)]
+        return Faults(
+            failed=frozenset(place for place, source in enumerate(sources) if source in (1, 9)),
+            corrupt=frozenset(place for place, source in enumerate(sources) if source == 6),
+        )
+
+    edges = make_edges([lane(fail_some, threads=2)])
+    edges.submit(runtime, numbered(1, range(10)))
+    edges.submit(runtime, numbered(2, [12, 9]))
+    await edges.idle()
+
+    found = [(result.id, set(result.failed), set(result.corrupt)) for result in desk.results]
+    assert sorted(found) == [(1, {1, 9}, {6}), (2, {1}, set())]
+    assert len(desk.results) == 2
+
+
+async def test_what_waits_together_is_carried_out_together_in_order_and_bounded(
+    make_edges: MakeEdges, runtime: CacheRuntime
+) -> None:
+    gate = Gate()
+    edges = make_edges([lane(gate)])
+    edges.submit(runtime, numbered(1, [0]))
+    assert gate.begun.acquire(timeout=30)  # the thread is busy: the rest queues up behind
+    edges.submit(runtime, numbered(2, [1, 2]))
+    edges.submit(runtime, numbered(3, [3]))
+    edges.submit(runtime, numbered(4, [4, 5]))
+    edges.submit(runtime, numbered(5, range(6, 12)))
+    gate.open()
+    await edges.idle()
+
+    assert [[slot for _, slot in batch] for batch in gate.batches] == [[0], [1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
+
+
+async def test_a_batch_holds_one_cache_and_a_delivery_too(make_edges: MakeEdges, desk: Desk) -> None:
+    caches = [make_runtime({Tier.DEVICE: 4, Tier.HOST: 4}, EventSequencer(), cache=CacheId(c)) for c in (1, 2)]
+    gate = Gate()
+    edges = make_edges([lane(gate)])
+    edges.submit(caches[0], numbered(1, [0]))
+    assert gate.begun.acquire(timeout=30)
+    edges.submit(caches[0], numbered(2, [1]))
+    edges.submit(caches[1], numbered(1, [2]))  # move ids count per cache
+    edges.submit(caches[0], numbered(3, [3]))
+    assert (edges.in_flight(), edges.in_flight(CacheId(1)), edges.in_flight(CacheId(2))) == (4, 3, 1)
+    gate.open()
+    await edges.idle()
+
+    assert [[slot for _, slot in batch] for batch in gate.batches] == [[0], [1], [2], [3]]
+    by_cache = {c: [r.id for cache, results in desk.deliveries if cache == c for r in results] for c in (1, 2)}
+    assert by_cache == {1: [1, 2, 3], 2: [1]}
+
+
+async def test_results_of_a_burst_are_delivered_together(
+    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
+) -> None:
+    last = threading.Event()
+
+    def tell(batch: Batch) -> Faults:
+        if batch[-1].move.id == 5:
+            last.set()
+        return Faults()
+
+    edges = make_edges([lane(tell, blocks=1)])
+    for number in range(1, 6):
+        edges.submit(runtime, numbered(number, [number]))
+    assert last.wait(30)  # and the loop, which waits here, has seen none of it
+    await edges.idle()
+
+    assert [result.id for result in desk.results] == [1, 2, 3, 4, 5]
+    assert len(desk.deliveries[0][1]) >= 4
+
+
+async def test_a_slot_is_not_written_in_the_transaction_that_deletes_its_record(
+    make_edges: MakeEdges, runtime: CacheRuntime
+) -> None:
+    gate = Gate()
+    edges = make_edges([writer(gate)])
+    edges.submit(runtime, numbered(1, [0], WRITE))
+    assert gate.begun.acquire(timeout=30)
+    edges.submit(runtime, numbered(2, [1, 2], RETIRE))
+    edges.submit(runtime, numbered(3, [3, 4], WRITE))
+    edges.submit(runtime, numbered(4, [2], WRITE))
+    edges.submit(runtime, numbered(5, [5], WRITE))
+    edges.submit(runtime, numbered(6, [5], RETIRE))
+    gate.open()
+    await edges.idle()
+
+    assert [[number for number, _ in batch] for batch in gate.batches] == [[1], [2, 2, 3, 3], [4, 5], [6]]
+
+
+async def test_an_exception_fails_the_batch_and_the_thread_goes_on(
+    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
+) -> None:
+    def fail_once(batch: Batch) -> Faults:
+        if batch[0].move.id == 1:
+            raise OSError(5, "the cable is out")
+        return Faults()
+
+    edges = make_edges([lane(fail_once)])
+    edges.submit(runtime, numbered(1, [0, 1]))
+    await edges.idle()
+    edges.submit(runtime, numbered(2, [2]))
+    await edges.idle()
+
+    assert [result.failed for result in desk.results] == [{0, 1}, frozenset()]
+    (problem,) = edges.problems()
+    assert "the cable is out" in problem and "test" in problem
+    assert edges.counters[DOWN].failures == 2
+    assert edges.counters[DOWN].blocks == 1
+
+
+async def test_a_stuck_call_shows_while_it_lasts(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
+    gate = Gate()
+    edges = make_edges([lane(gate)], stuck_after_s=0.0)
+    assert edges.problems() == []
+    edges.submit(runtime, numbered(1, [0]))
+    assert gate.begun.acquire(timeout=30)
+    (problem,) = edges.problems()
+    assert "stuck" in problem
+    gate.open()
+    await edges.idle()
+    assert edges.problems() == []
+
+
+async def test_counters_say_what_waits_and_what_went(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
+    gate = Gate()
+    edges = make_edges([lane(gate)])
+    edges.submit(runtime, numbered(1, [0]))
+    edges.submit(runtime, numbered(2, [1, 2]))
+    counters = edges.counters[DOWN]
+    assert (counters.queued_blocks, counters.blocks) == (3, 0)
+    assert gate.begun.acquire(timeout=30)
+    gate.open()
+    await edges.idle()
+
+    assert (counters.queued_blocks, counters.moves, counters.blocks, counters.failures) == (0, 2, 3, 0)
+    assert counters.bytes == 3 * runtime.spec.block_bytes(0)
+    assert counters.queue_ns > 0
+    assert counters.copy_ns > 0
+
+
+async def test_stop_gives_up_what_has_not_begun_and_leaves_a_thread_that_hangs(
+    desk: Desk, runtime: CacheRuntime
+) -> None:
+    gate = Gate()
+    edges = Edges(asyncio.get_running_loop(), desk.deliver, [lane(gate)])
+    edges.submit(runtime, numbered(1, [0]))
+    assert gate.begun.acquire(timeout=30)
+    edges.submit(runtime, numbered(2, [1]))
+
+    assert not await edges.stop()
+
+    gate.open()
+    for thread in mover_threads():
+        await asyncio.to_thread(thread.join, 30)
+    assert mover_threads() == []
+    assert gate.batches == [[(1, 0)]]
+    assert desk.results == []

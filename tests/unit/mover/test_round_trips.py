@@ -1,0 +1,127 @@
+"""Bytes survive every way through the tiers while the copies come late and out of order."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvtierd.core.ids import Key, Tier
+from kvtierd.mover.errors import Refused
+from kvtierd.tiers.device import Chaos
+from tests.unit.mover.rig import GROUP, Client, House, key, ready
+
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+
+
+def chain_of(number: int, length: int) -> list[Key]:
+    """Chains of the same ten share their first two blocks."""
+    shared = [key(1000 * (number // 10) + i) for i in range(2)]
+    return shared + [key(100_000 + 1000 * number + i) for i in range(length - 2)]
+
+
+async def serve(client: Client, chain: Sequence[Key]) -> int:
+    """One request as an engine would: what is stored is fetched and compared, the rest is written. The hits."""
+    hits = await client.get(chain)
+    missing = chain[hits:]
+    if missing:
+        await client.put(missing, after=chain[hits - 1] if hits else None)
+    return hits
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_three_tiers_under_chaos(tmp_path: Path, seed: int) -> None:
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 16, HOST: 24, DISK: 96}, chaos=Chaos(seed, max_delay_s=0.002))
+        rng = random.Random(seed)
+        requests = [chain_of(rng.randrange(30), 4) for _ in range(150)]
+        hits = 0
+
+        async def work(client: Client) -> None:
+            nonlocal hits
+            while requests:
+                hits += await serve(client, requests.pop())
+
+        await asyncio.gather(*(work(house.client(session)) for session in range(1, 4)))
+        await house.engine.settle()
+
+        assert hits > 100
+        assert house.engine.problems() == []
+        assert house.hub.residency() == house.listed()
+        used = {edge for edge, counters in house.engine.counters().items() if counters.blocks}
+        assert {(DEVICE, HOST), (HOST, DEVICE), (HOST, DISK), (DISK, DEVICE)} <= used
+        assert sum(house.engine.queues().values()) == 0
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {DEVICE: 4, HOST: 16},
+        {DEVICE: 4, DISK: 32},
+        {HOST: 4, DISK: 32},
+        {DEVICE: 4, HOST: 4, DISK: 32},
+    ],
+    ids=lambda slots: "-".join(map(str, slots)),
+)
+async def test_any_subset_of_tiers(tmp_path: Path, slots: dict[Tier, int]) -> None:
+    top = min(slots)
+    chains = [[key(10 * number + i) for i in range(3)] for number in range(4)]
+    async with House(tmp_path) as house:
+        house.open(slots, chaos=Chaos(1) if DEVICE in slots else None)
+        client = house.client()
+        for chain in chains:
+            await client.put(chain, top)
+        for chain in [*chains, *chains]:
+            assert await client.get(chain, top) == 3
+        await house.engine.settle()
+        assert house.hub.residency() == house.listed()
+        assert house.engine.problems() == []
+
+
+async def test_what_was_demoted_to_disk_comes_back_after_a_move_up(tmp_path: Path) -> None:
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 4, HOST: 4, DISK: 8})
+        client = house.client()
+        chain = [key(i) for i in range(4)]
+        await client.put(chain)
+
+        down = await client.move(chain, DISK)
+        assert down.results == (True,) * 4
+        await house.engine.settle()
+        assert set(house.listed().values()) == {DISK.bit}
+
+        up = await client.move(chain, HOST)
+        assert up.results == (True,) * 4
+        await house.engine.settle()
+        assert all(residency & HOST.bit for residency in house.listed().values())
+        assert await client.get(chain) == 4
+
+
+async def test_a_full_tier_refuses_what_leases_make_impossible(tmp_path: Path) -> None:
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 4, HOST: 4})
+        holder, other = house.client(1), house.client(2)
+        await holder.reserve(3)
+        with pytest.raises(Refused) as refused:
+            await other.reserve(2)
+        assert [(h.session, h.slots) for h in refused.value.refusal.holders] == [(1, 3)]
+
+
+async def test_freed_device_slots_are_poisoned_and_their_generation_is_odd(tmp_path: Path) -> None:
+    async with House(tmp_path) as house:
+        runtime = house.open({DEVICE: 2, HOST: 8})
+        client = house.client()
+        grant = await client.reserve(1)
+        (slot,) = grant.slots
+        client.commit(grant, [key(1)], DEVICE)
+        client.release(grant)
+        assert ready(runtime, DEVICE, slot)
+
+        assert (await client.move([key(1)], HOST)).results == (True,)
+
+        assert not ready(runtime, DEVICE, slot)
+        for part in runtime.memory(DEVICE).parts(GROUP, slot):
+            assert set(part[:1024]) == {0xA5}
+            assert set(part[-1024:]) == {0xA5}
+        assert await client.get([key(1)]) == 1
