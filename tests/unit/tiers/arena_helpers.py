@@ -1,0 +1,58 @@
+"""Small arenas, and processes that play their clients."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaIdentity, ArenaLayout
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtierd.core.ids import GroupId
+from kvtierd.tiers.arena import Arena
+
+GROUP = GroupId(0)
+POOL_BYTES = (10_000, 300)
+"""Bytes of a block in each of the two pools: one longer and one shorter than what poison stamps."""
+
+SPEC = CacheSpec(
+    "m", "uint8", 1, groups=(WindowGroupSpec(pools=tuple(PoolSpec(1, 1, size // 2) for size in POOL_BYTES)),)
+)
+
+
+def make_arena(name: str = "unit", *, device: int = 4, host: int = 6, boot: int = 3, spec: CacheSpec = SPEC) -> Arena:
+    layout = ArenaLayout.plan(spec, {(0, DEVICE): device, (0, HOST): host, (0, DISK): 9})
+    return Arena.create(name, layout, ArenaIdentity(spec.fingerprint(), epoch=1, boot=boot, pid=1))
+
+
+def start_client(script: str, *fds: int) -> subprocess.Popen[str]:
+    """Runs ``script`` in a process that inherits ``fds`` under their numbers, in the list ``fds``."""
+    preamble = "import ctypes, errno, mmap, os, sys\nimport numpy as np\nfds = [int(n) for n in sys.argv[1:]]\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", preamble + textwrap.dedent(script), *map(str, fds)],
+        pass_fds=fds,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish_client(client: subprocess.Popen[str]) -> str:
+    """What it printed, once it has ended well."""
+    said, complaint = client.communicate(timeout=60)
+    assert client.returncode == 0, complaint
+    return said.strip()
+
+
+def run_client(script: str, *fds: int) -> str:
+    """Both in one."""
+    return finish_client(start_client(script, *fds))
+
+
+def mapped_segments(name: str) -> int:
+    """How many segments of arena ``name`` this process maps."""
+    maps = Path("/proc/self/maps").read_text()
+    return len({line.split()[4] for line in maps.splitlines() if f"kvtier:{name}:" in line})

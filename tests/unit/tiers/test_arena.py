@@ -1,0 +1,416 @@
+"""What a client may and may not do to a segment is tested from another process, on the real descriptors."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.abi import attach
+from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_generation, is_ready, read_state
+from kvtier.abi.spec import CacheSpec
+from kvtierd.core.ids import SessionId, SlotId, Tier
+from kvtierd.tiers import memory
+from kvtierd.tiers.arena import Arena, Memfd
+from kvtierd.tiers.base import TierConfigError
+from tests.unit.tiers.arena_helpers import (
+    GROUP,
+    SPEC,
+    finish_client,
+    make_arena,
+    mapped_segments,
+    run_client,
+    start_client,
+)
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another uid takes root")
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = make_arena()
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def segment() -> Iterator[Memfd]:
+    segment = Memfd.create("kvtier:unit:segment", 1 << 20)
+    yield segment
+    segment.close()
+
+
+def test_a_client_needs_only_the_control_descriptor(arena: Arena) -> None:
+    slot = SlotId(2)
+    for tier in arena.tiers:
+        for number, (start, size) in enumerate(arena.layout.parts(tier, GROUP, slot)):
+            arena.data(tier)[start : start + size] = 10 * (tier + 1) + number
+    arena.end_write(Tier.HOST, GROUP, slot)
+    arena.set_owner(Tier.DEVICE, GROUP, slot, SessionId(99))
+    arena.set_state(ArenaState.SERVING)
+    fds = arena.fds(write=False)
+    assert tuple(fds) == attach.SEGMENTS
+    said = run_client(
+        """
+        from kvtier.abi.layout import *
+        def view(fd):
+            return np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
+        control = view(fds[0])
+        layout = ArenaLayout.read(control)
+        print(int(read_state(control)), ArenaIdentity.read(control).boot)
+        for tier, fd in ((HOST, fds[1]), (DEVICE, fds[2])):
+            data = view(fd)
+            assert len(data) == layout.data_bytes(tier)
+            values = [set(data[start : start + size].tolist()) for start, size in layout.parts(tier, 0, 2)]
+            print(values, layout.generations(control, tier, 0).tolist(), layout.owners(control, tier, 0).tolist())
+        """,
+        *fds.values(),
+    )
+    first = first_generation(3)
+    assert said.splitlines() == [
+        "1 3",
+        f"[{{20}}, {{21}}] {[first, first, first + 1, first, first, first]} {[0] * 6}",
+        f"[{{10}}, {{11}}] {[first] * 4} {[0, 0, 99, 0]}",
+    ]
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_a_generation_is_odd_exactly_while_written(arena: Arena, tier: Tier) -> None:
+    slot, other = SlotId(1), SlotId(2)
+    assert not is_ready(arena.generation(tier, GROUP, slot))
+    seen = [arena.generation(tier, GROUP, slot)]
+    for _ in range(3):
+        arena.end_write(tier, GROUP, slot)
+        assert is_ready(arena.generation(tier, GROUP, slot))
+        arena.begin_write(tier, GROUP, slot)
+        assert not is_ready(arena.generation(tier, GROUP, slot))
+        arena.begin_write(tier, GROUP, slot)  # a slot may be opened again before anything was written
+        seen.append(arena.generation(tier, GROUP, slot))
+    assert seen == [seen[0] + 2 * n for n in range(4)]
+    assert arena.generation(tier, GROUP, other) == first_generation(3)
+
+
+def test_ending_what_never_began_is_a_bug(arena: Arena) -> None:
+    arena.end_write(Tier.HOST, GROUP, SlotId(0))
+    with pytest.raises(AssertionError, match="host group 0 slot 0"):
+        arena.end_write(Tier.HOST, GROUP, SlotId(0))
+
+
+def test_owner_goes_and_comes(arena: Arena) -> None:
+    owners = arena.layout.owners(
+        np.frombuffer(mmap.mmap(arena.fds(write=False)["control"], 0, prot=mmap.PROT_READ), np.uint8), Tier.HOST, GROUP
+    )
+    arena.set_owner(Tier.HOST, GROUP, SlotId(5), SessionId(2**63))
+    assert owners.tolist() == [0, 0, 0, 0, 0, 2**63]
+    arena.set_owner(Tier.HOST, GROUP, SlotId(5), None)
+    assert owners.tolist() == [0] * 6
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "names"),
+    [
+        (4, 0, ("control", "device")),
+        (0, 6, ("control", "host")),
+        (0, 0, ("control",)),
+    ],
+)
+def test_only_tiers_the_cache_has(device: int, host: int, names: tuple[str, ...]) -> None:
+    arena = make_arena(device=device, host=host)
+    assert tuple(arena.fds(write=True)) == names
+    arena.close()
+
+
+def test_nobody_can_resize_a_segment(segment: Memfd) -> None:
+    said = run_client(
+        """
+        for size in (0, 4096, 2 << 20):
+            try:
+                os.ftruncate(fds[0], size)
+                print("done")
+            except PermissionError:
+                print("refused")
+        """,
+        segment.fd,
+    )
+    assert said.split() == ["refused"] * 3
+    segment.array[-1] = 1  # would be SIGBUS
+
+
+def test_a_writer_cannot_lock_out_the_daemons_successor(segment: Memfd) -> None:
+    said = run_client(
+        """
+        import fcntl
+        for seal in (0x0010, fcntl.F_SEAL_WRITE):  # F_SEAL_FUTURE_WRITE has no name in Python 3.11
+            try:
+                fcntl.fcntl(fds[0], fcntl.F_ADD_SEALS, seal)
+                print("done")
+            except PermissionError:
+                print("refused")
+        """,
+        segment.fd,
+    )
+    assert said.split() == ["refused"] * 2
+    assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    with mmap.mmap(segment.fd, 0) as successor:
+        successor[0] = 1
+    assert segment.array[0] == 1
+
+
+REOPEN_WRITABLE = """
+os.setuid(65534)
+for path in (f"/proc/self/fd/{fds[0]}", f"/proc/{os.getppid()}/fd/{fds[0]}"):
+    try:
+        os.pwrite(os.open(path, os.O_RDWR), b"x", 0)
+        print("written")
+    except PermissionError:
+        print("refused")
+"""
+
+
+@as_root
+def test_another_uid_cannot_reopen_a_reading_descriptor_for_writing(segment: Memfd) -> None:
+    assert run_client(REOPEN_WRITABLE, segment.read_only_fd).split() == ["refused", "refused"]
+    assert segment.array[0] == 0
+
+
+@as_root
+def test_an_unprotected_memfd_can_be_reopened_so() -> None:
+    """The threat is real: without this, the test above could pass for a reason of its own."""
+    fd = os.memfd_create("plain")
+    os.ftruncate(fd, 4096)
+    reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    assert run_client(REOPEN_WRITABLE, reading).split()[0] == "written"
+    os.close(reading)
+    os.close(fd)
+
+
+def test_nothing_can_be_written_through_a_reading_descriptor(arena: Arena) -> None:
+    said = run_client(
+        """
+        for fd in fds:
+            try:
+                mmap.mmap(fd, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+                print("mapped")
+            except PermissionError:
+                print("refused")
+            try:
+                os.pwrite(fd, b"x", 0)
+                print("written")
+            except OSError as error:
+                print(errno.errorcode[error.errno])
+            shared = mmap.mmap(fd, 4096, prot=mmap.PROT_READ)
+            libc = ctypes.CDLL(None, use_errno=True)
+            address = np.frombuffer(shared, np.uint8).ctypes.data
+            print("raised" if libc.mprotect(ctypes.c_void_p(address), 4096, 3) == 0 else "refused")
+        """,
+        *arena.fds(write=False).values(),
+    )
+    assert said.split() == ["refused", "EBADF", "refused"] * 3
+
+
+def test_a_writer_gets_the_data_but_never_control(arena: Arena) -> None:
+    fds = arena.fds(write=True)
+    modes = {name: fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE for name, fd in fds.items()}
+    assert modes == {"control": os.O_RDONLY, "host": os.O_RDWR, "device": os.O_RDWR}
+    run_client("np.frombuffer(mmap.mmap(fds[0], 0), np.uint8)[:] = 7", fds["host"])
+    assert (arena.data(Tier.HOST) == 7).all()
+
+
+def test_a_writer_that_punches_holes_hurts_only_the_bytes(arena: Arena) -> None:
+    arena.data(Tier.HOST)[:] = 9
+    arena.end_write(Tier.HOST, GROUP, SlotId(0))
+    fds = arena.fds(write=True)
+    said = run_client(
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        keep_size_punch_hole = 1 | 2
+        for fd in fds:
+            done = libc.fallocate(fd, keep_size_punch_hole, 0, os.fstat(fd).st_size) == 0
+            print("punched" if done else errno.errorcode[ctypes.get_errno()])
+        """,
+        fds["host"],
+        fds["control"],
+    )
+    assert said.split() == ["punched", "EBADF"]
+    assert not arena.data(Tier.HOST).any()
+    arena.data(Tier.HOST)[:] = 1
+    assert arena.data(Tier.HOST).all()
+    assert is_ready(arena.generation(Tier.HOST, GROUP, SlotId(0)))
+
+
+def test_descriptors_are_not_inherited(arena: Arena) -> None:
+    listing = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True)
+    assert "kvtier:unit" not in listing.stdout
+    assert "kvtier:unit:host" in os.readlink(f"/proc/self/fd/{arena.fds(write=False)['host']}")
+
+
+def test_every_page_exists_before_use() -> None:
+    segment = Memfd.create("kvtier:unit:allocated", 3 << 20)
+    assert os.fstat(segment.fd).st_blocks * 512 == 3 << 20
+    segment.close()
+
+
+def resident_bytes(name: str) -> int:
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    sizes = [next(line for line in lines if line.startswith("Rss:")) for line in lines if name in line]
+    return sum(int(size.split()[1]) * 1024 for size in sizes)
+
+
+def test_prefault_maps_every_page() -> None:
+    size = 160 << 20  # more than two pieces
+    segment = Memfd.create("kvtier:unit:prefault", size)
+    assert resident_bytes("kvtier:unit:prefault") == 0
+    segment.prefault()
+    assert resident_bytes("kvtier:unit:prefault") == size
+    segment.close()
+
+
+def test_prefault_keeps_what_was_written_meanwhile(segment: Memfd) -> None:
+    segment.array[:] = 77
+    segment.prefault()
+    assert (segment.array == 77).all()
+
+
+def test_closing_tells_clients_and_leaves_views_alone() -> None:
+    arena = make_arena("closing")
+    fds = arena.fds(write=False)
+    client = np.frombuffer(mmap.mmap(fds["control"], 0, prot=mmap.PROT_READ), np.uint8)
+    arena.set_state(ArenaState.SERVING)
+    view = arena.data(Tier.HOST)
+    arena.close()
+    assert read_state(client) is ArenaState.CLOSED
+    view[:] = 5  # a copy thread that was late
+    for fd in fds.values():
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
+    del view, client
+    gc.collect()
+    assert mapped_segments("closing") == 0
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("device", [10**9, 2**31 - 1])
+def test_an_arena_beyond_the_machines_memory_is_refused_before_a_page_is_taken(device: int) -> None:
+    before = open_descriptors()
+    with pytest.raises(TierConfigError, match="not enough memory") as refused:
+        make_arena("huge", device=device)
+    assert refused.value.field == "arena of huge"
+    assert open_descriptors() == before
+    assert mapped_segments("huge") == 0
+
+
+def test_a_failed_allocation_is_an_error_that_leaves_nothing_behind() -> None:
+    """The system refuses the second segment: here by a limit on file sizes, which memfds obey too."""
+    said = run_client(
+        """
+        import resource
+        from kvtierd.tiers.base import TierConfigError
+        from tests.unit.tiers.arena_helpers import make_arena, mapped_segments
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
+        before = os.listdir("/proc/self/fd")
+        try:
+            make_arena("limited", host=20)
+        except TierConfigError as error:
+            print(error.field, error)
+        assert os.listdir("/proc/self/fd") == before
+        assert mapped_segments("limited") == 0
+        """
+    )
+    assert said.startswith(
+        "kvtier:limited:host kvtier:limited:host = 327680: cannot allocate shared memory: File too large"
+    )
+
+
+@pytest.fixture
+def control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A control group two levels below the root, limited at the upper one."""
+    own = tmp_path / "fs" / "pod" / "container"
+    own.mkdir(parents=True)
+    (tmp_path / "self").write_text("1:cpu:/elsewhere\n0::/pod/container\n")
+    for group, limit in ((own, "max"), (own.parent, str(10 << 20))):
+        (group / "memory.max").write_text(f"{limit}\n")
+        (group / "memory.stat").write_text(f"anon {1 << 20}\nfile {8 << 20}\nshmem {2 << 20}\n")
+    monkeypatch.setattr(memory, "_OWN_CGROUP", tmp_path / "self")
+    monkeypatch.setattr(memory, "_CGROUP_ROOT", tmp_path / "fs")
+    return own.parent
+
+
+def test_a_control_group_above_limits_what_is_available(control_group: Path) -> None:
+    assert memory.available_bytes() == 7 << 20  # page cache gives way, anonymous and shared memory do not
+    with pytest.raises(TierConfigError, match=str(7 << 20)):
+        Memfd.create("kvtier:unit:group", 8 << 20)
+    (control_group / "memory.max").write_text("max\n")
+    Memfd.create("kvtier:unit:group", 8 << 20).close()
+
+
+def test_a_reader_without_a_lease_never_accepts_torn_bytes() -> None:
+    """Another process copies a slot over and over while it is rewritten, and keeps what the generation vouches for."""
+    # Blocks so large that the copies and the writes are sure to meet.
+    arena = make_arena(host=1, device=0, spec=CacheSpec.single("m", "uint8", 16, 16, 16, 64))
+    arena.set_state(ArenaState.SERVING)
+    slot = SlotId(0)
+    ((start, size),) = arena.layout.parts(Tier.HOST, GROUP, slot)
+    bytes_of_slot = arena.data(Tier.HOST)[start : start + size]
+    reader = start_client(READER, *arena.fds(write=False).values())
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "reading\n"
+    for value in range(5_000):
+        arena.begin_write(Tier.HOST, GROUP, slot)
+        bytes_of_slot.fill(value % 256)
+        arena.end_write(Tier.HOST, GROUP, slot)
+    arena.set_state(ArenaState.CLOSED)
+    accepted, torn = map(int, finish_client(reader).split())
+    assert accepted > 0
+    assert torn == 0
+    arena.close()
+
+
+READER = """
+from kvtier.abi.layout import *
+control, data = (np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8) for fd in fds)
+layout = ArenaLayout.read(control)
+generations = layout.generations(control, HOST, 0)
+((start, size),) = layout.parts(HOST, 0, 0)
+accepted = torn = 0
+print("reading", flush=True)
+closed = False
+while not closed:
+    closed = read_state(control) is ArenaState.CLOSED
+    before = int(generations[0])
+    if not is_ready(before):
+        continue
+    copy = data[start : start + size].copy()
+    if int(generations[0]) == before:
+        accepted += 1
+        torn += int(copy.min() != copy.max())
+print(accepted, torn)
+"""
+
+
+def test_two_boots_never_share_a_generation() -> None:
+    earlier, later = make_arena("earlier", boot=3), make_arena("later", boot=4)
+    for _ in range(1000):
+        earlier.end_write(Tier.HOST, GROUP, SlotId(0))
+        earlier.begin_write(Tier.HOST, GROUP, SlotId(0))
+    assert earlier.generation(Tier.HOST, GROUP, SlotId(0)) < later.generation(Tier.HOST, GROUP, SlotId(0))
+    earlier.close()
+    later.close()
+
+
+def test_identity_is_in_the_segment() -> None:
+    arena = make_arena("identity", boot=8)
+    control = np.frombuffer(mmap.mmap(arena.fds(write=False)["control"], 0, prot=mmap.PROT_READ), np.uint8)
+    assert ArenaIdentity.read(control) == ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=8, pid=1)
+    assert ArenaLayout.read(control) == arena.layout
+    arena.close()
