@@ -1,1 +1,139 @@
-"""kvtier."""
+"""kvtier: client of the daemon that keeps LLM engines' KV cache in tiers of GPU, CPU and disk memory.
+
+    async with await kvtier.connect() as client:
+        cache = await client.open_cache("llama", spec)
+        keys = kvtier.chain_keys(token_ids, spec.tokens_per_block)
+        await cache.put(keys, blocks)
+        blocks = await cache.get(keys)
+
+Names are imported when they are first used: ``import kvtier.abi`` costs no gRPC.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier.abi.keys import Scope, chain_keys
+    from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+    from kvtier.aio import AsyncClient, connect
+    from kvtier.cache import Cache
+    from kvtier.errors import (
+        CallerError,
+        ClientClosed,
+        CursorCompacted,
+        DaemonError,
+        DaemonUnavailable,
+        DataLoss,
+        DeadlineExceeded,
+        InvalidArgument,
+        KvtierError,
+        LeaseError,
+        LeaseLost,
+        NotFound,
+        PermissionDenied,
+        RetryableError,
+        SpecMismatch,
+        StaleRead,
+        TierFull,
+        TierOffline,
+        TooShort,
+    )
+    from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
+    from kvtier.lease import ReadLease, WriteLease
+    from kvtier.residency import ResidencyTable
+    from kvtier.types import BlockResult, Cause, Cursor, EventType, Tier
+    from kvtier.watch import Watch
+
+_HOMES = {
+    "kvtier.abi.keys": ("Scope", "chain_keys"),
+    "kvtier.abi.spec": ("CacheSpec", "PoolSpec", "WindowGroupSpec"),
+    "kvtier.aio": ("AsyncClient", "connect"),
+    "kvtier.cache": ("Cache",),
+    "kvtier.errors": (
+        "CallerError",
+        "ClientClosed",
+        "CursorCompacted",
+        "DaemonError",
+        "DaemonUnavailable",
+        "DataLoss",
+        "DeadlineExceeded",
+        "InvalidArgument",
+        "KvtierError",
+        "LeaseError",
+        "LeaseLost",
+        "NotFound",
+        "PermissionDenied",
+        "RetryableError",
+        "SpecMismatch",
+        "StaleRead",
+        "TierFull",
+        "TierOffline",
+        "TooShort",
+    ),
+    "kvtier.events": ("Event", "Gap", "Heartbeat", "SnapshotEnd", "SnapshotSlice", "SnapshotStart"),
+    "kvtier.lease": ("ReadLease", "WriteLease"),
+    "kvtier.residency": ("ResidencyTable",),
+    "kvtier.types": ("BlockResult", "Cause", "Cursor", "EventType", "Tier"),
+    "kvtier.watch": ("Watch",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AsyncClient",
+    "BlockResult",
+    "Cache",
+    "CacheSpec",
+    "CallerError",
+    "Cause",
+    "ClientClosed",
+    "Cursor",
+    "CursorCompacted",
+    "DaemonError",
+    "DaemonUnavailable",
+    "DataLoss",
+    "DeadlineExceeded",
+    "Event",
+    "EventType",
+    "Gap",
+    "Heartbeat",
+    "InvalidArgument",
+    "KvtierError",
+    "LeaseError",
+    "LeaseLost",
+    "NotFound",
+    "PermissionDenied",
+    "PoolSpec",
+    "ReadLease",
+    "ResidencyTable",
+    "RetryableError",
+    "Scope",
+    "SnapshotEnd",
+    "SnapshotSlice",
+    "SnapshotStart",
+    "SpecMismatch",
+    "StaleRead",
+    "Tier",
+    "TierFull",
+    "TierOffline",
+    "TooShort",
+    "Watch",
+    "WindowGroupSpec",
+    "WriteLease",
+    "chain_keys",
+    "connect",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,166 @@
+"""The asynchronous client."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Final, Self
+
+from kvtier.abi import attach as protocol
+from kvtier.abi.errors import FieldError
+from kvtier.abi.spec import CacheSpec
+from kvtier.cache import Cache
+from kvtier.errors import InvalidArgument, KvtierError
+from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
+from kvtier.stats import CacheInfo, DaemonStats
+from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.v1 import admin_pb2, caches_pb2
+from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
+from kvtier.wire import cache_info, daemon_stats
+
+DEFAULT_TIMEOUT_S: Final = 30.0
+
+_CLOSE_TIMEOUT_S: Final = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+async def connect(
+    address: str | os.PathLike[str] | None = None, *, timeout: float = DEFAULT_TIMEOUT_S, wait: float = 0.0
+) -> AsyncClient:
+    """A client of the daemon whose runtime directory is ``address`` (``$KVTIER_ADDRESS``, else ``/run/kvtier``)::
+
+        async with await kvtier.connect() as client:
+            cache = await client.open_cache("llama", spec)
+
+    ``timeout``: seconds that a call may take where it does not say itself. ``wait``: seconds to keep trying while no
+    daemon answers. Raises :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`,
+    :class:`InvalidArgument`.
+    """
+    session = Session(os.fspath(address) if address is not None else protocol.default_address())
+    await session.open(wait)
+    return AsyncClient(session, timeout)
+
+
+class AsyncClient:
+    """One session with a daemon, which heals by itself.
+
+    Broken connections are resumed; a restarted daemon is attached anew, its caches are opened and mapped again. Only
+    leases die with the daemon that granted them.
+
+    Made by :func:`connect`; belongs to the loop it was made in.
+    """
+
+    def __init__(self, session: Session, default_timeout: float) -> None:
+        self._session = session
+        self._default_timeout = default_timeout
+        self._caches: list[Cache] = []
+
+    @property
+    def address(self) -> str:
+        """The daemon's runtime directory."""
+        return self._session.address
+
+    @property
+    def session_id(self) -> int:
+        """This client's number in the daemon's statistics; another one after the daemon has restarted."""
+        return self._session.welcome.session_id
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's epoch at the last attach."""
+        return self._session.welcome.epoch
+
+    async def open_cache(
+        self,
+        name: str,
+        spec: CacheSpec,
+        *,
+        budgets: Mapping[Tier, int] | None = None,
+        write: bool = True,
+        timeout: float | None = None,
+    ) -> Cache:
+        """Opens a cache, creating it where it does not exist, and maps its memory.
+
+        ``budgets``: bytes by tier, only heeded at creation (none: all that is left). ``write`` False maps the memory
+        read-only: such a cache object cannot fill slots.
+
+        Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`TierFull` for budgets that are
+        not to be had.
+        """
+        try:
+            spec.validate()
+        except FieldError as error:
+            raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from error
+        cache = Cache(self._session, name, spec, budgets, write, self._default_timeout)
+        await cache.open(timeout)
+        self._caches.append(cache)
+        return cache
+
+    def watch(
+        self,
+        *,
+        since: Cursor | None = None,
+        oldest: bool = False,
+        snapshot: bool = False,
+        types: Collection[EventType] = (),
+        causes: Collection[Cause] = (),
+        tiers: Collection[Tier] = (),
+        caches: Collection[str] = (),
+        heartbeats: bool = False,
+        heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    ) -> Watch:
+        """Follows events: ``async for item in client.watch()``.
+
+        Begins now, or after ``since``, or at the ``oldest`` event held, or with a ``snapshot`` of the present state.
+        Empty filters let everything through. Items are :class:`kvtier.events.Event`, :class:`Gap` where events were
+        lost, :class:`SnapshotStart`, :class:`SnapshotSlice` and :class:`SnapshotEnd` with ``snapshot``, and
+        :class:`Heartbeat` if asked for. Outlives restarts of the daemon.
+
+        Raises, while iterating, :class:`kvtier.errors.CursorCompacted` where ``since`` lies before what is held.
+        """
+        return Watch(
+            self._session,
+            Start(since, oldest, snapshot),
+            Filter(types, causes, tiers, caches),
+            heartbeats=heartbeats,
+            heartbeat_s=heartbeat_s,
+        )
+
+    async def stats(self, *, timeout: float | None = None) -> DaemonStats:
+        """What the daemon knows of itself."""
+
+        async def attempt(link: Link, seconds: float) -> admin_pb2.StatsResponse:
+            request = admin_pb2.StatsRequest()
+            return await link.stubs.admin.Stats(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+
+        return daemon_stats(await self._session.call(attempt, Deadline(timeout or self._default_timeout)))
+
+    async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
+        """All caches that the daemon has open."""
+
+        async def attempt(link: Link, seconds: float) -> caches_pb2.ListCachesResponse:
+            request = caches_pb2.ListCachesRequest()
+            return await link.stubs.caches.List(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+
+        reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
+        return [cache_info(each) for each in reply.caches]
+
+    async def close(self) -> None:
+        """Releases what is held and hangs up. Every later call raises :class:`kvtier.errors.ClientClosed`."""
+        for cache in self._caches:
+            try:
+                await cache.release_all(timeout=_CLOSE_TIMEOUT_S)
+            except KvtierError as error:
+                _log.warning("leases of cache %s end with this process, not now: %s", cache.name, error)
+        await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

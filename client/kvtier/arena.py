@@ -1,0 +1,95 @@
+"""The arena of a cache, mapped: slots as numpy arrays, generations beside them.
+
+Layout and rules: :mod:`kvtier.abi.layout`. A mapping stays readable after its daemon has gone, so an old view never
+faults; whether its bytes still are the block's is what generations, leases and :attr:`Arena.stale` are for.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.abi import attach, layout
+from kvtier.abi.layout import ArenaLayout
+from kvtier.errors import DaemonError
+from kvtier.types import Tier
+
+Bytes = NDArray[np.uint8]
+
+_SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
+
+
+class Arena:
+    """The segments of one cache. There is no ``close``: memory is unmapped when the last array over it is gone."""
+
+    def __init__(self, fds: Mapping[str, int], *, write: bool, fingerprint: bytes) -> None:
+        """Maps the descriptors, which stay the caller's. ``write`` as it was asked for over the attach socket.
+
+        Raises :class:`DaemonError` where the segments are not the arena of a cache with this fingerprint.
+        """
+        self._control = _mapped(fds[attach.CONTROL], write=False)
+        try:
+            self.layout = ArenaLayout.read(self._control)
+        except layout.AbiError as error:
+            raise DaemonError(f"the daemon's arena cannot be trusted: {error}", reason="BAD_ARENA") from error
+        self.identity = layout.ArenaIdentity.read(self._control)
+        if self.identity.fingerprint != fingerprint:
+            raise DaemonError("the daemon's arena is of another specification", reason="BAD_ARENA")
+        self.writable = write
+        self.stale = False
+        """True once the daemon that served these segments is gone. Set by the client."""
+        self._data = {
+            tier: _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier))
+            for tier, name in _SEGMENTS.items()
+            if name in fds
+        }
+        groups = range(len(self.layout.groups))
+        self._pools = {
+            (tier, group): tuple(
+                self.layout.pool_view(data, tier, group, pool) for pool in range(len(self.layout.groups[group].pools))
+            )
+            for tier, data in self._data.items()
+            for group in groups
+        }
+        self._generations = {
+            (tier, group): self.layout.generations(self._control, tier, group)
+            for tier in self._data
+            for group in groups
+        }
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Tiers with mapped slots, the fastest first."""
+        return tuple(sorted(self._data))
+
+    def slots(self, tier: Tier, group: int) -> int:
+        return self.layout.groups[group].slots[tier]
+
+    def pools(self, tier: Tier, group: int) -> tuple[Bytes, ...]:
+        """All slots, one array a pool: [slots, bytes of a block in that pool]."""
+        return self._pools[tier, group]
+
+    def view(self, tier: Tier, group: int, slot: int, *, write: bool) -> list[Bytes]:
+        """A slot's bytes, one array a pool, not copied."""
+        views = [pool[slot] for pool in self._pools[tier, group]]
+        if not write:
+            for view in views:
+                view.flags.writeable = False
+        return views
+
+    def generations(self, tier: Tier, group: int, slots: NDArray[np.intp]) -> NDArray[np.uint64]:
+        """The slots' generations now: a copy."""
+        return self._generations[tier, group][slots]
+
+
+def _mapped(fd: int, *, write: bool, at_least: int = layout.HEADER_BYTES) -> Bytes:
+    size = os.fstat(fd).st_size
+    if size < at_least:
+        raise DaemonError(f"a segment of {size} bytes: the layout says {at_least}", reason="BAD_ARENA")
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+    return np.frombuffer(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection), dtype=np.uint8)

@@ -1,0 +1,169 @@
+"""The client's end of ``attach.sock``: who we are, and the memory we are given.
+
+The protocol stands in :mod:`kvtier.abi.attach`. The connection is the local session: while it is open the daemon
+knows that this process is there, and when the daemon goes, it closes.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Self, TypeVar
+
+from kvtier.abi import attach as protocol
+from kvtier.errors import (
+    CallerError,
+    DaemonError,
+    DaemonUnavailable,
+    InvalidArgument,
+    KvtierError,
+    NotFound,
+    PermissionDenied,
+    RetryableError,
+)
+
+_MAX_FDS: Final = len(protocol.SEGMENTS)
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+_REFUSALS: Final[Mapping[str, type[KvtierError]]] = {
+    "PERMISSION_DENIED": PermissionDenied,
+    "TOO_MANY_SESSIONS": RetryableError,
+    "UNKNOWN_CACHE": NotFound,
+    "INTERNAL": DaemonError,
+}
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Answer:
+    data: bytes
+    fds: list[int]
+
+
+class AttachConnection:
+    """One connection. Requests are answered in order. :attr:`closed` is set when either side hangs up."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[asyncio.Future[_Answer]] = deque()
+        self.closed = asyncio.Event()
+        self._loop.add_reader(sock.fileno(), self._on_readable)
+
+    @classmethod
+    async def open(cls, address: str) -> Self:
+        """Connects. Raises :class:`DaemonUnavailable` where nobody listens, :class:`PermissionDenied`."""
+        try:
+            path = protocol.socket_path(address, protocol.ATTACH_SOCKET)
+        except protocol.AddressError as error:
+            raise InvalidArgument("address", address, str(error)) from error
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, path)
+        except PermissionError as error:
+            sock.close()
+            raise PermissionDenied(f"{path}: {error.strerror}", reason="PERMISSION_DENIED") from error
+        except OSError as error:
+            sock.close()
+            raise DaemonUnavailable(f"no daemon answers at {path}: {error.strerror}", reason="NO_DAEMON") from error
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        return cls(sock)
+
+    async def hello(self, token: str | None) -> protocol.Welcome:
+        """Introduces this process; ``token`` resumes an earlier session of it."""
+        answer = await self._ask(protocol.Hello(token=token))
+        _close_all(answer.fds)
+        return _accepted(_decoded(protocol.decode_welcome, answer.data))
+
+    async def map(self, cache_id: int, *, write: bool) -> dict[str, int]:
+        """The cache's segments: descriptors by name, owned by the caller."""
+        answer = await self._ask(protocol.Map(cache_id=cache_id, write=write))
+        try:
+            mapped = _accepted(_decoded(protocol.decode_mapped, answer.data))
+            if len(mapped.fds) != len(answer.fds):
+                raise DaemonError(f"{len(answer.fds)} descriptors came for {mapped.fds}", reason="BAD_ANSWER")
+        except KvtierError:
+            _close_all(answer.fds)
+            raise
+        return dict(zip(mapped.fds, answer.fds, strict=True))
+
+    def close(self) -> None:
+        """Hangs up. Whoever still waits for an answer gets :class:`DaemonUnavailable`. Closing twice is allowed."""
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_exception(DaemonUnavailable("the daemon hung up", reason="HUNG_UP"))
+        self._waiting.clear()
+
+    async def _ask(self, request: protocol.Request) -> _Answer:
+        if self.closed.is_set():
+            raise DaemonUnavailable("the daemon hung up", reason="HUNG_UP")
+        waiter: asyncio.Future[_Answer] = self._loop.create_future()
+        self._waiting.append(waiter)
+        try:
+            # A packet this small either fits the socket's buffer whole or the peer has stopped reading.
+            self._sock.send(protocol.encode(request))
+        except OSError as error:
+            self.close()
+            waiter.exception()
+            raise DaemonUnavailable(f"the daemon hung up: {error.strerror}", reason="HUNG_UP") from error
+        return await waiter
+
+    def _on_readable(self) -> None:
+        try:
+            data, ancillary, flags, _ = self._sock.recvmsg(
+                protocol.MAX_MESSAGE + 1, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            data, ancillary, flags = b"", [], 0
+        fds = _received_fds(ancillary)
+        if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not self._waiting:
+            _close_all(fds)
+            self.close()
+            return
+        waiter = self._waiting.popleft()
+        if waiter.done():
+            # Its caller was cancelled; the answer still had to be taken off the queue.
+            _close_all(fds)
+        else:
+            waiter.set_result(_Answer(data, fds))
+
+
+def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
+    try:
+        return decode(data)
+    except protocol.AttachProtocolError as error:
+        raise DaemonError(f"the daemon's answer is not part of the protocol: {error}", reason="BAD_ANSWER") from error
+
+
+def _accepted(reply: T | protocol.Failure) -> T:
+    if isinstance(reply, protocol.Failure):
+        raise _REFUSALS.get(reply.reason, CallerError)(reply.message, reason=reply.reason)
+    return reply
+
+
+def _received_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,160 @@
+"""A cache bound to a session: its id there, its memory, and calls that find both anew after a restart of the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from grpc.aio import UnaryUnaryMultiCallable
+
+from kvtier.abi.spec import CacheSpec
+from kvtier.arena import Arena
+from kvtier.errors import ClientClosed, DaemonUnavailable, DeadlineExceeded, KvtierError
+from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
+from kvtier.stats import CacheInfo
+from kvtier.types import Tier
+from kvtier.v1 import blocks_pb2, caches_pb2
+from kvtier.wire import budgets_to_wire, cache_info, spec_to_wire
+
+_GIVE_BACK_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+@dataclass(slots=True, frozen=True)
+class Binding:
+    """A cache in one session."""
+
+    session: int
+    cache_id: int
+    arena: Arena
+    info: CacheInfo
+
+
+class Binder:
+    """Opens a cache in whatever session the link has, and calls the daemon about it."""
+
+    def __init__(self, session: Session, name: str, spec: CacheSpec, budgets: Mapping[Tier, int], write: bool) -> None:
+        self.session: Final = session
+        self._name = name
+        self._spec = spec
+        self._budgets = dict(budgets)
+        self._write = write
+        self._binding: Binding | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def binding(self) -> Binding:
+        """The last one. Raises :class:`ClientClosed` where the cache was never opened."""
+        if self._binding is None:
+            raise ClientClosed(f"cache {self._name} is not open", reason="CLOSED")
+        return self._binding
+
+    async def bind(self, link: Link, seconds: float) -> Binding:
+        """The cache in the link's session, opened there first if need be."""
+        async with self._lock:
+            if self._binding is not None:
+                if self._binding.session == link.session:
+                    return self._binding
+                self._binding.arena.stale = True
+            request = caches_pb2.OpenRequest(
+                name=self._name,
+                spec=spec_to_wire(self._spec),
+                budgets=budgets_to_wire(self._budgets),
+                seq=self.session.next_seq(),
+            )
+            reply = await send(link, lambda stubs: stubs.caches.Open, request, seconds)
+            fds = await link.attach.map(reply.cache_id, write=self._write)
+            try:
+                arena = Arena(fds, write=self._write, fingerprint=self._spec.fingerprint())
+            finally:
+                for fd in fds.values():
+                    os.close(fd)
+            self._binding = Binding(link.session, reply.cache_id, arena, cache_info(reply.info))
+            return self._binding
+
+    async def call(
+        self,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        build: Callable[[Binding], Request],
+        deadline: Deadline,
+    ) -> Response:
+        """A call that may run again in another session: a lookup, or one that leaves the same state when repeated."""
+
+        async def attempt(link: Link, seconds: float) -> Response:
+            binding = await self.bind(link, seconds)
+            return await send(link, method, build(binding), deadline.left())
+
+        return await self.session.call(attempt, deadline)
+
+    async def take(
+        self,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        build: Callable[[Binding], Request],
+        leases_of: Callable[[Response], list[int]],
+        deadline: Deadline,
+    ) -> tuple[Binding, Response]:
+        """A call that grants leases. Where its answer does not reach the caller, what it granted is given back."""
+        sent: list[tuple[Binding, Request]] = []
+
+        async def attempt(link: Link, seconds: float) -> tuple[Binding, Response]:
+            binding = await self.bind(link, seconds)
+            sent[:] = [(binding, build(binding))]
+            return binding, await send(link, method, sent[0][1], deadline.left())
+
+        try:
+            return await self.session.call(attempt, deadline)
+        except (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable):
+            for binding, request in sent:
+                self.session.spawn(self._give_back(binding, method, request, leases_of))
+            raise
+
+    async def release(self, binding: Binding, lease_ids: Sequence[int], deadline: Deadline) -> None:
+        """Ends leases of a binding, in this order. In another session they have ended already."""
+        if not lease_ids:
+            return
+        request = blocks_pb2.ReleaseRequest(cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq())
+
+        async def attempt(link: Link, seconds: float) -> None:
+            if link.session == binding.session:
+                await send(link, lambda stubs: stubs.blocks.Release, request, seconds)
+
+        await self.session.call(attempt, deadline)
+
+    async def _give_back(
+        self,
+        binding: Binding,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        request: Request,
+        leases_of: Callable[[Response], list[int]],
+    ) -> None:
+        """Asks again under the same number, which says what was granted, and releases that."""
+
+        async def attempt(link: Link, seconds: float) -> list[int]:
+            if link.session != binding.session:
+                return []
+            return leases_of(await method(link.stubs)(request, timeout=seconds, metadata=link.metadata))
+
+        try:
+            lease_ids = await self.session.call(attempt, Deadline(_GIVE_BACK_S))
+            await self.release(binding, lease_ids, Deadline(_GIVE_BACK_S))
+        except KvtierError as error:
+            # Refused: nothing was granted. Unreachable: the daemon frees the slots when this process ends.
+            _log.debug("nothing to give back: %s", error)
+
+
+async def send(
+    link: Link,
+    method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+    request: Request,
+    seconds: float,
+) -> Response:
+    """One RPC with the session's token."""
+    return await method(link.stubs)(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)

@@ -1,0 +1,595 @@
+"""A cache as one client sees it: every verb, and put and get of arrays on top of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from grpc.aio import UnaryUnaryMultiCallable
+from numpy.typing import NDArray
+
+from kvtier import transfer
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.spec import CacheSpec
+from kvtier.arena import Arena
+from kvtier.binding import Binder, Binding, Request, Response, send
+from kvtier.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    KvtierError,
+    LeaseLost,
+    RetryableError,
+    StaleRead,
+    TierFull,
+    TooShort,
+)
+from kvtier.lease import Held, Lease, ReadLease, WriteLease
+from kvtier.session import Deadline, Link, Session, Stubs
+from kvtier.stats import CacheInfo
+from kvtier.types import DEFAULT_PRIORITY, MAPPED_TIERS, ROOT_PARENT, BlockResult, Cursor, Tier
+from kvtier.v1 import blocks_pb2, caches_pb2
+from kvtier.wire import (
+    Keys,
+    cursor_from_wire,
+    packed_keys,
+    split_keys,
+    tier_to_wire,
+)
+
+MAX_KEYS: Final = 16_384
+"""Keys of one call. ``put`` and ``get`` split longer chains; every other verb passes them on, to be refused."""
+
+MAX_PRIORITY: Final = 100
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Match:
+    """A stored prefix: ``blocks`` long, one residency byte a block."""
+
+    blocks: int
+    residency: bytes
+    as_of: Cursor
+
+
+@dataclass(slots=True, frozen=True)
+class Location:
+    """Where one key's bytes are. Slot and generation are None where the residency does not name the tier."""
+
+    residency: int
+    device_slot: int | None
+    device_generation: int | None
+    host_slot: int | None
+    host_generation: int | None
+
+
+@dataclass(slots=True, frozen=True)
+class ListedBlock:
+    key: bytes
+    parent: bytes | None
+    residency: int
+    priority: int
+
+
+@dataclass(slots=True, frozen=True)
+class Page:
+    """Part of a listing. The listing is consistent if every page has the same ``as_of``."""
+
+    blocks: tuple[ListedBlock, ...]
+    as_of: Cursor
+
+
+@dataclass(slots=True, frozen=True)
+class DropReport:
+    """One result a key asked for; ``dropped`` counts the subtrees."""
+
+    results: list[BlockResult]
+    dropped: int
+
+
+class Cache:
+    """Made by :meth:`kvtier.AsyncClient.open_cache`.
+
+    Every verb takes ``timeout`` in seconds (default: the client's) and raises, besides what it says itself:
+    :class:`kvtier.errors.DeadlineExceeded`, :class:`DaemonUnavailable`, :class:`InvalidArgument`. Keys are packed
+    bytes or an iterable of 32-byte keys.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        spec: CacheSpec,
+        budgets: Mapping[Tier, int] | None,
+        write: bool,
+        default_timeout: float,
+    ) -> None:
+        self.name: Final = name
+        self.spec: Final = spec
+        self.group: Final = 0
+        """The one window group that this version has."""
+        self.block_bytes: Final = spec.block_bytes(self.group)
+        self._session = session
+        self._binder = Binder(session, name, spec, budgets or {}, write)
+        self._default_timeout = default_timeout
+        self._leases: set[Lease] = set()
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> CacheInfo:
+        """As the daemon described it when it was opened last."""
+        return self._binder.binding.info
+
+    @property
+    def arena(self) -> Arena:
+        """Its memory, as mapped last."""
+        return self._binder.binding.arena
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers it has, the fastest first."""
+        return tuple(info.tier for info in self.info.groups[self.group].tiers)
+
+    @property
+    def session_number(self) -> int:
+        """Rises when the daemon no longer knows the session before: leases of that one are lost."""
+        return self._session.number
+
+    def slots(self, tier: Tier) -> int:
+        """Capacity of a tier in blocks; 0 where the cache does not have it."""
+        return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
+
+    def lease_tier(self, tier: Tier | None = None) -> Tier:
+        """``tier``, or the fastest one whose slots can be mapped. Raises :class:`InvalidArgument` if there is none."""
+        mapped = [each for each in self.tiers if each in MAPPED_TIERS]
+        if tier is None and mapped:
+            return mapped[0]
+        if tier is None or tier not in mapped:
+            have = " or ".join(str(each) for each in mapped)
+            raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
+        return tier
+
+    # -- lookups ---------------------------------------------------------------------------------------------------
+
+    async def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
+        """The longest stored prefix of a chain. No side effect."""
+        packed = packed_keys(keys)
+        reply = await self._lookup(
+            lambda stubs: stubs.blocks.Match,
+            lambda binding: blocks_pb2.MatchRequest(cache_id=binding.cache_id, group=self.group, keys=packed),
+            timeout,
+        )
+        return Match(reply.blocks, reply.residency, cursor_from_wire(reply.as_of_event))
+
+    async def locate(self, keys: Keys, *, timeout: float | None = None) -> list[Location]:
+        """Tier, slot and generation of each key. No side effect."""
+        packed = packed_keys(keys)
+        reply = await self._lookup(
+            lambda stubs: stubs.blocks.Locate,
+            lambda binding: blocks_pb2.LocateRequest(cache_id=binding.cache_id, group=self.group, keys=packed),
+            timeout,
+        )
+        rows = zip(
+            reply.residency,
+            _where(reply.residency, Tier.DEVICE, reply.device_slots),
+            _where(reply.residency, Tier.DEVICE, reply.device_generations),
+            _where(reply.residency, Tier.HOST, reply.host_slots),
+            _where(reply.residency, Tier.HOST, reply.host_generations),
+            strict=True,
+        )
+        return [Location(*row) for row in rows]
+
+    async def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncIterator[Page]:
+        """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
+        page = 0
+        while True:
+            reply = await self._lookup(
+                lambda stubs: stubs.blocks.List,
+                lambda binding, page=page: blocks_pb2.ListBlocksRequest(  # type: ignore[misc]
+                    cache_id=binding.cache_id, group=self.group, page=page, limit=page_blocks
+                ),
+                timeout,
+            )
+            rows = zip(
+                split_keys(reply.keys), split_keys(reply.parents), reply.residency, reply.priorities, strict=True
+            )
+            yield Page(
+                tuple(
+                    ListedBlock(key, None if up == ROOT_PARENT else up, where, rank) for key, up, where, rank in rows
+                ),
+                cursor_from_wire(reply.as_of_event),
+            )
+            page = reply.next_page
+            if not page:
+                return
+
+    async def blocks(self, *, timeout: float | None = None) -> AsyncIterator[ListedBlock]:
+        """All indexed blocks. Others may change the cache between the pages: see :meth:`pages`."""
+        async for page in self.pages(timeout=timeout):
+            for block in page.blocks:
+                yield block
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> Held[WriteLease]:
+        """``count`` blank slots, all or nothing: ``async with cache.reserve(4) as lease``.
+
+        Waits while room can be made. Raises :class:`TierFull` at once where all that nobody holds could not suffice.
+        """
+        return Held(lambda: self._reserve(count, tier, timeout), self.release)
+
+    def acquire(
+        self, keys: Keys, tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+    ) -> Held[ReadLease]:
+        """The longest prefix that can be had, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
+
+        Raises :class:`TooShort` where less than ``min_blocks`` is stored, :class:`TierFull` where the tier has no
+        room for that many.
+        """
+        return Held(lambda: self._acquire(keys, tier, min_blocks, timeout), self.release)
+
+    def acquire_many(
+        self,
+        chains: Iterable[Keys],
+        tier: Tier | None = None,
+        *,
+        min_blocks: int = 0,
+        timeout: float | None = None,
+    ) -> Held[list[ReadLease]]:
+        """One lease a chain, in order. No chain takes what another one of the call matches.
+
+        A chain that cannot have ``min_blocks`` gets an empty lease with its :attr:`ReadLease.refusal`; nothing is
+        raised.
+        """
+        return Held(lambda: self._acquire_many(chains, tier, min_blocks, timeout), lambda leases: self.release(*leases))
+
+    async def release(self, *leases: Lease, timeout: float | None = None) -> None:
+        """Gives leases back, in one call and in this order: give the tail of a chain before its head.
+
+        Those released before, or lost with their daemon, are passed over. A cancelled caller's release goes on by
+        itself.
+        """
+        live = [lease for lease in leases if not lease.released]
+        if not live:
+            return
+        for lease in live:
+            lease.released = True
+        work = asyncio.ensure_future(self._release(live, self._deadline(timeout)))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._session.spawn(_logged(work, "release"))
+            raise
+        except RetryableError:
+            for lease in live:
+                lease.released = False
+            raise
+
+    async def commit(
+        self,
+        lease: WriteLease,
+        keys: Keys,
+        indices: Sequence[int],
+        parent: bytes | None,
+        parents: Sequence[bytes | None] | None,
+        priorities: int | Sequence[int] | None,
+        timeout: float | None,
+    ) -> list[BlockResult]:
+        """See :meth:`WriteLease.commit`, the way to call it."""
+        packed = packed_keys(keys)
+        count = len(packed) // KEY_BYTES
+        if count > len(indices):
+            raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
+        seq = self._session.next_seq()
+        request = blocks_pb2.CommitRequest(
+            cache_id=lease.binding.cache_id,
+            lease_id=lease.id,
+            slots=[lease.slots[index] for index in indices[:count]],
+            keys=packed,
+            parents=_packed_parents(packed, parent, parents),
+            priorities=_packed_priorities(count, priorities),
+            seq=seq,
+        )
+
+        async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
+            if link.session != lease.binding.session:
+                raise LeaseLost("the daemon restarted before the blocks were committed", reason="LEASE_LOST")
+            return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
+
+        reply = await self._session.call(attempt, self._deadline(timeout))
+        return [BlockResult(result) for result in reply.results]
+
+    # -- placement -------------------------------------------------------------------------------------------------
+
+    async def move(self, keys: Keys, to: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+        """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above."""
+        packed, seq = packed_keys(keys), self._session.next_seq()
+        deadline = self._deadline(timeout)
+        wait_ns = int(deadline.left() * 1e9)
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Move,
+            lambda binding: blocks_pb2.MoveRequest(
+                cache_id=binding.cache_id,
+                group=self.group,
+                to=tier_to_wire(to),
+                keys=packed,
+                timeout_ns=wait_ns,
+                seq=seq,
+            ),
+            deadline,
+        )
+        return [BlockResult(result) for result in reply.results]
+
+    async def drop(self, keys: Keys, *, timeout: float | None = None) -> DropReport:
+        """Forgets blocks and everything below them, in every tier."""
+        packed, seq = packed_keys(keys), self._session.next_seq()
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Drop,
+            lambda binding: blocks_pb2.DropRequest(cache_id=binding.cache_id, group=self.group, keys=packed, seq=seq),
+            self._deadline(timeout),
+        )
+        return DropReport([BlockResult(result) for result in reply.results], reply.dropped)
+
+    # -- arrays ----------------------------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        keys: Keys,
+        blocks: transfer.Blocks,
+        *,
+        parent: bytes | None = None,
+        tier: Tier | None = None,
+        priorities: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
+
+        ``blocks``: one array a key of any dtype and shape with exactly :attr:`block_bytes`, or one array whose first
+        axis is the block. ``parent``: key of the block before the first one (None: it is a root). A chain of more
+        than half a tier goes in pieces, each released before the next; where a piece's parent has been evicted
+        meanwhile, it and the rest are PARENT_MISSING and not stored. ``timeout`` is for each piece.
+
+        Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
+        """
+        chain = split_keys(packed_keys(keys))
+        ranks = list(_packed_priorities(len(chain), priorities)) or [DEFAULT_PRIORITY] * len(chain)
+        sources = transfer.readable(blocks, len(chain), self.block_bytes)
+        place = self.lease_tier(tier)
+        step = self._piece(place)
+        results: list[BlockResult] = []
+        for start in range(0, len(chain), step):
+            piece = chain[start : start + step]
+            if start and results[-1] is BlockResult.PARENT_MISSING:
+                results += [BlockResult.PARENT_MISSING] * len(piece)
+                continue
+            async with self.reserve(len(piece), place, timeout=timeout) as lease:
+                pools = lease.arena.pools(place, self.group)
+                rows = sources[start : start + step]
+                await transfer.run(_bound_copy(transfer.into_slots, pools, lease.slots, rows), self._bytes(piece))
+                up = chain[start - 1] if start else parent
+                results += await lease.commit(piece, parent=up, priorities=ranks[start : start + step], timeout=timeout)
+        return results
+
+    async def get(
+        self,
+        keys: Keys,
+        out: transfer.Blocks | None = None,
+        *,
+        tier: Tier | None = None,
+        timeout: float | None = None,
+    ) -> list[NDArray[Any]]:
+        """The longest stored prefix of a chain, copied out: one array a block of the prefix.
+
+        ``out``: arrays of exactly :attr:`block_bytes` to copy into, one a key, C-contiguous; the first ones are
+        filled and returned. Without it: fresh uint8 arrays. ``tier`` is where the blocks are read, and stay for now.
+        ``timeout`` is for each piece of at most half that tier.
+
+        Raises :class:`TierFull`, :class:`StaleRead`.
+        """
+        chain = split_keys(packed_keys(keys))
+        targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
+        place = self.lease_tier(tier)
+        step = self._piece(place)
+        found: list[NDArray[Any]] = []
+        while len(found) < len(chain):
+            start = len(found)
+            try:
+                rows, complete = await self._get_piece(chain[start : start + step], targets, start, place, timeout)
+            except TooShort:
+                break
+            found += rows if out is None else out[start : start + len(rows)]
+            if complete and start + len(rows) < min(start + step, len(chain)):
+                break
+        return found
+
+    async def close(self, *, timeout: float | None = None) -> None:
+        """Releases this object's leases and gives up the session's use of the cache, which stays warm."""
+        await self.release_all(timeout=timeout)
+        binding, seq = self._binder.binding, self._session.next_seq()
+
+        async def attempt(link: Link, seconds: float) -> None:
+            if link.session == binding.session:
+                request = caches_pb2.CloseRequest(cache_id=binding.cache_id, seq=seq)
+                await send(link, lambda stubs: stubs.caches.Close, request, seconds)
+
+        await self._session.call(attempt, self._deadline(timeout))
+
+    async def release_all(self, *, timeout: float | None = None) -> None:
+        """Gives back every lease that this object granted and that is still held."""
+        await self.release(*self._leases, timeout=timeout)
+
+    async def open(self, timeout: float | None = None) -> None:
+        """Opens it in the daemon and maps its memory. The client does this; later calls do it again where they must."""
+
+        async def attempt(link: Link, seconds: float) -> None:
+            await self._binder.bind(link, seconds)
+
+        await self._session.call(attempt, self._deadline(timeout))
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    async def _lookup(
+        self,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        build: Callable[[Binding], Request],
+        timeout: float | None,
+    ) -> Response:
+        return await self._binder.call(method, build, self._deadline(timeout))
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._default_timeout if timeout is None else timeout)
+
+    async def _reserve(self, count: int, tier: Tier | None, timeout: float | None) -> WriteLease:
+        if not isinstance(count, int) or not 1 <= count < 2**32:
+            raise InvalidArgument("count", count, "1 or more")
+        place, seq = self.lease_tier(tier), self._session.next_seq()
+        deadline = self._deadline(timeout)
+        # A repeated call must be the same to the byte, so it carries the whole time, not what is left.
+        wait_ns = int(deadline.left() * 1e9)
+        binding, reply = await self._binder.take(
+            lambda stubs: stubs.blocks.Reserve,
+            lambda binding: blocks_pb2.ReserveRequest(
+                cache_id=binding.cache_id,
+                group=self.group,
+                tier=tier_to_wire(place),
+                count=count,
+                timeout_ns=wait_ns,
+                seq=seq,
+            ),
+            lambda reply: [reply.lease_id],
+            deadline,
+        )
+        lease = WriteLease(self, binding, place, reply.lease_id, reply.slots)
+        self._leases.add(lease)
+        return lease
+
+    async def _acquire(self, keys: Keys, tier: Tier | None, min_blocks: int, timeout: float | None) -> ReadLease:
+        (lease,) = await self._acquire_many([keys], tier, min_blocks, timeout)
+        if lease.refusal:
+            raise _refusal(lease, min_blocks)
+        return lease
+
+    async def _acquire_many(
+        self, chains: Iterable[Keys], tier: Tier | None, min_blocks: int, timeout: float | None
+    ) -> list[ReadLease]:
+        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
+        place, seq = self.lease_tier(tier), self._session.next_seq()
+        deadline = self._deadline(timeout)
+        wait_ns = int(deadline.left() * 1e9)
+        wanted = [blocks_pb2.Chain(keys=keys, min_blocks=min_blocks) for keys in packed]
+        binding, reply = await self._binder.take(
+            lambda stubs: stubs.blocks.Acquire,
+            lambda binding: blocks_pb2.AcquireRequest(
+                cache_id=binding.cache_id,
+                group=self.group,
+                tier=tier_to_wire(place),
+                chains=wanted,
+                timeout_ns=wait_ns,
+                seq=seq,
+            ),
+            lambda reply: [chain.lease_id for chain in reply.chains if chain.lease_id],
+            deadline,
+        )
+        leases = [
+            ReadLease(
+                self,
+                binding,
+                place,
+                chain.lease_id,
+                chain.slots,
+                keys=split_keys(keys[: len(chain.slots) * KEY_BYTES]),
+                generations=chain.generations,
+                found_in=chain.found_in,
+                matched=chain.matched,
+                refusal=chain.refusal,
+            )
+            for keys, chain in zip(packed, reply.chains, strict=True)
+        ]
+        self._leases.update(lease for lease in leases if lease.id)
+        return leases
+
+    async def _release(self, leases: Sequence[Lease], deadline: Deadline) -> None:
+        for binding in {lease.binding for lease in leases}:
+            ids = [lease.id for lease in leases if lease.binding is binding]
+            await self._binder.release(binding, ids, deadline)
+        for lease in leases:
+            self._leases.discard(lease)
+
+    async def _get_piece(
+        self,
+        chain: Sequence[bytes],
+        targets: Sequence[NDArray[np.uint8]] | None,
+        start: int,
+        tier: Tier,
+        timeout: float | None,
+    ) -> tuple[list[NDArray[np.uint8]], bool]:
+        """Copies out a prefix of ``chain``; and whether that is all of it that is stored."""
+        async with self.acquire(chain, tier, min_blocks=1, timeout=timeout) as lease:
+            if targets is None:
+                rows = list(np.empty((lease.blocks, self.block_bytes), dtype=np.uint8))
+            else:
+                rows = list(targets[start : start + lease.blocks])
+            pools = lease.arena.pools(tier, self.group)
+            before = lease.unchanged()
+            await transfer.run(_bound_copy(transfer.out_of_slots, pools, lease.slots, rows), self._bytes(rows))
+            if not (before and lease.unchanged()):
+                raise StaleRead("a slot changed under its lease", reason="STALE_READ")
+            return rows, lease.blocks == lease.matched
+
+    def _piece(self, tier: Tier) -> int:
+        return max(1, min(self.slots(tier) // 2, MAX_KEYS))
+
+    def _bytes(self, blocks: Sequence[object]) -> int:
+        return len(blocks) * self.block_bytes
+
+
+async def _logged(work: asyncio.Future[None], what: str) -> None:
+    try:
+        await work
+    except KvtierError as error:
+        _log.warning("%s after its caller was cancelled: %s", what, error)
+
+
+def _bound_copy(
+    copy: Callable[[Sequence[NDArray[np.uint8]], Sequence[int], Sequence[NDArray[np.uint8]]], None],
+    pools: Sequence[NDArray[np.uint8]],
+    slots: Sequence[int],
+    blocks: Sequence[NDArray[np.uint8]],
+) -> Callable[[], None]:
+    return lambda: copy(pools, slots, blocks)
+
+
+def _where(residency: bytes, tier: Tier, values: Sequence[int]) -> list[int | None]:
+    return [value if where & tier.bit else None for where, value in zip(residency, values, strict=True)]
+
+
+def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
+    """One parent a key: the chain's, or those given."""
+    if parents is not None:
+        return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
+    return packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed[:-KEY_BYTES]
+
+
+def _packed_priorities(count: int, priorities: int | Sequence[int] | None) -> bytes:
+    if priorities is None:
+        return b""
+    listed = [priorities] * count if isinstance(priorities, int) else list(priorities)
+    for index, value in enumerate(listed):
+        if not 0 <= value <= MAX_PRIORITY:
+            raise InvalidArgument(f"priorities[{index}]", value, f"0 to {MAX_PRIORITY}")
+    return bytes(listed)
+
+
+def _refusal(lease: ReadLease, min_blocks: int) -> KvtierError:
+    message = f"{lease.matched} blocks of the chain are stored, {min_blocks} wanted: {lease.refusal}"
+    if lease.refusal == "DEADLINE":
+        return DeadlineExceeded(message, reason=lease.refusal)
+    if lease.refusal == "TIER_FULL":
+        return TierFull(message, tier=lease.tier, wanted=min_blocks, free=0, holders=(), reason=lease.refusal)
+    return TooShort(message, matched=lease.matched, reason=lease.refusal)

@@ -1,0 +1,240 @@
+"""Events as a watcher gets them: frozen values, and their JSON with TensorRT-LLM's field names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from kvtier.types import ROOT_PARENT, Cause, Cursor, EventType, Tier, fastest, tiers_of
+from kvtier.v1 import events_pb2
+from kvtier.wire import split_keys, tier_from_wire
+
+
+@dataclass(slots=True, frozen=True)
+class Event:
+    """What happened to some blocks of one window group.
+
+    ``packed_keys``, ``packed_parents`` (stored only): 32 bytes a block. ``residency`` (stored, updated) and
+    ``priorities``: one byte a block, as they are AFTER the change, so that applying an event twice changes nothing.
+    ``moved_from`` to ``copy_ns`` are set where a move caused it: bytes copied, nanoseconds waited and spent.
+    ``time_ns``: nanoseconds since the Unix epoch. ``num_blocks_per_cache_level``: created only, the fastest tier
+    first.
+    """
+
+    epoch: int
+    event_id: int
+    type: EventType
+    cause: Cause | int
+    cache: str
+    group: int
+    time_ns: int
+    packed_keys: bytes = b""
+    packed_parents: bytes = b""
+    residency: bytes = b""
+    priorities: bytes = b""
+    moved_from: Tier | None = None
+    moved_to: Tier | None = None
+    moved_bytes: int = 0
+    queue_ns: int = 0
+    copy_ns: int = 0
+    num_blocks_per_cache_level: tuple[int, ...] = ()
+
+    @property
+    def cursor(self) -> Cursor:
+        return Cursor(self.epoch, self.event_id)
+
+    @property
+    def keys(self) -> list[bytes]:
+        return split_keys(self.packed_keys)
+
+    @property
+    def parents(self) -> list[bytes | None]:
+        """Stored only: one a key; None = it is a root."""
+        return [None if parent == ROOT_PARENT else parent for parent in split_keys(self.packed_parents)]
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object; keys and hashes in hex, tiers by name, cache levels by number."""
+        common = {
+            "event_id": self.event_id,
+            "epoch": self.epoch,
+            "type": str(self.type),
+            "cause": str(self.cause),
+            "cache": self.cache,
+            "group": self.group,
+            "time_ns": self.time_ns,
+        }
+        return common | _JSON_BODIES[self.type](self)
+
+
+@dataclass(slots=True, frozen=True)
+class SnapshotStart:
+    """A snapshot begins, or begins anew after a break: forget what was known."""
+
+
+@dataclass(slots=True, frozen=True)
+class SnapshotSlice:
+    """The present state of some blocks. Fields as in :class:`Event`."""
+
+    cache: str
+    group: int
+    packed_keys: bytes
+    packed_parents: bytes
+    residency: bytes
+    priorities: bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "snapshot", "cache": self.cache, "group": self.group, "blocks": _stored_blocks(self)}
+
+
+@dataclass(slots=True, frozen=True)
+class SnapshotEnd:
+    """Slices and events together are exact at this cursor; from here on events alone keep them so."""
+
+    cursor: Cursor
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "snapshot_end", "epoch": self.cursor.epoch, "event_id": self.cursor.id}
+
+
+@dataclass(slots=True, frozen=True)
+class Gap:
+    """Events [first_id, last_id] of an epoch that this watcher will never see.
+
+    ``reason``: "slow" (the watcher was), "unclean-stop" (they died with the daemon), "compacted" (the daemon no
+    longer held them when the watcher came back) or "unexplained" (the ranges did not join: a bug of the daemon).
+    """
+
+    epoch: int
+    first_id: int
+    last_id: int
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "type": "gap",
+            "epoch": self.epoch,
+            "first_id": self.first_id,
+            "last_id": self.last_id,
+            "reason": self.reason,
+        }
+
+
+@dataclass(slots=True, frozen=True)
+class Heartbeat:
+    """Nothing that passes the filter happened up to the cursor."""
+
+    cursor: Cursor
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "heartbeat", "epoch": self.cursor.epoch, "event_id": self.cursor.id}
+
+
+WatchItem: TypeAlias = Event | SnapshotStart | SnapshotSlice | SnapshotEnd | Gap | Heartbeat
+
+
+def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
+    return Event(
+        epoch=epoch,
+        event_id=message.id,
+        type=EventType(message.type),
+        cause=_cause(message.cause),
+        cache=message.cache,
+        group=message.group,
+        time_ns=message.time_ns,
+        packed_keys=message.keys,
+        packed_parents=message.parents,
+        residency=message.residency,
+        priorities=message.priorities,
+        moved_from=tier_from_wire(message.moved_from) if message.moved_from else None,
+        moved_to=tier_from_wire(message.moved_to) if message.moved_to else None,
+        moved_bytes=message.moved_bytes,
+        queue_ns=message.queue_ns,
+        copy_ns=message.copy_ns,
+        num_blocks_per_cache_level=tuple(message.num_blocks_per_cache_level),
+    )
+
+
+def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
+    return SnapshotSlice(
+        cache=message.cache,
+        group=message.group,
+        packed_keys=message.keys,
+        packed_parents=message.parents,
+        residency=message.residency,
+        priorities=message.priorities,
+    )
+
+
+def _cause(value: int) -> Cause | int:
+    """A cause that a newer daemon knows stays a number: the event is as true without its name."""
+    return Cause(value) if value in _KNOWN_CAUSES else value
+
+
+_KNOWN_CAUSES = frozenset(Cause)
+
+
+def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
+    rows = zip(
+        split_keys(item.packed_keys), split_keys(item.packed_parents), item.residency, item.priorities, strict=True
+    )
+    return [
+        {
+            "block_hash": key.hex(),
+            "parent_hash": None if parent == ROOT_PARENT else parent.hex(),
+            "cache_level": fastest(residency),
+            "residency": [str(tier) for tier in tiers_of(residency)],
+            "priority": priority,
+        }
+        for key, parent, residency, priority in rows
+    ]
+
+
+def _created(event: Event) -> dict[str, Any]:
+    return {"num_blocks_per_cache_level": list(event.num_blocks_per_cache_level)}
+
+
+def _stored(event: Event) -> dict[str, Any]:
+    return {"blocks": _stored_blocks(event)}
+
+
+def _removed(event: Event) -> dict[str, Any]:
+    return {"block_hashes": [key.hex() for key in event.keys]}
+
+
+def _updated(event: Event) -> dict[str, Any]:
+    rows = zip(event.keys, event.residency, event.priorities, strict=True)
+    body: dict[str, Any] = {
+        "blocks": [
+            {
+                "block_hash": key.hex(),
+                "cache_level": fastest(residency),
+                "residency": [str(tier) for tier in tiers_of(residency)],
+                "priority": priority,
+            }
+            for key, residency, priority in rows
+        ],
+        "cache_level": None,
+    }
+    if event.moved_from is None or event.moved_to is None:
+        return body
+    return body | {
+        "cache_level": {"type": "event_diff", "old_value": event.moved_from, "new_value": event.moved_to},
+        "moved_from": str(event.moved_from),
+        "moved_to": str(event.moved_to),
+        "moved_bytes": event.moved_bytes,
+        "queue_ns": event.queue_ns,
+        "copy_ns": event.copy_ns,
+    }
+
+
+def _cleared(event: Event) -> dict[str, Any]:
+    return {}
+
+
+_JSON_BODIES = {
+    EventType.CREATED: _created,
+    EventType.STORED: _stored,
+    EventType.REMOVED: _removed,
+    EventType.UPDATED: _updated,
+    EventType.CLEARED: _cleared,
+}

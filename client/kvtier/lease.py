@@ -1,0 +1,181 @@
+"""Leases: a client's hold on slots, and the views of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import numpy as np
+
+from kvtier.arena import Arena, Bytes
+from kvtier.binding import Binding
+from kvtier.errors import InvalidArgument, LeaseError, LeaseLost
+from kvtier.types import BlockResult, Tier
+from kvtier.wire import Keys
+
+if TYPE_CHECKING:
+    from kvtier.cache import Cache
+
+T = TypeVar("T")
+
+
+class Lease:
+    """Slots of one tier, held until :meth:`release` or the end of the ``async with`` block.
+
+    A lease lives as long as its session: over a broken connection, not over a restart of the daemon.
+    """
+
+    def __init__(self, cache: Cache, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]) -> None:
+        self.cache = cache
+        self.tier = tier
+        self.id = lease_id
+        self.slots = tuple(slots)
+        self.binding = binding
+        self.released = lease_id == 0
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def arena(self) -> Arena:
+        return self.binding.arena
+
+    def view(self, index: int) -> list[Bytes]:
+        """The bytes of a slot in place, one 1-D uint8 array a pool, read-only unless the slot is blank.
+
+        Do not use a view after the release: the slot is somebody else's then. Raises :class:`LeaseError` for a
+        released lease, :class:`LeaseLost` for one that died with its daemon.
+        """
+        self.require_live()
+        if not 0 <= index < len(self.slots):
+            raise InvalidArgument("index", index, f"0 to {len(self.slots) - 1}")
+        return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._is_blank(index))
+
+    def require_live(self) -> None:
+        """Raises :class:`LeaseError` or :class:`LeaseLost` where the slots are not held any more."""
+        if self.released:
+            raise LeaseError("the lease is released", reason="RELEASED")
+        if self.cache.session_number != self.binding.session:
+            raise LeaseLost("the lease died with the daemon's session that granted it", reason="LEASE_LOST")
+
+    async def release(self) -> None:
+        """Gives the slots back. Raises :class:`LeaseError` where that was done before."""
+        if self.released:
+            raise LeaseError("the lease is released", reason="RELEASED")
+        await self.cache.release(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.cache.release(self)
+
+    def _is_blank(self, index: int) -> bool:
+        return False
+
+
+class WriteLease(Lease):
+    """Reserved slots: fill their views, then :meth:`commit`."""
+
+    def __init__(self, cache: Cache, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]) -> None:
+        super().__init__(cache, binding, tier, lease_id, slots)
+        self._blank = [binding.arena.writable] * len(slots)
+
+    @property
+    def blank(self) -> list[int]:
+        """Indices of the slots that are not committed yet."""
+        return [index for index, blank in enumerate(self._blank) if blank]
+
+    async def commit(
+        self,
+        keys: Keys,
+        *,
+        parent: bytes | None = None,
+        parents: Sequence[bytes | None] | None = None,
+        priorities: int | Sequence[int] | None = None,
+        at: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """Makes slots blocks: immutable, reusable, still held by this lease. One result a key.
+
+        By default the keys are a chain: each one's parent is the key before it, the first one's is ``parent`` (None:
+        the first is a root). ``parents`` names one a key instead. ``priorities``: 0 to 100, one for all or one a key
+        (default 35). ``at``: indices of the slots, by default the first blank ones in order. A slot whose result is
+        PARENT_MISSING or PARENT_CONFLICT is not committed.
+
+        Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
+        """
+        self.require_live()
+        indices = self.blank if at is None else list(at)
+        results = await self.cache.commit(self, keys, indices, parent, parents, priorities, timeout)
+        for index, result in zip(indices, results, strict=False):
+            self._blank[index] = result is BlockResult.PARENT_MISSING
+        return results
+
+    def _is_blank(self, index: int) -> bool:
+        return self._blank[index]
+
+
+class ReadLease(Lease):
+    """Acquired blocks: READY in one tier, and they stay there."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        binding: Binding,
+        tier: Tier,
+        lease_id: int,
+        slots: Sequence[int],
+        *,
+        keys: Sequence[bytes],
+        generations: Sequence[int],
+        found_in: bytes,
+        matched: int,
+        refusal: str,
+    ) -> None:
+        super().__init__(cache, binding, tier, lease_id, slots)
+        self.keys = tuple(keys)
+        """The prefix that is held."""
+        self.generations = np.array(generations, dtype=np.uint64)
+        self.found_in = found_in
+        """Residency set at the moment of the match, one byte a block of the prefix."""
+        self.matched = matched
+        """Length of the stored prefix at that moment; more than :attr:`blocks` where room was short."""
+        self.refusal = refusal
+        """Why less than ``min_blocks`` was to be had; empty where it was not refused."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are held."""
+        return len(self.slots)
+
+    def unchanged(self) -> bool:
+        """Whether every slot still holds the block that was acquired. To be asked before and after a copy."""
+        slots = np.array(self.slots, dtype=np.intp)
+        now = self.arena.generations(self.tier, self.cache.group, slots)
+        return bool(np.array_equal(now, self.generations))
+
+
+class Held(Generic[T]):
+    """What ``reserve`` and ``acquire`` return: await it for the lease, or enter it to have it released at the end."""
+
+    def __init__(self, take: Callable[[], Awaitable[T]], give_back: Callable[[T], Awaitable[None]]) -> None:
+        self._take = take
+        self._give_back = give_back
+        self._held: list[T] = []
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._take().__await__()
+
+    async def __aenter__(self) -> T:
+        lease = await self._take()
+        self._held.append(lease)
+        return lease
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._give_back(self._held.pop())

@@ -1,0 +1,286 @@
+"""One session with a daemon, kept alive over broken connections and restarts.
+
+The attach connection proves who we are; its token rides on every RPC. When the connection breaks, a background task
+attaches again: with the old token where the daemon still knows it (leases live on), else as a new session (leases are
+lost, which their holders see by :attr:`Link.session`). Calls that hit a break wait for it to heal, up to their
+deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final, Self, TypeVar, cast
+
+import grpc
+from grpc.aio import AioRpcError
+
+from kvtier.abi import attach as protocol
+from kvtier.attach import AttachConnection
+from kvtier.errors import (
+    CallerError,
+    ClientClosed,
+    DaemonError,
+    DaemonUnavailable,
+    InvalidArgument,
+    KvtierError,
+    RetryableError,
+)
+from kvtier.rpc_errors import error_of, fault_of, link_is_broken
+from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc
+
+ANSWER_GRACE_S: Final = 1.0
+"""How long after a call's deadline the daemon's own answer is still waited for: it says more than "time is up"."""
+
+MAX_TIMEOUT_S: Final = 3600.0
+
+_ATTACH_TIMEOUT_S: Final = 5.0
+_CLOSE_GRACE_S: Final = 2.0
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # Two clients of one process are two sessions: they must not share a connection, nor each other's back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+T = TypeVar("T")
+
+
+class Backoff:
+    """Waiting times that double from ``first`` to ``most`` seconds, each shortened by up to half at random."""
+
+    def __init__(self, first: float = 0.02, most: float = 1.0, rng: random.Random | None = None) -> None:
+        self._next = first
+        self._most = most
+        self._rng = rng or random.Random()
+
+    def next(self) -> float:
+        delay = self._next * self._rng.uniform(0.5, 1.0)
+        self._next = min(self._next * 2, self._most)
+        return delay
+
+
+class Deadline:
+    """A point in the loop's time."""
+
+    def __init__(self, timeout: float) -> None:
+        """``timeout`` in seconds. Raises :class:`InvalidArgument` where it is not above 0 and at most an hour."""
+        if not 0 < timeout <= MAX_TIMEOUT_S:
+            raise InvalidArgument("timeout", timeout, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+        self.at = asyncio.get_running_loop().time() + timeout
+
+    def left(self) -> float:
+        """Seconds until then; 0 once it has passed."""
+        return max(0.0, self.at - asyncio.get_running_loop().time())
+
+
+@dataclass(slots=True, frozen=True)
+class Stubs:
+    """The daemon's services over one channel."""
+
+    admin: admin_pb2_grpc.AdminAsyncStub
+    blocks: blocks_pb2_grpc.BlocksAsyncStub
+    caches: caches_pb2_grpc.CachesAsyncStub
+    events: events_pb2_grpc.EventsAsyncStub
+
+    @classmethod
+    def over(cls, channel: grpc.aio.Channel) -> Self:
+        return cls(
+            admin=cast("admin_pb2_grpc.AdminAsyncStub", admin_pb2_grpc.AdminStub(channel)),
+            blocks=cast("blocks_pb2_grpc.BlocksAsyncStub", blocks_pb2_grpc.BlocksStub(channel)),
+            caches=cast("caches_pb2_grpc.CachesAsyncStub", caches_pb2_grpc.CachesStub(channel)),
+            events=cast("events_pb2_grpc.EventsAsyncStub", events_pb2_grpc.EventsStub(channel)),
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Link:
+    """An attached session and the way to its daemon. ``session`` rises when the daemon has forgotten the last."""
+
+    session: int
+    welcome: protocol.Welcome
+    attach: AttachConnection
+    channel: grpc.aio.Channel
+    stubs: Stubs
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((protocol.SESSION_METADATA_KEY, self.welcome.token),)
+
+
+class Session:
+    """Calls go through :meth:`call`; :meth:`close` ends it. Belongs to the loop that opened it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._link: Link | None = None
+        self._linked = asyncio.Event()
+        self._fatal: KvtierError | None = None
+        self._closed = False
+        self._numbers = count(1)
+        self._seq = count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def open(self, wait: float) -> None:
+        """Attaches, trying for ``wait`` seconds (0: once). Raises :class:`DaemonUnavailable`."""
+        until = asyncio.get_running_loop().time() + wait
+        backoff = Backoff()
+        while True:
+            try:
+                self._set_link(await self._attach(None))
+                break
+            except RetryableError:
+                delay = backoff.next()
+                if asyncio.get_running_loop().time() + delay > until:
+                    raise
+                await asyncio.sleep(delay)
+        self._keeper = asyncio.create_task(self._keep_attached())
+
+    @property
+    def number(self) -> int:
+        """The present :attr:`Link.session`, or the last one while the link is down."""
+        return self._link.session if self._link else 0
+
+    @property
+    def welcome(self) -> protocol.Welcome:
+        """What the daemon said at the last attach."""
+        if self._link is None:
+            raise ClientClosed("the client was never connected", reason="CLOSED")
+        return self._link.welcome
+
+    def next_seq(self) -> int:
+        """A number for a mutating call, never given twice."""
+        return next(self._seq)
+
+    async def call(self, attempt: Callable[[Link, float], Awaitable[T]], deadline: Deadline) -> T:
+        """Runs ``attempt(link, seconds)`` until it ends in an answer, repeating it over breaks of the link.
+
+        ``seconds`` is what is left. An attempt must be safe to repeat: a lookup, a call under a sequence number, or
+        one that checks ``link.session``. Raises what :func:`kvtier.rpc_errors.error_of` makes of the daemon's answer.
+        """
+        backoff = Backoff()
+        while True:
+            link = await self.link(deadline)
+            try:
+                return await attempt(link, deadline.left())
+            except AioRpcError as error:
+                fault = fault_of(error)
+                if not link_is_broken(fault):
+                    raise error_of(fault) from error
+                if fault.code is grpc.StatusCode.UNAUTHENTICATED:
+                    self.suspect(link)
+                failure: KvtierError = DaemonUnavailable(f"{self.address}: {fault.message}", reason=fault.reason)
+                failure.__cause__ = error
+            except DaemonUnavailable as error:
+                failure = error
+            delay = backoff.next()
+            if delay >= deadline.left():
+                raise failure
+            await asyncio.sleep(delay)
+
+    async def link(self, deadline: Deadline | None) -> Link:
+        """The live link, waiting for it until the deadline. Raises :class:`DaemonUnavailable` then."""
+        try:
+            async with asyncio.timeout_at(deadline.at if deadline else None):
+                while self._link is None or self._link.attach.closed.is_set():
+                    self._require_open()
+                    self._linked.clear()
+                    await self._linked.wait()
+        except TimeoutError as error:
+            raise DaemonUnavailable(f"no daemon answers at {self.address}", reason="NO_DAEMON") from error
+        self._require_open()
+        return self._link
+
+    def suspect(self, link: Link) -> None:
+        """The daemon disowns this link, or is silent on it: attach again."""
+        link.attach.close()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work that outlives its caller, until :meth:`close`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Hangs up. Background work gets a moment to end."""
+        if self._closed:
+            return
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_GRACE_S)
+            for task in late:
+                task.cancel()
+        self._closed = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        self._linked.set()
+        if self._link is not None:
+            self._link.attach.close()
+            await self._link.channel.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClientClosed("the client is closed", reason="CLOSED")
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _set_link(self, link: Link) -> None:
+        self._link = link
+        self._linked.set()
+
+    async def _keep_attached(self) -> None:
+        while self._link is not None:
+            await self._link.attach.closed.wait()
+            try:
+                self._set_link(await self._attach_again(self._link))
+            except (CallerError, DaemonError) as error:
+                # The daemon refuses this client for good: every call says so from now on.
+                self._fatal = error
+                self._linked.set()
+                return
+
+    async def _attach_again(self, old: Link) -> Link:
+        backoff = Backoff()
+        while True:
+            try:
+                return await self._attach(old)
+            except RetryableError:
+                await asyncio.sleep(backoff.next())
+
+    async def _attach(self, old: Link | None) -> Link:
+        """A new link; the old session goes on where the daemon knows it."""
+        try:
+            async with asyncio.timeout(_ATTACH_TIMEOUT_S):
+                attach, welcome = await self._hello(old.welcome.token if old else None)
+        except TimeoutError as error:
+            raise DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from error
+        if old is not None and welcome.resumed:
+            return Link(old.session, welcome, attach, old.channel, old.stubs)
+        path = protocol.socket_path(self.address, protocol.RPC_SOCKET)
+        channel = grpc.aio.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
+        if old is not None:
+            self.spawn(_close_channel(old.channel))
+        return Link(next(self._numbers), welcome, attach, channel, Stubs.over(channel))
+
+    async def _hello(self, token: str | None) -> tuple[AttachConnection, protocol.Welcome]:
+        attach = await AttachConnection.open(self.address)
+        try:
+            return attach, await attach.hello(token)
+        except BaseException as error:
+            attach.close()
+            if token is not None and isinstance(error, CallerError) and error.reason == "UNKNOWN_SESSION":
+                return await self._hello(None)
+            raise
+
+
+async def _close_channel(channel: grpc.aio.Channel) -> None:
+    # Calls still under way fail by themselves, with a status that their callers can retry on; closing at once would
+    # cancel them instead, which looks like a cancelled task.
+    await channel.close(grace=_CLOSE_GRACE_S)

@@ -1,0 +1,118 @@
+"""What the daemon knows of itself and of its caches: plain values for ``client.stats()`` and ``client.caches()``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.abi.spec import CacheSpec
+from kvtier.types import Tier
+
+
+@dataclass(slots=True, frozen=True)
+class TierStats:
+    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``. ``held``: under a lease."""
+
+    tier: Tier
+    capacity: int
+    free: int
+    blank: int
+    filling: int
+    ready: int
+    retiring: int
+    orphaned: int
+    quarantined: int
+    held: int
+
+
+@dataclass(slots=True, frozen=True)
+class EdgeStats:
+    """Everything that went along an edge since the cache was opened. Times are sums over blocks, in nanoseconds."""
+
+    edge: str
+    """``"device>host"``"""
+    blocks: int
+    bytes: int
+    failures: int
+    queued_blocks: int
+    queue_ns: int
+    copy_ns: int
+    degraded: bool
+
+
+@dataclass(slots=True, frozen=True)
+class CacheStats:
+    """One cache. Hits are acquired blocks by the fastest tier they were found in at the moment of the match."""
+
+    cache_id: int
+    name: str
+    blocks: int
+    tiers: tuple[TierStats, ...]
+    edges: tuple[EdgeStats, ...]
+    hits_device: int
+    hits_host: int
+    hits_disk: int
+    misses: int
+    stored: int
+    removed: int
+    waiting: int
+    """Calls waiting for room."""
+
+
+@dataclass(slots=True, frozen=True)
+class SessionStats:
+    """One client process. ``attached`` is False where its connection broke and its process lives."""
+
+    session_id: int
+    pid: int
+    uid: int
+    command: str
+    attached: bool
+    leases: int
+    held_slots: int
+
+
+@dataclass(slots=True, frozen=True)
+class DaemonStats:
+    """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch."""
+
+    version: str
+    pid: int
+    epoch: int
+    boot: int
+    start_time_ns: int
+    last_event_id: int
+    watchers: int
+    caches: tuple[CacheStats, ...]
+    sessions: tuple[SessionStats, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class GroupTier:
+    """``slots`` of a window group in a tier, ``slot_bytes`` apart."""
+
+    tier: Tier
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class GroupInfo:
+    """One window group. Only tiers that the cache has, the fastest first."""
+
+    group: int
+    window_tokens: int
+    tiers: tuple[GroupTier, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class CacheInfo:
+    """One open cache: what its bytes mean and where they may live."""
+
+    cache_id: int
+    name: str
+    spec: CacheSpec
+    fingerprint: bytes
+    groups: tuple[GroupInfo, ...]
+    blocks: int
+    sessions: int

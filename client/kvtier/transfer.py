@@ -1,0 +1,86 @@
+"""Copies between slots and the caller's arrays. Knows memory; knows nothing of calls and leases.
+
+A block is one array of exactly ``block_bytes``: its parts in all pools, one after another, in pool order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.arena import Bytes
+from kvtier.errors import InvalidArgument
+
+INLINE_BYTES: Final = 1 << 20
+"""Copies up to this size run on the loop; above it a thread does less harm than the stall."""
+
+Blocks = NDArray[Any] | Sequence[NDArray[Any]]
+"""n blocks: one array whose first axis is the block, or a sequence of n arrays. Any dtype and shape."""
+
+
+def readable(blocks: Blocks, count: int, block_bytes: int) -> list[Bytes]:
+    """The blocks' bytes, flat, copied only where an array is not contiguous.
+
+    Raises :class:`InvalidArgument` where there are not ``count`` of ``block_bytes`` each.
+    """
+    _check(blocks, "blocks", count, block_bytes)
+    return [np.ascontiguousarray(block).reshape(-1).view(np.uint8) for block in blocks]
+
+
+def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]:
+    """The bytes of the caller's arrays, to be written in place. Raises :class:`InvalidArgument`, as above."""
+    _check(out, "out", count, block_bytes)
+    for index, block in enumerate(out):
+        if not (block.flags.c_contiguous and block.flags.writeable):
+            raise InvalidArgument(f"out[{index}]", "an array that is not", "C-contiguous and writable")
+    return [block.reshape(-1).view(np.uint8) for block in out]
+
+
+async def run(copy: Callable[[], None], nbytes: int) -> None:
+    """Runs a copy of ``nbytes``, in a thread where it would hold up the loop.
+
+    A cancelled caller still waits for the thread to end: the memory that it writes is the caller's.
+    """
+    if nbytes <= INLINE_BYTES:
+        copy()
+        return
+    task = asyncio.ensure_future(asyncio.to_thread(copy))
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def into_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+    """Writes blocks into slots. ``pools`` as :meth:`kvtier.arena.Arena.pools` gives them."""
+    start = 0
+    for pool in pools:
+        end = start + pool.shape[1]
+        for slot, block in zip(slots, blocks, strict=True):
+            np.copyto(pool[slot], block[start:end])
+        start = end
+
+
+def out_of_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+    """Reads slots into blocks."""
+    start = 0
+    for pool in pools:
+        end = start + pool.shape[1]
+        for slot, block in zip(slots, blocks, strict=True):
+            np.copyto(block[start:end], pool[slot])
+        start = end
+
+
+def _check(blocks: Blocks, field: str, count: int, block_bytes: int) -> None:
+    if len(blocks) != count:
+        raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
+    for index, block in enumerate(blocks):
+        if not isinstance(block, np.ndarray):
+            raise InvalidArgument(f"{field}[{index}]", type(block).__name__, "a numpy array")
+        if block.nbytes != block_bytes:
+            raise InvalidArgument(f"{field}[{index}]", f"{block.nbytes} bytes", f"{block_bytes} bytes")

@@ -1,0 +1,209 @@
+"""Following the event stream: an async iterator that survives its daemon.
+
+Ids are contiguous inside an epoch and every batch states the range it covers, so loss is judged by ranges, whatever the
+filter lets through. After a break the watch goes on from its cursor; what the daemon can no longer tell comes as a
+:class:`kvtier.events.Gap`, never in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Collection, Iterator
+from dataclasses import dataclass
+from typing import Final, Self
+
+import grpc
+from grpc.aio import AioRpcError
+
+from kvtier.errors import CursorCompacted, DaemonError, InvalidArgument
+from kvtier.events import (
+    Gap,
+    Heartbeat,
+    SnapshotEnd,
+    SnapshotStart,
+    WatchItem,
+    event_from_wire,
+    slice_from_wire,
+)
+from kvtier.rpc_errors import error_of, fault_of, link_is_broken
+from kvtier.session import Backoff, Link, Session
+from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.v1 import admin_pb2, common_pb2, events_pb2
+from kvtier.wire import tier_to_wire
+
+DEFAULT_HEARTBEAT_S: Final = 5.0
+_MISSED_HEARTBEATS: Final = 4
+"""So many quiet heartbeats mean that the daemon, or the way to it, hangs."""
+
+
+@dataclass(slots=True, frozen=True)
+class Filter:
+    """What to see; an empty set lets everything through. ``tiers``: those an event moves from or to, or stores in."""
+
+    types: Collection[EventType] = ()
+    causes: Collection[Cause] = ()
+    tiers: Collection[Tier] = ()
+    caches: Collection[str] = ()
+
+    def to_wire(self) -> events_pb2.WatchFilter:
+        return events_pb2.WatchFilter(
+            types=[events_pb2.EventType.ValueType(each) for each in self.types],
+            causes=[common_pb2.Cause.ValueType(each) for each in self.causes],
+            tiers=[tier_to_wire(each) for each in self.tiers],
+            caches=self.caches,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Start:
+    """Where to begin: after a cursor, at the oldest event held, with a snapshot; by default now."""
+
+    since: Cursor | None = None
+    oldest: bool = False
+    snapshot: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.since is not None) + self.oldest + self.snapshot > 1:
+            raise InvalidArgument("start", "more than one", "one of since, oldest and snapshot")
+
+
+class Watch:
+    """``async for item in watch``. :attr:`cursor`: the last id that it has been told of, None before the first.
+
+    Close it, or use it as a context manager, to end the stream at once.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        start: Start,
+        wanted: Filter,
+        *,
+        heartbeats: bool = False,
+        heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    ) -> None:
+        if not 0.01 <= heartbeat_s <= 3600:
+            raise InvalidArgument("heartbeat_s", heartbeat_s, "0.01 to 3600 seconds")
+        self.cursor: Cursor | None = start.since
+        self._session = session
+        self._start = start
+        self._filter = wanted
+        self._heartbeats = heartbeats
+        self._heartbeat_s = heartbeat_s
+        self._snapshot_pending = start.snapshot
+        self._items = self._follow()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> WatchItem:
+        return await self._items.__anext__()
+
+    async def aclose(self) -> None:
+        """Ends the stream."""
+        await self._items.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _follow(self) -> AsyncGenerator[WatchItem, None]:
+        backoff = Backoff()
+        resuming = False
+        while True:
+            link = await self._session.link(None)
+            try:
+                request = await self._request(link)
+                if self._snapshot_pending:
+                    self.cursor = None
+                    yield SnapshotStart()
+                async for batch in self._batches(link, request):
+                    backoff, resuming = Backoff(), True
+                    for item in self._items_of(batch):
+                        yield item
+            except TimeoutError:
+                self._session.suspect(link)
+            except AioRpcError as error:
+                fault = fault_of(error)
+                if not link_is_broken(fault):
+                    failure = error_of(fault)
+                    if not resuming or not isinstance(failure, CursorCompacted):
+                        raise failure from error
+                    yield self._skip_to(failure.oldest)
+                elif fault.code is grpc.StatusCode.UNAUTHENTICATED:
+                    self._session.suspect(link)
+            await asyncio.sleep(backoff.next())
+
+    async def _request(self, link: Link) -> events_pb2.WatchRequest:
+        request = events_pb2.WatchRequest(filter=self._filter.to_wire(), heartbeat_ns=int(self._heartbeat_s * 1e9))
+        if self._snapshot_pending:
+            request.snapshot = True
+        elif self.cursor is None and self._start.oldest:
+            request.oldest = True
+        else:
+            if self.cursor is None:
+                # "Now" is pinned to an id, so that a break before the first batch loses nothing.
+                stats = await link.stubs.admin.Stats(
+                    admin_pb2.StatsRequest(), timeout=self._silence_s, metadata=link.metadata
+                )
+                self.cursor = Cursor(stats.epoch, stats.last_event_id)
+            request.since.epoch, request.since.id = self.cursor.epoch, self.cursor.id
+        return request
+
+    async def _batches(
+        self, link: Link, request: events_pb2.WatchRequest
+    ) -> AsyncGenerator[events_pb2.WatchBatch, None]:
+        """The stream. Raises :class:`TimeoutError` where even heartbeats stay away."""
+        call = link.stubs.events.Watch(request, metadata=link.metadata)
+        try:
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    batch = await call.read()
+                if not isinstance(batch, events_pb2.WatchBatch):  # grpc.aio.EOF
+                    return
+                yield batch
+        finally:
+            call.cancel()
+
+    @property
+    def _silence_s(self) -> float:
+        return max(1.0, _MISSED_HEARTBEATS * self._heartbeat_s)
+
+    def _items_of(self, batch: events_pb2.WatchBatch) -> Iterator[WatchItem]:
+        covers = batch.first_id <= batch.last_id
+        if covers and self.cursor is not None and self.cursor.epoch in (0, batch.epoch):
+            expected = self.cursor.id + 1
+            if batch.first_id > expected:
+                yield Gap(batch.epoch, expected, batch.first_id - 1, "unexplained")
+        for message in batch.events:
+            event = event_from_wire(batch.epoch, message)
+            self.cursor = event.cursor
+            yield event
+        if batch.HasField("slice"):
+            yield slice_from_wire(batch.slice)
+        else:
+            self.cursor = Cursor(batch.epoch, batch.last_id)
+        if batch.HasField("gap"):
+            yield self._gap(batch)
+        if batch.snapshot_end:
+            self._snapshot_pending = False
+            yield SnapshotEnd(Cursor(batch.epoch, batch.last_id))
+        if self._heartbeats and not batch.events and not batch.HasField("slice"):
+            yield Heartbeat(Cursor(batch.epoch, batch.last_id))
+
+    def _gap(self, batch: events_pb2.WatchBatch) -> Gap:
+        gap = batch.gap
+        # The lost end of an earlier epoch leaves the cursor where the batch puts it: before the new epoch's first.
+        if gap.epoch == batch.epoch:
+            self.cursor = Cursor(gap.epoch, gap.last_id)
+        return Gap(gap.epoch, gap.first_id, gap.last_id, gap.reason)
+
+    def _skip_to(self, oldest: int) -> Gap:
+        """The daemon no longer holds what comes after the cursor: goes on with the oldest event that it does."""
+        if self.cursor is None:
+            raise DaemonError("a watch without a cursor was told that it is compacted", reason="BAD_ANSWER")
+        lost = Gap(self.cursor.epoch, self.cursor.id + 1, oldest - 1, "compacted")
+        self.cursor = Cursor(self.cursor.epoch, oldest - 1)
+        return lost

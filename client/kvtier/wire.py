@@ -1,0 +1,198 @@
+"""Between the client's values and the messages of ``kvtier.v1``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.errors import DaemonError, InvalidArgument
+from kvtier.stats import (
+    CacheInfo,
+    CacheStats,
+    DaemonStats,
+    EdgeStats,
+    GroupInfo,
+    GroupTier,
+    SessionStats,
+    TierStats,
+)
+from kvtier.types import Cursor, Tier
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
+
+Keys = bytes | bytearray | memoryview | Iterable[bytes]
+"""Block keys: packed, 32 bytes each, or one by one."""
+
+
+def packed_keys(keys: Keys, field: str = "keys") -> bytes:
+    """Keys as the wire has them. Raises :class:`InvalidArgument` where they are not 32 bytes each."""
+    if isinstance(keys, (bytes, bytearray, memoryview)):
+        packed = bytes(keys)
+        if len(packed) % KEY_BYTES:
+            raise InvalidArgument(field, f"{len(packed)} bytes", f"a multiple of {KEY_BYTES} bytes")
+        return packed
+    listed = list(keys)
+    for index, key in enumerate(listed):
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            shown = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise InvalidArgument(f"{field}[{index}]", shown, f"bytes, {KEY_BYTES} of them")
+    return b"".join(listed)
+
+
+def split_keys(packed: bytes) -> list[bytes]:
+    """The keys of a field that the daemon filled."""
+    if len(packed) % KEY_BYTES:
+        raise DaemonError(f"{len(packed)} bytes of keys: not a multiple of {KEY_BYTES}", reason="BAD_ANSWER")
+    return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
+
+
+def tier_to_wire(tier: Tier) -> common_pb2.Tier.ValueType:
+    return common_pb2.Tier.ValueType(tier + 1)
+
+
+def tier_from_wire(value: int) -> Tier:
+    try:
+        return Tier(value - 1)
+    except ValueError as error:
+        raise DaemonError(f"tier {value} in an answer: this client does not know it", reason="BAD_ANSWER") from error
+
+
+def cursor_from_wire(message: blocks_pb2.Cursor) -> Cursor:
+    return Cursor(message.epoch, message.id)
+
+
+def spec_to_wire(spec: CacheSpec) -> caches_pb2.CacheSpec:
+    return caches_pb2.CacheSpec(
+        model=spec.model,
+        dtype=spec.dtype,
+        tokens_per_block=spec.tokens_per_block,
+        rank=spec.rank,
+        world_size=spec.world_size,
+        groups=[
+            caches_pb2.WindowGroupSpec(
+                window_tokens=group.window_tokens,
+                pools=[
+                    caches_pb2.PoolSpec(
+                        layers=pool.layers,
+                        kv_heads=pool.kv_heads,
+                        head_size=pool.head_size,
+                        kv_factor=pool.kv_factor,
+                    )
+                    for pool in group.pools
+                ],
+            )
+            for group in spec.groups
+        ],
+    )
+
+
+def spec_from_wire(message: caches_pb2.CacheSpec) -> CacheSpec:
+    return CacheSpec(
+        model=message.model,
+        dtype=message.dtype,
+        tokens_per_block=message.tokens_per_block,
+        rank=message.rank,
+        world_size=message.world_size,
+        groups=tuple(
+            WindowGroupSpec(
+                window_tokens=group.window_tokens,
+                pools=tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor) for p in group.pools),
+            )
+            for group in message.groups
+        ),
+    )
+
+
+def budgets_to_wire(budgets: Mapping[Tier, int]) -> list[caches_pb2.TierBudget]:
+    return [caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=size) for tier, size in budgets.items()]
+
+
+def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
+    return CacheInfo(
+        cache_id=message.cache_id,
+        name=message.name,
+        spec=spec_from_wire(message.spec),
+        fingerprint=message.fingerprint,
+        groups=tuple(
+            GroupInfo(
+                group=group.group,
+                window_tokens=group.window_tokens,
+                tiers=tuple(GroupTier(tier_from_wire(t.tier), t.slots, t.slot_bytes) for t in group.tiers),
+            )
+            for group in message.groups
+        ),
+        blocks=message.blocks,
+        sessions=message.sessions,
+    )
+
+
+def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
+    return DaemonStats(
+        version=message.version,
+        pid=message.pid,
+        epoch=message.epoch,
+        boot=message.boot,
+        start_time_ns=message.start_time_ns,
+        last_event_id=message.last_event_id,
+        watchers=message.watchers,
+        caches=tuple(_cache_stats(cache) for cache in message.caches),
+        sessions=tuple(_session_stats(session) for session in message.sessions),
+        problems=tuple(message.problems),
+    )
+
+
+def _cache_stats(message: admin_pb2.CacheStats) -> CacheStats:
+    return CacheStats(
+        cache_id=message.cache_id,
+        name=message.name,
+        blocks=message.blocks,
+        tiers=tuple(_tier_stats(tier) for tier in message.tiers),
+        edges=tuple(_edge_stats(edge) for edge in message.edges),
+        hits_device=message.hits_device,
+        hits_host=message.hits_host,
+        hits_disk=message.hits_disk,
+        misses=message.misses,
+        stored=message.stored,
+        removed=message.removed,
+        waiting=message.waiting,
+    )
+
+
+def _tier_stats(message: admin_pb2.TierStats) -> TierStats:
+    return TierStats(
+        tier=tier_from_wire(message.tier),
+        capacity=message.capacity,
+        free=message.free,
+        blank=message.blank,
+        filling=message.filling,
+        ready=message.ready,
+        retiring=message.retiring,
+        orphaned=message.orphaned,
+        quarantined=message.quarantined,
+        held=message.held,
+    )
+
+
+def _edge_stats(message: admin_pb2.EdgeStats) -> EdgeStats:
+    return EdgeStats(
+        edge=message.edge,
+        blocks=message.blocks,
+        bytes=message.bytes,
+        failures=message.failures,
+        queued_blocks=message.queued_blocks,
+        queue_ns=message.queue_ns,
+        copy_ns=message.copy_ns,
+        degraded=message.degraded,
+    )
+
+
+def _session_stats(message: admin_pb2.SessionStats) -> SessionStats:
+    return SessionStats(
+        session_id=message.session_id,
+        pid=message.pid,
+        uid=message.uid,
+        command=message.command,
+        attached=message.attached,
+        leases=message.leases,
+        held_slots=message.held_slots,
+    )
