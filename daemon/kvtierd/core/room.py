@@ -32,7 +32,8 @@ class Prospect(Enum):
 class Room:
     """Frees slots of one window group.
 
-    Call :meth:`begin` before a series of calls: what one of them was promised, a later one is not promised again.
+    Its work is done in rounds, from :meth:`begin` to :meth:`end`: within one, no slot is promised twice and no block
+    is sent down twice, whether the slots it goes to are free already or still on their way.
     ``older_wants(tier, seq)``: slots that requests older than ``seq`` still wait for in the tier.
     """
 
@@ -41,12 +42,22 @@ class Room:
         self._flights = flights
         self._older_wants = older_wants
         self._promised = dict.fromkeys(state.tiers, 0)
+        self._going: list[Block] = []
+        """Victims that wait for slots below; claimed until the round ends, so that the next victim is another."""
+        self._to_disk: set[Block] = set()
+        """Those, and ancestors of theirs, that disk slots are promised to."""
         self._seq = 0
         self._now = 0
 
     def begin(self, now: int) -> None:
         self._promised = dict.fromkeys(self._state.tiers, 0)
         self._now = now
+
+    def end(self) -> None:
+        for block in self._going:
+            self._state.unclaim(block)
+        self._going.clear()
+        self._to_disk.clear()
 
     def serve(self, seq: int) -> None:
         """The following calls are on behalf of the request ``seq``; older ones go first."""
@@ -107,13 +118,26 @@ class Room:
         if not self._flights.usable(tier, low, self._now):
             return False
         missing, anchor = self._missing_ancestors(block, low)
-        prospect = self._secure_guarded(low, len(missing) + 1, [block] if anchor is None else [block, anchor])
+        fresh = [member for member in (*missing, block) if member not in self._to_disk]
+        prospect = self._secure_guarded(low, len(fresh), [block] if anchor is None else [block, anchor])
+        if prospect is Prospect.NOW and self._promised_only(low, [block] if anchor is None else [block, anchor]):
+            prospect = Prospect.COMING
+            self._promised[low] += len(fresh)
         if prospect is Prospect.NOW:
             self.copy_ancestors(missing)
             self._flights.start(block, tier, low, Cause.CAPACITY, leave=True)
             if low is Tier.DISK:
                 self._replenish_disk()
+        elif prospect is Prospect.COMING:
+            self._state.claim(block)
+            self._going.append(block)
+            if low is Tier.DISK:
+                self._to_disk.update(fresh)
         return prospect is not Prospect.NEVER
+
+    def _promised_only(self, low: Tier, needed: list[Block]) -> bool:
+        """One of these disk copies is not planned yet, only promised room: its slots are still on their way."""
+        return low is Tier.DISK and any(block in self._to_disk for block in needed)
 
     def _secure_guarded(self, tier: Tier, count: int, guarded: list[Block]) -> Prospect:
         """Secures slots without giving up these blocks: the one to be moved, and the ancestor that its copy builds
@@ -139,7 +163,7 @@ class Room:
         missing: list[Block] = []
         if low is Tier.DISK:
             for ancestor in block.ancestors():
-                if ancestor.copies[Tier.DISK] is not None:
+                if ancestor.copies[Tier.DISK] is not None or ancestor in self._to_disk:
                     return missing[::-1], ancestor
                 missing.append(ancestor)
         return missing[::-1], None
@@ -148,9 +172,8 @@ class Room:
         """These blocks and those of their ancestors that have no disk copy, each before its descendants."""
         missing: dict[Block, None] = {}
         for block in blocks:
-            for member in [*self._missing_ancestors(block, Tier.DISK)[0], block]:
-                if member.copies[Tier.DISK] is None:
-                    missing[member] = None
+            chain = [block, *block.ancestors()]
+            missing |= dict.fromkeys(member for member in reversed(chain) if member.copies[Tier.DISK] is None)
         return list(missing)
 
     def copy_ancestors(self, missing: list[Block]) -> None:

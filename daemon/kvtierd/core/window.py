@@ -160,6 +160,7 @@ class WindowManager:
         for tier in self.state.tiers:
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
+        self.room.end()
 
     # -- serving -----------------------------------------------------------------------------------------------------
 
