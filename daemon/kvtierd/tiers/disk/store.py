@@ -157,7 +157,7 @@ class DiskStore:
             return frozenset(failed)
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
-        """Fetches blocks and verifies them. Raises :class:`TierConfigError` for malformed arguments, having read none."""
+        """Fetches and verifies blocks. Raises :class:`TierConfigError` for malformed arguments, having read nothing."""
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
         expected: dict[int, bytes] = {}
         corrupt: set[int] = set()

@@ -1,0 +1,378 @@
+"""What a store does when nothing fails: blocks in, the same blocks out, across reopening."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.tiers.base import Bytes, TierConfigError, TierError
+from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape
+from kvtierd.tiers.disk.index import Index, index_bytes
+from kvtierd.tiers.disk.slab import Slab
+from kvtierd.tiers.disk.store import create_files
+from tests.unit.disk.disk_blocks import (
+    FINGERPRINT,
+    GROUP,
+    block,
+    buffers,
+    fetch,
+    holds_its_bytes,
+    key,
+    names,
+    new_store,
+    open_store,
+    payload,
+    places,
+    reopened,
+    shapes,
+    verdicts,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    store = new_store(tmp_path / "store")
+    yield store
+    store.close()
+
+
+def retire(name: int | str, slot: int) -> tuple[GroupId, Key, SlotId]:
+    return GROUP, key(name), SlotId(slot)
+
+
+def touch(*used: int | str) -> list[tuple[GroupId, bytes]]:
+    return [(GROUP, b"".join(key(name) for name in used))]
+
+
+def test_blocks_are_read_back_wherever_they_lie(store: DiskStore) -> None:
+    spread = {1: 3, 2: 4, 3: 5, 4: 0, 5: 15, 6: 9}
+    assert store.write([block(name, slot) for name, slot in spread.items()]) == frozenset()
+    assert verdicts(store, spread) == dict.fromkeys(spread, "ok")
+    assert verdicts(store, dict(reversed(spread.items()))) == dict.fromkeys(spread, "ok")
+
+
+def test_one_read_may_ask_for_a_block_twice(store: DiskStore) -> None:
+    store.write([block(1, 3)])
+    reads = [fetch(1, 3), fetch(1, 3)]
+    report = store.read(reads)
+    assert not report.failed | report.corrupt
+    assert all(holds_its_bytes(read) for read in reads)
+
+
+def test_everything_is_there_after_reopening(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(1, 3, priority=90), block(2, 4, 1), block(3, 7, 2, priority=0)])
+    with reopened(store, tmp_path / "store") as (again, recovery):
+        assert [record[:4] for record in recovery.records[GROUP]] == [
+            (3, key(1), None, 90),
+            (4, key(2), key(1), 35),
+            (7, key(3), key(2), 0),
+        ]
+        assert recovery.dropped == 0
+        assert recovery.quarantined == {GROUP: frozenset()}
+        assert verdicts(again, {1: 3, 2: 4, 3: 7}) == {1: "ok", 2: "ok", 3: "ok"}
+
+
+def test_a_block_is_only_where_the_index_says(store: DiskStore) -> None:
+    store.write([block(1, 3), block(2, 4)])
+    assert verdicts(store, {1: 4, 2: 3, 3: 3, 4: 8}) == dict.fromkeys([1, 2, 3, 4], "corrupt")
+    assert verdicts(store, {1: 3, 2: 4}) == {1: "ok", 2: "ok"}
+
+
+def test_a_retired_block_is_gone_and_its_slot_takes_another(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(1, 3), block(2, 4)])
+    store.write([block(3, 5)], [retire(1, 3)])
+    assert verdicts(store, {1: 3, 2: 4, 3: 5}) == {1: "corrupt", 2: "ok", 3: "ok"}
+    store.write([block(4, 3)])
+    assert verdicts(store, {1: 3, 4: 3}) == {1: "corrupt", 4: "ok"}
+    with reopened(store, tmp_path / "store") as (again, recovery):
+        assert set(names(recovery, range(9))) == {2, 3, 4}
+        assert verdicts(again, {1: 3, 4: 3}) == {1: "corrupt", 4: "ok"}
+
+
+def test_a_retirement_of_an_earlier_slot_leaves_the_block_where_it_is_now(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(1, 3)])
+    store.write([block(1, 6)])
+    store.write([], [retire(1, 3), retire("never stored", 2)])
+    assert verdicts(store, {1: 6}) == {1: "ok"}
+    assert verdicts(store, {1: 3}) == {1: "corrupt"}
+    store.write([block(2, 3)])
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert places(recovery) == {key(1): 6, key(2): 3}
+
+
+def test_a_slot_that_holds_a_block_is_never_overwritten(store: DiskStore) -> None:
+    store.write([block(1, 3)])
+    for writes, leaving in (
+        ([block(2, 3)], []),
+        ([block(1, 3)], []),
+        ([block(9, 8), block(2, 3)], []),
+        ([block(2, 3)], [retire(1, 3)]),
+    ):
+        with pytest.raises(InvariantViolation, match="slot 3"):
+            store.write(writes, leaving)
+    assert verdicts(store, {1: 3, 9: 8}) == {1: "ok", 9: "corrupt"}
+
+
+@pytest.mark.parametrize("writes", [[block(1, 3), block(2, 3)], [block(1, 3), block(1, 4)]])
+def test_a_batch_cannot_contradict_itself(store: DiskStore, writes: list[DiskWrite]) -> None:
+    with pytest.raises(InvariantViolation, match="same"):
+        store.write(writes)
+
+
+def test_a_block_without_its_parent_on_disk_is_not_stored(store: DiskStore, tmp_path: Path) -> None:
+    writes = [block("grandchild", 1, "child"), block("child", 2, "missing"), block("root", 3), block("leaf", 4, "root")]
+    assert store.write(writes) == {0, 1}
+    assert store.write([block("late", 5, "root")], [retire("leaf", 4)]) == frozenset()
+    assert store.write([block("later", 6, "leaf")]) == {0}
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert places(recovery) == {key("root"): 3, key("late"): 5}
+        assert recovery.dropped == 0
+
+
+def test_a_parent_leaving_in_the_same_batch_is_no_parent(store: DiskStore) -> None:
+    store.write([block("root", 3)])
+    assert store.write([block("child", 4, "root")], [retire("root", 3)]) == {0}
+
+
+def test_order_of_use_is_recovered(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(1, 1), block(2, 2)])
+    store.write([block(3, 3), block(4, 4)])
+    store.write([], [], touch(2, 1, "not on disk"))
+    store.write([block(5, 5)], [], touch(3))
+    with reopened(store, tmp_path / "store") as (again, recovery):
+        assert names(recovery, range(9)) == [4, 2, 1, 5, 3]
+        again.write([], [], touch(4))
+        with reopened(again, tmp_path / "store") as (_, later):
+            assert names(later, range(9)) == [2, 1, 5, 3, 4]
+
+
+def test_parents_come_first_and_children_as_soon_as_their_use_allows(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block("a", 0), block("b", 1), block("a1", 2, "a"), block("a2", 3, "a1"), block("b1", 4, "b")])
+    store.write([], [], touch("a2", "b1", "b", "a1", "a"))
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert names(recovery, ["a", "b", "a1", "a2", "b1"]) == ["b", "b1", "a", "a1", "a2"]
+
+
+def test_use_of_a_slots_earlier_block_is_not_its_successors(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(1, 1), block(2, 2)])
+    store.write([], [], touch(*[1] * 50))
+    store.write([], [retire(1, 1)])
+    store.write([block(3, 1)])
+    store.write([], [], touch(2))
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert names(recovery, range(9)) == [3, 2]
+
+
+def test_the_log_of_touches_does_not_grow_without_bound(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(n, n) for n in range(16)])
+    rng = np.random.default_rng(7)
+    index = store._index
+    sizes = []
+    order: list[int] = list(range(16))
+    for _ in range(3000):
+        used = rng.integers(0, 16, size=20).tolist()
+        store.write([], [], touch(*used))
+        sizes.append(index.touch_bytes(GROUP))
+        for name in used:
+            order.remove(name)
+            order.append(name)
+    assert max(sizes) < 70_000
+    assert sum(after < before for before, after in zip(sizes, sizes[1:], strict=False)) >= 3
+    with reopened(store, tmp_path / "store") as (again, recovery):
+        assert names(recovery, range(16)) == order
+        assert again._index.touch_bytes(GROUP) == sizes[-1]
+
+
+def test_groups_have_slabs_sizes_and_keys_of_their_own(tmp_path: Path) -> None:
+    other = GroupId(1)
+    both = shapes(4) | {other: SlabShape(4096, 8)}
+    create_files(tmp_path, both, index_bytes(12))
+    store = DiskStore.open(tmp_path, both, FINGERPRINT, index_bytes(12))
+    store.recover()
+    assert store.write(
+        [block(1, 3), block(1, 3, group=other, sizes=(4096,)), block(2, 7, 1, group=other, sizes=(4096,))]
+    ) == (frozenset())
+    store.write([], [retire(1, 3)], [(other, key(1))])
+    store.close()
+    store = DiskStore.open(tmp_path, both, FINGERPRINT, index_bytes(12))
+    recovery = store.recover()
+    assert recovery.records[GROUP] == []
+    assert [record.slot for record in recovery.records[other]] == [3, 7]
+    read = replace(fetch(1, 3), group=other, parts=buffers((4096,)))
+    assert not store.read([read]).corrupt
+    assert holds_its_bytes(read)
+    store.close()
+
+
+def test_another_models_bytes_do_not_pass(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(1, 3)])
+    store.close()
+    other = DiskStore.open(tmp_path / "store", shapes(), bytes(32), index_bytes(16))
+    other.recover()
+    assert verdicts(other, {1: 3}) == {1: "corrupt"}
+    other.close()
+
+
+def test_recovery_comes_before_use(tmp_path: Path) -> None:
+    new_store(tmp_path).close()
+    store = open_store(tmp_path)
+    with pytest.raises(TierError, match="recover"):
+        store.write([block(1, 3)])
+    with pytest.raises(TierError, match="recover"):
+        store.read([fetch(1, 3)])
+    store.recover()
+    assert store.write([block(1, 3)]) == frozenset()
+    store.close()
+
+
+def test_a_batch_larger_than_one_call_can_take(tmp_path: Path) -> None:
+    store = new_store(tmp_path, slots=1200)
+    spread: dict[int | str, int] = {n: n for n in range(1200)}
+    assert store.write([block(n, n) for n in spread]) == frozenset()
+    assert set(verdicts(store, spread).values()) == {"ok"}
+    store.close()
+
+
+def test_payload_is_durable_before_the_index_says_so(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kill shows this, only a power cut: the page cache outlives the process."""
+    steps: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapper(*arguments: object) -> object:
+            steps.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    watch(os, "pwritev")
+    watch(os, "fdatasync")
+    watch(Index, "commit")
+    store.write([block(1, 3), block(2, 4), block(3, 9)], [retire("x", 1)])
+    assert steps == ["pwritev", "pwritev", "fdatasync", "commit"]
+
+
+def misaligned() -> Sequence[Bytes]:
+    whole = buffers((SlabShape(12288, 1).nbytes + 4096,))[0]
+    return [whole[512 : 512 + 12288]]
+
+
+def read_only() -> Sequence[Bytes]:
+    parts = payload(key(1))
+    for part in parts:
+        part.flags.writeable = False
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (misaligned(), r"parts\[0\].address = 0x[0-9a-f]+200: a multiple of 4096"),
+        ([buffers((8192,))[0][:4608], buffers((8192,))[0][:7680]], r"parts\[0\].nbytes = 4608: .*multiple of 4096"),
+        (buffers((4096, 4096)), "8192 bytes: one record of 12288 bytes"),
+        (buffers((8192, 8192)), "16384 bytes: one record of 12288 bytes"),
+        ([], "1 to 1024 arrays"),
+        ([buffers((12288,))[0].view(np.uint16)], "uint8"),
+        ([buffers((12288,))[0].reshape(3, 4096)], "1-D"),
+        ([buffers((24576,))[0][::2]], "contiguous"),
+    ],
+)
+def test_memory_that_is_unfit_for_direct_io_is_refused(store: DiskStore, parts: Sequence[Bytes], said: str) -> None:
+    store.write([block(9, 9)])
+    with pytest.raises(TierConfigError, match=said):
+        store.write([block(1, 3), replace(block(2, 4), parts=parts)])
+    with pytest.raises(TierConfigError, match=said):
+        store.read([replace(fetch(9, 9), parts=parts)])
+    assert verdicts(store, {1: 3}) == {1: "corrupt"}
+
+
+def test_memory_to_read_into_must_be_writable_and_memory_to_write_from_need_not_be(store: DiskStore) -> None:
+    assert store.write([replace(block(1, 3), parts=read_only())]) == frozenset()
+    with pytest.raises(TierConfigError, match="writable"):
+        store.read([replace(fetch(1, 3), parts=read_only())])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (replace(block(1, 3), slot=SlotId(16)), "slot = 16: 0 to 15"),
+        (replace(block(1, 3), slot=SlotId(-1)), "slot = -1: 0 to 15"),
+        (replace(block(1, 3), key=Key(b"short")), "32 bytes"),
+        (replace(block(1, 3), parent=Key(b"short")), "parent"),
+        (replace(block(1, 3), priority=101), "priority = 101: 0 to 100"),
+        (replace(block(1, 3), priority=-1), "priority = -1"),
+        (replace(block(1, 3), group=GroupId(1)), "group = 1"),
+    ],
+)
+def test_malformed_writes_are_refused_whole(store: DiskStore, wrong: DiskWrite, said: str) -> None:
+    with pytest.raises(TierConfigError, match=said):
+        store.write([block(2, 4), wrong])
+    assert verdicts(store, {2: 4}) == {2: "corrupt"}
+
+
+def test_malformed_retirements_and_touches_are_refused_whole(store: DiskStore) -> None:
+    with pytest.raises(TierConfigError, match="group = 1"):
+        store.write([block(2, 4)], [(GroupId(1), key(1), SlotId(0))])
+    with pytest.raises(TierConfigError, match="multiple of 32"):
+        store.write([block(2, 4)], [], [(GROUP, b"short")])
+    with pytest.raises(TierConfigError, match="group = 1"):
+        store.write([block(2, 4)], [], [(GroupId(1), b"")])
+    assert verdicts(store, {2: 4}) == {2: "corrupt"}
+
+
+def test_without_direct_io_it_works_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really_open = os.open
+
+    def no_direct(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return really_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    store = new_store(tmp_path)
+    assert not store.direct
+    store.write([block(1, 3), block(2, 4)])
+    assert verdicts(store, {1: 3, 2: 4}) == {1: "ok", 2: "ok"}
+    store.close()
+
+
+def test_direct_io_is_used_where_the_file_system_has_it(store: DiskStore, tmp_path: Path) -> None:
+    probe = tmp_path / "probe"
+    probe.touch()
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct I/O")
+    assert store.direct
+
+
+def test_a_slab_is_allocated_in_full(tmp_path: Path) -> None:
+    new_store(tmp_path, slots=64).close()
+    for name in ("group-0.slab", "index/data.mdb"):
+        status = (tmp_path / name).stat()
+        assert status.st_blocks * 512 >= status.st_size > 0
+
+
+def test_an_unopened_slab_holds_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_store(tmp_path).close()
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    before = set(os.listdir("/proc/self/fd"))
+    (tmp_path / "index" / "data.mdb").unlink()
+    with pytest.raises(TierError):
+        open_store(tmp_path)
+    os.truncate(tmp_path / "group-0.slab", 4096)
+    monkeypatch.setattr(os, "posix_fallocate", fails)
+    with pytest.raises(TierError):
+        Slab.open(tmp_path / "group-0.slab", shapes()[GROUP])
+    assert set(os.listdir("/proc/self/fd")) == before
