@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, Recover
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.store import create_files
 
+Name = TypeVar("Name", bound=int | str)
 GROUP = GroupId(0)
 FINGERPRINT = hashlib.sha256(b"a specification").digest()
 PARTS = (4096, 8192)
@@ -64,11 +66,11 @@ def holds_its_bytes(read: DiskRead) -> bool:
     return all(np.array_equal(got, want) for got, want in zip(read.parts, payload(read.key, sizes), strict=True))
 
 
-def verdicts(store: DiskStore, places: Mapping[int | str, int]) -> dict[int | str, str]:
+def verdicts(store: DiskStore, places: Mapping[Name, int]) -> dict[Name, str]:
     """``ok``, ``failed`` or ``corrupt`` for each block, by name; ``wrong bytes`` if it passed and should not have."""
     reads = [fetch(name, slot) for name, slot in places.items()]
     report = store.read(reads)
-    found: dict[int | str, str] = {}
+    found: dict[Name, str] = {}
     for number, name in enumerate(places):
         if number in report.failed:
             found[name] = "failed"
