@@ -1,0 +1,120 @@
+"""``kvtier.v1.Admin``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Final
+
+from kvtier.v1 import admin_pb2
+from kvtierd.core.ids import SessionId, Tier
+from kvtierd.core.manager import ManagerStats, TierCount
+from kvtierd.core.slots import SlotState
+from kvtierd.mover.engine import Engine
+from kvtierd.service import wire
+from kvtierd.service.attach import DaemonIdentity
+from kvtierd.service.calls import Verb
+from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.hub import EventHub
+from kvtierd.service.sessions import Session, SessionRegistry
+
+
+class AdminService:
+    def __init__(
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        sessions: SessionRegistry,
+        hub: EventHub,
+        identity: DaemonIdentity,
+    ) -> None:
+        self._engine: Final = engine
+        self._catalog: Final = catalog
+        self._sessions: Final = sessions
+        self._hub: Final = hub
+        self._identity: Final = identity
+        self._version: Final = version("kvtier")
+        self._start_time_ns: Final = time.time_ns()
+
+    def verbs(self) -> Mapping[str, Verb]:
+        return {"Stats": self.stats}
+
+    async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
+        stats = {cache.id: self._engine.stats(cache.id) for cache in self._catalog}
+        held: dict[SessionId, int] = {}
+        for one in stats.values():
+            for holder, slots in one.held_by.items():
+                held[holder] = held.get(holder, 0) + slots
+        return admin_pb2.StatsResponse(
+            version=self._version,
+            pid=self._identity.pid,
+            epoch=self._identity.epoch,
+            boot=self._identity.boot,
+            start_time_ns=self._start_time_ns,
+            last_event_id=self._engine.last_event,
+            watchers=self._hub.watchers,
+            caches=[self._cache(cache, stats[cache.id]) for cache in self._catalog],
+            sessions=[self._session(one, held.get(one.id, 0)) for one in self._sessions],
+            problems=self._engine.problems(),
+        )
+
+    def _session(self, session: Session, held_slots: int) -> admin_pb2.SessionStats:
+        return admin_pb2.SessionStats(
+            session_id=session.id,
+            pid=session.peer.pid,
+            uid=session.peer.uid,
+            command=session.peer.command,
+            attached=session.attached,
+            leases=self._engine.session_leases(session.id),
+            held_slots=held_slots,
+        )
+
+    def _cache(self, cache: Cache, stats: ManagerStats) -> admin_pb2.CacheStats:
+        return admin_pb2.CacheStats(
+            cache_id=cache.id,
+            name=cache.name,
+            blocks=stats.blocks,
+            tiers=[_tier(tier, count) for tier, count in sorted(stats.tiers.items())],
+            edges=self._edges(stats),
+            hits_device=stats.hits.get(Tier.DEVICE, 0),
+            hits_host=stats.hits.get(Tier.HOST, 0),
+            hits_disk=stats.hits.get(Tier.DISK, 0),
+            misses=stats.misses,
+            stored=stats.stored,
+            removed=stats.removed,
+            waiting=stats.waiting,
+        )
+
+    def _edges(self, stats: ManagerStats) -> list[admin_pb2.EdgeStats]:
+        """Queue lengths are the daemon's: all caches share the threads of an edge."""
+        queued = self._engine.queues()
+        now = time.time_ns()
+        return [
+            admin_pb2.EdgeStats(
+                edge=f"{src}>{dst}",
+                blocks=record.blocks,
+                bytes=record.bytes,
+                failures=record.failures,
+                queued_blocks=queued.get((src, dst), 0),
+                queue_ns=record.queue_ns,
+                copy_ns=record.copy_ns,
+                degraded=record.degraded_until > now,
+            )
+            for (src, dst), record in sorted(stats.edges.items())
+        ]
+
+
+def _tier(tier: Tier, count: TierCount) -> admin_pb2.TierStats:
+    return admin_pb2.TierStats(
+        tier=wire.TIER_TO_WIRE[tier],
+        capacity=count.capacity,
+        free=count.states[SlotState.FREE],
+        blank=count.states[SlotState.BLANK],
+        filling=count.states[SlotState.FILLING],
+        ready=count.states[SlotState.READY],
+        retiring=count.states[SlotState.RETIRING],
+        orphaned=count.states[SlotState.ORPHANED],
+        quarantined=count.states[SlotState.QUARANTINED],
+        held=count.held,
+    )

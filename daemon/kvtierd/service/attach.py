@@ -1,0 +1,190 @@
+"""The attach server: who a client is, and the memory it may map. The protocol stands in ``kvtier.abi.attach``.
+
+Each connection is a task. A client that sends what is not part of the conversation is told so and hung up on; one that
+does not read its answers is hung up on. Neither is felt by the others.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import socket
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvtier.abi import attach
+from kvtierd.core.ids import CacheId
+from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
+from kvtierd.service.sessions import AttachRefused, Session, SessionRegistry
+
+HELLO_TIMEOUT_S: Final = 5.0
+_BACKLOG: Final = 128
+_ACCEPT_PAUSE_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Arenas(Protocol):
+    """Where the descriptors come from."""
+
+    def descriptors(self, cache: CacheId, *, write: bool) -> Mapping[str, int] | None:
+        """By segment name, in the protocol's order, owned by the arena; None if there is no such cache."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class DaemonIdentity:
+    """What a welcome says of the daemon."""
+
+    epoch: int
+    boot: int
+    pid: int
+
+
+class AttachServer:
+    """Serves a ``SOCK_SEQPACKET`` socket. ``uids``: who may attach."""
+
+    def __init__(
+        self,
+        sessions: SessionRegistry,
+        arenas: Arenas,
+        identity: DaemonIdentity,
+        uids: Collection[int],
+        max_connections: int,
+    ) -> None:
+        self._sessions = sessions
+        self._arenas = arenas
+        self._identity = identity
+        self._uids = frozenset(uids)
+        self._max_connections = max_connections
+        self._connections: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self, listener: socket.socket) -> None:
+        """``listener``: bound and non-blocking; the server's from now on."""
+        listener.listen(_BACKLOG)
+        self._accepting = asyncio.create_task(self._accept(listener), name="attach-accept")
+
+    async def stop_accepting(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+
+    async def hang_up(self) -> None:
+        """Ends all connections. Their sessions are detached unless the registry was closed before."""
+        for connection in self._connections:
+            connection.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while True:
+                try:
+                    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+                except OSError as error:  # out of descriptors, mostly: those who are connected go on
+                    _log.error("cannot accept an attach connection error=%r", str(error))
+                    await asyncio.sleep(_ACCEPT_PAUSE_S)
+                    continue
+                self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        connection = asyncio.create_task(self._serve(sock), name="attach-connection")
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        try:
+            await self._converse(sock)
+        except (AttachRefused, attach.AttachProtocolError) as error:
+            _log.warning("attach refused pid=%d reason=%s why=%r", credentials(sock).pid, error.reason, error.message)
+            with suppress(OSError):  # it is being hung up on anyway
+                _send(sock, attach.Failure(error.reason, error.message))
+        except OSError as error:
+            _log.info("attach connection broke error=%r", str(error))
+        except Exception:  # noqa: BLE001  one connection's trouble is not the others'
+            _log.exception("attach connection failed inside the daemon")
+        finally:
+            sock.close()
+
+    async def _converse(self, sock: socket.socket) -> None:
+        self._admit(sock)
+        try:
+            peer = identify(sock)
+        except UnknownPeer as error:
+            raise AttachRefused("UNKNOWN_PEER", str(error)) from error
+        welcome, session = await self._greet(sock, peer)
+        try:
+            _send(sock, welcome)
+            while (request := await _receive(sock)) is not None:
+                self._map(sock, session, request)
+        finally:
+            self._sessions.connection_lost(session, _this_task())
+
+    def _admit(self, sock: socket.socket) -> None:
+        uid = credentials(sock).uid
+        if uid not in self._uids:
+            raise AttachRefused("PERMISSION_DENIED", f"uid {uid} may not attach to this daemon")
+        if len(self._connections) > self._max_connections:
+            raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {self._max_connections} connections")
+
+    async def _greet(self, sock: socket.socket, peer: Peer) -> tuple[attach.Welcome, Session]:
+        """Hears the hello out. ``peer`` is the session's afterwards, or closed."""
+        keep_peer = False
+        try:
+            try:
+                async with asyncio.timeout(HELLO_TIMEOUT_S):
+                    hello = await _receive(sock)
+            except TimeoutError:
+                raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+            if not isinstance(hello, attach.Hello):
+                raise AttachRefused("NO_HELLO", "the first message must be a hello")
+            if hello.token is None:
+                session = self._sessions.begin(peer, _this_task())
+                keep_peer = True
+            else:
+                session = self._sessions.resume(hello.token, peer, _this_task())
+        finally:
+            if not keep_peer:
+                peer.close()
+        daemon = self._identity
+        resumed = hello.token is not None
+        return attach.Welcome(session.token, session.id, resumed, daemon.epoch, daemon.boot, daemon.pid), session
+
+    def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
+        if not isinstance(request, attach.Map):
+            raise attach.AttachProtocolError("UNKNOWN_OP", "this connection has said hello already")
+        cache = CacheId(request.cache_id)
+        fds = self._arenas.descriptors(cache, write=request.write)
+        if fds is None:
+            _send(sock, attach.Failure("UNKNOWN_CACHE", f"cache_id = {cache}: there is no such cache"))
+        elif cache not in session.caches:
+            message = f"cache_id = {cache}: this session has not opened the cache"
+            _send(sock, attach.Failure("CACHE_NOT_OPENED", message))
+        else:
+            _send(sock, attach.Mapped(tuple(fds)), list(fds.values()))
+
+
+async def _receive(sock: socket.socket) -> attach.Request | None:
+    """The next request; None where the peer has hung up. Descriptors that it sent along are closed by the kernel."""
+    data = await asyncio.get_running_loop().sock_recv(sock, attach.MAX_MESSAGE + 1)
+    return attach.decode_request(data) if data else None
+
+
+def _send(sock: socket.socket, message: attach.Reply, fds: list[int] | None = None) -> None:
+    """A client that waits for its answers always has room for one, so none of these ever waits."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    try:
+        sock.sendmsg([attach.encode(message)], ancillary)
+    except BlockingIOError as error:
+        raise ConnectionAbortedError("the client does not read its answers") from error
+
+
+def _this_task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("not inside a task")
+    return task

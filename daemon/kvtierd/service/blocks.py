@@ -1,0 +1,183 @@
+"""``kvtier.v1.Blocks``: validate, call the engine, pack the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvtier.v1 import blocks_pb2
+from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
+from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
+from kvtierd.core.outcome import Grant, Refusal
+from kvtierd.mover.engine import Engine
+from kvtierd.service import validate, wire
+from kvtierd.service.caches import opened
+from kvtierd.service.calls import Verb
+from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.errors import bad_argument
+from kvtierd.service.sessions import Session
+
+PAGE_ROWS: Final = 4096
+"""Of a listing: about a millisecond of the loop. A caller that asks for more gets so many and where to go on."""
+
+MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
+"""Whose slots clients can lease."""
+
+
+class BlocksService:
+    """``wait_s``: how long a call waits that does not say. ``epoch``: of the cursors given out."""
+
+    def __init__(self, engine: Engine, catalog: Catalog, epoch: int, wait_s: float) -> None:
+        self._engine: Final = engine
+        self._catalog: Final = catalog
+        self._epoch: Final = epoch
+        self._wait_s: Final = wait_s
+
+    def verbs(self) -> Mapping[str, Verb]:
+        return {
+            "Match": self.match,
+            "Locate": self.locate,
+            "Reserve": self.reserve,
+            "Commit": self.commit,
+            "Acquire": self.acquire,
+            "Release": self.release,
+            "Move": self.move,
+            "Drop": self.drop,
+            "List": self.list,
+        }
+
+    async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        found = self._engine.match(cache.id, group, validate.keys("keys", request.keys))
+        return blocks_pb2.MatchResponse(
+            blocks=found.blocks, residency=bytes(found.residency), as_of_event=self._now_cursor()
+        )
+
+    async def locate(self, session: Session, request: blocks_pb2.LocateRequest) -> blocks_pb2.LocateResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        found = self._engine.locate(cache.id, group, validate.keys("keys", request.keys))
+        slots = {tier: [place.slots[tier] for place in found] for tier in MEMORY_TIERS}
+        return blocks_pb2.LocateResponse(
+            residency=bytes(place.residency for place in found),
+            device_slots=[slot or 0 for slot in slots[Tier.DEVICE]],
+            host_slots=[slot or 0 for slot in slots[Tier.HOST]],
+            device_generations=_generations(cache, Tier.DEVICE, group, slots[Tier.DEVICE]),
+            host_generations=_generations(cache, Tier.HOST, group, slots[Tier.HOST]),
+            as_of_event=self._now_cursor(),
+        )
+
+    async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        tier = validate.tier("tier", request.tier, _leasable(cache))
+        wanted = validate.count("count", request.count, 1, cache.slots[tier])
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
+        return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
+
+    async def commit(self, session: Session, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
+        cache = opened(self._catalog, session, request.cache_id)
+        keys = validate.keys("keys", request.keys)
+        if len(request.slots) != len(keys):
+            raise bad_argument("slots", f"{len(request.slots)} slots", f"{len(keys)} slots, one a key")
+        parents = validate.parents("parents", request.parents, len(keys))
+        priorities = validate.priorities("priorities", request.priorities, len(keys))
+        items = [
+            CommitItem(SlotId(slot), key, parent, priority)
+            for slot, key, parent, priority in zip(request.slots, keys, parents, priorities, strict=True)
+        ]
+        results = self._engine.commit(cache.id, session.id, LeaseId(request.lease_id), items)
+        return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
+
+    async def acquire(self, session: Session, request: blocks_pb2.AcquireRequest) -> blocks_pb2.AcquireResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        tier = validate.tier("tier", request.tier, _leasable(cache))
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        chains = _chains(request.chains)
+        answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
+        return blocks_pb2.AcquireResponse(
+            chains=[_acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()
+        )
+
+    async def release(self, session: Session, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
+        cache = opened(self._catalog, session, request.cache_id)
+        validate.count("lease_ids", len(request.lease_ids), 1, validate.MAX_LEASES)
+        self._engine.release(cache.id, session.id, [LeaseId(lease) for lease in request.lease_ids])
+        return blocks_pb2.ReleaseResponse(as_of_event=self._now_cursor())
+
+    async def move(self, session: Session, request: blocks_pb2.MoveRequest) -> blocks_pb2.MoveResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        to = validate.tier("to", request.to, cache.slots)
+        keys = validate.keys("keys", request.keys)
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        grant = await self._engine.move(cache.id, session.id, group, to, keys, wait_s)
+        return blocks_pb2.MoveResponse(
+            results=self._move_results(cache, group, keys, grant), as_of_event=self._now_cursor()
+        )
+
+    async def drop(self, session: Session, request: blocks_pb2.DropRequest) -> blocks_pb2.DropResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        report = self._engine.drop(cache.id, session.id, group, validate.keys("keys", request.keys))
+        return blocks_pb2.DropResponse(
+            results=bytes(report.results), dropped=report.dropped, as_of_event=self._now_cursor()
+        )
+
+    async def list(self, session: Session, request: blocks_pb2.ListBlocksRequest) -> blocks_pb2.ListBlocksResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        page = self._engine.listing(cache.id, group, request.page, min(request.limit or PAGE_ROWS, PAGE_ROWS))
+        return blocks_pb2.ListBlocksResponse(
+            keys=b"".join(row.key for row in page.rows),
+            parents=wire.parents(row.parent for row in page.rows),
+            residency=bytes(row.residency for row in page.rows),
+            priorities=bytes(row.priority for row in page.rows),
+            next_page=page.next_page,
+            as_of_event=self._now_cursor(),
+        )
+
+    def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
+        cache = opened(self._catalog, session, cache_id)
+        return cache, GroupId(validate.count("group", group, 0, len(cache.spec.groups) - 1))
+
+    def _now_cursor(self) -> blocks_pb2.Cursor:
+        return wire.cursor(self._epoch, self._engine.last_event)
+
+    def _move_results(self, cache: Cache, group: GroupId, keys: Sequence[Key], grant: Grant) -> bytes:
+        """The grant says only which blocks are there; why another is not is seen from where it is now."""
+        places = self._engine.locate(cache.id, group, keys)
+        return bytes(
+            BlockResult.OK if there else BlockResult.NO_ROOM if place.residency else BlockResult.NOT_FOUND
+            for there, place in zip(grant.results, places, strict=True)
+        )
+
+
+def _leasable(cache: Cache) -> list[Tier]:
+    return [tier for tier in MEMORY_TIERS if tier in cache.slots]
+
+
+def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
+    validate.count("chains", len(messages), 1, validate.MAX_CHAINS)
+    chains = []
+    left = validate.MAX_KEYS
+    for index, message in enumerate(messages):
+        keys = validate.keys(f"chains[{index}].keys", message.keys, max_keys=left)
+        left -= len(keys)
+        least = validate.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys))
+        chains.append(ChainRequest(keys, least))
+    return chains
+
+
+def _acquired(cache: Cache, tier: Tier, group: GroupId, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
+    if isinstance(answer, Refusal):
+        return blocks_pb2.AcquiredChain(matched=answer.matched, refusal=answer.reason.name)
+    return blocks_pb2.AcquiredChain(
+        lease_id=answer.lease or 0,
+        slots=answer.slots,
+        generations=_generations(cache, tier, group, answer.slots),
+        found_in=bytes(answer.found_in),
+        matched=answer.matched,
+    )
+
+
+def _generations(cache: Cache, tier: Tier, group: GroupId, slots: Sequence[SlotId | None]) -> list[int]:
+    """0 where there is no slot."""
+    arena = cache.runtime.arena
+    return [0 if slot is None else arena.generation(tier, group, slot) for slot in slots]

@@ -1,0 +1,87 @@
+"""``kvtier.v1.Caches``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import grpc
+
+from kvtier.v1 import caches_pb2, common_pb2
+from kvtierd.core.ids import CacheId, Tier
+from kvtierd.service import validate, wire
+from kvtierd.service.budgets import GROUP, slot_bytes
+from kvtierd.service.calls import Verb
+from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, unknown_cache
+from kvtierd.service.sessions import Session, SessionRegistry, require_attached
+
+
+def opened(catalog: Catalog, session: Session, cache_id: int) -> Cache:
+    """The cache, if this session has opened it. Raises NOT_FOUND, FAILED_PRECONDITION."""
+    cache = catalog.get(CacheId(cache_id))
+    if cache is None:
+        raise unknown_cache(cache_id)
+    if cache.id not in session.caches:
+        raise cache_not_opened(cache_id)
+    return cache
+
+
+class CachesService:
+    """``tiers``: that are configured."""
+
+    def __init__(self, catalog: Catalog, sessions: SessionRegistry, tiers: tuple[Tier, ...]) -> None:
+        self._catalog: Final = catalog
+        self._sessions: Final = sessions
+        self._tiers: Final = tiers
+
+    def verbs(self) -> Mapping[str, Verb]:
+        return {"Open": self.open, "Close": self.close, "List": self.list}
+
+    async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
+        name = validate.cache_name(request.name)
+        spec = wire.spec_from_wire(request.spec)
+        spec.validate()
+        cache, created = await self._catalog.open(name, spec, self._budgets(request))
+        require_attached(session)
+        session.caches.add(cache.id)
+        return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
+
+    async def close(self, session: Session, request: caches_pb2.CloseRequest) -> caches_pb2.CloseResponse:
+        cache = opened(self._catalog, session, request.cache_id)
+        leases = cache.runtime.manager.session_leases(session.id)
+        if leases:
+            detail = common_pb2.ErrorDetail(reason="LEASES_HELD", field="cache_id", value=str(cache.id))
+            message = f"cache {cache.name}: the session holds {leases} leases there; release them first"
+            raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
+        session.caches.discard(cache.id)
+        return caches_pb2.CloseResponse()
+
+    async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:
+        return caches_pb2.ListCachesResponse(caches=[self._info(cache) for cache in self._catalog])
+
+    def _budgets(self, request: caches_pb2.OpenRequest) -> dict[Tier, int]:
+        budgets: dict[Tier, int] = {}
+        for index, budget in enumerate(request.budgets):
+            tier = validate.tier(f"budgets[{index}].tier", budget.tier, self._tiers)
+            if tier in budgets:
+                raise bad_argument(f"budgets[{index}].tier", str(tier), "each tier once")
+            budgets[tier] = budget.bytes
+        return budgets
+
+    def _info(self, cache: Cache) -> caches_pb2.CacheInfo:
+        each = slot_bytes(cache.spec)
+        tiers = [
+            caches_pb2.GroupTierInfo(tier=wire.TIER_TO_WIRE[tier], slots=slots, slot_bytes=each[tier])
+            for tier, slots in sorted(cache.slots.items())
+        ]
+        window_tokens = cache.spec.groups[GROUP].window_tokens
+        return caches_pb2.CacheInfo(
+            cache_id=cache.id,
+            name=cache.name,
+            spec=wire.spec(cache.spec),
+            fingerprint=cache.fingerprint,
+            groups=[caches_pb2.GroupInfo(group=GROUP, window_tokens=window_tokens, tiers=tiers)],
+            blocks=cache.runtime.manager.stats().blocks,
+            sessions=sum(cache.id in session.caches for session in self._sessions),
+        )

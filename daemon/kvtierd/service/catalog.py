@@ -1,0 +1,252 @@
+"""The catalog: which caches there are, what each was given of the tiers, and how one comes into being.
+
+Everything that blocks (allocating shared memory, making and reading disk stores) runs in a thread; the engine is told
+on the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final
+
+from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState
+from kvtier.abi.spec import CacheSpec
+from kvtierd.core.events import EventSequencer
+from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
+from kvtierd.core.manager import BlockManager, Recovered
+from kvtierd.core.policy import GroupShape
+from kvtierd.mover.engine import Engine
+from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.service.budgets import GROUP, Budgets, RememberedSlots, Slots, slot_bytes
+from kvtierd.service.errors import bad_argument
+from kvtierd.state import Identity
+from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.base import TierConfigError
+from kvtierd.tiers.device import Chaos, StandInDevice
+from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery
+from kvtierd.tiers.host import HostStore
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Cache:
+    """An open cache. ``slots``: by tier, only tiers it has."""
+
+    runtime: CacheRuntime
+    fingerprint: bytes
+    slots: Slots
+
+    @property
+    def id(self) -> CacheId:
+        return self.runtime.id
+
+    @property
+    def name(self) -> str:
+        return self.runtime.name
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.runtime.spec
+
+
+@dataclass(slots=True, frozen=True)
+class Stores:
+    """What a catalog opens caches in. ``disk``: None where the disk tier is not configured."""
+
+    budgets: Budgets
+    remembered: RememberedSlots
+    disk: DiskRoot | None
+    chaos: Chaos | None
+
+
+@dataclass(slots=True, frozen=True)
+class _Parts:
+    """What a thread has made for a cache, before the loop knows of it."""
+
+    arena: Arena
+    host: HostStore | None
+    device: StandInDevice | None
+    disk: DiskStore | None
+    recovered: Mapping[GroupId, Sequence[Recovered]] = field(default_factory=dict)
+    quarantined: Mapping[GroupId, Collection[SlotId]] = field(default_factory=dict)
+
+
+class Catalog:
+    """All caches of the daemon, open until it stops. ``names``: filled in before a cache's first event."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequencer: EventSequencer,
+        stores: Stores,
+        identity: Identity,
+        names: dict[CacheId, str],
+    ) -> None:
+        self._engine: Final = engine
+        self._sequencer: Final = sequencer
+        self._stores: Final = stores
+        self._identity: Final = identity
+        self._by_id: dict[CacheId, Cache] = {}
+        self._by_name: dict[str, Cache] = {}
+        self._names: Final = names
+        self._ids = count(1)
+        self._opening = asyncio.Lock()
+        self._prefaulting: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[Cache]:
+        return iter(self._by_id.values())
+
+    def get(self, cache: CacheId) -> Cache | None:
+        return self._by_id.get(cache)
+
+    def descriptors(self, cache: CacheId, *, write: bool) -> Mapping[str, int] | None:
+        """See :class:`kvtierd.service.attach.Arenas`."""
+        found = self._by_id.get(cache)
+        return None if found is None else found.runtime.arena.fds(write=write)
+
+    async def open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, int]) -> tuple[Cache, bool]:
+        """The cache of this name, and whether it was made for this call. ``asked``: bytes by tier, none = what is left.
+
+        One cache is opened at a time. Raises INVALID_ARGUMENT (another spec, other budgets), RESOURCE_EXHAUSTED.
+        """
+        async with self._opening:
+            cache = self._by_name.get(name)
+            if cache is None:
+                slots = self._stores.budgets.slots_for(spec, asked)
+                return await self._make(name, spec, slots, stored=False), True
+        _require_same(cache, spec, asked)
+        return cache, False
+
+    async def restore(self) -> None:
+        """Opens the caches that the disk remembers, with the budgets they had.
+
+        Memory budgets shrink to what the configuration still has. Raises :class:`TierConfigError` where the disk tier
+        is smaller than its caches.
+        """
+        if self._stores.disk is None:
+            return
+        stored = await asyncio.to_thread(self._stores.disk.caches)
+        for position, cache in enumerate(stored):
+            slots = self._slots_of_stored(cache.name, cache.spec, cache.slots[GROUP], len(stored) - position)
+            await self._make(cache.name, cache.spec, slots, stored=True)
+
+    async def close(self) -> None:
+        """After the engine's shutdown: lets go of all memory and of the disk."""
+        async with self._opening:
+            if self._prefaulting:
+                await asyncio.wait(self._prefaulting)
+            await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        for cache in self:
+            runtime = cache.runtime
+            for store in (runtime.device, runtime.host, runtime.disk):
+                if store is not None:
+                    store.close()
+            runtime.arena.close()
+        if self._stores.disk is not None:
+            self._stores.disk.close()
+
+    def _slots_of_stored(self, name: str, spec: CacheSpec, disk_slots: int, sharing: int) -> dict[Tier, int]:
+        """``sharing``: how many caches, this one included, are still to be given a share where none is remembered."""
+        budgets, each = self._stores.budgets, slot_bytes(spec)
+        wanted = disk_slots * each[Tier.DISK]
+        if wanted > budgets.left(Tier.DISK):
+            limit = f"at least {wanted} more than its other caches take: the stored cache {name} has that much"
+            raise TierConfigError("disk_bytes", budgets.left(Tier.DISK), limit)
+        remembered = self._stores.remembered.get(name)
+        slots = {Tier.DISK: disk_slots}
+        for tier in (Tier.DEVICE, Tier.HOST):
+            most = budgets.left(tier) // each[tier]
+            share = min(most, remembered.get(tier, 0)) if remembered is not None else most // sharing
+            if share:
+                slots[tier] = share
+        return slots
+
+    async def _make(self, name: str, spec: CacheSpec, slots: Slots, *, stored: bool) -> Cache:
+        self._stores.budgets.take(spec, slots)
+        try:
+            parts = await asyncio.to_thread(self._make_parts, name, spec, slots, stored)
+        except BaseException:
+            self._stores.budgets.give_back(spec, slots)
+            raise
+        cache_id = CacheId(next(self._ids))
+        shape = GroupShape(GROUP, slots, {tier: size for tier, size in slot_bytes(spec).items() if tier in slots})
+        manager = BlockManager(cache_id, [shape], self._sequencer)
+        runtime = CacheRuntime(cache_id, name, spec, manager, parts.arena, parts.host, parts.device, parts.disk)
+        cache = Cache(runtime, spec.fingerprint(), dict(slots))
+        self._names[cache_id] = name
+        # One that no disk remembers may have been there all the same, in an earlier life of this epoch.
+        restarted = stored or self._identity.boot > 1
+        self._engine.add_cache(
+            runtime, parts.recovered, parts.quarantined, unclean=self._identity.unclean, restarted=restarted
+        )
+        parts.arena.set_state(ArenaState.SERVING)
+        self._by_id[cache_id] = self._by_name[name] = cache
+        self._prefault(cache)
+        blocks = sum(map(len, parts.recovered.values()))
+        given = " ".join(f"{tier}={count}" for tier, count in slots.items())
+        _log.info("cache opened name=%s cache=%d %s recovered=%d", name, cache_id, given, blocks)
+        return cache
+
+    def _make_parts(self, name: str, spec: CacheSpec, slots: Slots, stored: bool) -> _Parts:
+        """Blocks. Memory first, since unlike a disk store it is gone again without a trace if the rest fails."""
+        identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
+        layout = ArenaLayout.plan(spec, {(GROUP, tier): slots[tier] for tier in slots})
+        arena = Arena.create(name, layout, identity)
+        try:
+            disk = self._disk_store(name, spec, slots, stored)
+        except BaseException:
+            arena.close()
+            raise
+        host = HostStore(arena) if Tier.HOST in slots else None
+        device = StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in slots else None
+        if disk is None or not stored:
+            return _Parts(arena, host, device, disk)
+        found = disk.recover()
+        if found.dropped:
+            _log.warning("records on disk could not be used cache=%s dropped=%d", name, found.dropped)
+        return _Parts(arena, host, device, disk, _recovered(found), found.quarantined)
+
+    def _disk_store(self, name: str, spec: CacheSpec, slots: Slots, stored: bool) -> DiskStore | None:
+        root = self._stores.disk
+        if root is None or Tier.DISK not in slots:
+            return None
+        if stored:
+            return root.open_cache(name)
+        self._stores.remembered.put(name, slots)
+        return root.create(name, spec, {GROUP: slots[Tier.DISK]})
+
+    def _prefault(self, cache: Cache) -> None:
+        async def run() -> None:
+            await asyncio.to_thread(cache.runtime.arena.prefault)
+
+        task = asyncio.create_task(run(), name=f"prefault-{cache.name}")
+        self._prefaulting.add(task)
+        task.add_done_callback(self._prefaulting.discard)
+
+
+def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
+    return {
+        group: [Recovered(record.slot, record.key, record.parent, record.priority) for record in records]
+        for group, records in found.records.items()
+    }
+
+
+def _require_same(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, int]) -> None:
+    if cache.fingerprint != spec.fingerprint():
+        difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
+        limit = f"{getattr(cache.spec, difference)!r}, as cache {cache.name} has"
+        raise bad_argument(f"spec.{difference}", getattr(spec, difference), limit, reason="SPEC_MISMATCH")
+    each = slot_bytes(spec)
+    for tier, size in asked.items():
+        has = cache.slots.get(tier, 0)
+        if size // each[tier] != has:
+            limit = f"{has * each[tier]} bytes, as cache {cache.name} has; or no budgets at all"
+            raise bad_argument(f"budgets[{tier}]", size, limit, reason="BUDGET_MISMATCH")

@@ -1,0 +1,148 @@
+"""A whole daemon, in the order in which it must come up and go down."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final, Self
+
+from kvtierd.config import Config
+from kvtierd.core.ids import CacheId, SessionId, Tier
+from kvtierd.mover.engine import Engine
+from kvtierd.service.admin import AdminService
+from kvtierd.service.attach import AttachServer, DaemonIdentity
+from kvtierd.service.blocks import BlocksService
+from kvtierd.service.budgets import Budgets, RememberedSlots
+from kvtierd.service.caches import CachesService
+from kvtierd.service.calls import Dispatcher
+from kvtierd.service.catalog import Catalog, Stores
+from kvtierd.service.errors import Translator
+from kvtierd.service.events import EventsService
+from kvtierd.service.hub import EventHub, Limits
+from kvtierd.service.rundir import RuntimeDir
+from kvtierd.service.server import RpcServer, Services
+from kvtierd.service.sessions import SessionRegistry
+from kvtierd.state import DurableSequencer, StateDir
+from kvtierd.tiers.device import Chaos
+from kvtierd.tiers.disk import DiskRoot
+
+WATCHES_END_S: Final = 2.0
+"""How long watchers get to read what is left for them once everything else has stopped."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class _Directories:
+    """What this daemon alone has while it lives."""
+
+    state: StateDir
+    run: RuntimeDir
+    disk: DiskRoot | None
+
+    @classmethod
+    def open(cls, config: Config) -> Self:
+        """All or none. Raises the errors of ``kvtierd.tiers.base``."""
+        with ExitStack() as opened:
+            state = StateDir.open(config.state_dir)
+            opened.callback(state.close, state.identity.last)
+            run = RuntimeDir.open(config.runtime_dir)
+            opened.callback(run.close)
+            disk = DiskRoot.open(config.disk_path) if Tier.DISK in config.tier_bytes else None
+            opened.pop_all()
+        return cls(state, run, disk)
+
+
+class Daemon:
+    """Serves from :meth:`start` to :meth:`stop`."""
+
+    def __init__(self, config: Config, directories: _Directories) -> None:
+        state, life = directories.state, directories.state.identity
+        self._config: Final = config
+        self._directories: Final = directories
+        self._sequencer: Final = DurableSequencer(state)
+        names: dict[CacheId, str] = {}
+        limits = Limits(config.event_ring_bytes, config.event_ring_events)
+        self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, names, limits)
+        self._engine: Final = Engine(
+            asyncio.get_running_loop(), self._hub, self._sequencer, debug_checks=config.debug_checks
+        )
+        stores = Stores(
+            Budgets(config.tier_bytes),
+            RememberedSlots(config.state_dir / "caches"),
+            directories.disk,
+            None if config.chaos_seed is None else Chaos(config.chaos_seed),
+        )
+        self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, names)
+        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, config.max_sessions)
+        self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
+        self._dispatcher: Final = Dispatcher(self._sessions, Translator(self._sessions.owner_of))
+        self._rpc: Final = RpcServer(self._dispatcher, self._services())
+        uids = {0, os.getuid(), *config.allow_uids}
+        self._attach: Final = AttachServer(self._sessions, self._catalog, self._identity, uids, config.max_sessions)
+
+    @classmethod
+    async def start(cls, config: Config) -> Self:
+        """Serving when this returns. Raises the errors of ``kvtierd.tiers.base`` where a directory cannot be had."""
+        directories = await asyncio.to_thread(_Directories.open, config)
+        daemon = cls(config, directories)
+        try:
+            await daemon._serve()
+        except BaseException:
+            await daemon.stop()
+            raise
+        return daemon
+
+    async def _serve(self) -> None:
+        await self._catalog.restore()
+        # What was restored lives as long as the daemon; unfrozen, every full collection would look at all of it again.
+        gc.collect()
+        gc.freeze()
+        run = self._directories.run
+        with run.creating_sockets():
+            self._rpc.bind(run.rpc_path)
+            listener = run.bind_attach()
+        await self._rpc.start()
+        self._attach.start(listener)
+
+    @property
+    def address(self) -> str:
+        return str(self._directories.run.path)
+
+    async def stop(self) -> bool:
+        """Within the configured time. False if it was not clean: then threads may still be in the stores, which stay
+        open, and only the end of the process lets go of them."""
+        await self._rpc.announce_stop()
+        await self._attach.stop_accepting()
+        clean = await self._engine.shutdown(self._config.shutdown_seconds)
+        self._dispatcher.stop()
+        self._hub.close()
+        await self._rpc.stop(WATCHES_END_S)
+        self._sessions.close()
+        await self._attach.hang_up()
+        if clean:
+            await self._catalog.close()
+        else:
+            _log.error("the stop was not clean: moves had to be abandoned")
+        self._directories.state.close(self._sequencer.last if clean else None)
+        self._directories.run.close()
+        return clean
+
+    def _services(self) -> Services:
+        epoch, config = self._identity.epoch, self._config
+        tiers = tuple(config.tier_bytes)
+        blocks = BlocksService(self._engine, self._catalog, epoch, config.wait_seconds)
+        events = EventsService(self._hub, self._engine, self._catalog, config.heartbeat_seconds)
+        return Services(
+            caches=CachesService(self._catalog, self._sessions, tiers).verbs(),
+            blocks=blocks.verbs(),
+            events=events.streams(),
+            admin=AdminService(self._engine, self._catalog, self._sessions, self._hub, self._identity).verbs(),
+        )
+
+    def _holds_something(self, session: SessionId) -> bool:
+        return self._engine.session_leases(session) > 0

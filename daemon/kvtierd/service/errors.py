@@ -1,0 +1,136 @@
+"""How errors travel: google.rpc.Status in the trailing metadata, with one ``kvtier.v1.ErrorDetail``.
+
+Inside the service everything that refuses a call is an exception; :class:`Translator` turns each into a
+:class:`CallRefused`, the one shape that reaches the wire. What is not in its table is our bug: INTERNAL, and a log
+line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
+
+from kvtier.abi.errors import FieldError
+from kvtier.v1 import common_pb2
+from kvtierd.core.errors import BadArgument, ForeignLease, TierOffline, UnknownGroup, UnknownLease
+from kvtierd.core.ids import SessionId
+from kvtierd.core.outcome import Holder, Refusal, RefusalReason
+from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
+from kvtierd.service import wire
+from kvtierd.tiers.base import TierConfigError, TierError
+
+STATUS_KEY: Final = "grpc-status-details-bin"
+MAX_SHOWN: Final = 80
+MAX_HOLDERS: Final = 16
+"""Holders named in a refusal, most slots first: trailing metadata has room for about 8 KiB."""
+
+_log = logging.getLogger(__name__)
+
+
+class CallRefused(Exception):
+    """A call ends with this status. ``detail.reason`` is stable and machine readable."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, detail: common_pb2.ErrorDetail) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.detail = detail
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        packed = any_pb2.Any()
+        packed.Pack(self.detail)
+        number: int = self.code.value[0]
+        status = status_pb2.Status(code=number, message=self.message, details=[packed])
+        return ((STATUS_KEY, status.SerializeToString()),)
+
+
+def refused(code: grpc.StatusCode, reason: str, message: str) -> CallRefused:
+    return CallRefused(code, message, common_pb2.ErrorDetail(reason=reason))
+
+
+def bad_argument(field: str, value: object, limit: str, reason: str = "BAD_ARGUMENT") -> CallRefused:
+    """INVALID_ARGUMENT. ``limit`` completes the sentence "must be …"."""
+    value = shown(value)
+    detail = common_pb2.ErrorDetail(reason=reason, field=field, value=value, limit=limit)
+    return CallRefused(grpc.StatusCode.INVALID_ARGUMENT, f"{field} = {value}: must be {limit}", detail)
+
+
+def unknown_cache(cache_id: int) -> CallRefused:
+    detail = common_pb2.ErrorDetail(reason="UNKNOWN_CACHE", field="cache_id", value=str(cache_id))
+    return CallRefused(grpc.StatusCode.NOT_FOUND, f"cache_id = {cache_id}: there is no such cache", detail)
+
+
+def cache_not_opened(cache_id: int) -> CallRefused:
+    detail = common_pb2.ErrorDetail(reason="CACHE_NOT_OPENED", field="cache_id", value=str(cache_id))
+    message = f"cache_id = {cache_id}: this session has not opened the cache"
+    return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
+
+
+def shutting_down() -> CallRefused:
+    return refused(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "the daemon is being stopped")
+
+
+def shown(value: object) -> str:
+    """A stranger's value, short enough for a message and a log line."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+
+
+class Translator:
+    """Any exception to a :class:`CallRefused`. ``owner_of`` gives pid and command of a session, (0, "") if unknown."""
+
+    def __init__(self, owner_of: Callable[[SessionId], tuple[int, str]]) -> None:
+        self._owner_of = owner_of
+        self._table: Mapping[type[Exception], Callable[[Any], CallRefused]] = {
+            CallRefused: lambda error: error,
+            BadArgument: lambda error: bad_argument(error.field, error.value, error.limit),
+            FieldError: lambda error: bad_argument(error.field, error.value, error.limit),
+            TierConfigError: lambda error: refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_MEMORY", str(error)),
+            UnknownGroup: lambda error: bad_argument("group", error.group, "a window group of the cache"),
+            UnknownLease: lambda error: refused(grpc.StatusCode.NOT_FOUND, "UNKNOWN_LEASE", str(error)),
+            ForeignLease: lambda error: refused(grpc.StatusCode.PERMISSION_DENIED, "FOREIGN_LEASE", str(error)),
+            TierOffline: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(error)),
+            TierError: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_FAILED", str(error)),
+            UnknownCache: lambda error: unknown_cache(error.cache),
+            ShuttingDown: lambda error: shutting_down(),
+            Refused: lambda error: self._refusal(error.refusal),
+        }
+
+    def __call__(self, error: Exception) -> CallRefused:
+        for kind in type(error).__mro__:
+            if translate := self._table.get(kind):
+                return translate(error)
+        _log.error("a call failed inside the daemon", exc_info=error)
+        message = f"a bug of kvtier: {type(error).__name__}: {shown(str(error))}"
+        return refused(grpc.StatusCode.INTERNAL, "INTERNAL", message)
+
+    def _refusal(self, refusal: Refusal) -> CallRefused:
+        code, says = _REFUSALS[refusal.reason]
+        holders = sorted(refusal.holders, key=lambda holder: -holder.slots)[:MAX_HOLDERS]
+        detail = common_pb2.ErrorDetail(
+            reason=refusal.reason.name,
+            tier=wire.TIER_TO_WIRE[refusal.tier],
+            wanted=refusal.wanted,
+            free=refusal.free,
+            holders=[self._holder(holder) for holder in holders],
+        )
+        numbers = f"{refusal.wanted} slots of the {refusal.tier} tier wanted, {refusal.free} free"
+        return CallRefused(code, f"{says}: {numbers}", detail)
+
+    def _holder(self, holder: Holder) -> common_pb2.Holder:
+        pid, command = self._owner_of(holder.session)
+        return common_pb2.Holder(session_id=holder.session, pid=pid, command=shown(command), slots=holder.slots)
+
+
+_REFUSALS: Final[Mapping[RefusalReason, tuple[grpc.StatusCode, str]]] = {
+    RefusalReason.TIER_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, "what nobody holds cannot make room"),
+    RefusalReason.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "no room was made in time"),
+    RefusalReason.CANCELLED: (grpc.StatusCode.CANCELLED, "the session ended while it waited"),
+    RefusalReason.TIER_OFFLINE: (grpc.StatusCode.UNAVAILABLE, "the tier is out of service"),
+    RefusalReason.TOO_SHORT: (grpc.StatusCode.FAILED_PRECONDITION, "less than min_blocks is stored"),
+}

@@ -1,0 +1,124 @@
+"""``kvtier.v1.Events``: where a watch starts. What it then sends is in :mod:`kvtierd.service.watch`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Final
+
+import grpc
+
+from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
+from kvtierd.core.manager import ListingRow
+from kvtierd.mover.engine import Engine
+from kvtierd.service import validate, wire
+from kvtierd.service.budgets import GROUP
+from kvtierd.service.calls import StreamVerb
+from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.errors import CallRefused, bad_argument
+from kvtierd.service.hub import EventHub
+from kvtierd.service.sessions import Session
+from kvtierd.service.watch import EventFilter, Watcher, lost_range
+
+SLICE_BLOCKS: Final = 1024
+
+
+class EventsService:
+    """``heartbeat_s``: for watchers that do not say."""
+
+    def __init__(self, hub: EventHub, engine: Engine, catalog: Catalog, heartbeat_s: float) -> None:
+        self._hub: Final = hub
+        self._engine: Final = engine
+        self._catalog: Final = catalog
+        self._heartbeat_s: Final = heartbeat_s
+
+    def streams(self) -> Mapping[str, StreamVerb]:
+        return {"Watch": self.watch}
+
+    async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
+        wanted = _filter(request.filter)
+        heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s)
+        start = request.WhichOneof("start")
+        cursor = self._hub.last
+        if start == "oldest" and request.oldest:
+            cursor = self._hub.oldest - 1
+        elif start == "since":
+            cursor = self._resume_at(request.since)
+        self._hub.watchers += 1
+        try:
+            if start == "since" and 0 < request.since.epoch < self._hub.epoch:
+                yield lost_range(self._hub, request.since.epoch, request.since.id)
+            watcher = Watcher(self._hub, cursor, wanted, heartbeat_s)
+            snapshot_end = None
+            if start == "snapshot" and request.snapshot:
+                async with aclosing(self._slices(cursor, wanted)) as slices:
+                    async for batch in slices:
+                        yield batch
+                snapshot_end = self._hub.last
+            async with aclosing(watcher.follow(snapshot_end)) as batches:
+                async for batch in batches:
+                    yield batch
+        finally:
+            self._hub.watchers -= 1
+
+    def _resume_at(self, since: blocks_pb2.Cursor) -> int:
+        """The id after which to go on. Raises INVALID_ARGUMENT for the future, OUT_OF_RANGE for what is not held."""
+        hub = self._hub
+        if since.epoch > hub.epoch:
+            raise bad_argument("since.epoch", since.epoch, f"at most {hub.epoch}, the present epoch")
+        earlier = 0 < since.epoch < hub.epoch
+        most = hub.epoch_first - 1 if earlier else hub.last
+        if since.id > most:
+            raise bad_argument("since.id", since.id, f"at most {most}, the last id of the epoch")
+        cursor = most if earlier else since.id
+        if cursor + 1 < hub.oldest:
+            detail = common_pb2.ErrorDetail(
+                reason="CURSOR_COMPACTED", field="since.id", value=str(since.id), limit=str(hub.oldest)
+            )
+            message = f"the events after {since.epoch}:{since.id} are no longer held; the oldest is {hub.oldest}"
+            raise CallRefused(grpc.StatusCode.OUT_OF_RANGE, message, detail)
+        return cursor
+
+    async def _slices(self, cursor: int, wanted: EventFilter) -> AsyncGenerator[bytes, None]:
+        """All blocks of the caches wanted, as they are while it goes over them; no batch covers any ids."""
+        for cache in list(self._catalog):
+            if not wanted.wants_cache(cache.name):
+                continue
+            page = 0
+            while True:
+                listing = self._engine.listing(cache.id, GROUP, page, SLICE_BLOCKS)
+                if listing.rows:
+                    yield self._slice(cursor, cache, listing.rows)
+                    await asyncio.sleep(0)  # a stream that always has room would not let go of the loop
+                page = listing.next_page
+                if not page:
+                    break
+
+    def _slice(self, cursor: int, cache: Cache, rows: tuple[ListingRow, ...]) -> bytes:
+        slice = events_pb2.SnapshotSlice(
+            cache=cache.name,
+            group=GROUP,
+            keys=b"".join(row.key for row in rows),
+            parents=wire.parents(row.parent for row in rows),
+            residency=bytes(row.residency for row in rows),
+            priorities=bytes(row.priority for row in rows),
+        )
+        return events_pb2.WatchBatch(
+            epoch=self._hub.epoch, first_id=cursor + 1, last_id=cursor, slice=slice
+        ).SerializeToString()
+
+
+def _filter(message: events_pb2.WatchFilter) -> EventFilter:
+    for index, kind in enumerate(message.types):
+        if kind not in events_pb2.EventType.values() or not kind:
+            raise bad_argument(f"filter.types[{index}]", kind, "an event type")
+    for index, cause in enumerate(message.causes):
+        if cause not in common_pb2.Cause.values() or not cause:
+            raise bad_argument(f"filter.causes[{index}]", cause, "a cause")
+    for index, name in enumerate(message.caches):
+        validate.cache_name(name, f"filter.caches[{index}]")
+    every = tuple(wire.TIER_TO_WIRE)
+    return EventFilter.of(
+        message, [validate.tier(f"filter.tiers[{index}]", tier, every) for index, tier in enumerate(message.tiers)]
+    )

@@ -1,0 +1,185 @@
+"""The event hub: the last events of the daemon, serialised once for every watcher.
+
+The ring holds runs of events as the bytes of a ``WatchBatch`` that carries nothing but events. Protobuf messages
+concatenate, so what a watcher is sent is a small header of its own followed by runs that were serialised once for all.
+Bytes also cost the garbage collector nothing, where 10^5 live event objects would stop the loop for tens of
+milliseconds.
+
+Publishing never waits for anybody: a watcher that falls behind the ring finds its next id gone and is told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.v1 import events_pb2
+from kvtierd.core.events import Event
+from kvtierd.core.ids import CacheId
+from kvtierd.service import wire
+
+RUN_EVENTS: Final = 256
+"""Most events of a run, and of a message to a watcher."""
+
+RUN_BLOCKS: Final = 4096
+"""A run is closed once it carries so many blocks: packing one stays about a millisecond."""
+
+MESSAGE_BYTES: Final = 1 << 20
+"""A message is closed once it is so long; a single longer event still goes out whole."""
+
+LINGER_S: Final = 0.002
+"""Events wait so long for company: under load a watcher is woken 500 times a second, not once for each loop turn."""
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    """Ids [first, last], all of them held. ``body``: a serialised ``WatchBatch`` with just these events."""
+
+    first: int
+    last: int
+    body: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What the ring may hold; the oldest runs go first."""
+
+    max_bytes: int
+    max_events: int
+
+
+class EventHub:
+    """The ring and its wake-up. Loop thread only.
+
+    ``last``: the last id given out before this daemon started. ``epoch_first``: the first id of the present epoch; ids
+    from there to ``last`` were given out by an earlier life of the same epoch. ``names``: of all caches with events.
+    """
+
+    def __init__(self, epoch: int, last: int, epoch_first: int, names: Mapping[CacheId, str], limits: Limits) -> None:
+        self.epoch: Final = epoch
+        self.epoch_first: Final = epoch_first
+        self.watchers = 0
+        self._names = names
+        self._limits = limits
+        self._published = last
+        self._packed = last
+        self._pending: list[Event] = []
+        self._packing: asyncio.Handle | None = None
+        self._ring: dict[int, Run] = {}  # by a number that rises by one: the ends of a queue, the lookups of a list
+        self._head = 0
+        self._bytes = 0
+        self._news = asyncio.Event()
+        self._closed = False
+
+    @property
+    def last(self) -> int:
+        """The last id given out, whether or not it can be read yet."""
+        return self._published
+
+    @property
+    def readable(self) -> int:
+        """The last id that :meth:`after` can return."""
+        return self._packed
+
+    @property
+    def oldest(self) -> int:
+        """The oldest id held; one above :attr:`readable` where nothing is."""
+        return self._ring[self._head].first if self._ring else self._packed + 1
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Takes events in id order, without a hole. Cheap: they are serialised in a later turn of the loop."""
+        if not events:
+            return
+        self._pending.extend(events)
+        self._published = events[-1].id
+        if self._packing is None:
+            self._packing = asyncio.get_running_loop().call_later(LINGER_S, self._pack_some)
+
+    def after(self, cursor: int) -> Run | None:
+        """The oldest events held with ids above ``cursor``, at most a message of them; None if there are none yet.
+
+        ``Run.first`` above ``cursor + 1`` means that the ids between are gone.
+        """
+        if cursor >= self._packed:
+            return None
+        end = self._head + len(self._ring)
+        above = bisect_right(range(end), cursor + 1, lo=self._head, key=lambda index: self._ring[index].first)
+        index = max(self._head, above - 1)
+        run = _without_events_up_to(cursor, self._ring[index])
+        bodies, count, size = [run.body], run.last - run.first + 1, len(run.body)
+        last = run.last
+        for following in range(index + 1, end):
+            other = self._ring[following]
+            count += other.last - other.first + 1
+            size += len(other.body)
+            if count > RUN_EVENTS or size > MESSAGE_BYTES:
+                break
+            bodies.append(other.body)
+            last = other.last
+        return Run(run.first, last, b"".join(bodies))
+
+    async def news(self, cursor: int) -> None:
+        """Returns once something above ``cursor`` can be read, or the hub is closed."""
+        while self._packed <= cursor and not self._closed:
+            await self._news.wait()
+
+    def close(self) -> None:
+        """No more events come: what is pending becomes readable, then watchers are to end."""
+        while self._pending:
+            self._pack()
+        self._closed = True
+        self._wake()
+
+    def _pack_some(self) -> None:
+        self._packing = None
+        self._pack()
+        if self._pending:
+            self._packing = asyncio.get_running_loop().call_soon(self._pack_some)
+        self._wake()
+
+    def _pack(self) -> None:
+        if not self._pending:
+            return
+        count = _run_length(self._pending)
+        events, self._pending = self._pending[:count], self._pending[count:]
+        body = events_pb2.WatchBatch(events=[wire.event(e, self._names[e.cache]) for e in events]).SerializeToString()
+        self._ring[self._head + len(self._ring)] = Run(events[0].id, events[-1].id, body)
+        self._packed = events[-1].id
+        self._bytes += len(body)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while len(self._ring) > 1 and (
+            self._bytes > self._limits.max_bytes or self._packed - self.oldest >= self._limits.max_events
+        ):
+            self._bytes -= len(self._ring.pop(self._head).body)
+            self._head += 1
+
+    def _wake(self) -> None:
+        # Waiters hold the event that they wait on, so a fresh one for those to come wakes each exactly once.
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _run_length(events: Sequence[Event]) -> int:
+    blocks = 0
+    for count, event in enumerate(events[:RUN_EVENTS], start=1):
+        blocks += len(event.blocks)
+        if blocks >= RUN_BLOCKS:
+            return count
+    return min(len(events), RUN_EVENTS)
+
+
+def _without_events_up_to(cursor: int, run: Run) -> Run:
+    if run.first > cursor:
+        return run
+    batch = events_pb2.WatchBatch.FromString(run.body)
+    rest = [event for event in batch.events if event.id > cursor]
+    return Run(cursor + 1, run.last, events_pb2.WatchBatch(events=rest).SerializeToString())

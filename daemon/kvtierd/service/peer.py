@@ -1,0 +1,95 @@
+"""Who is at the other end of a unix socket, and a handle that tells when that process is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_SO_PEERPIDFD: Final = 77
+"""Linux 6.5: the peer's pidfd, taken by the kernel at connect, so that its pid cannot have been reused meanwhile."""
+
+_UCRED: Final = struct.Struct("iII")
+_MAX_COMMAND: Final = 256
+
+
+class UnknownPeer(Exception):
+    """The process at the other end cannot be identified: gone already, or in a pid namespace that hides it."""
+
+
+@dataclass(slots=True, frozen=True)
+class Credentials:
+    """As the kernel noted them when the peer connected."""
+
+    pid: int
+    uid: int
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Peer:
+    """A live process. Owns ``pidfd``, which is readable once the process has ended."""
+
+    pid: int
+    uid: int
+    pidfd: int
+    command: str
+
+    def is_gone(self) -> bool:
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        os.close(self.pidfd)
+
+
+def credentials(sock: socket.socket) -> Credentials:
+    pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return Credentials(pid, uid)
+
+
+def identify(sock: socket.socket) -> Peer:
+    """The peer as a process. The caller closes it. Raises :class:`UnknownPeer`."""
+    who = credentials(sock)
+    if who.pid == 0:
+        raise UnknownPeer("the client's process is not visible from the daemon's pid namespace")
+    pidfd = _open_pidfd(sock, who)
+    return Peer(who.pid, who.uid, pidfd, _command(who.pid))
+
+
+def _open_pidfd(sock: socket.socket, who: Credentials) -> int:
+    try:
+        pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise UnknownPeer(f"process {who.pid} is gone: {error.strerror}") from error
+        return _open_by_pid(sock, who)
+    os.set_inheritable(pidfd, False)
+    return pidfd
+
+
+def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
+    """For older kernels. A peer that still holds its end open after the pidfd was made had its pid when it was made."""
+    try:
+        pidfd = os.pidfd_open(who.pid)
+    except OSError as error:
+        raise UnknownPeer(f"process {who.pid} is gone: {error.strerror}") from error
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    if poll.poll(0):
+        os.close(pidfd)
+        raise UnknownPeer(f"process {who.pid} is gone")
+    return pidfd
+
+
+def _command(pid: int) -> str:
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""  # it is only shown to people
+    return raw[:_MAX_COMMAND].rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")

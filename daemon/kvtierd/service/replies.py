@@ -1,0 +1,59 @@
+"""What makes a repeated call harmless: each session's last replies, by sequence number."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from kvtierd.service.errors import bad_argument
+
+REMEMBERED: Final = 128
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[T]):
+    digest: bytes
+    task: asyncio.Task[T]
+    waiting: int = 0
+
+
+class ReplyMemory(Generic[T]):
+    """The last ``REMEMBERED`` answers, refusals included. Loop thread only.
+
+    A call runs once, in a task of its own: whoever repeats it while it runs waits for the same task. When the last who
+    waits is cancelled, so is the call, and it is forgotten: a repeat after that runs anew.
+    """
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[int, _Entry[T]] = OrderedDict()
+
+    async def answer(self, seq: int, digest: bytes, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The reply to the call numbered ``seq``; ``digest`` tells its body from any other."""
+        entry = self._entries.get(seq)
+        if entry is None:
+            entry = self._entries[seq] = _Entry(digest, asyncio.create_task(call()))
+            self._forget_old()
+        elif entry.digest != digest:
+            raise bad_argument("seq", seq, "a number that no other call of this session had")
+        entry.waiting += 1
+        try:
+            return await asyncio.shield(entry.task)
+        finally:
+            entry.waiting -= 1
+            if not entry.waiting and not entry.task.done():
+                entry.task.cancel()
+                if self._entries.get(seq) is entry:
+                    del self._entries[seq]
+
+    def _forget_old(self) -> None:
+        # Calls still running are never forgotten: a repeat of one would run beside it.
+        while len(self._entries) > REMEMBERED:
+            oldest = next((seq for seq, entry in self._entries.items() if entry.task.done()), None)
+            if oldest is None:
+                return
+            del self._entries[oldest]

@@ -1,0 +1,196 @@
+"""Sessions: which process is behind a call, and what ends with it.
+
+A session begins at ``attach.sock`` and ends with its process. A broken connection alone ends nothing: the session is
+detached, its slots stay out of circulation, and the same process can come back for it with its token. Only one that
+holds nothing is let go some time after its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Final, Protocol
+
+import grpc
+from google.protobuf.message import Message
+
+from kvtier.abi.attach import SESSION_METADATA_KEY
+from kvtierd.core.ids import CacheId, SessionId
+from kvtierd.service.errors import CallRefused, refused
+from kvtierd.service.peer import Peer
+from kvtierd.service.replies import ReplyMemory
+
+IDLE_DETACHED_S: Final = 30.0
+"""A detached session that holds nothing is kept so long, for the replies it may still be asked for."""
+
+_TOKEN_BYTES: Final = 16
+
+_log = logging.getLogger(__name__)
+
+
+class SessionEngine(Protocol):
+    """What the engine does for the life of sessions."""
+
+    def orphan_session(self, session: SessionId) -> None: ...
+    def reattach_session(self, session: SessionId) -> None: ...
+    def end_session(self, session: SessionId) -> None: ...
+
+
+class AttachRefused(Exception):
+    """No session for this peer. ``reason`` is stable and machine readable."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """``connection``: the task that serves its attach connection; None while it is detached."""
+
+    id: SessionId
+    token: str
+    peer: Peer
+    connection: asyncio.Task[None] | None
+    caches: set[CacheId] = field(default_factory=set)
+    replies: ReplyMemory[Message] = field(default_factory=ReplyMemory)
+    ended: bool = False
+
+    @property
+    def attached(self) -> bool:
+        return self.connection is not None
+
+
+class SessionRegistry:
+    """All live sessions. Loop thread only.
+
+    ``holds`` tells whether a session holds any slot: at capacity, a detached session that holds nothing gives way.
+    """
+
+    def __init__(self, engine: SessionEngine, holds: Callable[[SessionId], bool], capacity: int) -> None:
+        self._engine = engine
+        self._holds = holds
+        self._capacity = capacity
+        self._by_token: dict[str, Session] = {}
+        self._by_id: dict[SessionId, Session] = {}
+        self._ids = count(1)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._by_id.values())
+
+    def begin(self, peer: Peer, connection: asyncio.Task[None]) -> Session:
+        """A new session, which owns ``peer`` from now on. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS)."""
+        if len(self._by_id) >= self._capacity and not self._end_an_idle_one():
+            raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {self._capacity} sessions")
+        session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
+        self._by_token[session.token] = self._by_id[session.id] = session
+        asyncio.get_running_loop().add_reader(peer.pidfd, self._process_gone, session)
+        _log.info("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
+        return session
+
+    def resume(self, token: str, peer: Peer, connection: asyncio.Task[None]) -> Session:
+        """The session of this token, if this is the process that began it; ``peer`` stays the caller's.
+
+        A connection that the session still has is superseded: the daemon may read its end after the new hello. Raises
+        :class:`AttachRefused` (UNKNOWN_SESSION, PERMISSION_DENIED).
+        """
+        session = self._by_token.get(token)
+        if session is not None and session.peer.is_gone():
+            self.end(session, "its process is gone")
+            session = None
+        if session is None:
+            raise AttachRefused("UNKNOWN_SESSION", "no session has this token, or it has ended")
+        if (session.peer.pid, session.peer.uid) != (peer.pid, peer.uid):
+            raise AttachRefused("PERMISSION_DENIED", "the session belongs to another process")
+        superseded, session.connection = session.connection, connection
+        if superseded is not None:
+            superseded.cancel()
+        else:
+            self._engine.reattach_session(session.id)
+        _log.info("session resumes session=%d pid=%d", session.id, peer.pid)
+        return session
+
+    def connection_lost(self, session: Session, connection: asyncio.Task[None]) -> None:
+        """The connection ended. Nothing happens if it no longer is the session's."""
+        if session.connection is not connection:
+            return
+        session.connection = None
+        _log.info("session detached session=%d pid=%d", session.id, session.peer.pid)
+        self._engine.orphan_session(session.id)
+        asyncio.get_running_loop().call_later(IDLE_DETACHED_S, self._let_go, session)
+
+    def end(self, session: Session, why: str) -> None:
+        """Everything the session holds is free again when this returns."""
+        if session.ended:
+            return
+        self._forget(session)
+        _log.info("session ends session=%d pid=%d why=%r", session.id, session.peer.pid, why)
+        self._engine.end_session(session.id)
+
+    def close(self) -> None:
+        """Forgets all sessions without a word to the engine, which is shut down already."""
+        for session in list(self._by_id.values()):
+            self._forget(session)
+
+    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Session:
+        """The attached session whose token is in the call's metadata. Raises UNAUTHENTICATED."""
+        token = next((value for key, value in metadata or () if key == SESSION_METADATA_KEY), None)
+        if not isinstance(token, str):
+            message = f"metadata {SESSION_METADATA_KEY} is missing: attach first"
+            raise refused(grpc.StatusCode.UNAUTHENTICATED, "NO_SESSION", message)
+        session = self._by_token.get(token)
+        if session is None:
+            message = "no session has this token, or it has ended: attach again"
+            raise refused(grpc.StatusCode.UNAUTHENTICATED, "UNKNOWN_SESSION", message)
+        require_attached(session)
+        return session
+
+    def get(self, session: SessionId) -> Session | None:
+        return self._by_id.get(session)
+
+    def owner_of(self, session: SessionId) -> tuple[int, str]:
+        """Pid and command, (0, "") for a session that has ended."""
+        found = self._by_id.get(session)
+        return (found.peer.pid, found.peer.command) if found else (0, "")
+
+    def _process_gone(self, session: Session) -> None:
+        self.end(session, "its process is gone")
+
+    def _let_go(self, session: Session) -> None:
+        if self._is_idle(session):
+            self.end(session, "detached and holding nothing")
+
+    def _end_an_idle_one(self) -> bool:
+        idle = next(filter(self._is_idle, self._by_id.values()), None)
+        if idle is not None:
+            self.end(idle, "made room for another")
+        return idle is not None
+
+    def _is_idle(self, session: Session) -> bool:
+        return not session.ended and not session.attached and not self._holds(session.id)
+
+    def _forget(self, session: Session) -> None:
+        session.ended = True
+        del self._by_token[session.token], self._by_id[session.id]
+        asyncio.get_running_loop().remove_reader(session.peer.pidfd)
+        session.peer.close()
+        connection, session.connection = session.connection, None
+        if connection is not None and connection is not asyncio.current_task():
+            connection.cancel()
+
+
+def require_attached(session: Session) -> None:
+    """Raises UNAUTHENTICATED where the session has ended, or lost the connection that proves who it is."""
+    if session.ended:
+        raise _dead("UNKNOWN_SESSION", "the session has ended: attach again")
+    if not session.attached:
+        raise _dead("DETACHED_SESSION", "the session's attach connection broke: attach again with its token")
+
+
+def _dead(reason: str, message: str) -> CallRefused:
+    return refused(grpc.StatusCode.UNAUTHENTICATED, reason, message)

@@ -1,0 +1,103 @@
+"""Checks on what a client sent, before anything is changed: INVALID_ARGUMENT with field, value and limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Final
+
+from kvtier.v1 import common_pb2
+from kvtierd.core.ids import KEY_BYTES, Key, Tier
+from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY
+from kvtierd.service.errors import bad_argument
+from kvtierd.service.wire import ROOT_PARENT, TIER_FROM_WIRE
+
+MAX_KEYS: Final = 16_384
+"""Blocks of one call: 262,144 tokens of 16 a block. A longer chain is asked for in pieces."""
+
+MAX_CHAINS: Final = 1_024
+MAX_LEASES: Final = 16_384
+MAX_TIMEOUT_NS: Final = 3_600 * 10**9
+MIN_HEARTBEAT_NS: Final = 10 * 10**6
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def cache_name(value: str, field: str = "name") -> str:
+    if not _NAME.fullmatch(value):
+        raise bad_argument(field, value, "1 to 128 of A-Z a-z 0-9 . _ -, the first a letter or a digit")
+    return value
+
+
+def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, unique: bool = True) -> list[Key]:
+    """Packed keys, one by one: at least one, no two equal."""
+    if not packed or len(packed) % KEY_BYTES:
+        raise bad_argument(field, f"{len(packed)} bytes", f"one or more keys of {KEY_BYTES} bytes")
+    count = len(packed) // KEY_BYTES
+    if count > max_keys:
+        raise bad_argument(field, f"{count} keys", f"at most {max_keys} keys")
+    listed = [Key(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES)]
+    if unique:
+        require_distinct(field, listed)
+    return listed
+
+
+def require_distinct(field: str, values: list[Key]) -> None:
+    if len(set(values)) == len(values):
+        return
+    seen: dict[Key, int] = {}
+    for index, key in enumerate(values):
+        first = seen.setdefault(key, index)
+        if first != index:
+            raise bad_argument(f"{field}[{index}]", key.hex(), f"different from {field}[{first}]")
+
+
+def parents(field: str, packed: bytes, count: int) -> list[Key | None]:
+    """One parent a block; 32 zero bytes = a root."""
+    if len(packed) != count * KEY_BYTES:
+        raise bad_argument(field, f"{len(packed)} bytes", f"{count * KEY_BYTES} bytes: one parent a key")
+    split = (packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES))
+    return [None if parent == ROOT_PARENT else Key(parent) for parent in split]
+
+
+def priorities(field: str, packed: bytes, count: int) -> bytes:
+    """One byte a block; none at all = the default for each."""
+    if not packed:
+        return bytes([DEFAULT_PRIORITY]) * count
+    if len(packed) != count:
+        raise bad_argument(field, f"{len(packed)} bytes", f"{count} bytes, one a key, or none")
+    if max(packed) > MAX_PRIORITY:
+        index = next(i for i, value in enumerate(packed) if value > MAX_PRIORITY)
+        raise bad_argument(f"{field}[{index}]", packed[index], f"0 to {MAX_PRIORITY}")
+    return packed
+
+
+def tier(field: str, value: int, allowed: Collection[Tier]) -> Tier:
+    """A tier of ``allowed``: those that the cache has and the verb can use."""
+    found = TIER_FROM_WIRE.get(value)
+    if found is None or found not in allowed:
+        names = " or ".join(str(each) for each in sorted(allowed)) or "one that the cache has: it has none for this"
+        raise bad_argument(field, str(found) if found is not None else _tier_name(value), names)
+    return found
+
+
+def _tier_name(value: int) -> str:
+    return common_pb2.Tier.Name(common_pb2.Tier.ValueType(value)) if value in common_pb2.Tier.values() else str(value)
+
+
+def count(field: str, value: int, low: int, high: int) -> int:
+    if not low <= value <= high:
+        raise bad_argument(field, value, f"{low} to {high}")
+    return value
+
+
+def timeout_s(field: str, value_ns: int, default_s: float) -> float:
+    """Seconds to wait; 0 on the wire = the daemon's default."""
+    return count(field, value_ns, 0, MAX_TIMEOUT_NS) / 1e9 or default_s
+
+
+def heartbeat_s(field: str, value_ns: int, default_s: float) -> float:
+    """Seconds of quiet before a heartbeat; 0 on the wire = the daemon's default."""
+    if value_ns == 0:
+        return default_s
+    return count(field, value_ns, MIN_HEARTBEAT_NS, MAX_TIMEOUT_NS) / 1e9

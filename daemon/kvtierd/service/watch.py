@@ -1,0 +1,142 @@
+"""One watcher: where it is in the event stream, what it wants to see, and when it must hear something."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.v1 import events_pb2
+from kvtierd.core.ids import Tier
+from kvtierd.service.errors import shutting_down
+from kvtierd.service.hub import EventHub, Run
+
+SLOW: Final = "slow"
+UNCLEAN_STOP: Final = "unclean-stop"
+
+
+@dataclass(slots=True, frozen=True)
+class EventFilter:
+    """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same."""
+
+    types: frozenset[int]
+    causes: frozenset[int]
+    caches: frozenset[str]
+    tiers: frozenset[int]
+    tier_bits: int
+
+    @classmethod
+    def of(cls, message: events_pb2.WatchFilter, tiers: list[Tier]) -> EventFilter:
+        return cls(
+            types=frozenset(message.types),
+            causes=frozenset(message.causes),
+            caches=frozenset(message.caches),
+            tiers=frozenset(message.tiers),
+            tier_bits=sum(tier.bit for tier in set(tiers)),
+        )
+
+    @property
+    def lets_all_through(self) -> bool:
+        return not (self.types or self.causes or self.caches or self.tiers)
+
+    def wants_cache(self, name: str) -> bool:
+        return not self.caches or name in self.caches
+
+    def wants(self, event: events_pb2.Event) -> bool:
+        return (
+            (not self.types or event.type in self.types)
+            and (not self.causes or event.cause in self.causes)
+            and (not self.caches or event.cache in self.caches)
+            and (not self.tiers or self._touches_tiers(event))
+        )
+
+    def _touches_tiers(self, event: events_pb2.Event) -> bool:
+        if event.moved_from in self.tiers or event.moved_to in self.tiers:
+            return True
+        if event.type != events_pb2.EVENT_TYPE_STORED:
+            return False
+        return any(residency & self.tier_bits for residency in event.residency)
+
+
+class Watcher:
+    """Follows the hub from a cursor on. ``cursor``: the last id that this watcher has been told of, or need not be.
+
+    ``covered``: everything up to it stands in batches that were sent; ids between it and the cursor were looked at and
+    filtered away, and the next batch will cover them.
+    """
+
+    def __init__(self, hub: EventHub, cursor: int, wanted: EventFilter, heartbeat_s: float) -> None:
+        self._hub = hub
+        self._cursor = cursor
+        self._covered = cursor
+        self._filter = wanted
+        self._heartbeat_s = heartbeat_s
+
+    async def follow(self, snapshot_end: int | None = None) -> AsyncGenerator[bytes, None]:
+        """Batches without end, serialised. ``snapshot_end``: the first batch to reach this id is marked as such.
+
+        Raises UNAVAILABLE once the hub is closed and everything in it was sent.
+        """
+        loop = asyncio.get_running_loop()
+        quiet_until = loop.time() + self._heartbeat_s
+        if snapshot_end is not None and snapshot_end <= self._cursor:
+            yield self._batch(snapshot_end=True)
+            snapshot_end = None
+        while True:
+            run = self._hub.after(self._cursor)
+            if run is None:
+                if not await self._news(quiet_until):
+                    yield self._batch()
+                    quiet_until = loop.time() + self._heartbeat_s
+                continue
+            if run.first > self._cursor + 1:
+                yield self._gap(run.first - 1)
+            body = self._look_at(run)
+            ends = snapshot_end is not None and snapshot_end <= self._cursor
+            if body or ends or loop.time() >= quiet_until:
+                yield self._batch(snapshot_end=ends) + body
+                quiet_until = loop.time() + self._heartbeat_s
+            if ends:
+                snapshot_end = None
+
+    async def _news(self, until: float) -> bool:
+        """False when it stays quiet until then."""
+        if self._hub.closed:
+            raise shutting_down()
+        try:
+            async with asyncio.timeout_at(until):
+                await self._hub.news(self._cursor)
+        except TimeoutError:
+            return False
+        return True
+
+    def _look_at(self, run: Run) -> bytes:
+        """Moves on over ``run``; what of it this watcher wants."""
+        self._cursor = run.last
+        if self._filter.lets_all_through:
+            return run.body
+        events = [event for event in events_pb2.WatchBatch.FromString(run.body).events if self._filter.wants(event)]
+        return events_pb2.WatchBatch(events=events).SerializeToString()
+
+    def _batch(self, *, snapshot_end: bool = False) -> bytes:
+        """A batch without events that covers all ids up to the cursor; events may be appended to its bytes."""
+        first, self._covered = self._covered + 1, self._cursor
+        return events_pb2.WatchBatch(
+            epoch=self._hub.epoch, first_id=first, last_id=self._cursor, snapshot_end=snapshot_end
+        ).SerializeToString()
+
+    def _gap(self, last: int) -> bytes:
+        """Covers what was filtered away before it, too: the ids of the gap itself are in no batch."""
+        gap = events_pb2.Gap(epoch=self._hub.epoch, first_id=self._cursor + 1, last_id=last, reason=SLOW)
+        batch = events_pb2.WatchBatch(epoch=self._hub.epoch, first_id=self._covered + 1, last_id=self._cursor, gap=gap)
+        self._cursor = self._covered = last
+        return batch.SerializeToString()
+
+
+def lost_range(hub: EventHub, epoch: int, after: int) -> bytes:
+    """The batch that tells a watcher of an earlier epoch what it will never see: all ids from there to this epoch's."""
+    gap = events_pb2.Gap(epoch=epoch, first_id=after + 1, last_id=hub.epoch_first - 1, reason=UNCLEAN_STOP)
+    return events_pb2.WatchBatch(
+        epoch=hub.epoch, first_id=hub.epoch_first, last_id=hub.epoch_first - 1, gap=gap
+    ).SerializeToString()

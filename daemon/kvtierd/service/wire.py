@@ -1,0 +1,100 @@
+"""Translation between the core's values and ``kvtier.v1`` messages. No decisions here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, events_pb2
+from kvtierd.core.events import BlockChange, Event, EventType
+from kvtierd.core.ids import KEY_BYTES, Key, Tier
+
+ROOT_PARENT: Final = bytes(KEY_BYTES)
+"""On the wire: the parent of a chain's first block."""
+
+TIER_TO_WIRE: Final[Mapping[Tier, common_pb2.Tier.ValueType]] = {
+    Tier.DEVICE: common_pb2.TIER_DEVICE,
+    Tier.HOST: common_pb2.TIER_HOST,
+    Tier.DISK: common_pb2.TIER_DISK,
+}
+TIER_FROM_WIRE: Final[Mapping[int, Tier]] = {value: tier for tier, value in TIER_TO_WIRE.items()}
+
+
+def cursor(epoch: int, last: int) -> blocks_pb2.Cursor:
+    return blocks_pb2.Cursor(epoch=epoch, id=last)
+
+
+def parents(values: Iterable[Key | None]) -> bytes:
+    return b"".join(ROOT_PARENT if value is None else value for value in values)
+
+
+def spec(value: CacheSpec) -> caches_pb2.CacheSpec:
+    return caches_pb2.CacheSpec(
+        model=value.model,
+        dtype=value.dtype,
+        tokens_per_block=value.tokens_per_block,
+        rank=value.rank,
+        world_size=value.world_size,
+        groups=[
+            caches_pb2.WindowGroupSpec(
+                window_tokens=group.window_tokens,
+                pools=[
+                    caches_pb2.PoolSpec(
+                        layers=pool.layers, kv_heads=pool.kv_heads, head_size=pool.head_size, kv_factor=pool.kv_factor
+                    )
+                    for pool in group.pools
+                ],
+            )
+            for group in value.groups
+        ],
+    )
+
+
+def spec_from_wire(value: caches_pb2.CacheSpec) -> CacheSpec:
+    """The specification as sent; not yet validated."""
+    return CacheSpec(
+        model=value.model,
+        dtype=value.dtype,
+        tokens_per_block=value.tokens_per_block,
+        rank=value.rank,
+        world_size=value.world_size,
+        groups=tuple(
+            WindowGroupSpec(
+                window_tokens=group.window_tokens,
+                pools=tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor) for p in group.pools),
+            )
+            for group in value.groups
+        ),
+    )
+
+
+def event(value: Event, cache: str) -> events_pb2.Event:
+    """Which fields an event carries follows from its type; see ``events.proto``."""
+    message = events_pb2.Event(
+        id=value.id,
+        type=events_pb2.EventType.ValueType(value.type),
+        cause=common_pb2.Cause.ValueType(value.cause),
+        cache=cache,
+        group=value.group,
+        time_ns=value.time_ns,
+        num_blocks_per_cache_level=[slots for _, slots in value.capacity],
+    )
+    if value.blocks:
+        _add_blocks(message, value.type, value.blocks)
+    if value.moved_from is not None:
+        message.moved_from = TIER_TO_WIRE[value.moved_from]
+    if value.moved_to is not None:
+        message.moved_to = TIER_TO_WIRE[value.moved_to]
+    if value.moved_bytes:
+        message.moved_bytes, message.queue_ns, message.copy_ns = value.moved_bytes, value.queue_ns, value.copy_ns
+    return message
+
+
+def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: Sequence[BlockChange]) -> None:
+    message.keys = b"".join(block.key for block in blocks)
+    message.residency = bytes(block.residency for block in blocks)
+    if kind is not EventType.REMOVED:
+        message.priorities = bytes(block.priority for block in blocks)
+    if kind is EventType.STORED:
+        message.parents = parents(block.parent for block in blocks)

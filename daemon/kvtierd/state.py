@@ -1,0 +1,162 @@
+"""What the daemon must remember of itself: its epoch, its boot and how far event ids have been given out.
+
+``SUPERBLOCK`` of the state directory (written whole or not at all) holds ``last``: after a clean stop the last id given
+out, otherwise a mark reserved ahead, above which no id ever was. Ids are therefore never reused, whenever the process
+dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final, Self
+
+from kvtierd.core.events import EventSequencer
+from kvtierd.core.ids import EventId
+from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory
+from kvtierd.tiers.disk.files import DirectoryLock, io_errors, make_private_directory
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
+
+RESERVED_IDS: Final = 1 << 20
+"""Ids reserved at a time; the next lot is asked for when half of one is left."""
+
+LOCK: Final = "LOCK"
+_KIND: Final = "state"
+_NOT_FOREIGN: Final = frozenset({LOCK, f"{SUPERBLOCK}.new", "lost+found"})
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class State:
+    """What is written. ``boot`` counts starts, ``epoch`` only those after an unclean stop.
+
+    ``epoch_first``: the epoch's first event id. ``last``: no id above it has been given out; exact if ``clean``, else a
+    mark reserved ahead.
+    """
+
+    epoch: int
+    boot: int
+    epoch_first: int
+    last: int
+    clean: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Identity:
+    """Which life of the daemon this is. ``unclean``: the life before did not end by a clean stop."""
+
+    epoch: int
+    boot: int
+    epoch_first: int
+    last: int
+    unclean: bool
+
+
+class StateDir:
+    """The state directory, held by this process alone. :meth:`reserve` may be called from any thread."""
+
+    def __init__(self, path: Path, lock: DirectoryLock, state: State, identity: Identity) -> None:
+        self.identity: Final = identity
+        self._path = path
+        self._lock = lock
+        self._state = state
+        self._writing = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Begins a new life: a boot higher, and an epoch higher if the last one did not end cleanly.
+
+        Raises LockedDirectory, ForeignDirectory, DamagedDirectory, or TierIOError; nothing was changed then.
+        """
+        with io_errors(f"cannot use the state directory {path}"):
+            make_private_directory(path)
+            lock = DirectoryLock.take(path / LOCK)
+        try:
+            before = _read(path)
+            identity = _next_life(before)
+            mark = identity.last + RESERVED_IDS
+            state = State(identity.epoch, identity.boot, identity.epoch_first, mark, clean=False)
+            _write(path, state)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock, state, identity)
+
+    @property
+    def mark(self) -> int:
+        """The highest id that may be given out."""
+        return self._state.last
+
+    def reserve(self, mark: int) -> None:
+        """Raises the mark; durable when this returns. Blocks; raises TierIOError."""
+        with self._writing:
+            if mark > self._state.last:
+                self._store(replace(self._state, last=mark))
+
+    def close(self, last: int | None) -> None:
+        """Lets go of the directory. ``last``: the last id given out, if the stop was clean."""
+        with self._writing:
+            if last is not None:
+                self._store(replace(self._state, last=last, clean=True))
+            self._lock.release()
+
+    def _store(self, state: State) -> None:
+        _write(self._path, state)
+        self._state = state
+
+
+class DurableSequencer(EventSequencer):
+    """Gives out ids up to the state directory's mark, which a thread moves ahead of need."""
+
+    __slots__ = ("_extending", "_state")
+
+    def __init__(self, state: StateDir) -> None:
+        super().__init__(state.identity.last)
+        self._state = state
+        self._extending: threading.Thread | None = None
+
+    def take(self) -> EventId:
+        left = self._state.mark - self._last
+        if left <= RESERVED_IDS // 2 and (self._extending is None or not self._extending.is_alive()):
+            self._extending = threading.Thread(target=self._extend, name="kvtierd-ids", daemon=True)
+            self._extending.start()
+        if left <= 0:
+            # The thread was overtaken, or failed: an id above the mark must not leave, whatever this costs the loop.
+            self._state.reserve(self._last + RESERVED_IDS)
+        return super().take()
+
+    def _extend(self) -> None:
+        try:
+            self._state.reserve(self._state.mark + RESERVED_IDS)
+        except Exception:  # noqa: BLE001  the last resort in take() meets the same error where it can be raised
+            _log.exception("cannot reserve event ids ahead")
+
+
+def _next_life(before: State | None) -> Identity:
+    if before is None:
+        return Identity(epoch=1, boot=1, epoch_first=1, last=0, unclean=False)
+    if before.clean:
+        return Identity(before.epoch, before.boot + 1, before.epoch_first, before.last, unclean=False)
+    return Identity(before.epoch + 1, before.boot + 1, before.last + 1, before.last, unclean=True)
+
+
+def _read(path: Path) -> State | None:
+    content = read_superblock(path, _KIND)
+    if content is None:
+        # Starting afresh beside files of an earlier life would give its ids out again.
+        others = sorted(entry.name for entry in path.iterdir() if entry.name not in _NOT_FOREIGN)
+        if others:
+            raise ForeignDirectory(path, f"holds {', '.join(others[:3])} but no {SUPERBLOCK} of kvtier's")
+        return None
+    expected = {name: bool if name == "clean" else int for name in State.__dataclass_fields__}
+    if {name: type(value) for name, value in content.items()} != expected:
+        raise DamagedDirectory(path, f"its {SUPERBLOCK} lacks fields of a state")
+    return State(**content)
+
+
+def _write(path: Path, state: State) -> None:
+    with io_errors(f"cannot write the state directory {path}"):
+        write_superblock(path, _KIND, asdict(state))
