@@ -22,7 +22,8 @@ class Phase(IntEnum):
     FILLING = 0
     READY = 1
     LEAVING = 2
-    """READY, and the source of a demotion that frees it. A hit turns it back into READY; the demotion goes on."""
+    """READY, and it goes as soon as the copy downwards that reads it has arrived. A hit turns it back into READY; the
+    copy goes on."""
 
 
 class Copy:
@@ -30,15 +31,18 @@ class Copy:
 
     ``holds``: leases on it. ``reads``: copies in flight that read it. While either is positive its slot is neither
     reused nor given up. ``waiters``: fetches waiting for it to become READY.
+    ``listed``: the candidate lists it stands on, as a bit set.
     """
 
-    __slots__ = ("holds", "phase", "reads", "slot", "waiters")
+    __slots__ = ("holds", "listed", "phase", "reads", "sinks", "slot", "waiters")
 
     def __init__(self, slot: SlotId, phase: Phase) -> None:
         self.slot = slot
         self.phase = phase
         self.holds = 0
         self.reads = 0
+        self.sinks = 0
+        self.listed = 0
         self.waiters: list[FetchTicket] = []
 
     @property
@@ -50,6 +54,11 @@ class Copy:
     def still(self) -> bool:
         """Valid, and nobody holds it, reads it or is moving it."""
         return self.phase is Phase.READY and self.holds == 0 and self.reads == 0
+
+    @property
+    def sinking(self) -> bool:
+        """Valid, nobody holds it, and all that reads it is one copy downwards."""
+        return self.phase is Phase.READY and self.holds == 0 and self.reads == self.sinks == 1
 
 
 class Block:

@@ -186,7 +186,7 @@ class _Checker:
     def flying(self) -> None:
         """3: sources of copies in flight stay valid; reads are exactly the flights."""
         reads = Counter(id(flight.source) for flight in self.flights)
-        leaving = {id(flight.source) for flight in self.flights if flight.leave}
+        sinks = Counter(id(flight.source) for flight in self.flights if flight.edge[1] > flight.edge[0])
         for flight in self.flights:
             _require(flight.source.valid, 3, f"a copy reads slot {flight.source.slot}, which is not READY")
             _require(flight.copy.phase is Phase.FILLING, 2, f"slot {flight.copy.slot} is READY before its copy ended")
@@ -196,8 +196,9 @@ class _Checker:
                 if copy is None:
                     continue
                 _require(copy.reads == reads[id(copy)], 3, f"{tier} slot {copy.slot} miscounts its readers")
+                _require(copy.sinks == sinks[id(copy)], 3, f"{tier} slot {copy.slot} miscounts its copies downwards")
                 if copy.phase is Phase.LEAVING:
-                    _require(id(copy) in leaving, 3, f"{tier} slot {copy.slot} leaves with no copy in flight")
+                    _require(copy.reads == copy.sinks == 1, 3, f"{tier} slot {copy.slot} leaves with no copy in flight")
                 if copy.phase is Phase.FILLING:
                     filled = any(flight.copy is copy for flight in self.flights)
                     _require(filled, 2, f"{tier} slot {copy.slot} is filled by nothing")
@@ -217,8 +218,10 @@ class _Checker:
 
     def _belongs(self, block: Block, tier: Tier, name: str) -> bool:
         copy = block.copies[tier]
-        if copy is None or copy.phase is not Phase.READY or copy.holds or copy.reads or block.claims:
+        if copy is None or copy.phase is not Phase.READY or copy.holds or block.claims:
             return False
+        if copy.reads:
+            return name == "demotable" and copy.reads == copy.sinks == 1
         mask = block.residency
         up = any(mask & t.bit for t in self.state.tiers if t < tier)
         low = any(mask & t.bit for t in self.state.tiers if t > tier)

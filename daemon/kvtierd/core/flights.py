@@ -32,15 +32,13 @@ class EdgeRecord:
 
 @dataclass(slots=True, frozen=True)
 class Flight:
-    """``leave``: the source goes when the copy is done, unless a hit kept it. ``purge``: so do all idle copies
-    above."""
+    """``purge``: when it arrives, all idle copies above go."""
 
     block: Block
     edge: Edge
     source: Copy
     copy: Copy
     cause: Cause
-    leave: bool
     purge: bool
 
 
@@ -70,11 +68,11 @@ class Flights:
         return src not in offline and dst not in offline and self.edges[src, dst].degraded_until <= now
 
     def start(
-        self, block: Block, src: Tier, dst: Tier, cause: Cause, *, leave: bool = False, purge: bool = False
+        self, block: Block, src: Tier, dst: Tier, cause: Cause, *, purge: bool = False
     ) -> Copy:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
-        move, source, copy = self._state.start_copy(block, src, dst, cause, leave=leave)
-        self._flights.setdefault(move, []).append(Flight(block, (src, dst), source, copy, cause, leave, purge))
+        move, source, copy = self._state.start_copy(block, src, dst, cause)
+        self._flights.setdefault(move, []).append(Flight(block, (src, dst), source, copy, cause, purge))
         return copy
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
@@ -113,6 +111,7 @@ class Flights:
     def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state, block, (src, dst) = self._state, flight.block, flight.edge
         flight.source.reads -= 1
+        flight.source.sinks -= dst > src
         attached = block.copies[dst] is flight.copy and block.copies[src] is flight.source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, flight.copy, written=dst is Tier.DISK and not failed and not corrupt)
@@ -146,7 +145,7 @@ class Flights:
     def _arrive(self, flight: Flight, transfer: Transfer) -> None:
         state, block, (src, dst) = self._state, flight.block, flight.edge
         state.arrive(block, dst)
-        goes = (flight.leave and flight.source.phase is Phase.LEAVING) or self._promoted(flight)
+        goes = flight.source.phase is Phase.LEAVING or self._promoted(flight)
         gone = [src] if goes else []
         if flight.purge:
             gone += [t for t in state.above[dst] if t not in gone and self._idle(block, t)]

@@ -24,10 +24,17 @@ NEVER_KEPT: Final = MAX_PRIORITY + 1
 """A threshold no priority reaches: there is no tier below."""
 
 
+REDUNDANT: Final = 1
+DEMOTABLE: Final = 2
+CLEAN: Final = 4
+LEAF: Final = 8
+
+
 class Candidates:
     """Who may leave one tier. A block stands only where all of what the list's name promises is true of it.
 
-    All candidates are indexed, READY, unheld, unread and unclaimed there, and:
+    All candidates are indexed, READY, unheld, unread and unclaimed there (a demotable one may be read by one copy
+    downwards), and:
 
     - ``redundant``: valid in a tier above; on disk besides, no disk-resident child needs it. The first victims.
     - ``demotable``: not redundant, and its priority or a copy below lets it go down.
@@ -35,19 +42,31 @@ class Candidates:
     - ``leaf``: resident nowhere else and without indexed children: may be dropped.
     """
 
-    __slots__ = ("clean", "demotable", "leaf", "redundant")
+    __slots__ = ("_by_bit", "clean", "demotable", "leaf", "redundant")
 
     def __init__(self, make: Callable[[], Evictor]) -> None:
         self.redundant = make()
         self.demotable = make()
         self.clean = make()
         self.leaf = make()
+        self._by_bit = (
+            (REDUNDANT, self.redundant),
+            (DEMOTABLE, self.demotable),
+            (CLEAN, self.clean),
+            (LEAF, self.leaf),
+        )
 
-    def withdraw(self, block: Block) -> None:
-        self.redundant.withdraw(block)
-        self.demotable.withdraw(block)
-        self.clean.withdraw(block)
-        self.leaf.withdraw(block)
+    def put(self, block: Block, copy: Copy, lists: int) -> None:
+        """Puts the block on exactly these lists, at its present rank."""
+        involved = copy.listed | lists
+        if involved == 0:
+            return
+        for bit, evictor in self._by_bit:
+            if lists & bit:
+                evictor.offer(block)
+            elif involved & bit:
+                evictor.withdraw(block)
+        copy.listed = lists
 
 
 class GroupState:
@@ -84,25 +103,32 @@ class GroupState:
 
     def reconsider(self, block: Block) -> None:
         """Puts the block on exactly the candidate lists where it belongs."""
-        copies = block.copies
         movable = block.indexed and block.claims == 0
         for tier in self.tiers:
-            copy = copies[tier]
+            copy = block.copies[tier]
             if copy is None:
                 continue
-            lists = self.candidates[tier]
-            if not (movable and copy.still):
-                lists.withdraw(block)
-                continue
-            up = any((c := copies[t]) is not None and c.valid for t in self.above[tier])
-            low = any((c := copies[t]) is not None and c.valid for t in self.below[tier])
-            redundant = up and (tier is not Tier.DISK or block.disk_children == 0)
-            demotable = bool(self.below[tier]) and not redundant and (low or block.priority >= self._floor[tier])
-            leaf = not block.children and sum(c is not None for c in copies) == 1
-            (lists.redundant.offer if redundant else lists.redundant.withdraw)(block)
-            (lists.demotable.offer if demotable else lists.demotable.withdraw)(block)
-            (lists.clean.offer if low else lists.clean.withdraw)(block)
-            (lists.leaf.offer if leaf else lists.leaf.withdraw)(block)
+            lists = 0
+            if movable and copy.holds == 0 and copy.phase is Phase.READY:
+                if copy.reads == 0:
+                    lists = self._lists(block, tier)
+                elif copy.reads == copy.sinks == 1:
+                    lists = DEMOTABLE
+            self.candidates[tier].put(block, copy, lists)
+
+    def _lists(self, block: Block, tier: Tier) -> int:
+        """Where a block belongs whose copy in the tier may leave."""
+        bit = tier.bit
+        residency = block.residency
+        low = residency > 2 * bit - 1
+        lists = CLEAN if low else 0
+        if residency & (bit - 1) and (tier is not Tier.DISK or block.disk_children == 0):
+            lists |= REDUNDANT
+        elif self.below[tier] and (low or block.priority >= self._floor[tier]):
+            lists |= DEMOTABLE
+        if residency == bit and not block.children and block.copies.count(None) == 2:
+            lists |= LEAF
+        return lists
 
     def expendable(self, block: Block, tier: Tier) -> bool:
         """Its priority is under every threshold below ``tier``: it is dropped rather than demoted."""
@@ -168,8 +194,8 @@ class GroupState:
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    def start_copy(self, block: Block, src: Tier, dst: Tier, cause: Cause, *, leave: bool) -> tuple[MoveId, Copy, Copy]:
-        """Plans one copy into a free slot of ``dst``; with ``leave`` the source goes when it is done."""
+    def start_copy(self, block: Block, src: Tier, dst: Tier, cause: Cause) -> tuple[MoveId, Copy, Copy]:
+        """Plans one copy into a free slot of ``dst``."""
         source = block.copies[src]
         if source is None or not source.valid:
             raise InvariantViolation(f"block {block.id} is not in {src}")
@@ -181,12 +207,19 @@ class GroupState:
         if dst is not Tier.DISK:
             self.recorder.begin_write(self.ref(dst, slot))
         source.reads += 1
-        if leave:
-            source.phase = Phase.LEAVING
-            self.slots[src].change(source.slot, SlotState.RETIRING)
+        source.sinks += dst > src
         move = self.recorder.plan(self.group, src, dst, cause, move_item(block, source.slot, slot))
         self.reconsider(block)
         return move, source, copy
+
+    def leave(self, block: Block, tier: Tier) -> None:
+        """The copy goes when the one downwards that reads it has arrived."""
+        copy = block.copies[tier]
+        if copy is None or not copy.sinking:
+            raise InvariantViolation(f"block {block.id} leaves {tier} without a copy downwards")
+        copy.phase = Phase.LEAVING
+        self.slots[tier].change(copy.slot, SlotState.RETIRING)
+        self.reconsider(block)
 
     def stay(self, block: Block, tier: Tier) -> None:
         """A hit during a demotion: the source stays, the copy goes on."""
@@ -213,7 +246,7 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block.id} has no copy in {tier}")
         block.copies[tier] = None
-        self.candidates[tier].withdraw(block)
+        self.candidates[tier].put(block, copy, 0)
         if tier is Tier.DISK and block.indexed and block.parent is not None:
             block.parent.disk_children -= 1
             self.reconsider(block.parent)

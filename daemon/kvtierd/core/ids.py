@@ -34,7 +34,10 @@ class Tier(IntEnum):
     @property
     def bit(self) -> int:
         """This tier's bit in a residency set (1 device, 2 host, 4 disk)."""
-        return 1 << self.value
+        return _BITS[self]
 
     def __str__(self) -> str:
         return self.name.lower()
+
+
+_BITS: Final = (1, 2, 4)

@@ -105,6 +105,10 @@ class Room:
 
     def _demote(self, block: Block, tier: Tier) -> bool:
         """Sends the block down to the nearest tier that can take it, or sees to it that one can soon."""
+        copy = block.copies[tier]
+        if copy is not None and copy.sinking:
+            self._state.leave(block, tier)
+            return True
         for low in self._state.below[tier]:
             copy = block.copies[low]
             if copy is not None and copy.valid:
@@ -125,7 +129,8 @@ class Room:
             self._promised[low] += len(fresh)
         if prospect is Prospect.NOW:
             self.copy_ancestors(missing)
-            self._flights.start(block, tier, low, Cause.CAPACITY, leave=True)
+            self._flights.start(block, tier, low, Cause.CAPACITY)
+            self._state.leave(block, tier)
             if low is Tier.DISK:
                 self._replenish_disk()
         elif prospect is Prospect.COMING:
