@@ -148,7 +148,10 @@ class Edges:
         return [problem for crew in self._crews for problem in crew.problems(now_ns, self._stuck_after_s)]
 
     async def stop(self) -> bool:
-        """Ends the threads; moves not yet begun are abandoned. False if a thread hangs in a call and had to be left."""
+        """Ends the threads. Moves still in flight are abandoned: not delivered, and no longer counted.
+
+        False if a thread hangs in a call and had to be left behind.
+        """
         for crew in self._crews:
             crew.dismiss()
         try:
@@ -159,6 +162,9 @@ class Edges:
             return False
         finally:
             self._mailbox.close()
+            self._journeys.clear()
+            self._in_flight.clear()
+            self._wake_watchers()
         return True
 
     def _drain(self) -> None:
@@ -170,6 +176,9 @@ class Edges:
                 ended[journey.runtime].append(self._arrived(journey))
         for runtime, results in ended.items():
             self._deliver(runtime, results)
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             if not watcher.done():

@@ -125,6 +125,10 @@ class Engine:
         del self._caches[cache_id]
         return cache.runtime
 
+    def caches(self) -> tuple[CacheId, ...]:
+        """Those open, in the order in which they were added."""
+        return tuple(self._caches)
+
     def runtime(self, cache_id: CacheId) -> CacheRuntime:
         return self._find(cache_id).runtime
 

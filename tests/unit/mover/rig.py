@@ -233,7 +233,6 @@ class House:
         self.disk: StubbornDisk
         self._directory = directory
         self._roots: list[DiskRoot] = []
-        self._caches: list[CacheId] = []
 
     async def __aenter__(self) -> Self:
         return self
@@ -242,7 +241,7 @@ class House:
         if self._roots:
             self.disk.open_gate()
         await self.engine.settle()
-        compared = [(self.hub.residency(cache), self.listed(cache)) for cache in self._caches]
+        compared = [(self.hub.residency(cache), self.listed(cache)) for cache in self.engine.caches()]
         clean = await self.engine.shutdown(10.0)
         for root in self._roots:
             root.close()
@@ -260,12 +259,7 @@ class House:
             self.disk = StubbornDisk(root.create(f"rig-{cache}", SPEC, {GROUP: slots[Tier.DISK]}))
         runtime = make_runtime(slots, self.sequencer, self.disk if Tier.DISK in slots else None, chaos, cache)
         self.engine.add_cache(runtime, {}, {}, unclean=False, restarted=False)
-        self._caches.append(cache)
         return runtime
-
-    async def remove(self, cache: CacheId) -> CacheRuntime:
-        self._caches.remove(cache)
-        return await self.engine.remove_cache(cache)
 
     def client(self, session: int = 7, cache: CacheId = CACHE) -> Client:
         return Client(self.engine, SessionId(session), cache)

@@ -188,7 +188,7 @@ async def test_settle_returns_when_nothing_is_in_flight(house: House) -> None:
 
 async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(house: House) -> None:
     task = await waiting_reserve(house, 4, session=2)
-    removal = asyncio.create_task(house.remove(CACHE))
+    removal = asyncio.create_task(house.engine.remove_cache(CACHE))
     await asyncio.sleep(0)
     with pytest.raises(Refused) as refused:
         await task
