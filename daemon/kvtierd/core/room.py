@@ -44,6 +44,8 @@ class Room:
         self._promised = dict.fromkeys(state.tiers, 0)
         self._going: list[Block] = []
         """Victims that wait for slots below; claimed until the round ends, so that the next victim is another."""
+        self._coming = dict.fromkeys(state.tiers, 0)
+        """Slots that those will free."""
         self._to_disk: set[Block] = set()
         """Those, and ancestors of theirs, that disk slots are promised to."""
         self._seq = 0
@@ -51,6 +53,7 @@ class Room:
 
     def begin(self, now: int) -> None:
         self._promised = dict.fromkeys(self._state.tiers, 0)
+        self._coming = dict.fromkeys(self._state.tiers, 0)
         self._now = now
 
     def end(self) -> None:
@@ -75,7 +78,7 @@ class Room:
         """
         if tier in self._state.offline:
             return Prospect.NEVER
-        short = count - self.available(tier) - self._state.slots[tier].retiring
+        short = count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
         for _ in range(short):
             if not (self._vacate(tier) or (desperate and self._drop_some_subtree(tier))):
                 return Prospect.NEVER
@@ -136,6 +139,7 @@ class Room:
         elif prospect is Prospect.COMING:
             self._state.claim(block)
             self._going.append(block)
+            self._coming[tier] += 1
             if low is Tier.DISK:
                 self._to_disk.update(fresh)
         return prospect is not Prospect.NEVER
