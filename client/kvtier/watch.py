@@ -205,5 +205,6 @@ class Watch:
         if self.cursor is None:
             raise DaemonError("a watch without a cursor was told that it is compacted", reason="BAD_ANSWER")
         lost = Gap(self.cursor.epoch, self.cursor.id + 1, oldest - 1, "compacted")
-        self.cursor = Cursor(self.cursor.epoch, oldest - 1)
+        # What is held is of the present epoch, whichever the cursor was of.
+        self.cursor = Cursor(0, oldest - 1)
         return lost

@@ -1,0 +1,128 @@
+"""``kvtier status``: what the daemon is doing, on one screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvtier import aio
+from kvtier.cli.common import CONNECT_WAIT_S, address_option, duration, json_option, run, size
+from kvtier.stats import CacheStats, DaemonStats, SessionStats
+
+
+@click.command()
+@address_option
+@json_option("One JSON object with everything the daemon says of itself.")
+def status(address: str, as_json: bool) -> None:
+    """Show tiers and how full they are, moves, hits, sessions and what they hold, and problems."""
+    stats = run(_stats(address))
+    if as_json:
+        click.echo(json.dumps(as_object(stats), indent=2))
+    else:
+        Console(highlight=False).print(report(stats))
+
+
+async def _stats(address: str) -> DaemonStats:
+    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+        return await client.stats()
+
+
+def as_object(stats: DaemonStats) -> dict[str, Any]:
+    """Field names as in :class:`kvtier.stats.DaemonStats`; tiers by name."""
+    values = dataclasses.asdict(stats)
+    for cache in values["caches"]:
+        for tier in cache["tiers"]:
+            tier["tier"] = str(tier["tier"])
+    return values
+
+
+def report(stats: DaemonStats) -> RenderableType:
+    up = duration(max(0, time.time_ns() - stats.start_time_ns)) if stats.start_time_ns else "?"
+    head = Text(
+        f"kvtierd {stats.version}  pid {stats.pid}  up {up}  epoch {stats.epoch}  boot {stats.boot}  "
+        f"last event {stats.last_event_id}  watchers {stats.watchers}"
+    )
+    parts: list[RenderableType] = [head, _problems(stats.problems)]
+    for cache in stats.caches:
+        parts += [_tiers(cache), _edges(cache), _traffic(cache)]
+    parts.append(_sessions(stats.sessions))
+    return Group(*parts)
+
+
+def _problems(problems: tuple[str, ...]) -> RenderableType:
+    if not problems:
+        return Text("healthy", style="green")
+    return Text("\n".join(f"problem: {problem}" for problem in problems), style="bold red")
+
+
+def _tiers(cache: CacheStats) -> RenderableType:
+    table = Table(title=f"cache {cache.name}: {cache.blocks} blocks", title_justify="left", title_style="bold")
+    columns = ("tier", "slots", "filled", "", "held", "free", "blank", "filling", "retiring", "orphaned", "quarantined")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("tier", "") else "right")
+    for tier in cache.tiers:
+        share = tier.ready / tier.capacity if tier.capacity else 0.0
+        table.add_row(
+            str(tier.tier),
+            str(tier.capacity),
+            f"{share:.0%}",
+            ProgressBar(total=max(tier.capacity, 1), completed=tier.ready, width=20),
+            *map(str, (tier.held, tier.free, tier.blank, tier.filling, tier.retiring, tier.orphaned, tier.quarantined)),
+        )
+    return table
+
+
+def _edges(cache: CacheStats) -> RenderableType:
+    table = Table()
+    for column in ("move", "blocks", "bytes", "queued", "mean queue", "mean copy", "failures"):
+        table.add_column(column, justify="left" if column == "move" else "right")
+    for edge in cache.edges:
+        count = max(edge.blocks, 1)
+        table.add_row(
+            f"{edge.edge} (degraded)" if edge.degraded else edge.edge,
+            str(edge.blocks),
+            size(edge.bytes),
+            str(edge.queued_blocks),
+            duration(edge.queue_ns / count),
+            duration(edge.copy_ns / count),
+            str(edge.failures),
+            style="red" if edge.degraded else None,
+        )
+    return table
+
+
+def _traffic(cache: CacheStats) -> RenderableType:
+    hits = cache.hits_device + cache.hits_host + cache.hits_disk
+    asked = hits + cache.misses
+    share = f" ({hits / asked:.1%} of what was asked for)" if asked else ""
+    return Text(
+        f"hits {hits}{share}: device {cache.hits_device}, host {cache.hits_host}, disk {cache.hits_disk}; "
+        f"misses {cache.misses}; stored {cache.stored}, removed {cache.removed}; calls waiting {cache.waiting}"
+    )
+
+
+def _sessions(sessions: tuple[SessionStats, ...]) -> RenderableType:
+    table = Table(title="sessions", title_justify="left", title_style="bold")
+    for column in ("session", "pid", "uid", "attached", "leases", "held slots"):
+        table.add_column(column, justify="left" if column == "attached" else "right")
+    table.add_column("command", overflow="ellipsis", no_wrap=True)
+    for session in sessions:
+        table.add_row(
+            str(session.session_id),
+            str(session.pid),
+            str(session.uid),
+            "yes" if session.attached else "no: its connection broke",
+            str(session.leases),
+            str(session.held_slots),
+            Text(session.command),
+            style=None if session.attached else "yellow",
+        )
+    return table
