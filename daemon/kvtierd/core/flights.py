@@ -67,9 +67,7 @@ class Flights:
         offline = self._state.offline
         return src not in offline and dst not in offline and self.edges[src, dst].degraded_until <= now
 
-    def start(
-        self, block: Block, src: Tier, dst: Tier, cause: Cause, *, purge: bool = False
-    ) -> Copy:
+    def start(self, block: Block, src: Tier, dst: Tier, cause: Cause, *, purge: bool = False) -> Copy:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
         self._flights.setdefault(move, []).append(Flight(block, (src, dst), source, copy, cause, purge))
