@@ -19,8 +19,18 @@ class FieldError(ValueError):
         self.limit = limit
 
 
+class AbiError(FieldError):
+    """A control segment that cannot be trusted, or a slot that does not exist: ``field``, ``value``, ``limit``."""
+
+
 def require_int(field: str, value: object, low: int, high: int, error: type[FieldError]) -> int:
     """``value`` as an ``int`` in [low, high]; raises ``error`` otherwise. A bool is not a number here."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise error(field, value, f"an integer from {low} to {high}")
     return value
+
+
+def require_equal(field: str, value: object, expected: object, error: type[FieldError]) -> None:
+    """Raises ``error`` where ``value`` is not ``expected``."""
+    if value != expected:
+        raise error(field, value, repr(expected))

@@ -2,7 +2,8 @@
 
 An arena is up to three sealed memory segments. ``control`` says where everything is; ``host`` and ``device`` hold
 slots. All integers are unsigned and little-endian; all offsets count from the start of the segment they point into, and
-are 0 for what is empty; all bytes not named are zero. Only the daemon writes ``control``.
+are 0 for what is empty; all bytes not named are zero. Only the daemon writes ``control``. Sizes never change:
+compare a descriptor's ``fstat`` size with the header's once, then map it whole.
 
 Control header, 4096 bytes at offset 0::
 
@@ -79,8 +80,31 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.errors import FieldError, require_int
-from kvtier.abi.spec import PAGE, CacheSpec, padded
+from kvtier.abi import records
+from kvtier.abi.errors import AbiError, require_equal, require_int
+from kvtier.abi.records import HEADER_BYTES, STATE_OFFSET, TABLE_CRC_OFFSET
+from kvtier.abi.regions import Cursor, Region, check_apart, check_place
+from kvtier.abi.spec import FINGERPRINT_BYTES, PAGE, CacheSpec, padded
+
+__all__ = [
+    "ABI_VERSION",
+    "DEVICE",
+    "DISK",
+    "HEADER_BYTES",
+    "HOST",
+    "MEMORY_TIERS",
+    "AbiError",
+    "ArenaIdentity",
+    "ArenaLayout",
+    "ArenaState",
+    "GroupLayout",
+    "PoolLayout",
+    "Segment",
+    "first_generation",
+    "is_ready",
+    "read_state",
+    "write_state",
+]
 
 ABI_VERSION: Final = 1
 MAGIC: Final = b"KVTARENA"
@@ -91,7 +115,6 @@ DISK: Final = 2
 MEMORY_TIERS: Final = (DEVICE, HOST)
 """Tiers with a data segment, generations and owners."""
 
-HEADER_BYTES: Final = 4096
 REGION_ALIGNMENT: Final = 2 << 20
 """Of every group's host slots and every pool's device slots: a huge page."""
 RUN_ALIGNMENT: Final = 64
@@ -103,16 +126,10 @@ MAX_POOLS: Final = 1024
 MAX_SLOTS: Final = 2**31 - 1
 """Per group and tier: slot numbers travel as u32."""
 
-_TABLE_CRC_OFFSET: Final = 4080
-_STATE_OFFSET: Final = 4088
 _INDEX_BUCKET_BYTES: Final = INDEX_ENTRY_BYTES * INDEX_BUCKET_ENTRIES
 
 Segment = NDArray[np.uint8]
 """A mapped segment: ``numpy.frombuffer(mapping, numpy.uint8)``."""
-
-
-class AbiError(FieldError):
-    """A control segment that cannot be trusted, or a slot that does not exist: ``field``, ``value``, ``limit``."""
 
 
 class ArenaState(IntEnum):
@@ -131,99 +148,24 @@ def is_ready(generation: int) -> bool:
     return generation % 2 == 0
 
 
-class _Record:
-    """A fixed-size record of named little-endian fields; bytes between them are zero."""
-
-    def __init__(self, name: str, size: int, fields: Mapping[str, tuple[int, str]]) -> None:
-        self.name = name
-        self.size = size
-        self._fields = {field: (offset, struct.Struct(f"<{code}")) for field, (offset, code) in fields.items()}
-
-    def pack(self, values: Mapping[str, int | bytes]) -> bytearray:
-        data = bytearray(self.size)
-        for field, (offset, code) in self._fields.items():
-            code.pack_into(data, offset, values[field])
-        return data
-
-    def unpack_from(self, data: memoryview, start: int) -> dict[str, Any]:
-        """Raises :class:`AbiError` where a byte that has no name is not zero."""
-        rest = bytearray(data[start : start + self.size])
-        values: dict[str, Any] = {}
-        for field, (offset, code) in self._fields.items():
-            (values[field],) = code.unpack_from(data, start + offset)
-            rest[offset : offset + code.size] = bytes(code.size)
-        if any(rest):
-            raise AbiError(f"{self.name}.reserved", "bytes that have no name", "zero in this ABI version")
-        return values
-
-
-_HEADER: Final = _Record(
-    "header",
-    HEADER_BYTES,
-    {
-        "magic": (0, "8s"),
-        "abi_version": (8, "I"),
-        "header_bytes": (12, "I"),
-        "control_bytes": (16, "Q"),
-        "page_bytes": (24, "I"),
-        "fingerprint": (32, "32s"),
-        "epoch": (64, "Q"),
-        "boot": (72, "Q"),
-        "pid": (80, "Q"),
-        "device_bytes": (88, "Q"),
-        "host_bytes": (96, "Q"),
-        "group_count": (104, "I"),
-        "group_entry_bytes": (108, "I"),
-        "group_table_offset": (112, "Q"),
-        "pool_count": (120, "I"),
-        "pool_entry_bytes": (124, "I"),
-        "pool_table_offset": (128, "Q"),
-        "index_offset": (136, "Q"),
-        "index_bytes": (144, "Q"),
-        "index_entry_bytes": (152, "I"),
-        "index_bucket_entries": (156, "I"),
-        "table_crc": (_TABLE_CRC_OFFSET, "I"),
-        "state": (_STATE_OFFSET, "I"),
-    },
-)
-_GROUP: Final = _Record(
-    "group",
-    128,
-    {
-        "window_tokens": (0, "I"),
-        "first_pool": (4, "I"),
-        "pool_count": (8, "I"),
-        "device_slots": (12, "I"),
-        "host_slots": (16, "I"),
-        "disk_slots": (20, "I"),
-        "record_bytes": (24, "Q"),
-        "host_offset": (32, "Q"),
-        "device_generations": (40, "Q"),
-        "host_generations": (48, "Q"),
-        "device_owners": (56, "Q"),
-        "host_owners": (64, "Q"),
-    },
-)
-_POOL: Final = _Record(
-    "pool",
-    64,
-    {"block_bytes": (0, "Q"), "padded_bytes": (8, "Q"), "record_offset": (16, "Q"), "device_offset": (24, "Q")},
-)
-
-
 @dataclass(slots=True, frozen=True)
 class ArenaIdentity:
-    """Whose segments these are. ``pid`` is the daemon that made them."""
+    """Whose segments these are; ``pid`` made them. Raises :class:`AbiError` for values that cannot be."""
 
     fingerprint: bytes
     epoch: int
     boot: int
     pid: int
 
+    def __post_init__(self) -> None:
+        require_equal("header.fingerprint length", len(self.fingerprint), FINGERPRINT_BYTES, AbiError)
+        require_int("header.epoch", self.epoch, 0, 2**32 - 1, AbiError)
+        require_int("header.boot", self.boot, self.epoch, 2**32 - 1, AbiError)
+
     @classmethod
     def read(cls, control: Segment) -> Self:
         """From a control segment that :meth:`ArenaLayout.read` has accepted."""
-        header = _HEADER.unpack_from(control.data, 0)
+        header = records.HEADER.unpack_from(control.data, 0, 0)
         return cls(header["fingerprint"], header["epoch"], header["boot"], header["pid"])
 
 
@@ -251,16 +193,6 @@ class GroupLayout:
 
 
 @dataclass(slots=True, frozen=True)
-class _Region:
-    """Bytes [start, start + size) of a segment, named by the field that places them."""
-
-    field: str
-    start: int
-    size: int
-    alignment: int
-
-
-@dataclass(slots=True, frozen=True)
 class ArenaLayout:
     """Where everything is in a cache's segments. A value: planned by the daemon, read back by clients."""
 
@@ -285,9 +217,9 @@ class ArenaLayout:
                 raise AbiError(field, count, "a group of the specification and a tier")
             require_int(field, count, 0, MAX_SLOTS, AbiError)
 
-        control, device, host = _Cursor(HEADER_BYTES), _Cursor(0), _Cursor(0)
-        group_table = control.take(len(spec.groups) * _GROUP.size, RUN_ALIGNMENT)
-        pool_table = control.take(sum(len(group.pools) for group in spec.groups) * _POOL.size, RUN_ALIGNMENT)
+        control, device, host = Cursor(HEADER_BYTES), Cursor(0), Cursor(0)
+        group_table = control.take(len(spec.groups) * records.GROUP.size, RUN_ALIGNMENT)
+        pool_table = control.take(sum(len(group.pools) for group in spec.groups) * records.POOL.size, RUN_ALIGNMENT)
         counts = [
             (slots.get((group, DEVICE), 0), slots.get((group, HOST), 0), slots.get((group, DISK), 0))
             for group in range(len(spec.groups))
@@ -314,6 +246,7 @@ class ArenaLayout:
         if len(view) < HEADER_BYTES:
             raise AbiError("control", f"{len(view)} bytes", f"at least {HEADER_BYTES} bytes")
         header = _read_header(view)
+        ArenaIdentity.read(control)
         groups = _read_groups(view, header)
         layout = cls(
             groups=groups,
@@ -333,16 +266,16 @@ class ArenaLayout:
 
     def initialise(self, control: Segment, identity: ArenaIdentity) -> None:
         """Writes header, tables and first generations into a zeroed segment. The state is then OPENING."""
+        view = control.data
         first_pool = 0
         for index, group in enumerate(self.groups):
-            entry = _group_entry(group, first_pool)
-            _store(control, self.group_table_offset + index * _GROUP.size, _GROUP.pack(entry))
+            records.GROUP.pack_into(view, self.group_table_offset, index, _group_entry(group, first_pool))
             for number, pool in enumerate(group.pools, start=first_pool):
-                _store(control, self.pool_table_offset + number * _POOL.size, _POOL.pack(_pool_entry(pool)))
+                records.POOL.pack_into(view, self.pool_table_offset, number, _pool_entry(pool))
             first_pool += len(group.pools)
-        values = self._header_entry(identity, first_pool)
-        _store(control, 0, _HEADER.pack(values))
-        _store(control, 0, _HEADER.pack(values | {"table_crc": self._table_crc(control.data)}))
+        header = self._header_entry(identity, first_pool)
+        records.HEADER.pack_into(view, 0, 0, header)
+        records.HEADER.pack_into(view, 0, 0, header | {"table_crc": self._table_crc(view)})
         for tier in MEMORY_TIERS:
             for number in range(len(self.groups)):
                 self.generations(control, tier, number).fill(first_generation(identity.boot))
@@ -412,10 +345,10 @@ class ArenaLayout:
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
             "group_count": len(self.groups),
-            "group_entry_bytes": _GROUP.size,
+            "group_entry_bytes": records.GROUP.size,
             "group_table_offset": self.group_table_offset,
             "pool_count": pool_count,
-            "pool_entry_bytes": _POOL.size,
+            "pool_entry_bytes": records.POOL.size,
             "pool_table_offset": self.pool_table_offset,
             "index_offset": self.index_offset,
             "index_bytes": self.index_bytes,
@@ -426,82 +359,68 @@ class ArenaLayout:
         }
 
     def _table_crc(self, control: memoryview) -> int:
-        pool_count = sum(len(group.pools) for group in self.groups)
-        crc = zlib.crc32(control[:_TABLE_CRC_OFFSET])
-        for start, size in (
-            (self.group_table_offset, len(self.groups) * _GROUP.size),
-            (self.pool_table_offset, pool_count * _POOL.size),
-        ):
-            crc = zlib.crc32(control[start : start + size], crc)
+        crc = zlib.crc32(control[:TABLE_CRC_OFFSET])
+        for table in self._tables():
+            crc = zlib.crc32(control[table.start : table.start + table.size], crc)
         return crc
 
+    def _tables(self) -> tuple[Region, Region]:
+        groups = len(self.groups) * records.GROUP.size
+        pools = sum(len(group.pools) for group in self.groups) * records.POOL.size
+        return (
+            Region("header.group_table_offset", self.group_table_offset, groups, RUN_ALIGNMENT),
+            Region("header.pool_table_offset", self.pool_table_offset, pools, RUN_ALIGNMENT),
+        )
+
     def _check_regions(self) -> None:
-        pool_count = sum(len(group.pools) for group in self.groups)
         control = [
-            _Region("header", 0, HEADER_BYTES, PAGE),
-            _Region(
-                "header.group_table_offset", self.group_table_offset, len(self.groups) * _GROUP.size, RUN_ALIGNMENT
-            ),
-            _Region("header.pool_table_offset", self.pool_table_offset, pool_count * _POOL.size, RUN_ALIGNMENT),
-            _Region("header.index_offset", self.index_offset, self.index_bytes, RUN_ALIGNMENT),
+            Region("header", 0, HEADER_BYTES, PAGE),
+            *self._tables(),
+            Region("header.index_offset", self.index_offset, self.index_bytes, RUN_ALIGNMENT),
         ]
-        device: list[_Region] = []
-        host: list[_Region] = []
+        device: list[Region] = []
+        host: list[Region] = []
         for index, group in enumerate(self.groups):
             where = f"groups[{index}]"
             for tier, name in ((DEVICE, "device"), (HOST, "host")):
                 run = group.slots[tier] * 8
-                control.append(_Region(f"{where}.{name}_generations", group.generations[tier], run, RUN_ALIGNMENT))
-                control.append(_Region(f"{where}.{name}_owners", group.owners[tier], run, RUN_ALIGNMENT))
+                control.append(Region(f"{where}.{name}_generations", group.generations[tier], run, RUN_ALIGNMENT))
+                control.append(Region(f"{where}.{name}_owners", group.owners[tier], run, RUN_ALIGNMENT))
             size = group.slots[HOST] * group.record_bytes
-            host.append(_Region(f"{where}.host_offset", group.host_offset, size, REGION_ALIGNMENT))
+            host.append(Region(f"{where}.host_offset", group.host_offset, size, REGION_ALIGNMENT))
             record = []
             for number, pool in enumerate(group.pools):
                 field = f"{where}.pools[{number}]"
-                record.append(_Region(f"{field}.record_offset", pool.record_offset, pool.padded_bytes, PAGE))
+                record.append(Region(f"{field}.record_offset", pool.record_offset, pool.padded_bytes, PAGE))
                 size = group.slots[DEVICE] * pool.padded_bytes
-                device.append(_Region(f"{field}.device_offset", pool.device_offset, size, REGION_ALIGNMENT))
-            _check_apart(record, group.record_bytes)
-        _check_apart(control, self.control_bytes)
+                device.append(Region(f"{field}.device_offset", pool.device_offset, size, REGION_ALIGNMENT))
+            check_apart(record, group.record_bytes)
+        check_apart(control, self.control_bytes)
         for field, regions, size in (
             ("header.device_bytes", device, self.device_bytes),
             ("header.host_bytes", host, self.host_bytes),
         ):
             if size and not any(region.size for region in regions):
                 raise AbiError(field, size, "0, for the tier has no slots")
-            _check_apart(regions, size)
+            check_apart(regions, size)
 
 
 def read_state(control: Segment) -> ArenaState:
     """The daemon's word on the segment. Raises :class:`AbiError` for a value that has no meaning."""
-    value = int(control[_STATE_OFFSET : _STATE_OFFSET + 4].view("<u4")[0])
+    value = int(control[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0])
     return _as_state(value)
 
 
 def write_state(control: Segment, state: ArenaState) -> None:
     """For the daemon only."""
-    control[_STATE_OFFSET : _STATE_OFFSET + 4].view("<u4")[0] = state
-
-
-class _Cursor:
-    """Hands out aligned pieces of a segment, from the start."""
-
-    def __init__(self, end: int) -> None:
-        self.end = end
-
-    def take(self, size: int, alignment: int) -> int:
-        if not size:
-            return 0
-        start = -(-self.end // alignment) * alignment
-        self.end = start + size
-        return start
+    control[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0] = state
 
 
 def _plan_group(
-    spec: CacheSpec, group: int, slots: tuple[int, int, int], control: _Cursor, device: _Cursor, host: _Cursor
+    spec: CacheSpec, group: int, slots: tuple[int, int, int], control: Cursor, device: Cursor, host: Cursor
 ) -> GroupLayout:
     pools = []
-    record = _Cursor(0)
+    record = Cursor(0)
     for pool in range(len(spec.groups[group].pools)):
         exact = spec.pool_bytes(group, pool)
         place = PoolLayout(
@@ -551,29 +470,28 @@ def _pool_entry(pool: PoolLayout) -> dict[str, int | bytes]:
 def _read_header(control: memoryview) -> dict[str, Any]:
     magic, version = struct.unpack_from("<8sI", control)
     # Magic and version first: no other field means anything before they are right.
-    _require("header.magic", magic, MAGIC)
-    _require("header.abi_version", version, ABI_VERSION)
-    header = _HEADER.unpack_from(control, 0)
+    require_equal("header.magic", magic, MAGIC, AbiError)
+    require_equal("header.abi_version", version, ABI_VERSION, AbiError)
+    header = records.HEADER.unpack_from(control, 0, 0)
     fixed = {
         "header_bytes": HEADER_BYTES,
         "page_bytes": PAGE,
-        "group_entry_bytes": _GROUP.size,
-        "pool_entry_bytes": _POOL.size,
+        "group_entry_bytes": records.GROUP.size,
+        "pool_entry_bytes": records.POOL.size,
         "index_entry_bytes": INDEX_ENTRY_BYTES,
         "index_bucket_entries": INDEX_BUCKET_ENTRIES,
     }
     for field, value in fixed.items():
-        _require(f"header.{field}", header[field], value)
+        require_equal(f"header.{field}", header[field], value, AbiError)
     require_int("header.control_bytes", header["control_bytes"], HEADER_BYTES, len(control), AbiError)
     require_int("header.group_count", header["group_count"], 1, MAX_GROUPS, AbiError)
     require_int("header.pool_count", header["pool_count"], header["group_count"], MAX_POOLS, AbiError)
-    require_int("header.boot", header["boot"], header["epoch"], 2**32 - 1, AbiError)
     if header["index_bytes"] % _INDEX_BUCKET_BYTES:
         raise AbiError("header.index_bytes", header["index_bytes"], f"a multiple of {_INDEX_BUCKET_BYTES}")
     for table, count in (("group", header["group_count"]), ("pool", header["pool_count"])):
         size = count * header[f"{table}_entry_bytes"]
         field = f"{table}_table_offset"
-        _check_place(f"header.{field}", header[field], size, RUN_ALIGNMENT, header["control_bytes"])
+        check_place(f"header.{field}", header[field], size, RUN_ALIGNMENT, header["control_bytes"])
     _as_state(header["state"])
     return header
 
@@ -583,8 +501,8 @@ def _read_groups(control: memoryview, header: dict[str, Any]) -> tuple[GroupLayo
     first_pool = 0
     for index in range(header["group_count"]):
         where = f"groups[{index}]"
-        entry = _GROUP.unpack_from(control, header["group_table_offset"] + index * _GROUP.size)
-        _require(f"{where}.first_pool", entry["first_pool"], first_pool)
+        entry = records.GROUP.unpack_from(control, header["group_table_offset"], index)
+        require_equal(f"{where}.first_pool", entry["first_pool"], first_pool, AbiError)
         require_int(f"{where}.pool_count", entry["pool_count"], 1, header["pool_count"] - first_pool, AbiError)
         pools = tuple(
             _read_pool(control, header, f"{where}.pools[{number}]", first_pool + number)
@@ -604,15 +522,17 @@ def _read_groups(control: memoryview, header: dict[str, Any]) -> tuple[GroupLayo
         )
         for field in ("device_slots", "host_slots", "disk_slots"):
             require_int(f"{where}.{field}", entry[field], 0, MAX_SLOTS, AbiError)
-        _require(f"{where}.record_bytes", entry["record_bytes"], sum(pool.padded_bytes for pool in pools))
-    _require("header.pool_count", header["pool_count"], first_pool)
+        require_equal(
+            f"{where}.record_bytes", entry["record_bytes"], sum(pool.padded_bytes for pool in pools), AbiError
+        )
+    require_equal("header.pool_count", header["pool_count"], first_pool, AbiError)
     return tuple(groups)
 
 
 def _read_pool(control: memoryview, header: dict[str, Any], where: str, number: int) -> PoolLayout:
-    entry = _POOL.unpack_from(control, header["pool_table_offset"] + number * _POOL.size)
+    entry = records.POOL.unpack_from(control, header["pool_table_offset"], number)
     require_int(f"{where}.block_bytes", entry["block_bytes"], 1, 2**48, AbiError)
-    _require(f"{where}.padded_bytes", entry["padded_bytes"], padded(entry["block_bytes"]))
+    require_equal(f"{where}.padded_bytes", entry["padded_bytes"], padded(entry["block_bytes"]), AbiError)
     return PoolLayout(**entry)
 
 
@@ -620,35 +540,6 @@ def _as_state(value: int) -> ArenaState:
     if value not in ArenaState.__members__.values():
         raise AbiError("header.state", value, "0, 1 or 2")
     return ArenaState(value)
-
-
-def _require(field: str, value: object, expected: object) -> None:
-    if value != expected:
-        raise AbiError(field, value, repr(expected))
-
-
-def _check_apart(regions: list[_Region], size: int) -> None:
-    """Regions are aligned, inside their segment and apart."""
-    end, before = 0, ""
-    for region in sorted(regions, key=lambda region: region.start):
-        if not region.size:
-            _require(region.field, region.start, 0)
-            continue
-        _check_place(region.field, region.start, region.size, region.alignment, size)
-        if region.start < end:
-            raise AbiError(region.field, region.start, f"at or above {end}, the end of {before}")
-        end, before = region.start + region.size, region.field
-
-
-def _check_place(field: str, start: int, size: int, alignment: int, segment_size: int) -> None:
-    if start % alignment:
-        raise AbiError(field, start, f"a multiple of {alignment}")
-    if start + size > segment_size:
-        raise AbiError(field, start, f"so low that its {size} bytes end inside the segment's {segment_size}")
-
-
-def _store(control: Segment, start: int, data: bytearray) -> None:
-    control[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
 
 
 def _rows(data: Segment, count: int, nbytes: int, stride: int, start: int) -> NDArray[np.uint8]:

@@ -338,6 +338,36 @@ def test_a_wrong_field_is_named(table: tuple[str, int], field: str, value: int |
     assert refused.value.field.startswith(named)
 
 
+@pytest.mark.parametrize(
+    ("at", "named"),
+    [(28, "header"), (160, "header"), (4084, "header"), (4095, "header"), (4096 + 72, "group"), (4224 + 63, "pool")],
+)
+def test_bytes_without_a_name_are_zero(at: int, named: str) -> None:
+    control = formatted(two_pools())
+    control[at] = 1
+    with pytest.raises(AbiError) as refused:
+        ArenaLayout.read(control)
+    assert refused.value.field == f"{named}.reserved"
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "named"),
+    [
+        (HEADER, "device_bytes", "header.device_bytes"),
+        (GROUP, "device_generations", "groups[0].device_generations"),
+        (GROUP, "device_owners", "groups[0].device_owners"),
+        (POOL, "device_offset", "groups[0].pools[0].device_offset"),
+    ],
+)
+def test_what_is_empty_has_no_place(table: tuple[str, int], field: str, named: str) -> None:
+    layout = ArenaLayout.plan(CacheSpec.single("m", "uint8", 1, 1, 1, 8), {(0, HOST): 3})
+    control = formatted(layout)
+    put(control, table[0], field, 2 * MIB, table[1])
+    with pytest.raises(AbiError) as refused:
+        ArenaLayout.read(control)
+    assert refused.value.field == named
+
+
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 8191])
 def test_a_short_segment_is_refused(size: int) -> None:
     with pytest.raises(AbiError):
@@ -423,6 +453,20 @@ def test_parts_of_what_does_not_exist(tier: int, group: int, slot: int, named: s
     with pytest.raises(AbiError) as refused:
         two_pools().parts(tier, group, slot)
     assert refused.value.field == named
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "epoch", "boot", "named"),
+    [
+        (bytes(31), 1, 1, "header.fingerprint"),
+        (bytes(32), -1, 1, "header.epoch"),
+        (bytes(32), 2, 1, "header.boot"),
+        (bytes(32), 1, 2**32, "header.boot"),
+    ],
+)
+def test_identities_that_cannot_be(fingerprint: bytes, epoch: int, boot: int, named: str) -> None:
+    with pytest.raises(AbiError, match=named):
+        ArenaIdentity(fingerprint, epoch, boot, pid=1)
 
 
 @pytest.mark.parametrize("slots", [{(1, HOST): 1}, {(0, 3): 1}, {(0, HOST): -1}, {(0, HOST): 2**31}])
