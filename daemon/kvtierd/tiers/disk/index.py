@@ -228,5 +228,6 @@ def _lmdb_errors(what: str) -> Iterator[None]:
 
 def _tier_error(error: lmdb.Error, what: str) -> TierIOError:
     """LMDB's own codes are negative, the system's positive."""
-    code = error.code if error.code > 0 else errno.ENOSPC if isinstance(error, lmdb.MapFullError) else errno.EIO
-    return TierIOError(code, f"{what}: {error}")
+    own = errno.ENOSPC if isinstance(error, lmdb.MapFullError) else errno.EIO
+    code: int = getattr(error, "code", 0)  # errors made by the binding itself have none
+    return TierIOError(code if code > 0 else own, f"{what}: {error}")

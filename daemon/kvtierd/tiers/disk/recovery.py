@@ -1,4 +1,7 @@
-"""Which of an index's records a store may serve, and in which order they were used."""
+"""Which of an index's records a store may serve, and in which order they were used.
+
+Vectorised where it can be: a daemon is to serve within half a second per 100,000 blocks, the core's share included.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,7 @@ from numpy.typing import NDArray
 
 from kvtierd.core.ids import Key
 from kvtierd.tiers.disk.index import Stored
-from kvtierd.tiers.disk.records import (
-    VERSION,
-    Counters,
-    decode_recency,
-    decode_records,
-    decode_touches,
-    parents_of,
-)
+from kvtierd.tiers.disk.records import VERSION, Counters, decode_recency, decode_records, decode_touches, parents_of
 from kvtierd.tiers.disk.table import GroupTable
 from kvtierd.tiers.disk.values import DiskRecord, SlabShape
 
@@ -34,28 +30,28 @@ class Recovered:
 def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     """Sorts the records into those that can be served and those to delete, and rebuilds the table."""
     rows = decode_records(stored.records)
-    table = GroupTable(shape.slots)
-    table.last_use = _last_uses(stored, rows, shape)
-    table.counter = 1 + max(int(table.last_use.max(initial=0)), int(rows["last_use"].max(initial=0)))
     sound = _sound(rows, stored, shape)
-    keys = [stored.keys[row] for row in sound.tolist()]
-    rows = rows[sound]
-    parents = parents_of(rows)
-    slots = rows["slot"]
-    last_use = np.maximum(rows["last_use"], table.last_use[slots])
-    table.last_use[slots] = last_use
-    order = _reachable(keys, parents, last_use)
+    slots = rows["slot"][sound]
+    last_use = _last_uses(stored, shape)
+    last_use[slots] = np.maximum(last_use[slots], rows["last_use"][sound])
 
-    places = slots.tolist()
-    found = list(map(DiskRecord, places, keys, parents, rows["priority"].tolist(), last_use.tolist()))
-    checksums = rows["checksum"].tolist()
-    for row in order:
-        table.put(keys[row], places[row], checksums[row])
-    dropped = [key for key in stored.keys if table.slot_of(key) is None]
-    return Recovered([found[row] for row in order], dropped, table)
+    by_use = sound[np.argsort(last_use[slots], kind="stable")]
+    keys = [stored.keys[row] for row in by_use.tolist()]
+    parents = parents_of(rows[by_use])
+    order = _reachable(keys, parents)
+
+    rows = rows[by_use][order]
+    keys = [keys[place] for place in order]
+    parents = [parents[place] for place in order]
+    uses = last_use[rows["slot"]].tolist()
+    records = list(map(DiskRecord, rows["slot"].tolist(), keys, parents, rows["priority"].tolist(), uses))
+    table = GroupTable(shape.slots)
+    table.fill(keys, rows["slot"], rows["checksum"], last_use)
+    served = set(keys)
+    return Recovered(records, [key for key in stored.keys if key not in served], table)
 
 
-def _last_uses(stored: Stored, rows: NDArray[Any], shape: SlabShape) -> Counters:
+def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
     """What recency and touches say of every slot, 0 where nothing."""
     last_use: Counters = np.zeros(shape.slots, np.uint64)
     for first, value in stored.recency:
@@ -80,26 +76,25 @@ def _sound(rows: NDArray[Any], stored: Stored, shape: SlabShape) -> NDArray[np.i
     return winner[winner >= 0]
 
 
-def _reachable(keys: Sequence[Key], parents: Sequence[Key | None], last_use: Counters) -> list[int]:
-    """Rows whose ancestors are all there, each after its parent, otherwise by ``last_use`` ascending."""
-    by_rank = np.argsort(last_use, kind="stable")
-    rank_of = np.empty(len(keys), np.intp)
-    rank_of[by_rank] = np.arange(len(keys))
-    ranks: list[int] = rank_of.tolist()
-    rows: list[int] = by_rank.tolist()
-
-    children: dict[Key, list[int]] = {}
+def _reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
+    """Places of the blocks whose ancestors are all there: parents before children, otherwise in the order given."""
+    place_of = {key: place for place, key in enumerate(keys)}
     ready: list[int] = []
-    for rank, parent in zip(ranks, parents, strict=True):
+    # Children of a block are a chain through two arrays: most have one, and a list each would cost more than the rest.
+    first_child = [-1] * len(keys)
+    next_child = [-1] * len(keys)
+    for place, parent in enumerate(parents):
         if parent is None:
-            ready.append(rank)
-        else:
-            children.setdefault(parent, []).append(rank)
-    heapq.heapify(ready)
+            ready.append(place)
+        elif (above := place_of.get(parent)) is not None:
+            next_child[place] = first_child[above]
+            first_child[above] = place
     order: list[int] = []
     while ready:
-        row = rows[heapq.heappop(ready)]
-        order.append(row)
-        for rank in children.get(keys[row], ()):
-            heapq.heappush(ready, rank)
+        place = heapq.heappop(ready)
+        order.append(place)
+        child = first_child[place]
+        while child >= 0:
+            heapq.heappush(ready, child)
+            child = next_child[child]
     return order

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.tiers.disk.checksum import CHECKSUM_BYTES
@@ -57,13 +58,25 @@ class GroupTable:
         if slot is not None:
             self._keys[slot] = None
 
+    def fill(
+        self, keys: Sequence[Key], slots: NDArray[np.uint32], checksums: NDArray[np.void], last_use: Counters
+    ) -> None:
+        """Everything at once, into an empty table. ``last_use``: one a slot of the table, the rest one a key."""
+        self._slots = dict(zip(keys, slots.tolist(), strict=True))
+        by_slot = np.empty(self.capacity, object)
+        by_slot[slots] = keys
+        self._keys = by_slot.tolist()
+        np.frombuffer(self._checksums, checksums.dtype)[slots] = checksums
+        self.last_use = last_use
+        self.counter = 1 + int(last_use.max(initial=0))
+
     def take_counters(self, count: int) -> int:
         """The first of ``count`` fresh counters."""
         first = self.counter
         self.counter += count
         return first
 
-    def use(self, slots: Sequence[SlotId] | Iterable[SlotId], first: int) -> None:
+    def use(self, slots: Iterable[SlotId], first: int) -> None:
         """``slots`` were used in this order, from counter ``first`` on."""
         for counter, slot in enumerate(slots, first):
             self.last_use[slot] = counter

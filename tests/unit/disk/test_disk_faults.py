@@ -1,0 +1,389 @@
+"""What a store does when the disk lies, fails or fills: never wrong bytes, and it goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.tiers.base import TierIOError
+from kvtierd.tiers.disk import DiskStore
+from kvtierd.tiers.disk.index import Index
+from kvtierd.tiers.disk.store import create_files
+from tests.unit.disk.disk_blocks import (
+    FINGERPRINT,
+    GROUP,
+    SHAPE_BYTES,
+    block,
+    fetch,
+    holds_its_bytes,
+    key,
+    names,
+    new_store,
+    reopened,
+    shapes,
+    verdicts,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    store = new_store(tmp_path / "store")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Path:
+    return tmp_path / "store" / "group-0.slab"
+
+
+def retire(name: int | str, slot: int) -> tuple[GroupId, Key, SlotId]:
+    return GROUP, key(name), SlotId(slot)
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, offset)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 0x10]), offset)
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def file_size_limit(limit: int) -> Iterator[None]:
+    """The system itself refuses to write past ``limit``: EFBIG, or a short write across it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# The disk lies.
+
+
+@pytest.mark.parametrize("offset", [0, 4095, 4096, 7777, SHAPE_BYTES - 1])
+def test_a_flipped_bit_is_corrupt_and_costs_nobody_else(store: DiskStore, slab: Path, offset: int) -> None:
+    store.write([block(1, 3), block(2, 4), block(3, 5)])
+    flip(slab, 4 * SHAPE_BYTES + offset)
+    assert verdicts(store, {1: 3, 2: 4, 3: 5}) == {1: "ok", 2: "corrupt", 3: "ok"}
+
+
+def test_swapped_records_are_both_corrupt(store: DiskStore, slab: Path) -> None:
+    store.write([block(1, 3), block(2, 9), block(3, 4)])
+    with open(slab, "r+b") as file:
+        first = os.pread(file.fileno(), SHAPE_BYTES, 3 * SHAPE_BYTES)
+        second = os.pread(file.fileno(), SHAPE_BYTES, 9 * SHAPE_BYTES)
+        os.pwrite(file.fileno(), second, 3 * SHAPE_BYTES)
+        os.pwrite(file.fileno(), first, 9 * SHAPE_BYTES)
+    assert verdicts(store, {1: 3, 2: 9, 3: 4}) == {1: "corrupt", 2: "corrupt", 3: "ok"}
+
+
+def test_a_record_copied_over_another_is_corrupt(store: DiskStore, slab: Path) -> None:
+    store.write([block(1, 3), block(2, 9)])
+    with open(slab, "r+b") as file:
+        os.pwrite(file.fileno(), os.pread(file.fileno(), SHAPE_BYTES, 3 * SHAPE_BYTES), 9 * SHAPE_BYTES)
+    assert verdicts(store, {1: 3, 2: 9}) == {1: "ok", 2: "corrupt"}
+
+
+def test_an_older_state_of_a_slot_is_corrupt(store: DiskStore, slab: Path) -> None:
+    """What a lost write looks like: the index has moved on, the bytes have not."""
+    store.write([block(1, 3)])
+    with open(slab, "r+b") as file:
+        before = os.pread(file.fileno(), SHAPE_BYTES, 3 * SHAPE_BYTES)
+        store.write([], [retire(1, 3)])
+        store.write([block(2, 3)])
+        os.pwrite(file.fileno(), before, 3 * SHAPE_BYTES)
+    assert verdicts(store, {2: 3}) == {2: "corrupt"}
+
+
+def test_a_truncated_slab_fails_while_open_and_is_corrupt_afterwards(
+    store: DiskStore, slab: Path, tmp_path: Path
+) -> None:
+    store.write([block(1, 3), block(2, 4), block(3, 5), block(4, 6)])
+    os.truncate(slab, 5 * SHAPE_BYTES + 4096)
+    assert verdicts(store, {1: 3, 2: 4, 3: 5, 4: 6}) == {1: "ok", 2: "ok", 3: "failed", 4: "failed"}
+    with reopened(store, tmp_path / "store") as (again, recovery):
+        assert set(names(recovery, range(9))) == {1, 2, 3, 4}
+        assert verdicts(again, {1: 3, 2: 4, 3: 5, 4: 6}) == {1: "ok", 2: "ok", 3: "corrupt", 4: "corrupt"}
+        assert again.write([block(5, 15)]) == frozenset()
+        assert verdicts(again, {5: 15}) == {5: "ok"}
+
+
+def test_a_sparse_slab_is_corrupt_and_allocated_again(store: DiskStore, slab: Path, tmp_path: Path) -> None:
+    store.write([block(1, 3), block(2, 4)])
+    whole = slab.stat().st_size
+    os.truncate(slab, 4 * SHAPE_BYTES)
+    os.truncate(slab, whole)
+    with reopened(store, tmp_path / "store") as (again, _):
+        assert slab.stat().st_blocks * 512 >= whole
+        assert verdicts(again, {1: 3, 2: 4}) == {1: "ok", 2: "corrupt"}
+
+
+def test_corrupt_slots_are_remembered_until_written_again(store: DiskStore, slab: Path, tmp_path: Path) -> None:
+    store.write([block("a", 3), block("b", 4, "a"), block("c", 5, "b"), block("d", 6, "a")])
+    flip(slab, 4 * SHAPE_BYTES)
+    assert verdicts(store, {"b": 4}) == {"b": "corrupt"}
+    with reopened(store, tmp_path / "store") as (again, recovery):
+        assert recovery.quarantined == {GROUP: {4}}
+        assert names(recovery, "abcd") == ["a", "d"]
+        assert again.write([block("b", 5, "a")]) == frozenset()
+        with reopened(again, tmp_path / "store") as (later, still):
+            assert still.quarantined == {GROUP: {4}}
+            assert names(still, "abcd") == ["a", "d", "b"]
+            later.write([block("e", 4)])
+            with reopened(later, tmp_path / "store") as (last, lifted):
+                assert lifted.quarantined == {GROUP: set()}
+                assert verdicts(last, {"b": 5, "e": 4}) == {"b": "ok", "e": "ok"}
+
+
+def test_corrupt_slots_survive_a_death_once_anything_else_was_written(store: DiskStore, slab: Path) -> None:
+    store.write([block(1, 3)])
+    flip(slab, 3 * SHAPE_BYTES)
+    verdicts(store, {1: 3})
+    store.write([block(2, 5)], [retire(1, 3)])
+    assert store._index.load(GROUP).quarantined == {3}
+
+
+def test_asking_for_a_block_where_it_is_not_condemns_no_slot(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(1, 3)])
+    assert verdicts(store, {2: 3}) == {2: "corrupt"}
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert recovery.quarantined == {GROUP: set()}
+        assert names(recovery, [1]) == [1]
+
+
+# The disk fails.
+
+
+def test_writes_that_the_system_refuses_fail_alone(tmp_path: Path) -> None:
+    store = new_store(tmp_path, slots=64)
+    spread = {1: 38, 2: 39, 3: 40, 4: 41, 5: 60}
+    # Slot 40 crosses the limit; the few pages the index uses lie below it.
+    with file_size_limit(40 * SHAPE_BYTES + 4096):
+        assert store.write([block(name, slot) for name, slot in spread.items()]) == {2, 3, 4}
+    assert verdicts(store, spread) == {1: "ok", 2: "ok", 3: "corrupt", 4: "corrupt", 5: "corrupt"}
+    assert store.write([block(name, spread[name]) for name in (3, 4, 5)]) == frozenset()
+    assert verdicts(store, spread) == dict.fromkeys(spread, "ok")
+    store.close()
+
+
+class Faulty:
+    """``os.pwritev`` or ``os.preadv`` over a disk with bad places."""
+
+    def __init__(self, call: Callable[..., int], bad: set[int], code: int = errno.EIO, short: bool = False) -> None:
+        self._call = call
+        self._bad = bad
+        self._code = code
+        self._short = short
+
+    def __call__(self, fd: int, parts: list[memoryview], offset: int) -> int:
+        count = sum(len(part) for part in parts) // SHAPE_BYTES
+        first = offset // SHAPE_BYTES
+        for place in range(first, first + count):
+            if place in self._bad:
+                if not self._short:
+                    raise OSError(self._code, os.strerror(self._code))
+                whole = 2 * (place - first)
+                return self._call(fd, parts[: whole + 1], offset)
+        return self._call(fd, parts, offset)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_bad_place_costs_only_the_block_that_was_to_go_there(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short: bool
+) -> None:
+    monkeypatch.setattr(os, "pwritev", Faulty(os.pwritev, {4}, short=short))
+    writes = [block(1, 3), block(2, 4), block(3, 5), block(4, 9), block(5, 10, 2)]
+    assert store.write(writes) == {1, 4}
+    assert verdicts(store, {1: 3, 2: 4, 3: 5, 4: 9, 5: 10}) == {
+        1: "ok",
+        2: "corrupt",
+        3: "ok",
+        4: "ok",
+        5: "corrupt",
+    }
+    monkeypatch.undo()
+    assert store.write([block(2, 4), block(5, 10, 2)]) == frozenset()
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert set(names(recovery, range(9))) == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_a_place_that_cannot_be_read_costs_only_its_block(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    spread = {1: 3, 2: 4, 3: 5, 4: 9}
+    store.write([block(name, slot) for name, slot in spread.items()])
+    monkeypatch.setattr(os, "preadv", Faulty(os.preadv, {4}, short=short))
+    assert verdicts(store, spread) == {1: "ok", 2: "failed", 3: "ok", 4: "ok"}
+    monkeypatch.undo()
+    assert verdicts(store, spread) == dict.fromkeys(spread, "ok")
+
+
+def test_a_failed_sync_fails_every_write_and_no_retirement(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store.write([block(1, 1), block(2, 2)])
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+    assert store.write([block(3, 3), block(4, 4)], [retire(1, 1)]) == {0, 1}
+    monkeypatch.undo()
+    assert verdicts(store, {1: 1, 2: 2, 3: 3, 4: 4}) == {1: "corrupt", 2: "ok", 3: "corrupt", 4: "corrupt"}
+    assert store.write([block(3, 1)]) == frozenset()
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert set(names(recovery, range(9))) == {2, 3}
+
+
+def test_a_commit_that_the_system_refuses_raises_and_the_store_goes_on(store: DiskStore, tmp_path: Path) -> None:
+    store.write([block(1, 1), block(2, 2)])
+    with file_size_limit(8192), pytest.raises(TierIOError, match="commit") as refused:
+        store.write([], [retire(1, 1)])
+    assert refused.value.errno in (errno.EFBIG, errno.EIO)
+    with file_size_limit(8192), pytest.raises(TierIOError, match="commit"):
+        store.write([], [], [(GROUP, key(1))])
+    assert verdicts(store, {1: 1, 2: 2}) == {1: "ok", 2: "ok"}
+    assert store.write([block(3, 3)], [retire(1, 1)]) == frozenset()
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert set(names(recovery, range(9))) == {2, 3}
+
+
+def test_a_full_index_fails_the_batch_and_goes_on_once_there_is_room(tmp_path: Path) -> None:
+    """With room for its slots it never fills; here it gets a fraction."""
+    slots, map_bytes = 4096, 256 << 10
+    tiny = shapes(slots)
+    create_files(tmp_path, tiny, map_bytes)
+    store = DiskStore.open(tmp_path, tiny, FINGERPRINT, map_bytes)
+    store.recover()
+    stored = 0
+    while not (failed := store.write([block(n, n) for n in range(stored, stored + 64)])):
+        stored += 64
+    assert failed == frozenset(range(64))
+    assert 0 < stored < slots
+    with pytest.raises(TierIOError) as refused:
+        store.write([block(n, n) for n in range(stored, stored + 64)], [retire("x", 0)])
+    assert refused.value.errno == errno.ENOSPC
+    spread = {n: n for n in range(stored + 64)}
+    expected = {n: "ok" if n < stored else "corrupt" for n in spread}
+    assert verdicts(store, spread) == expected
+    for n in range(0, stored, 8):
+        store.write([], [retire(n, n)])
+    assert store.write([block("new", 0)]) == frozenset()
+    assert verdicts(store, {"new": 0}) == {"new": "ok"}
+    store.close()
+    again = DiskStore.open(tmp_path, tiny, FINGERPRINT, map_bytes)
+    assert len(again.recover().records[GROUP]) == stored - stored // 8 + 1
+    again.close()
+
+
+def test_a_commit_of_which_nobody_knows_is_undone(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The transaction reached the disk, word of it did not reach us: what was reported as failed must not come back."""
+    store.write([block(1, 1)])
+    commit = Index._commit
+
+    def commits_and_fails(index: Index, changes: object) -> None:
+        commit(index, changes)  # type: ignore[arg-type]
+        raise lmdb.Error("mdb_txn_commit: Input/output error")
+
+    monkeypatch.setattr(Index, "_commit", commits_and_fails)
+    assert store.write([block(2, 2), block(3, 3)]) == {0, 1}
+    monkeypatch.undo()
+    assert verdicts(store, {1: 1, 2: 2}) == {1: "ok", 2: "corrupt"}
+    assert store.write([block(4, 2)]) == frozenset()
+    with reopened(store, tmp_path / "store") as (again, recovery):
+        assert set(names(recovery, range(9))) == {1, 4}
+        assert verdicts(again, {4: 2}) == {4: "ok"}
+
+
+def test_a_dead_environment_is_opened_anew(store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store.write([block(1, 1)], [], [(GROUP, key(1))])
+    commit = Index._commit
+    deaths = iter([lmdb.PanicError("mdb_txn_begin: Update of meta page failed or environment had fatal error")])
+
+    def dies_once(index: Index, changes: object) -> None:
+        for death in deaths:
+            raise death
+        commit(index, changes)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Index, "_commit", dies_once)
+    assert store.write([block(2, 2, 1)], [], [(GROUP, key(1))]) == frozenset()
+    assert store.write([block(3, 3)], [retire(2, 2)]) == frozenset()
+    monkeypatch.undo()
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert set(names(recovery, range(9))) == {1, 3}
+
+
+# The disk is full, and busy.
+
+
+def test_a_full_store_turns_over_for_ever(tmp_path: Path) -> None:
+    """Every slot taken, a batch retired and a batch written at a time: no page is ever missing."""
+    slots, rounds = 512, 150
+    store = new_store(tmp_path, slots)
+    places = {n: n for n in range(slots)}
+    small = list(places)
+    for start in range(0, slots, 64):
+        assert store.write([block(n, n) for n in small[start : start + 64]]) == frozenset()
+    rng = np.random.default_rng(11)
+    next_name = slots
+    for turn in range(rounds):
+        count = (1, 32, 256)[turn % 3] if turn % 10 == 0 else 8
+        victims = rng.choice(list(places), size=count, replace=False).tolist()
+        freed = [places.pop(name) for name in victims]
+        packed = b"".join(key(name) for name in rng.choice(list(places), size=100).tolist())
+        store.write([], [retire(name, slot) for name, slot in zip(victims, freed, strict=True)], [(GROUP, packed)])
+        fresh = dict(zip(range(next_name, next_name + count), freed, strict=True))
+        next_name += count
+        assert store.write([block(name, slot) for name, slot in fresh.items()]) == frozenset()
+        places |= fresh
+    assert set(verdicts(store, places).values()) == {"ok"}
+    with reopened(store, tmp_path, slots) as (_, recovery):
+        assert {record.key for record in recovery.records[GROUP]} == {key(name) for name in places}
+
+
+def test_two_readers_beside_a_writer_see_right_bytes_only(store: DiskStore) -> None:
+    """The writer turns over the upper slots while the readers go over the lower ones and, unasked, over all."""
+    lower = {n: n for n in range(8)}
+    store.write([block(n, n) for n in lower])
+    stop = threading.Event()
+    wrong: list[object] = []
+    rounds = [0, 0]
+
+    def read(number: int) -> None:
+        while not stop.is_set():
+            found = verdicts(store, lower)
+            wrong.extend(item for item in found.items() if item[1] != "ok")
+            reads = [fetch(f"{turn}-{slot}", slot) for turn in (0, 29) for slot in range(8, 16)]
+            report = store.read(reads)
+            passed = set(range(len(reads))) - report.failed - report.corrupt
+            wrong.extend(reads[n].key for n in passed if not holds_its_bytes(reads[n]))
+            rounds[number] += 1
+
+    readers = [threading.Thread(target=read, args=(number,)) for number in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for turn in range(30):
+            store.write([block(f"{turn}-{slot}", slot) for slot in range(8, 16)])
+            store.write([], [retire(f"{turn}-{slot}", slot) for slot in range(8, 16)])
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+    assert wrong == []
+    assert min(rounds) > 0

@@ -1,0 +1,197 @@
+"""What an index that cannot be taken at its word still gives: blocks that can be reached, in the order of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtierd.core.ids import Key, SlotId
+from kvtierd.tiers.disk import DiskRecord, SlabShape
+from kvtierd.tiers.disk.index import Stored
+from kvtierd.tiers.disk.records import encode_recency, encode_record, encode_touches
+from kvtierd.tiers.disk.recovery import Recovered, recover_group
+from tests.unit.disk.disk_blocks import GROUP, block, key, names, new_store, open_store, reopened, verdicts
+
+SHAPE = SlabShape(record_bytes=4096, slots=16)
+CHECKSUM = bytes(16)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: int | str
+    slot: int
+    parent: int | str | None = None
+    last_use: int = 1
+    size: int = SHAPE.record_bytes
+
+    @property
+    def value(self) -> bytes:
+        above = None if self.parent is None else key(self.parent)
+        return encode_record(SlotId(self.slot), above, 35, self.last_use, self.size, CHECKSUM)
+
+
+def stored(
+    rows: Sequence[Row],
+    recency: Sequence[int] = (),
+    touches: Sequence[bytes] = (),
+    quarantined: Sequence[int] = (),
+) -> Stored:
+    ordered = sorted(rows, key=lambda row: key(row.name))
+    return Stored(
+        keys=[key(row.name) for row in ordered],
+        records=[row.value for row in ordered],
+        recency=[
+            (SlotId(int.from_bytes(place, "big")), value)
+            for place, value in encode_recency(np.array(recency, dtype=np.uint64))
+        ],
+        touches=touches,
+        quarantined=frozenset(map(SlotId, quarantined)),
+    )
+
+
+def kept(rows: Sequence[Row], quarantined: Sequence[int] = ()) -> list[int | str]:
+    """Names of the recovered blocks, in order; everything else was dropped."""
+    found = recover_group(stored(rows, quarantined=quarantined), SHAPE)
+    known = {key(row.name): row.name for row in rows}
+    order = [known[record.key] for record in found.records]
+    assert {known[name] for name in found.dropped} == set(known.values()) - set(order)
+    assert len(found.table) == len(order)
+    return order
+
+
+def test_nothing_is_recovered_from_nothing() -> None:
+    assert recover_group(stored([]), SHAPE).records == []
+
+
+def test_a_record_is_given_back_as_it_was_written() -> None:
+    found = recover_group(stored([Row("a", 3, last_use=7), Row("b", 5, "a", last_use=9)]), SHAPE)
+    assert found.records == [
+        DiskRecord(SlotId(3), key("a"), None, 35, 7),
+        DiskRecord(SlotId(5), key("b"), key("a"), 35, 9),
+    ]
+    assert found.table.key_at(SlotId(5)) == key("b")
+    assert found.table.slot_of(key("a")) == 3
+    assert found.table.counter == 10
+
+
+def test_blocks_without_their_ancestors_are_dropped() -> None:
+    rows = [Row("a", 0), Row("b", 1, "a"), Row("d", 3, "missing"), Row("e", 4, "d"), Row("f", 5, "e")]
+    assert sorted(map(str, kept(rows))) == ["a", "b"]
+
+
+def test_blocks_that_are_their_own_ancestors_are_dropped() -> None:
+    assert kept([Row("a", 0, "a"), Row("b", 1, "c"), Row("c", 2, "b"), Row("d", 3, "c"), Row("e", 4)]) == ["e"]
+
+
+def test_slots_and_sizes_of_another_slab_are_dropped() -> None:
+    assert kept([Row("a", 15), Row("b", 16), Row("c", 2**32 - 1), Row("d", 1, size=8192)]) == ["a"]
+
+
+def test_of_two_blocks_in_one_slot_the_one_written_last_stays() -> None:
+    rows = [Row("old", 3, last_use=4), Row("new", 3, last_use=5), Row("child of old", 4, "old", last_use=9)]
+    assert kept(rows) == ["new"]
+    assert kept(rows[::-1]) == ["new"]
+
+
+def test_blocks_on_quarantined_slots_are_dropped_with_their_descendants() -> None:
+    rows = [Row("a", 0), Row("b", 1, "a"), Row("c", 2, "b"), Row("d", 3, "a", last_use=2)]
+    assert kept(rows, quarantined=[1, 9]) == ["a", "d"]
+
+
+def test_records_of_an_unknown_version_are_dropped() -> None:
+    whole = stored([Row("a", 0)])
+    for value in (b"", whole.records[0][:-1], whole.records[0] + b"\0", b"\x02" + whole.records[0][1:]):
+        found = recover_group(
+            Stored([key("a")], [value], whole.recency, whole.touches, whole.quarantined),
+            SHAPE,
+        )
+        assert (list(found.records), list(found.dropped)) == ([], [key("a")])
+
+
+def test_the_latest_word_on_a_slots_use_counts() -> None:
+    rows = [Row(name, slot, last_use=10 + slot) for slot, name in enumerate("abcd")]
+    touches = [*encode_touches([SlotId(1), SlotId(0), SlotId(1), SlotId(99)], first=30)]
+    recency = [20, 0, 21, 5]
+    found = recover_group(stored(rows, recency, touches), SHAPE)
+    assert [(record.key, record.last_use) for record in found.records] == [
+        (key("d"), 13),
+        (key("c"), 21),
+        (key("a"), 31),
+        (key("b"), 32),
+    ]
+    assert found.table.counter == 33
+
+
+def test_counters_go_on_above_everything_ever_noted() -> None:
+    touches = [*encode_touches([SlotId(7)], first=500)]
+    assert recover_group(stored([Row("a", 0, last_use=3)], [], touches), SHAPE).table.counter == 501
+    assert recover_group(stored([Row("a", 0, last_use=3)], [1] * 9 + [900]), SHAPE).table.counter == 901
+
+
+parents = st.one_of(st.none(), st.integers(0, 24))
+forests = st.lists(st.tuples(st.integers(0, 19), parents, st.integers(1, 10**6)), max_size=24)
+
+
+@given(forests)
+def test_any_index_gives_the_order_a_plain_scan_gives(forest: list[tuple[int, int | None, int]]) -> None:
+    rows = [Row(name, slot, parent, use) for name, (slot, parent, use) in enumerate(forest)]
+    assert_order(recover_group(stored(rows), SHAPE), rows)
+
+
+def assert_order(found: Recovered, rows: Sequence[Row]) -> None:
+    """Against the definition, carried out literally."""
+    holders: dict[int, Row] = {}
+    for row in sorted(rows, key=lambda row: (row.last_use, key(row.name))):
+        if row.slot < SHAPE.slots:
+            holders[row.slot] = row
+    waiting = {row.name: row for row in holders.values()}
+    done: list[Key] = []
+    while True:
+        free = [row for row in waiting.values() if row.parent is None or key(row.parent) in done]
+        if not free:
+            break
+        first = min(free, key=lambda row: (row.last_use, row.slot))
+        done.append(key(waiting.pop(first.name).name))
+    assert [record.key for record in found.records] == done
+    assert set(found.dropped) == {key(row.name) for row in rows} - set(done)
+
+
+def test_what_is_dropped_is_deleted_and_its_slots_can_be_used(tmp_path: Path) -> None:
+    """Through the files: an index written by hand, with an orphan, a stranger's slot and a torn record."""
+    store = new_store(tmp_path)
+    store.write([block("a", 0), block("b", 1, "a"), block("c", 2, "b")])
+    store.close()
+    env = lmdb.open(
+        str(tmp_path / "index"), max_dbs=4, lib_version=0, map_size=(tmp_path / "index/data.mdb").stat().st_size
+    )
+    records = env.open_db(b"records-0", create=False)
+    with env.begin(write=True, db=records) as txn:
+        assert txn.delete(key("b"))
+        assert txn.put(key("far"), Row("far", 99, size=12288).value)
+        assert txn.put(key("torn"), b"\x01")
+    env.close()
+
+    again = open_store(tmp_path)
+    recovery = again.recover()
+    assert names(recovery, "abc") == ["a"]
+    assert recovery.dropped == 3
+    assert again.write([block("d", 1, "a"), block("e", 2, "d")]) == frozenset()
+    with reopened(again, tmp_path) as (last, second):
+        assert second.dropped == 0
+        assert names(second, "abcde") == ["a", "d", "e"]
+        assert verdicts(last, {"a": 0, "d": 1, "e": 2, "c": 2}) == {"a": "ok", "d": "ok", "e": "ok", "c": "corrupt"}
+
+
+def test_recovering_again_gives_the_same(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    store.write([block("a", 0), block("b", 1, "a")], [], [(GROUP, key("a"))])
+    assert store.recover() == store.recover()
+    assert names(store.recover(), "ab") == ["a", "b"]
+    assert verdicts(store, {"a": 0, "b": 1}) == {"a": "ok", "b": "ok"}
+    store.close()
