@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -149,7 +149,7 @@ def decode_request(data: bytes) -> Request:
             raise AttachProtocolError(
                 "BAD_VERSION", f"version {fields['version']}: this daemon speaks version {VERSION}"
             )
-        return Hello(**_checked(fields, _HELLO_FIELDS, optional={"token"}))
+        return Hello(**_checked(fields, _HELLO_FIELDS, optional=("token",)))
     if op == "map":
         return Map(**_checked(fields, _MAP_FIELDS))
     raise AttachProtocolError("UNKNOWN_OP", f"op {_shown(op)}: must be hello or map")
@@ -223,16 +223,15 @@ _MAPPED_FIELDS: Final[Mapping[str, _Kind]] = {"fds": _FDS}
 _FAILURE_FIELDS: Final[Mapping[str, _Kind]] = {"reason": _TEXT, "message": _TEXT}
 
 
-def _checked(
-    fields: dict[str, Any], kinds: Mapping[str, _Kind], optional: frozenset[str] | set[str] = frozenset()
-) -> dict[str, Any]:
+def _checked(fields: dict[str, Any], kinds: Mapping[str, _Kind], optional: Collection[str] = ()) -> dict[str, Any]:
     for name, value in fields.items():
         if name not in kinds:
             raise AttachProtocolError("BAD_FIELD", f"unknown field {_shown(name)}")
         if not kinds[name].accepts(value):
             raise AttachProtocolError("BAD_FIELD", f"field {name} is {_shown(value)}: must be {kinds[name].limit}")
-    for name in kinds.keys() - fields.keys() - optional:
-        raise AttachProtocolError("BAD_FIELD", f"field {name} is missing")
+    for name in kinds:
+        if name not in fields and name not in optional:
+            raise AttachProtocolError("BAD_FIELD", f"field {name} is missing")
     return fields
 
 
