@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import click
+from rich.console import Console
 
 from kvtier.abi import attach
 from kvtier.errors import KvtierError, TierFull
@@ -47,6 +49,11 @@ def explained(error: KvtierError) -> str:
         return str(error)
     holders = [f"  {h.slots} slots: pid {h.pid} {h.command}" for h in error.holders]
     return "\n".join([str(error), "held by:", *holders])
+
+
+def console() -> Console:
+    """Standard output; wide enough for a table where it is no terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def size(nbytes: float) -> str:

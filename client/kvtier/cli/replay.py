@@ -17,7 +17,7 @@ from rich.table import Table
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, json_option, run, size
+from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run, size
 from kvtier.errors import InvalidArgument
 from kvtier.private import PrivateDaemon, TierSlots
 from kvtier.replay.runner import Report
@@ -95,7 +95,7 @@ def replay(
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
-        Console(highlight=False).print(table(report))
+        console().print(table(report))
     if not report.flawless:
         raise SystemExit(1)
 

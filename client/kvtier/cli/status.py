@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from datetime import timedelta
 from typing import Any
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from kvtier import aio
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, duration, json_option, run, size
+from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, duration, json_option, run, size
 from kvtier.stats import CacheStats, DaemonStats, SessionStats
 
 
@@ -27,7 +28,7 @@ def status(address: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(as_object(stats), indent=2))
     else:
-        Console(highlight=False).print(report(stats))
+        console().print(report(stats))
 
 
 async def _stats(address: str) -> DaemonStats:
@@ -45,7 +46,7 @@ def as_object(stats: DaemonStats) -> dict[str, Any]:
 
 
 def report(stats: DaemonStats) -> RenderableType:
-    up = duration(max(0, time.time_ns() - stats.start_time_ns)) if stats.start_time_ns else "?"
+    up = timedelta(seconds=max(0, time.time_ns() - stats.start_time_ns) // 10**9)
     head = Text(
         f"kvtierd {stats.version}  pid {stats.pid}  up {up}  epoch {stats.epoch}  boot {stats.boot}  "
         f"last event {stats.last_event_id}  watchers {stats.watchers}"

@@ -114,6 +114,20 @@ async def replay(
     return report
 
 
+async def wrong_blocks(lease: ReadLease, payload: Payload) -> int:
+    """How many of the lease's blocks hold other bytes than their keys say; all bytes are compared, in place."""
+    wrong = 0
+
+    def compare() -> None:
+        nonlocal wrong
+        for index, key in enumerate(lease.keys):
+            (block,) = lease.view(index)
+            wrong += not payload.matches(key, block)
+
+    await transfer.run(compare, lease.blocks * lease.cache.block_bytes)
+    return wrong
+
+
 class _Run:
     """Shared by the workers of one replay."""
 
@@ -156,17 +170,7 @@ class _Run:
         return block == self._hottest
 
     async def verify(self, lease: ReadLease) -> None:
-        """Compares all bytes of the lease's blocks with what their keys say."""
-        failures = 0
-
-        def compare() -> None:
-            nonlocal failures
-            for index, key in enumerate(lease.keys):
-                (block,) = lease.view(index)
-                failures += not self._payload.matches(key, block)
-
-        await transfer.run(compare, lease.blocks * self._cache.block_bytes)
-        self.report.verify_failures += failures
+        self.report.verify_failures += await wrong_blocks(lease, self._payload)
 
     async def fill(self, lease: WriteLease, keys: Sequence[bytes]) -> None:
         """Writes the bytes that each key says."""

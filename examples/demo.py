@@ -1,0 +1,161 @@
+"""First light: real LLM traffic through three tiers, every byte verified, and a cache that outlives its daemon.
+
+``make demo`` runs this. It starts a private daemon with a device tier of 200 blocks, a host tier of 800 and a disk
+tier of 6,000, and replays the first 1,000 requests of a trace of real chat traffic (``examples/traces/README.md``;
+another one: ``$KVTIER_TRACE``). Then it stops the daemon, starts it on the same directories and asks for the blocks
+again.
+
+Exit status 1, saying which, if anything that it promises does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+import kvtier
+from kvtier.cli.replay import replay_spec, table
+from kvtier.cli.watch import text_line
+from kvtier.events import WatchItem
+from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.replay.payload import Payload
+from kvtier.replay.runner import Report, replay, wrong_blocks
+from kvtier.replay.trace import Request, key_of, read
+
+HERE = Path(__file__).resolve().parent
+TRACES = (HERE.parent.parent / "shared/traces/conversation_trace.jsonl", HERE / "traces/conversation-extract.jsonl")
+REQUESTS = 1_000
+SPEC = replay_spec(block_bytes=16 * 1024)
+SLOTS = TierSlots(device=200, host=800, disk=6_000)
+
+ENOUGH_HITS = 1_000
+ENOUGH_DISK_HITS = 500
+ENOUGH_AFTER_RESTART = 500
+EVENTS_SHOWN_OF_A_KIND = 2
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+@dataclass
+class Restart:
+    """What the disk tier answered after the restart."""
+
+    blocks: int = 0
+    requests: int = 0
+    wrong: int = 0
+
+
+def trace_path() -> Path:
+    chosen = os.environ.get("KVTIER_TRACE")
+    return Path(chosen) if chosen else next(path for path in TRACES if path.exists())
+
+
+async def main() -> int:
+    path = trace_path()
+    requests = await read(path, REQUESTS)
+    console.rule("kvtier: real LLM traffic through three tiers")
+    console.print(
+        f"{len(requests)} requests of {path.name} against a device tier of {SLOTS.device} blocks, a host tier of "
+        f"{SLOTS.host} and a disk tier of {SLOTS.disk}, {SPEC.block_bytes(0) // 1024} KiB each.\n"
+    )
+    async with PrivateDaemon(SLOTS.as_bytes(SPEC)) as daemon:
+        report, lines = await first_life(daemon, requests)
+        console.print("Some of what `kvtier watch` showed:\n")
+        for line in lines:
+            click.echo(line)
+        console.print("\nWhat became of it:\n")
+        console.print(table(report))
+
+        status = await daemon.stop()
+        console.print(f"\nThe daemon is stopped (exit status {status}) and started again on the same directories.")
+        await daemon.start()
+        again = await second_life(daemon, requests)
+        console.print(
+            f"The disk tier answered {again.requests} requests with {again.blocks} blocks, "
+            f"{again.wrong} of them with wrong bytes.\n"
+        )
+    return verdict(report, status, again)
+
+
+async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[Report, list[str]]:
+    """Replays the requests; the report, and a few lines of the watch."""
+    async with await kvtier.connect(daemon.address) as client, sample_of_events(client) as lines:
+        cache = await client.open_cache("demo", SPEC)
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("replaying", total=len(requests))
+            report = await replay(client, cache, requests, progress=lambda done: bar.update(task, completed=done))
+    return report, lines
+
+
+@asynccontextmanager
+async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[str]]:
+    """The first few lines of each kind of event that come while the block runs."""
+    lines: list[str] = []
+    seen: dict[object, int] = {}
+
+    def keep(item: WatchItem) -> None:
+        if isinstance(item, kvtier.Event):
+            kind = (item.type, item.cause, item.moved_from, item.moved_to)
+            seen[kind] = seen.get(kind, 0) + 1
+            line = text_line(item)
+            if line is not None and seen[kind] <= EVENTS_SHOWN_OF_A_KIND:
+                lines.append(line)
+
+    async def follow() -> None:
+        async for item in client.watch():
+            keep(item)
+
+    watching = asyncio.create_task(follow())
+    try:
+        yield lines
+    finally:
+        watching.cancel()
+        await asyncio.wait([watching])
+
+
+async def second_life(daemon: PrivateDaemon, requests: list[Request]) -> Restart:
+    """Asks the restarted daemon for the latest requests' blocks until enough of them came from disk."""
+    answer, payload = Restart(), Payload(SPEC.block_bytes(0))
+    async with await kvtier.connect(daemon.address) as client:
+        cache = await client.open_cache("demo", SPEC)
+        for request in reversed(requests):
+            keys = [key_of(block) for block in request.ids]
+            match = await cache.match(keys)
+            on_disk = sum(bool(where & kvtier.Tier.DISK.bit) for where in match.residency)
+            if not on_disk:
+                continue
+            async with cache.acquire(keys[: min(match.blocks, SLOTS.device)]) as lease:
+                answer.wrong += await wrong_blocks(lease, payload)
+                answer.blocks += sum(where == kvtier.Tier.DISK.bit for where in lease.found_in)
+                answer.requests += 1
+            if answer.blocks >= ENOUGH_AFTER_RESTART:
+                break
+    return answer
+
+
+def verdict(report: Report, status: int, again: Restart) -> int:
+    promises: Mapping[str, bool] = {
+        f"at least {ENOUGH_HITS} hits besides the hottest block": report.hits_besides_first >= ENOUGH_HITS,
+        f"at least {ENOUGH_DISK_HITS} hits on disk": report.hits[kvtier.Tier.DISK] >= ENOUGH_DISK_HITS,
+        "no block with wrong bytes": report.verify_failures + again.wrong == 0,
+        "no gap in the events": report.event_gaps == 0,
+        "every block where the events say it is": report.residency_mismatches == 0,
+        "a clean stop": status == 0,
+        f"at least {ENOUGH_AFTER_RESTART} blocks from disk after the restart": again.blocks >= ENOUGH_AFTER_RESTART,
+    }
+    for promise, held in promises.items():
+        console.print(f"  {'kept  ' if held else 'BROKEN'}  {promise}", style="green" if held else "bold red")
+    return 0 if all(promises.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

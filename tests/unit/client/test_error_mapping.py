@@ -1,0 +1,122 @@
+"""Which exception a daemon's answer becomes, and what it carries."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
+from grpc.aio import AioRpcError, Metadata
+
+from kvtier import errors
+from kvtier.rpc_errors import error_of, fault_of, link_is_broken
+from kvtier.types import Tier
+from kvtier.v1 import common_pb2
+
+Code = grpc.StatusCode
+
+
+def failure(code: grpc.StatusCode, detail: common_pb2.ErrorDetail | None = None, message: str = "no") -> AioRpcError:
+    """As gRPC raises it, with the detail packed as a daemon packs it."""
+    trailing = Metadata()
+    if detail is not None:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status = status_pb2.Status(code=code.value[0], message=message, details=[packed])
+        trailing.add("grpc-status-details-bin", status.SerializeToString())
+    return AioRpcError(code, Metadata(), trailing, details=message)
+
+
+def raised(code: grpc.StatusCode, reason: str = "", **fields: object) -> errors.KvtierError:
+    detail = common_pb2.ErrorDetail(reason=reason, **fields) if reason else None  # type: ignore[arg-type]
+    return error_of(fault_of(failure(code, detail)))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "kind"),
+    [
+        (Code.RESOURCE_EXHAUSTED, "TIER_FULL", errors.TierFull),
+        (Code.DEADLINE_EXCEEDED, "DEADLINE", errors.DeadlineExceeded),
+        (Code.DEADLINE_EXCEEDED, "", errors.DeadlineExceeded),
+        (Code.UNAVAILABLE, "", errors.DaemonUnavailable),
+        (Code.UNAVAILABLE, "SHUTTING_DOWN", errors.DaemonUnavailable),
+        (Code.UNAVAILABLE, "TIER_OFFLINE", errors.TierOffline),
+        (Code.UNAVAILABLE, "TIER_FAILED", errors.TierOffline),
+        (Code.NOT_FOUND, "UNKNOWN_CACHE", errors.NotFound),
+        (Code.NOT_FOUND, "UNKNOWN_LEASE", errors.LeaseError),
+        (Code.PERMISSION_DENIED, "FOREIGN_LEASE", errors.LeaseError),
+        (Code.PERMISSION_DENIED, "PERMISSION_DENIED", errors.PermissionDenied),
+        (Code.FAILED_PRECONDITION, "CACHE_NOT_OPENED", errors.CallerError),
+        (Code.DATA_LOSS, "", errors.DataLoss),
+        (Code.INTERNAL, "INTERNAL", errors.DaemonError),
+        (Code.UNKNOWN, "", errors.DaemonError),
+        (Code.UNIMPLEMENTED, "", errors.DaemonError),
+    ],
+)
+def test_the_kind_follows_from_reason_and_status(
+    code: grpc.StatusCode, reason: str, kind: type[errors.KvtierError]
+) -> None:
+    error = raised(code, reason)
+    assert type(error) is kind
+    assert error.reason == (reason or code.name)
+    assert "no" in str(error)
+
+
+def test_what_can_succeed_later_is_told_from_what_is_wrong() -> None:
+    assert isinstance(raised(Code.RESOURCE_EXHAUSTED, "TIER_FULL"), errors.RetryableError)
+    assert isinstance(raised(Code.UNAVAILABLE), errors.RetryableError)
+    assert isinstance(raised(Code.INVALID_ARGUMENT, "BAD_ARGUMENT", field="keys"), errors.CallerError)
+    assert not isinstance(raised(Code.INTERNAL), errors.RetryableError | errors.CallerError)
+
+
+def test_an_invalid_argument_carries_field_value_and_limit() -> None:
+    error = raised(Code.INVALID_ARGUMENT, "BAD_ARGUMENT", field="priorities[3]", value="101", limit="0 to 100")
+    assert isinstance(error, errors.InvalidArgument)
+    assert (error.field, error.value, error.limit) == ("priorities[3]", "101", "0 to 100")
+    assert str(error) == "priorities[3] = 101: must be 0 to 100"
+
+
+def test_a_spec_mismatch_is_an_invalid_argument_of_its_own_kind() -> None:
+    error = raised(Code.INVALID_ARGUMENT, "SPEC_MISMATCH", field="spec", value="a", limit="b")
+    assert isinstance(error, errors.SpecMismatch)
+
+
+def test_a_full_tier_says_who_holds_what() -> None:
+    holder = common_pb2.Holder(session_id=7, pid=4242, command="python engine.py", slots=190)
+    error = raised(
+        Code.RESOURCE_EXHAUSTED, "TIER_FULL", tier=common_pb2.TIER_DEVICE, wanted=20, free=10, holders=[holder]
+    )
+    assert isinstance(error, errors.TierFull)
+    assert (error.tier, error.wanted, error.free) == (Tier.DEVICE, 20, 10)
+    assert error.holders == (errors.Holder(7, 4242, "python engine.py", 190),)
+
+
+def test_a_compacted_cursor_says_where_to_go_on() -> None:
+    error = raised(Code.OUT_OF_RANGE, "CURSOR_COMPACTED", field="since.id", value="3", limit="1000")
+    assert isinstance(error, errors.CursorCompacted)
+    assert error.oldest == 1000
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "broken"),
+    [
+        (Code.UNAVAILABLE, "", True),
+        (Code.UNAVAILABLE, "SHUTTING_DOWN", True),
+        (Code.UNAVAILABLE, "TIER_OFFLINE", False),
+        (Code.UNAUTHENTICATED, "UNKNOWN_SESSION", True),
+        (Code.UNAUTHENTICATED, "DETACHED_SESSION", True),
+        (Code.CANCELLED, "CANCELLED", True),
+        (Code.RESOURCE_EXHAUSTED, "TIER_FULL", False),
+        (Code.DEADLINE_EXCEEDED, "", False),
+        (Code.INVALID_ARGUMENT, "BAD_ARGUMENT", False),
+    ],
+)
+def test_only_a_broken_way_to_the_daemon_is_worth_attaching_again(
+    code: grpc.StatusCode, reason: str, broken: bool
+) -> None:
+    detail = common_pb2.ErrorDetail(reason=reason) if reason else None
+    assert link_is_broken(fault_of(failure(code, detail))) is broken
+
+
+def test_a_stranger_s_value_is_shortened_in_the_message() -> None:
+    assert len(str(errors.InvalidArgument("name", "x" * 10_000, "short"))) < 200

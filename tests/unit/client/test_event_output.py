@@ -1,0 +1,144 @@
+"""What a watcher reads: lines for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import click
+import pytest
+
+from kvtier.cli.watch import json_line, text_line
+from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, event_from_wire
+from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.v1 import events_pb2
+
+KEYS = [bytes([n]) * 32 for n in (0xAB, 0xCD)]
+COMMON = {"event_id": 42, "epoch": 3, "cache": "llama", "group": 0, "time_ns": 1_700_000_000_123_456_789}
+
+
+def event(kind: EventType, cause: Cause | int, **fields: object) -> Event:
+    return Event(type=kind, cause=cause, **COMMON, **fields)  # type: ignore[arg-type]
+
+
+STORED = event(
+    EventType.STORED,
+    Cause.COMMIT,
+    packed_keys=b"".join(KEYS),
+    packed_parents=bytes(32) + KEYS[0],
+    residency=bytes([1, 1]),
+    priorities=bytes([35, 80]),
+)
+MOVED = event(
+    EventType.UPDATED,
+    Cause.CAPACITY,
+    packed_keys=b"".join(KEYS),
+    residency=bytes([2, 2]),
+    priorities=bytes([35, 35]),
+    moved_from=Tier.DEVICE,
+    moved_to=Tier.HOST,
+    moved_bytes=131072,
+    queue_ns=1_500_000,
+    copy_ns=250_000,
+)
+REMOVED = event(EventType.REMOVED, Cause.ANCESTOR, packed_keys=b"".join(KEYS), residency=bytes(2))
+CREATED = event(EventType.CREATED, Cause.EXPLICIT, num_blocks_per_cache_level=(200, 800, 6000))
+CLEARED = event(EventType.CLEARED, Cause.RESET)
+REPRIORITISED = event(
+    EventType.UPDATED, Cause.COMMIT, packed_keys=KEYS[0], residency=bytes([5]), priorities=bytes([90])
+)
+ENVELOPE = {"event_id", "epoch", "type", "cause", "cache", "group", "time_ns"}
+
+
+def as_json(item: Event) -> dict[str, object]:
+    line = json_line(item)
+    assert line is not None
+    assert "\n" not in line
+    values = json.loads(line)
+    assert isinstance(values, dict)
+    return values
+
+
+def test_every_event_has_the_envelope() -> None:
+    for item in (STORED, MOVED, REMOVED, CREATED, CLEARED, REPRIORITISED):
+        values = as_json(item)
+        assert values.keys() >= ENVELOPE
+        assert (values["event_id"], values["epoch"], values["cache"]) == (42, 3, "llama")
+
+
+def test_stored_lists_its_blocks_with_parents_and_levels() -> None:
+    values = as_json(STORED)
+    assert (values["type"], values["cause"]) == ("stored", "commit")
+    block = {"cache_level": 0, "residency": ["device"]}
+    assert values["blocks"] == [
+        {"block_hash": KEYS[0].hex(), "parent_hash": None, "priority": 35, **block},
+        {"block_hash": KEYS[1].hex(), "parent_hash": KEYS[0].hex(), "priority": 80, **block},
+    ]
+
+
+def test_removed_lists_hashes_only() -> None:
+    assert as_json(REMOVED)["block_hashes"] == [key.hex() for key in KEYS]
+
+
+def test_a_move_shows_both_levels_and_what_it_cost() -> None:
+    values = as_json(MOVED)
+    assert values["cache_level"] == {"type": "event_diff", "old_value": 0, "new_value": 1}
+    assert (values["moved_from"], values["moved_to"], values["moved_bytes"]) == ("device", "host", 131072)
+    assert (values["queue_ns"], values["copy_ns"]) == (1_500_000, 250_000)
+
+
+def test_an_update_without_a_move_has_no_level_difference() -> None:
+    values = as_json(REPRIORITISED)
+    assert values["cache_level"] is None
+    assert "moved_bytes" not in values
+    assert values["blocks"] == [
+        {"block_hash": KEYS[0].hex(), "cache_level": 0, "residency": ["device", "disk"], "priority": 90}
+    ]
+
+
+def test_created_has_a_capacity_a_level() -> None:
+    assert as_json(CREATED)["num_blocks_per_cache_level"] == [200, 800, 6000]
+
+
+def test_gaps_and_snapshots_are_lines_too_and_heartbeats_are_none() -> None:
+    gap = json.loads(json_line(Gap(1, 5, 9, "slow")) or "")
+    assert gap == {"type": "gap", "epoch": 1, "first_id": 5, "last_id": 9, "reason": "slow"}
+    end = json.loads(json_line(SnapshotEnd(Cursor(1, 7))) or "")
+    assert end == {"type": "snapshot_end", "epoch": 1, "event_id": 7}
+    slice_ = SnapshotSlice("llama", 0, KEYS[0], bytes(32), bytes([4]), bytes([35]))
+    assert json.loads(json_line(slice_) or "")["blocks"][0]["residency"] == ["disk"]
+    for silent in (Heartbeat(Cursor(1, 7)), SnapshotStart()):
+        assert json_line(silent) is None
+        assert text_line(silent) is None
+
+
+@pytest.mark.parametrize(
+    ("item", "parts"),
+    [
+        (STORED, ["3:42", "stored", "2 blocks", "abababab…", "→ device", "commit", "llama"]),
+        (MOVED, ["updated", "device → host", "capacity", "128.0 KiB", "queued 1.5ms", "copied 250.0µs"]),
+        (REMOVED, ["removed", "2 blocks", "→ gone", "ancestor"]),
+        (CREATED, ["created", "200/800/6000 slots"]),
+        (CLEARED, ["cleared", "reset"]),
+        (REPRIORITISED, ["updated", "1 block ", "in device+disk"]),
+        (Gap(1, 5, 9, "unclean-stop"), ["gap", "1:5", "9", "unclean-stop"]),
+        (SnapshotEnd(Cursor(1, 7)), ["snapshot", "1:7"]),
+    ],
+)
+def test_a_line_tells_a_person_all_of_it(item: Event, parts: list[str]) -> None:
+    line = click.unstyle(text_line(item) or "")
+    for part in parts:
+        assert part in line
+    assert "\n" not in line
+
+
+def test_a_line_has_the_time_of_day_in_milliseconds() -> None:
+    assert re.match(r"\d\d:\d\d:\d\d\.123 ", click.unstyle(text_line(STORED) or ""))
+
+
+def test_a_cause_of_a_newer_daemon_stays_a_number() -> None:
+    message = events_pb2.Event(id=1, type=events_pb2.EVENT_TYPE_CLEARED, cache="c")
+    message.MergeFromString(b"\x18\x63")  # field 3, cause = 99
+    item = event_from_wire(1, message)
+    assert item.cause == 99
+    assert as_json(item)["cause"] == "99"

@@ -1,0 +1,115 @@
+"""Copies between slots and arrays: parts in pool order, any dtype and shape, sizes checked before any copy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvtier import transfer
+from kvtier.errors import InvalidArgument
+
+POOLS = (48, 16)
+BLOCK_BYTES = sum(POOLS)
+
+
+def pools(slots: int = 4) -> list[NDArray[np.uint8]]:
+    """Two pools whose slots are further apart than they are long, as in an arena."""
+    return [np.zeros((slots, 128), dtype=np.uint8)[:, :nbytes] for nbytes in POOLS]
+
+
+def numbered(count: int) -> list[NDArray[np.uint8]]:
+    rng = np.random.default_rng(count)
+    return [rng.integers(0, 256, BLOCK_BYTES, dtype=np.uint8) for _ in range(count)]
+
+
+def test_blocks_come_back_from_the_slots_they_went_to() -> None:
+    memory, blocks = pools(), numbered(2)
+    transfer.into_slots(memory, [3, 1], blocks)
+    assert np.array_equal(memory[0][3], blocks[0][:48])
+    assert np.array_equal(memory[1][1], blocks[1][48:])
+    back = [np.empty(BLOCK_BYTES, np.uint8) for _ in range(2)]
+    transfer.out_of_slots(memory, [1, 3], back)
+    assert np.array_equal(back[0], blocks[1])
+    assert np.array_equal(back[1], blocks[0])
+    assert not memory[0][[0, 2]].any()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        np.arange(16, dtype=np.float32),
+        np.arange(32, dtype=np.float16).reshape(2, 4, 4),
+        np.arange(128, dtype=np.uint8)[::2],
+        np.arange(16, dtype=np.int32).reshape(4, 4).T,
+    ],
+    ids=["float32", "three axes", "strided", "transposed"],
+)
+def test_any_dtype_and_shape_of_the_right_size_is_taken_in_c_order(block: NDArray[Any]) -> None:
+    (flat,) = transfer.readable([block], 1, BLOCK_BYTES)
+    assert flat.tobytes() == block.tobytes()
+
+
+def test_one_array_whose_first_axis_is_the_block_is_n_blocks() -> None:
+    blocks = np.arange(3 * 16, dtype=np.float32).reshape(3, 16)
+    flat = transfer.readable(blocks, 3, BLOCK_BYTES)
+    assert [row.tobytes() for row in flat] == [row.tobytes() for row in blocks]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "field", "value", "limit"),
+    [
+        ([np.zeros(63, np.uint8)], "blocks[0]", "63 bytes", "64 bytes"),
+        ([np.zeros(64, np.uint8)] * 2, "blocks", "2 blocks", "1, one a key"),
+        ([b"x" * 64], "blocks[0]", "bytes", "a numpy array"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(blocks: Any, field: str, value: str, limit: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        transfer.readable(blocks, 1, BLOCK_BYTES)
+    assert (refusal.value.field, refusal.value.value, refusal.value.limit) == (field, value, limit)
+
+
+def test_an_output_that_cannot_be_written_in_place_is_refused() -> None:
+    strided = np.zeros(128, np.uint8)[::2]
+    frozen = np.zeros(64, np.uint8)
+    frozen.flags.writeable = False
+    for out in (strided, frozen):
+        with pytest.raises(InvalidArgument, match=r"out\[0\]"):
+            transfer.writable([out], 1, BLOCK_BYTES)
+
+
+def test_an_output_is_written_through_its_own_shape() -> None:
+    out = np.zeros((4, 4), np.float32)
+    (flat,) = transfer.writable([out], 1, BLOCK_BYTES)
+    flat[:] = np.arange(16, dtype=np.float32).view(np.uint8)
+    assert np.array_equal(out, np.arange(16, dtype=np.float32).reshape(4, 4))
+
+
+async def test_only_large_copies_leave_the_loop_s_thread() -> None:
+    where: list[int] = []
+    await transfer.run(lambda: where.append(threading.get_ident()), transfer.INLINE_BYTES)
+    await transfer.run(lambda: where.append(threading.get_ident()), transfer.INLINE_BYTES + 1)
+    assert where[0] == threading.get_ident()
+    assert where[1] != threading.get_ident()
+
+
+async def test_a_cancelled_copy_has_ended_when_its_caller_goes_on() -> None:
+    started, go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def copy() -> None:
+        started.set()
+        go.wait(10)
+        ended.set()
+
+    task = asyncio.create_task(transfer.run(copy, transfer.INLINE_BYTES + 1))
+    await asyncio.to_thread(started.wait, 10)
+    task.cancel()
+    asyncio.get_running_loop().call_later(0.01, go.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
