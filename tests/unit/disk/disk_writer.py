@@ -1,7 +1,8 @@
-"""A process that writes, retires and says what it does, until it is killed: ``DIRECTORY SEED FIRST_NAME``.
+"""A process that writes, retires and says what it does, until it is killed: ``DIRECTORY SEED FIRST_NAME [POINT]``.
 
 One JSON object a line: ``{"try": {"put": [[name, slot, parent], ...], "retire": [name, ...]}}`` before a batch and
-``{"done": true}`` once the store has answered.
+``{"done": true}`` once the store has answered. With a point, such as ``torn pwritev``, it kills itself there, in its
+third batch.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any, Final
 
 from kvtierd.core.ids import SlotId
+from kvtierd.tiers.disk.index import Index
 from tests.unit.disk.disk_blocks import GROUP, block, key, open_root, places
 
 SLOTS = 40
@@ -25,7 +30,49 @@ def say(message: object) -> None:
     os.write(1, json.dumps(message).encode() + b"\n")
 
 
-def main(directory: Path, seed: int, first_name: int) -> None:
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: die()
+
+
+def after(call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*arguments: Any) -> None:
+        call(*arguments)
+        die()
+
+    return wrapper
+
+
+def torn(pwritev: Callable[..., Any]) -> Callable[..., Any]:
+    """Half of a record, or of a run of them, reaches the slab."""
+
+    def wrapper(fd: int, parts: Sequence[memoryview], offset: int) -> None:
+        pwritev(fd, parts[: len(parts) // 2], offset)
+        die()
+
+    return wrapper
+
+
+POINTS: Final[Mapping[str, tuple[object, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]] = {
+    "before pwritev": (os, "pwritev", before),
+    "torn pwritev": (os, "pwritev", torn),
+    "after pwritev": (os, "pwritev", after),
+    "before fdatasync": (os, "fdatasync", before),
+    "after fdatasync": (os, "fdatasync", after),
+    "before commit": (Index, "commit", before),
+    "after commit": (Index, "commit", after),
+}
+
+
+def arm(point: str) -> None:
+    owner, name, how = POINTS[point]
+    setattr(owner, name, how(getattr(owner, name)))
+
+
+def main(directory: Path, seed: int, first_name: int, point: str | None = None) -> None:
     rng = random.Random(seed)
     store = open_root(directory).open_cache(CACHE)
     recovery = store.recover()
@@ -33,7 +80,7 @@ def main(directory: Path, seed: int, first_name: int) -> None:
     held = {named[block]: int(slot) for block, slot in places(recovery).items()}
     parent_of = {named[r.key]: named[r.parent] if r.parent else None for r in recovery.records[GROUP]}
     names = count(first_name)
-    while True:
+    for turn in count(1):
         free = sorted(set(range(SLOTS)) - set(held.values()))
         put: list[tuple[int, int, int | None]] = []
         for slot in rng.sample(free, min(len(free), rng.randint(1, MAX_BATCH))):
@@ -44,6 +91,8 @@ def main(directory: Path, seed: int, first_name: int) -> None:
         retired = rng.sample(leaves, min(len(leaves), rng.randint(0, MAX_BATCH)))
 
         say({"try": {"put": put, "retire": retired}})
+        if point and turn == 3:
+            arm(point)
         failed = store.write(
             [block(name, slot, parent) for name, slot, parent in put],
             [(GROUP, key(name), SlotId(held[name])) for name in retired],
@@ -59,4 +108,4 @@ def main(directory: Path, seed: int, first_name: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.disk.disk_blocks import GROUP, key, open_root, spec, verdicts
-from tests.unit.disk.disk_writer import CACHE, SLOTS
+from tests.unit.disk.disk_writer import CACHE, POINTS, SLOTS
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -34,11 +34,15 @@ class Known:
         return Known(blocks, max([self.next_name, *(name + 1 for name in names)]))
 
 
-def live_and_die(directory: Path, known: Known, seed: int) -> tuple[Known, Known | None]:
-    """Runs a writer and kills it at a random point. What was committed for certain, and with what was under way."""
+def live_and_die(directory: Path, known: Known, seed: int, *point: str) -> tuple[Known, Known | None]:
+    """Runs a writer until it kills itself at ``point``, or kills it at a random one.
+
+    What was committed for certain, and with the batch that was under way.
+    """
     rng = random.Random(seed)
-    command = [sys.executable, "-m", "tests.unit.disk.disk_writer", str(directory), str(seed), str(known.next_name)]
-    batches, under_way = rng.randint(0, 8), None
+    arguments = [str(directory), str(seed), str(known.next_name), *point]
+    command = [sys.executable, "-m", "tests.unit.disk.disk_writer", *arguments]
+    batches, under_way = -1 if point else rng.randint(0, 8), None
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         for line in writer.stdout:
@@ -82,10 +86,14 @@ def found_on_disk(directory: Path) -> dict[int, tuple[int, int | None]]:
     return found
 
 
-def crash(directory: Path, kills: int) -> None:
+def create(directory: Path) -> Path:
     root = open_root(directory)
     root.create(CACHE, spec(), {GROUP: SLOTS})
     root.close()
+    return directory
+
+
+def crash(directory: Path, kills: int) -> None:
     known = Known()
     for seed in range(kills):
         before, under_way = live_and_die(directory, known, seed)
@@ -99,9 +107,17 @@ def crash(directory: Path, kills: int) -> None:
 
 
 def test_twenty_deaths(tmp_path: Path) -> None:
-    crash(tmp_path, kills=20)
+    crash(create(tmp_path), kills=20)
 
 
 @pytest.mark.long
 def test_two_hundred_deaths(tmp_path: Path) -> None:
-    crash(tmp_path, kills=200)
+    crash(create(tmp_path), kills=200)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_death_at(tmp_path: Path, point: str) -> None:
+    before, under_way = live_and_die(create(tmp_path), Known(), 5, point)
+    assert under_way is not None
+    assert len(before.blocks) > 2
+    assert found_on_disk(tmp_path) == (under_way if point == "after commit" else before).blocks

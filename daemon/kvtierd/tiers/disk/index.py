@@ -54,7 +54,7 @@ class Changes:
     """Replaces the recency and all touches so far; ``touches`` come after it."""
     quarantine: list[SlotId] = field(default_factory=list)
     lift: list[SlotId] = field(default_factory=list)
-    """Slots no longer quarantined."""
+    """Slots that hold a new block now, whatever was found in them before."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -212,10 +212,10 @@ def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> None:
             txn.put(place, value, db=dbs.recency)
     for sequence, value in enumerate(change.touches, dbs.next_touch):
         txn.put(sequence_key(sequence), value, db=dbs.touches, append=True)
-    for slot in change.lift:
-        txn.delete(slot_key(slot), db=dbs.quarantine)
     for slot in change.quarantine:
         txn.put(slot_key(slot), b"", db=dbs.quarantine)
+    for slot in change.lift:
+        txn.delete(slot_key(slot), db=dbs.quarantine)
 
 
 @contextmanager
