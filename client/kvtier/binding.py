@@ -28,7 +28,7 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, frozen=True, eq=False)
 class Binding:
     """A cache in one session."""
 

@@ -5,32 +5,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 from grpc.aio import UnaryUnaryMultiCallable
 from numpy.typing import NDArray
 
-from kvtier import transfer
+from kvtier import arrays, transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
+from kvtier.answers import DropReport, ListedBlock, Location, Match, Page
 from kvtier.arena import Arena
 from kvtier.binding import Binder, Binding, Request, Response, send
 from kvtier.errors import (
+    DaemonError,
+    DaemonUnavailable,
     DeadlineExceeded,
     InvalidArgument,
     KvtierError,
     LeaseLost,
     RetryableError,
-    StaleRead,
     TierFull,
+    TierOffline,
     TooShort,
 )
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
-from kvtier.types import DEFAULT_PRIORITY, MAPPED_TIERS, ROOT_PARENT, BlockResult, Cursor, Tier
+from kvtier.types import DEFAULT_PRIORITY, MAPPED_TIERS, ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import (
     Keys,
@@ -40,56 +41,9 @@ from kvtier.wire import (
     tier_to_wire,
 )
 
-MAX_KEYS: Final = 16_384
-"""Keys of one call. ``put`` and ``get`` split longer chains; every other verb passes them on, to be refused."""
-
 MAX_PRIORITY: Final = 100
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, frozen=True)
-class Match:
-    """A stored prefix: ``blocks`` long, one residency byte a block."""
-
-    blocks: int
-    residency: bytes
-    as_of: Cursor
-
-
-@dataclass(slots=True, frozen=True)
-class Location:
-    """Where one key's bytes are. Slot and generation are None where the residency does not name the tier."""
-
-    residency: int
-    device_slot: int | None
-    device_generation: int | None
-    host_slot: int | None
-    host_generation: int | None
-
-
-@dataclass(slots=True, frozen=True)
-class ListedBlock:
-    key: bytes
-    parent: bytes | None
-    residency: int
-    priority: int
-
-
-@dataclass(slots=True, frozen=True)
-class Page:
-    """Part of a listing. The listing is consistent if every page has the same ``as_of``."""
-
-    blocks: tuple[ListedBlock, ...]
-    as_of: Cursor
-
-
-@dataclass(slots=True, frozen=True)
-class DropReport:
-    """One result a key asked for; ``dropped`` counts the subtrees."""
-
-    results: list[BlockResult]
-    dropped: int
 
 
 class Cache:
@@ -360,21 +314,7 @@ class Cache:
         chain = split_keys(packed_keys(keys))
         ranks = list(_packed_priorities(len(chain), priorities)) or [DEFAULT_PRIORITY] * len(chain)
         sources = transfer.readable(blocks, len(chain), self.block_bytes)
-        place = self.lease_tier(tier)
-        step = self._piece(place)
-        results: list[BlockResult] = []
-        for start in range(0, len(chain), step):
-            piece = chain[start : start + step]
-            if start and results[-1] is BlockResult.PARENT_MISSING:
-                results += [BlockResult.PARENT_MISSING] * len(piece)
-                continue
-            async with self.reserve(len(piece), place, timeout=timeout) as lease:
-                pools = lease.arena.pools(place, self.group)
-                rows = sources[start : start + step]
-                await transfer.run(_bound_copy(transfer.into_slots, pools, lease.slots, rows), self._bytes(piece))
-                up = chain[start - 1] if start else parent
-                results += await lease.commit(piece, parent=up, priorities=ranks[start : start + step], timeout=timeout)
-        return results
+        return await arrays.put(self, self.lease_tier(tier), chain, sources, parent, ranks, timeout)
 
     async def get(
         self,
@@ -394,19 +334,8 @@ class Cache:
         """
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
-        place = self.lease_tier(tier)
-        step = self._piece(place)
-        found: list[NDArray[Any]] = []
-        while len(found) < len(chain):
-            start = len(found)
-            try:
-                rows, complete = await self._get_piece(chain[start : start + step], targets, start, place, timeout)
-            except TooShort:
-                break
-            found += rows if out is None else out[start : start + len(rows)]
-            if complete and start + len(rows) < min(start + step, len(chain)):
-                break
-        return found
+        rows = await arrays.get(self, self.lease_tier(tier), chain, targets, timeout)
+        return list(rows) if out is None else list(out[: len(rows)])
 
     async def close(self, *, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up the session's use of the cache, which stays warm."""
@@ -521,48 +450,12 @@ class Cache:
         for lease in leases:
             self._leases.discard(lease)
 
-    async def _get_piece(
-        self,
-        chain: Sequence[bytes],
-        targets: Sequence[NDArray[np.uint8]] | None,
-        start: int,
-        tier: Tier,
-        timeout: float | None,
-    ) -> tuple[list[NDArray[np.uint8]], bool]:
-        """Copies out a prefix of ``chain``; and whether that is all of it that is stored."""
-        async with self.acquire(chain, tier, min_blocks=1, timeout=timeout) as lease:
-            if targets is None:
-                rows = list(np.empty((lease.blocks, self.block_bytes), dtype=np.uint8))
-            else:
-                rows = list(targets[start : start + lease.blocks])
-            pools = lease.arena.pools(tier, self.group)
-            before = lease.unchanged()
-            await transfer.run(_bound_copy(transfer.out_of_slots, pools, lease.slots, rows), self._bytes(rows))
-            if not (before and lease.unchanged()):
-                raise StaleRead("a slot changed under its lease", reason="STALE_READ")
-            return rows, lease.blocks == lease.matched
-
-    def _piece(self, tier: Tier) -> int:
-        return max(1, min(self.slots(tier) // 2, MAX_KEYS))
-
-    def _bytes(self, blocks: Sequence[object]) -> int:
-        return len(blocks) * self.block_bytes
-
 
 async def _logged(work: asyncio.Future[None], what: str) -> None:
     try:
         await work
     except KvtierError as error:
         _log.warning("%s after its caller was cancelled: %s", what, error)
-
-
-def _bound_copy(
-    copy: Callable[[Sequence[NDArray[np.uint8]], Sequence[int], Sequence[NDArray[np.uint8]]], None],
-    pools: Sequence[NDArray[np.uint8]],
-    slots: Sequence[int],
-    blocks: Sequence[NDArray[np.uint8]],
-) -> Callable[[], None]:
-    return lambda: copy(pools, slots, blocks)
 
 
 def _where(residency: bytes, tier: Tier, values: Sequence[int]) -> list[int | None]:
@@ -587,9 +480,17 @@ def _packed_priorities(count: int, priorities: int | Sequence[int] | None) -> by
 
 
 def _refusal(lease: ReadLease, min_blocks: int) -> KvtierError:
+    """Of a chain that was refused; the reasons are those of a whole call."""
     message = f"{lease.matched} blocks of the chain are stored, {min_blocks} wanted: {lease.refusal}"
-    if lease.refusal == "DEADLINE":
-        return DeadlineExceeded(message, reason=lease.refusal)
     if lease.refusal == "TIER_FULL":
         return TierFull(message, tier=lease.tier, wanted=min_blocks, free=0, holders=(), reason=lease.refusal)
-    return TooShort(message, matched=lease.matched, reason=lease.refusal)
+    if lease.refusal == "TOO_SHORT":
+        return TooShort(message, matched=lease.matched, reason=lease.refusal)
+    return _REFUSALS.get(lease.refusal, DaemonError)(message, reason=lease.refusal)
+
+
+_REFUSALS: Final[Mapping[str, type[KvtierError]]] = {
+    "DEADLINE": DeadlineExceeded,
+    "TIER_OFFLINE": TierOffline,
+    "CANCELLED": DaemonUnavailable,
+}

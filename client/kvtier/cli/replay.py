@@ -91,7 +91,10 @@ def replay(
     """
     job = Job(trace, requests, concurrency, seed, cache, block_bytes)
     sizes = TierSlots(device_blocks, host_blocks, disk_blocks) if spawn else None
-    report = run(_replay(job, address, sizes, keep_dir))
+    try:
+        report = run(_replay(job, address, sizes, keep_dir))
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:

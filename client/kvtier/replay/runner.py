@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtier import transfer
 from kvtier.aio import AsyncClient
 from kvtier.cache import Cache
-from kvtier.errors import DeadlineExceeded, TierFull, TooShort
+from kvtier.errors import DeadlineExceeded, KvtierError, TierFull, TooShort
 from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.replay.account import EventAccount
 from kvtier.replay.payload import Payload
@@ -101,9 +101,7 @@ async def replay(
     async with EventAccount(client, cache) as account:
         run = _Run(cache, requests, seed, progress)
         began = time.perf_counter()
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(concurrency):
-                workers.create_task(run.work())
+        await _all(run.work() for _ in range(concurrency))
         report = run.report
         report.seconds = time.perf_counter() - began
         report.residency_mismatches = len(await account.mismatches())
@@ -112,6 +110,16 @@ async def replay(
             edge: {"blocks": moved.blocks, "bytes": moved.bytes} for edge, moved in sorted(account.moves.items())
         }
     return report
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs them side by side; the first failure ends the others and is what is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except* KvtierError as failures:
+        raise failures.exceptions[0] from failures
 
 
 async def wrong_blocks(lease: ReadLease, payload: Payload) -> int:
