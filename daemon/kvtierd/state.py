@@ -58,36 +58,35 @@ class Identity:
 class StateDir:
     """The state directory, held by this process alone. :meth:`reserve` may be called from any thread."""
 
-    def __init__(self, path: Path, lock: DirectoryLock, state: State, identity: Identity) -> None:
+    def __init__(self, path: Path, lock: DirectoryLock, identity: Identity) -> None:
         self.identity: Final = identity
         self._path = path
         self._lock = lock
-        self._state = state
+        self._state = State(identity.epoch, identity.boot, identity.epoch_first, identity.last, clean=False)
         self._writing = threading.Lock()
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Begins a new life: a boot higher, and an epoch higher if the last one did not end cleanly.
+        """Takes the directory; :meth:`begin` then begins the life that ``identity`` describes.
 
-        Raises LockedDirectory, ForeignDirectory, DamagedDirectory, or TierIOError; nothing was changed then.
+        Raises LockedDirectory, ForeignDirectory, DamagedDirectory, TierIOError.
         """
         with io_errors(f"cannot use the state directory {path}"):
             make_private_directory(path)
             lock = DirectoryLock.take(path / LOCK)
         try:
-            before = _read(path)
-            identity = _next_life(before)
-            mark = identity.last + RESERVED_IDS
-            state = State(identity.epoch, identity.boot, identity.epoch_first, mark, clean=False)
-            _write(path, state)
+            return cls(path, lock, _next_life(_read(path)))
         except BaseException:
             lock.release()
             raise
-        return cls(path, lock, state, identity)
+
+    def begin(self) -> None:
+        """From here on this life counts: unless it is closed with a last id, it ended uncleanly. Raises TierIOError."""
+        self.reserve(self.identity.last + RESERVED_IDS)
 
     @property
     def mark(self) -> int:
-        """The highest id that may be given out."""
+        """The highest id that may be given out; that of the life before until :meth:`begin`."""
         return self._state.last
 
     def reserve(self, mark: int) -> None:

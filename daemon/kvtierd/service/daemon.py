@@ -49,10 +49,13 @@ class _Directories:
         """All or none. Raises the errors of ``kvtierd.tiers.base``."""
         with ExitStack() as opened:
             state = StateDir.open(config.state_dir)
-            opened.callback(state.close, state.identity.last)
+            opened.callback(state.close, None)
             run = RuntimeDir.open(config.runtime_dir)
             opened.callback(run.close)
             disk = DiskRoot.open(config.disk_path) if Tier.DISK in config.tier_bytes else None
+            if disk is not None:
+                opened.callback(disk.close)
+            state.begin()
             opened.pop_all()
         return cls(state, run, disk)
 

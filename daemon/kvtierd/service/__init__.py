@@ -1,0 +1,1 @@
+"""The service: speaks with clients. It validates, calls the engine and translates; it decides nothing about blocks."""
