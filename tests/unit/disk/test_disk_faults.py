@@ -155,6 +155,20 @@ def test_corrupt_slots_survive_a_death_once_anything_else_was_written(store: Dis
     assert store._index.load(GROUP).quarantined == {3}
 
 
+def test_a_corrupt_slot_that_holds_another_block_is_a_slot_like_any(
+    store: DiskStore, slab: Path, tmp_path: Path
+) -> None:
+    store.write([block(1, 3)])
+    flip(slab, 3 * SHAPE_BYTES)
+    verdicts(store, {1: 3})
+    store.write([], [retire(1, 3)])
+    store.write([block(2, 3)])
+    store.write([block(3, 4)])
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert recovery.quarantined == {GROUP: set()}
+        assert names(recovery, range(9)) == [2, 3]
+
+
 def test_asking_for_a_block_where_it_is_not_condemns_no_slot(store: DiskStore, tmp_path: Path) -> None:
     store.write([block(1, 3)])
     assert verdicts(store, {2: 3}) == {2: "corrupt"}
@@ -311,7 +325,7 @@ def test_a_commit_of_which_nobody_knows_is_undone(
 
 
 def test_a_dead_environment_is_opened_anew(store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    store.write([block(1, 1)], [], [(GROUP, key(1))])
+    store.write([block(1, 1), block(2, 2)], [], [(GROUP, key(1))])
     commit = Index._commit
     deaths = iter([lmdb.PanicError("mdb_txn_begin: Update of meta page failed or environment had fatal error")])
 
@@ -321,11 +335,11 @@ def test_a_dead_environment_is_opened_anew(store: DiskStore, monkeypatch: pytest
         commit(index, changes)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Index, "_commit", dies_once)
-    assert store.write([block(2, 2, 1)], [], [(GROUP, key(1))]) == frozenset()
-    assert store.write([block(3, 3)], [retire(2, 2)]) == frozenset()
+    assert store.write([block(3, 3)], [], [(GROUP, key(2))]) == frozenset()
+    assert store.write([block(4, 4)], [retire(3, 3)]) == frozenset()
     monkeypatch.undo()
     with reopened(store, tmp_path / "store") as (_, recovery):
-        assert set(names(recovery, range(9))) == {1, 3}
+        assert names(recovery, range(9)) == [1, 2, 4]
 
 
 # The disk is full, and busy.

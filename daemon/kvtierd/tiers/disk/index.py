@@ -211,7 +211,7 @@ def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> None:
         for place, value in encode_recency(change.recency):
             txn.put(place, value, db=dbs.recency)
     for sequence, value in enumerate(change.touches, dbs.next_touch):
-        txn.put(sequence_key(sequence), value, db=dbs.touches, append=True)
+        txn.put(sequence_key(sequence), value, db=dbs.touches)
     for slot in change.quarantine:
         txn.put(slot_key(slot), b"", db=dbs.quarantine)
     for slot in change.lift:
