@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
-from kvtier.cli.replay import replay
-from kvtier.cli.status import status
-from kvtier.cli.watch import watch
+# Under other names than their modules, which would be hidden otherwise.
+from kvtier.cli.replay import replay as replay_command
+from kvtier.cli.status import status as status_command
+from kvtier.cli.watch import watch as watch_command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,5 +16,5 @@ def main() -> None:
     """Look at a kvtier daemon, follow what it does, and put it under real load."""
 
 
-for command in (watch, status, replay):
+for command in (watch_command, status_command, replay_command):
     main.add_command(command)

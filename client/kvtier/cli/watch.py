@@ -100,9 +100,9 @@ def watch(
 
 async def _follow(address: str, start: Start, wanted: Filter, as_json: bool, limit: int | None) -> None:
     show = json_line if as_json else text_line
-    _stop_when_nobody_reads()
     left = limit
     async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+        _stop_when_nobody_reads()
         stream = client.watch(
             since=start.since,
             oldest=start.oldest,

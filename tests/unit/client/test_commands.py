@@ -1,0 +1,172 @@
+"""The ``kvtier`` command's face: options, refusals, and reports without a daemon."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import kvtier
+from kvtier.cli import main
+from kvtier.cli.common import duration, explained, size
+from kvtier.cli.replay import table
+from kvtier.cli.status import as_object, report
+from kvtier.cli.watch import CursorType
+from kvtier.errors import Holder, TierFull
+from kvtier.replay.runner import Report
+from kvtier.stats import CacheStats, DaemonStats, EdgeStats, SessionStats, TierStats
+from kvtier.types import Cursor, Tier
+
+STATS = DaemonStats(
+    version="0.1.0",
+    pid=99,
+    epoch=2,
+    boot=3,
+    start_time_ns=1,
+    last_event_id=1234,
+    watchers=1,
+    caches=(
+        CacheStats(
+            cache_id=1,
+            name="llama",
+            blocks=250,
+            tiers=(TierStats(Tier.DEVICE, 200, 20, 5, 3, 150, 7, 11, 4, 16),),
+            edges=(EdgeStats("device>host", 40, 40 << 20, 2, 6, 80_000_000, 40_000_000, degraded=True),),
+            hits_device=30,
+            hits_host=20,
+            hits_disk=10,
+            misses=40,
+            stored=300,
+            removed=50,
+            waiting=2,
+        ),
+    ),
+    sessions=(SessionStats(7, 4242, 1000, "python [engine].py", attached=False, leases=3, held_slots=16),),
+    problems=("the disk tier fails",),
+)
+
+
+def shown(renderable: object) -> str:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(renderable)
+        return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "cursor"), [("7", Cursor(0, 7)), ("3:7", Cursor(3, 7)), ("0", Cursor(0, 0)), (":7", Cursor(0, 7))]
+)
+def test_a_cursor_is_an_id_with_or_without_its_epoch(text: str, cursor: Cursor) -> None:
+    assert CursorType().convert(text, None, None) == cursor
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:", "1:2:3", "-1", "1:-2", "1.5"])
+def test_what_is_no_cursor_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        CursorType().convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["watch", "--type", "vanished"], "created"),
+        (["watch", "--cause", "boredom"], "capacity"),
+        (["watch", "--tier", "l2"], "device"),
+        (["watch", "--since", "1", "--snapshot"], "exclude each other"),
+        (["watch", "--limit", "0"], "x>=1"),
+        (["replay", "/nonexistent"], "does not exist"),
+        (["replay", "--concurrency", "0", "README.md"], "x>=1"),
+    ],
+)
+def test_bad_options_are_refused_with_what_is_allowed(arguments: list[str], says: str) -> None:
+    outcome = CliRunner().invoke(main, arguments)
+    assert outcome.exit_code == 2
+    assert says in outcome.output
+
+
+@pytest.mark.parametrize("command", ["watch", "status"])
+def test_no_daemon_is_one_line_and_status_1(command: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"kvtier.cli.{command}.CONNECT_WAIT_S", 0.0)
+    outcome = CliRunner().invoke(main, [command, "--address", str(short_dir)])
+    assert outcome.exit_code == 1
+    assert outcome.output.startswith("Error: no daemon answers at")
+    assert outcome.output.count("\n") == 1
+
+
+def test_the_address_comes_from_the_environment(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.cli.status.CONNECT_WAIT_S", 0.0)
+    outcome = CliRunner(env={"KVTIER_ADDRESS": str(short_dir)}).invoke(main, ["status"])
+    assert str(short_dir) in outcome.output
+
+
+def test_status_shows_all_that_matters() -> None:
+    text = shown(report(STATS))
+    for part in (
+        *("kvtierd 0.1.0", "pid 99", "epoch 2", "last event 1234", "problem: the disk tier fails"),
+        *("llama: 250 blocks", "device", "200", "75%", "device>host (degraded)", "40.0 MiB", "2.0ms", "1.0ms"),
+        *("hits 60 (60.0%", "misses 40", "calls waiting 2"),
+        *("4242", "its connection broke", "16", "python [engine].py"),
+    ):
+        assert part in text, part
+
+
+def test_a_healthy_daemon_is_said_to_be_so() -> None:
+    healthy = DaemonStats("0", 1, 1, 1, 0, 0, 0, (), (), ())
+    assert "healthy" in shown(report(healthy))
+
+
+def test_status_as_json_has_every_field_and_tiers_by_name() -> None:
+    values = json.loads(json.dumps(as_object(STATS)))
+    assert values["caches"][0]["tiers"][0]["tier"] == "device"
+    assert values["caches"][0]["edges"][0]["edge"] == "device>host"
+    assert values["sessions"][0]["held_slots"] == 16
+    assert values["problems"] == ["the disk tier fails"]
+
+
+def test_the_replay_s_table_names_its_faults() -> None:
+    text = shown(table(Report(requests=1, block_refs=4, verify_failures=3, unstored=2, seconds=1.0)))
+    assert "blocks with wrong bytes" in text
+    assert "3" in text
+    assert "2 were not" in text
+
+
+def test_a_full_tier_is_explained_with_its_holders() -> None:
+    error = TierFull(
+        "full", tier=Tier.DEVICE, wanted=5, free=0, holders=(Holder(1, 4242, "engine", 200),), reason="TIER_FULL"
+    )
+    assert explained(error) == "full\nheld by:\n  200 slots: pid 4242 engine"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (40 << 20, "40.0 MiB"), (3 << 40, "3.0 TiB")]
+)
+def test_sizes_as_people_read_them(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
+
+
+@pytest.mark.parametrize(("ns", "text"), [(0, "0ns"), (1500, "1.5µs"), (2_000_000, "2.0ms"), (3_500_000_000, "3.5s")])
+def test_durations_as_people_read_them(ns: int, text: str) -> None:
+    assert duration(ns) == text
+
+
+def test_importing_the_abi_costs_no_grpc_and_every_public_name_is_there() -> None:
+    script = (
+        "import sys, kvtier.abi.keys, kvtier.abi.attach\n"
+        "assert not {'grpc', 'google.protobuf', 'click', 'rich', 'aiofiles'} & sys.modules.keys()\n"
+        "import kvtier\n"
+        "assert set(kvtier.__all__) == set(kvtier._HOME), set(kvtier.__all__) ^ set(kvtier._HOME)\n"
+        "assert all(getattr(kvtier, name).__module__.startswith('kvtier.') for name in kvtier.__all__)\n"
+        "assert 'lmdb' not in sys.modules and 'torch' not in sys.modules and 'kvtierd' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Nope'"):
+        _ = kvtier.Nope

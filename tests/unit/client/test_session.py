@@ -1,0 +1,275 @@
+"""A session heals: what is repeated, what is given back, what is lost, and what a caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import kvtier
+from kvtier import Cache, Tier
+from kvtier.v1 import blocks_pb2
+from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
+
+KEYS = [bytes([n]) * 32 for n in range(4)]
+
+
+@pytest.fixture
+async def daemon(short_dir: Path) -> AsyncIterator[FakeDaemon]:
+    async with FakeDaemon(short_dir) as fake:
+        yield fake
+
+
+@pytest.fixture
+async def client(daemon: FakeDaemon) -> AsyncIterator[kvtier.AsyncClient]:
+    async with await kvtier.connect(daemon.address, timeout=5.0) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def cache(client: kvtier.AsyncClient) -> Cache:
+    return await client.open_cache("c", SPEC)
+
+
+async def match(request: blocks_pb2.MatchRequest, context: Context) -> blocks_pb2.MatchResponse:
+    return blocks_pb2.MatchResponse(blocks=2, residency=bytes([1, 3]), as_of_event=blocks_pb2.Cursor(epoch=1, id=9))
+
+
+async def reserve(request: blocks_pb2.ReserveRequest, context: Context) -> blocks_pb2.ReserveResponse:
+    return blocks_pb2.ReserveResponse(lease_id=5, slots=range(request.count))
+
+
+async def test_the_token_of_the_attach_rides_on_every_call(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers["Match"] = match
+    answer = await cache.match(KEYS)
+    assert (answer.blocks, answer.residency, answer.as_of) == (2, bytes([1, 3]), kvtier.Cursor(1, 9))
+    assert set(daemon.tokens) == daemon.known
+    assert len(daemon.tokens) == 2
+
+
+async def test_a_call_that_failed_on_the_way_is_repeated_under_its_number(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers["Reserve"] = failing(2, grpc.StatusCode.UNAVAILABLE, reserve)
+    async with cache.reserve(3) as lease:
+        assert len(lease) == 3
+    first, *others = daemon.calls["Reserve"]
+    assert len(others) == 2
+    assert all(other == first for other in others)
+    assert first.seq > 0
+
+
+async def test_calls_never_share_a_number(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers["Reserve"] = reserve
+    for _ in range(3):
+        async with cache.reserve(1):
+            pass
+    numbers = [call.seq for verb in ("Open", "Reserve", "Release") for call in daemon.calls[verb]]
+    assert len(numbers) == len(set(numbers)) == 7
+
+
+async def test_a_refusal_is_not_repeated(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers["Match"] = failing(1, grpc.StatusCode.INTERNAL, match)
+    with pytest.raises(kvtier.DaemonError):
+        await cache.match(KEYS)
+    assert len(daemon.calls["Match"]) == 1
+
+
+async def test_a_broken_attach_connection_resumes_the_session(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers |= {"Match": match, "Reserve": reserve}
+    lease = await cache.reserve(1)
+    daemon.hang_up()
+    await daemon.until(lambda: len(daemon.hellos) == 2)
+    assert daemon.hellos[1].token in daemon.known
+    assert len(daemon.known) == 1
+    assert (await cache.match(KEYS)).blocks == 2
+    lease.require_live()
+    assert len(daemon.calls["Open"]) == 1
+    await lease.release()
+    assert [list(call.lease_ids) for call in daemon.calls["Release"]] == [[5]]
+
+
+async def test_a_disowned_session_begins_anew_and_its_leases_are_lost(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers |= {"Reserve": reserve, "Match": match}
+    lease = await cache.reserve(1)
+    before = cache.arena
+    daemon.known.clear()
+    daemon.answers["Match"] = failing(1, grpc.StatusCode.UNAUTHENTICATED, match)
+    assert (await cache.match(KEYS)).blocks == 2
+    assert len(daemon.calls["Open"]) == 2
+    assert before.stale
+    assert not cache.arena.stale
+    with pytest.raises(kvtier.LeaseLost):
+        lease.view(0)
+    with pytest.raises(kvtier.LeaseLost):
+        await lease.commit(KEYS[:1])
+    await lease.release()
+    assert not daemon.calls["Release"], "a lease of another session must not be released in this one"
+
+
+async def test_calls_wait_for_a_daemon_that_restarts(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers["Match"] = match
+    await daemon.stop()
+    daemon.known.clear()
+    waiting = asyncio.create_task(cache.match(KEYS))
+    await asyncio.sleep(0)
+    await daemon.start()
+    assert (await waiting).blocks == 2
+
+
+async def test_a_commit_is_never_repeated_in_another_session(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers |= {"Reserve": reserve, "Commit": failing(1, grpc.StatusCode.UNAUTHENTICATED, match)}
+    lease = await cache.reserve(1)
+    daemon.known.clear()
+    with pytest.raises(kvtier.LeaseLost):
+        await lease.commit(KEYS[:1])
+    assert len(daemon.calls["Commit"]) == 1
+
+
+async def test_what_was_granted_to_a_cancelled_caller_is_given_back(daemon: FakeDaemon, cache: Cache) -> None:
+    """The answer is on its way when the caller is cancelled: only asking again can tell what it was."""
+    arrived = asyncio.Event()
+
+    async def slow_the_first_time(request: blocks_pb2.ReserveRequest, context: Context) -> Any:
+        if not arrived.is_set():
+            arrived.set()
+            await asyncio.sleep(60)
+        return await reserve(request, context)
+
+    daemon.answers["Reserve"] = slow_the_first_time
+    caller = asyncio.create_task(cache._reserve(2, None, None))
+    await arrived.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    await daemon.until(lambda: daemon.calls["Release"])
+    first, second = daemon.calls["Reserve"]
+    assert first == second
+    assert list(daemon.calls["Release"][0].lease_ids) == [5]
+
+
+async def test_a_cancelled_release_is_carried_out_all_the_same(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers["Reserve"] = reserve
+    lease = await cache.reserve(1)
+    release = asyncio.create_task(lease.release())
+    await asyncio.sleep(0)
+    release.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await release
+    await daemon.until(lambda: daemon.calls["Release"])
+    assert lease.released
+
+
+async def test_leaving_the_block_by_an_exception_releases(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers["Reserve"] = reserve
+    with pytest.raises(ZeroDivisionError):
+        async with cache.reserve(1):
+            raise ZeroDivisionError
+    assert len(daemon.calls["Release"]) == 1
+
+
+async def test_a_lease_is_released_once(daemon: FakeDaemon, cache: Cache) -> None:
+    daemon.answers["Reserve"] = reserve
+    async with cache.reserve(1) as lease:
+        await lease.release()
+        with pytest.raises(kvtier.LeaseError):
+            await lease.release()
+        with pytest.raises(kvtier.LeaseError):
+            lease.view(0)
+    assert len(daemon.calls["Release"]) == 1
+
+
+async def test_closing_the_client_releases_what_it_holds(daemon: FakeDaemon) -> None:
+    daemon.answers["Reserve"] = reserve
+    async with await kvtier.connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await cache.reserve(1)
+    assert [list(call.lease_ids) for call in daemon.calls["Release"]] == [[5]]
+    with pytest.raises(kvtier.ClientClosed):
+        await cache.match(KEYS)
+
+
+async def test_a_daemon_that_never_answers_costs_the_timeout_and_no_more(daemon: FakeDaemon, cache: Cache) -> None:
+    async def never(request: Any, context: Context) -> Any:
+        await asyncio.sleep(60)
+
+    daemon.answers["Match"] = never
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(kvtier.DeadlineExceeded):
+        await cache.match(KEYS, timeout=0.05)
+    assert loop.time() - began < 3
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 3601, float("nan")])
+async def test_timeouts_outside_the_limit_are_refused(cache: Cache, timeout: float) -> None:
+    with pytest.raises(kvtier.InvalidArgument, match="timeout"):
+        await cache.match(KEYS, timeout=timeout)
+
+
+async def test_a_tier_that_the_cache_cannot_lease_is_refused_before_any_call(daemon: FakeDaemon, cache: Cache) -> None:
+    for tier in (Tier.HOST, Tier.DISK):
+        with pytest.raises(kvtier.InvalidArgument) as refusal:
+            await cache.reserve(1, tier)
+        assert (refusal.value.field, refusal.value.limit) == ("tier", "device")
+    assert not daemon.calls["Reserve"]
+
+
+async def test_nobody_at_the_address(short_dir: Path) -> None:
+    with pytest.raises(kvtier.DaemonUnavailable, match=r"attach\.sock"):
+        await kvtier.connect(short_dir)
+
+
+async def test_connect_can_wait_for_a_daemon_that_is_starting(short_dir: Path) -> None:
+    fake = FakeDaemon(short_dir)
+    connecting = asyncio.create_task(kvtier.connect(short_dir, wait=5))
+    await asyncio.sleep(0)
+    async with fake, await connecting as client:
+        assert client.session_id == 1
+
+
+async def test_an_address_too_long_for_a_socket_is_named() -> None:
+    with pytest.raises(kvtier.InvalidArgument, match="107"):
+        await kvtier.connect("/tmp/" + "x" * 107)
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (b"not json", kvtier.DaemonError),
+        (b'{"ok":true}', kvtier.DaemonError),
+        (b'{"ok":false,"reason":"PERMISSION_DENIED","message":"uid 5"}', kvtier.PermissionDenied),
+        (b'{"ok":false,"reason":"TOO_MANY_SESSIONS","message":"full"}', kvtier.RetryableError),
+        (b'{"ok":false,"reason":"BAD_VERSION","message":"2"}', kvtier.CallerError),
+        (b"x" * (64 * 1024 + 1), kvtier.DaemonError),
+        (b"x" * (80 * 1024), kvtier.DaemonUnavailable),
+    ],
+)
+async def test_what_an_attach_can_be_told(daemon: FakeDaemon, reply: bytes, kind: type[Exception]) -> None:
+    daemon.attach_replies = [reply]
+    with pytest.raises(kind):
+        await kvtier.connect(daemon.address)
+
+
+async def test_descriptors_that_do_not_fit_the_message_are_closed(daemon: FakeDaemon, client: Any) -> None:
+    await client.open_cache("first", SPEC)
+    daemon.sent_fds = 0
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(kvtier.DaemonError):
+        await client.open_cache("second", SPEC)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def test_an_arena_of_another_specification_is_refused(daemon: FakeDaemon, client: Any) -> None:
+    other = kvtier.CacheSpec.single("other", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
+    with pytest.raises(kvtier.DaemonError, match="another specification"):
+        await client.open_cache("c", other)
+
+
+async def test_a_bad_specification_is_the_caller_s_argument(client: kvtier.AsyncClient) -> None:
+    with pytest.raises(kvtier.InvalidArgument) as refusal:
+        await client.open_cache("c", kvtier.CacheSpec("m", "float12", 16))
+    assert refusal.value.field == "spec.dtype"

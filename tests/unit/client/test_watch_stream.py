@@ -1,0 +1,227 @@
+"""A watch: loss is judged by ranges, breaks are resumed at the cursor, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import status_pb2
+
+import kvtier
+from kvtier import Cursor, Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
+from kvtier.v1 import admin_pb2, common_pb2, events_pb2
+from tests.unit.client.fake_daemon import Context, FakeDaemon
+
+Script = list[Any]
+"""What one Watch call sends: batches, then a status to fail with, or None to stay silent."""
+
+UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, ())
+
+
+@pytest.fixture
+async def daemon(short_dir: Path) -> AsyncIterator[FakeDaemon]:
+    async with FakeDaemon(short_dir) as fake:
+        yield fake
+
+
+@pytest.fixture
+async def client(daemon: FakeDaemon) -> AsyncIterator[kvtier.AsyncClient]:
+    async with await kvtier.connect(daemon.address, timeout=5.0) as connected:
+        yield connected
+
+
+def play(daemon: FakeDaemon, *scripts: Script) -> None:
+    """Each Watch call plays the next script."""
+    left = list(scripts)
+
+    async def watch(request: events_pb2.WatchRequest, context: Context) -> AsyncIterator[events_pb2.WatchBatch]:
+        for step in left.pop(0):
+            if step is None:
+                await asyncio.Event().wait()
+            elif isinstance(step, events_pb2.WatchBatch):
+                yield step
+            else:
+                await context.abort(step[0], "as scripted", step[1])
+
+    daemon.answers["Watch"] = watch
+
+
+def batch(first: int, last: int, *, shown: list[int] | None = None, epoch: int = 1, **more: Any) -> Any:
+    """A batch that covers ids [first, last] and shows them all, or only some."""
+    ids = range(first, last + 1) if shown is None else shown
+    events = [events_pb2.Event(id=n, type=events_pb2.EVENT_TYPE_CLEARED, cache="c") for n in ids]
+    return events_pb2.WatchBatch(epoch=epoch, first_id=first, last_id=last, events=events, **more)
+
+
+def compacted(oldest: int) -> Any:
+    packed = any_pb2.Any()
+    packed.Pack(common_pb2.ErrorDetail(reason="CURSOR_COMPACTED", field="since.id", value="1", limit=str(oldest)))
+    status = status_pb2.Status(code=grpc.StatusCode.OUT_OF_RANGE.value[0], message="gone", details=[packed])
+    return grpc.StatusCode.OUT_OF_RANGE, (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+async def take(watch: kvtier.Watch, count: int) -> list[Any]:
+    async with asyncio.timeout(10):
+        return [await anext(watch) for _ in range(count)]
+
+
+def short(items: list[Any]) -> list[Any]:
+    """Events by their ids; everything else as it is."""
+    return [item.event_id if isinstance(item, Event) else item for item in items]
+
+
+async def test_events_come_in_order_and_move_the_cursor(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    play(daemon, [batch(5, 7), batch(8, 8), None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        assert short(await take(watch, 3)) == [5, 6, 7]
+        assert watch.cursor == Cursor(1, 7)
+        assert short(await take(watch, 1)) == [8]
+    (request,) = daemon.calls["Watch"]
+    assert (request.since.epoch, request.since.id) == (1, 4)
+
+
+async def test_a_break_is_resumed_after_the_last_id_that_was_covered(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    play(daemon, [batch(5, 9, shown=[6]), UNAVAILABLE], [batch(10, 10), None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        assert short(await take(watch, 2)) == [6, 10]
+    assert [call.since.id for call in daemon.calls["Watch"]] == [4, 9]
+
+
+async def test_ids_that_the_filter_hides_are_no_gap_but_a_hole_between_ranges_is(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    play(daemon, [batch(5, 9, shown=[6]), batch(10, 12, shown=[12]), batch(15, 15), None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        assert short(await take(watch, 4)) == [6, 12, Gap(1, 13, 14, "unexplained"), 15]
+
+
+async def test_a_gap_that_the_daemon_declares_is_passed_on_and_passed_over(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    gap = events_pb2.Gap(epoch=1, first_id=6, last_id=90, reason="slow")
+    play(daemon, [batch(5, 5, gap=gap), batch(91, 91), None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        assert short(await take(watch, 3)) == [5, Gap(1, 6, 90, "slow"), 91]
+
+
+async def test_the_lost_end_of_an_epoch_leads_into_the_next(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    gap = events_pb2.Gap(epoch=1, first_id=5, last_id=999, reason="unclean-stop")
+    play(daemon, [batch(1000, 999, epoch=2, gap=gap), batch(1000, 1001, epoch=2), UNAVAILABLE], [None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        items = await take(watch, 3)
+        assert short(items) == [Gap(1, 5, 999, "unclean-stop"), 1000, 1001]
+        assert items[1].epoch == 2
+        assert watch.cursor == Cursor(2, 1001)
+        resumed = asyncio.create_task(take(watch, 1))
+        await daemon.until(lambda: len(daemon.calls["Watch"]) == 2)
+        resumed.cancel()
+        await asyncio.wait([resumed])
+    assert (daemon.calls["Watch"][1].since.epoch, daemon.calls["Watch"][1].since.id) == (2, 1001)
+
+
+async def test_a_cursor_that_was_compacted_while_we_were_away_becomes_a_gap(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    play(daemon, [batch(5, 5), UNAVAILABLE], [compacted(100)], [batch(100, 100), None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        assert short(await take(watch, 3)) == [5, Gap(1, 6, 99, "compacted"), 100]
+    again = daemon.calls["Watch"][2].since
+    assert (again.epoch, again.id) == (0, 99)
+
+
+async def test_a_cursor_that_the_caller_brought_and_that_is_compacted_is_an_error(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    play(daemon, [compacted(100)])
+    with pytest.raises(kvtier.CursorCompacted) as refusal:
+        await take(client.watch(since=Cursor(1, 4)), 1)
+    assert refusal.value.oldest == 100
+
+
+async def test_now_is_pinned_before_the_first_batch(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    async def stats(request: Any, context: Context) -> admin_pb2.StatsResponse:
+        return admin_pb2.StatsResponse(epoch=3, last_event_id=40)
+
+    daemon.answers["Stats"] = stats
+    play(daemon, [UNAVAILABLE], [batch(41, 41, epoch=3), None])
+    async with client.watch() as watch:
+        assert short(await take(watch, 1)) == [41]
+    assert [(call.since.epoch, call.since.id) for call in daemon.calls["Watch"]] == [(3, 40), (3, 40)]
+
+
+def slice_of(residency: int) -> Any:
+    content = events_pb2.SnapshotSlice(
+        cache="c", keys=bytes(32), parents=bytes(32), residency=bytes([residency]), priorities=bytes([35])
+    )
+    return events_pb2.WatchBatch(epoch=1, first_id=8, last_id=7, slice=content)
+
+
+async def test_a_snapshot_that_breaks_begins_anew_and_says_so(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    done = batch(8, 9, shown=[9], snapshot_end=True)
+    play(daemon, [slice_of(1), UNAVAILABLE], [slice_of(2), done, UNAVAILABLE], [batch(10, 10), None])
+    async with client.watch(snapshot=True) as watch:
+        items = await take(watch, 7)
+    assert [type(item) for item in items] == [
+        SnapshotStart,
+        SnapshotSlice,
+        SnapshotStart,
+        SnapshotSlice,
+        Event,
+        SnapshotEnd,
+        Event,
+    ]
+    assert items[5].cursor == Cursor(1, 9)
+    assert [call.WhichOneof("start") for call in daemon.calls["Watch"]] == ["snapshot", "snapshot", "since"]
+
+
+async def test_heartbeats_are_shown_only_on_request_and_move_the_cursor(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    quiet = events_pb2.WatchBatch(epoch=1, first_id=5, last_id=30)
+    play(daemon, [quiet, None], [quiet, batch(31, 31), None])
+    async with client.watch(since=Cursor(1, 4), heartbeats=True, heartbeat_s=0.5) as watch:
+        assert await take(watch, 1) == [Heartbeat(Cursor(1, 30))]
+        assert watch.cursor == Cursor(1, 30)
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        assert short(await take(watch, 1)) == [31]
+    assert daemon.calls["Watch"][0].heartbeat_ns == 500_000_000
+
+
+async def test_a_stream_without_even_heartbeats_is_given_up_and_resumed(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    play(daemon, [batch(5, 5), None], [batch(6, 6), None])
+    async with client.watch(since=Cursor(1, 4), heartbeat_s=0.05) as watch:
+        assert short(await take(watch, 2)) == [5, 6]
+    assert len(daemon.hellos) == 2
+
+
+async def test_filters_go_to_the_daemon(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    play(daemon, [batch(1, 1), None])
+    watch = client.watch(
+        oldest=True,
+        types=[kvtier.EventType.REMOVED],
+        causes=[kvtier.Cause.CAPACITY, kvtier.Cause.IO_ERROR],
+        tiers=[kvtier.Tier.DISK],
+        caches=["c"],
+    )
+    async with watch:
+        await take(watch, 1)
+    (request,) = daemon.calls["Watch"]
+    assert request.oldest
+    assert list(request.filter.types) == [events_pb2.EVENT_TYPE_REMOVED]
+    assert list(request.filter.causes) == [common_pb2.CAUSE_CAPACITY, common_pb2.CAUSE_IO_ERROR]
+    assert list(request.filter.tiers) == [common_pb2.TIER_DISK]
+    assert list(request.filter.caches) == ["c"]
+
+
+async def test_a_watch_has_one_beginning(client: kvtier.AsyncClient) -> None:
+    with pytest.raises(kvtier.InvalidArgument):
+        client.watch(oldest=True, snapshot=True)
