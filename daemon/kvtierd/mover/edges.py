@@ -45,7 +45,7 @@ STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0
 """How long idle threads are given to end."""
 BLOCKS_PER_TURN: Final = 128
-"""Bounds a loop callback to about a millisecond; the rest follows in the next turn."""
+"""Bounds what one loop callback tells the core; the rest follows in the next turn."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
 

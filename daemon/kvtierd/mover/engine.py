@@ -116,13 +116,16 @@ class Engine:
         self._apply(cache, opening)
 
     async def remove_cache(self, cache_id: CacheId) -> CacheRuntime:
-        """Refuses its waiting tickets, lets its moves end and forgets it. Its stores are the caller's to close."""
-        cache = self._accepting(cache_id)
+        """Refuses its waiting tickets, lets its moves end and forgets it. Its stores are the caller's to close.
+
+        A call that was cancelled meanwhile can be made again.
+        """
+        cache = self._find(cache_id)
         cache.closing = True
         self._refuse_waiting(cache)
         await self._edges.idle(cache_id)
         cache.removed = True
-        del self._caches[cache_id]
+        self._caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime
 
     def caches(self) -> tuple[CacheId, ...]:

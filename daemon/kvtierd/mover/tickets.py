@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SessionId, TicketId, Tier
 from kvtierd.core.outcome import Grant, Refusal, RefusalReason
 
@@ -52,8 +53,10 @@ class Tickets:
             waiting.deadline = self._loop.call_later(max(0.0, seconds), expire, waiting)
 
     def answer(self, answer: Answer) -> None:
-        """Raises KeyError for a ticket that is answered already, or withdrawn: the core answers once."""
-        waiting = self._waiting[answer.ticket]
+        """The core answers each ticket once, and none that was withdrawn."""
+        waiting = self._waiting.get(answer.ticket)
+        if waiting is None:
+            raise InvariantViolation(f"nobody waits for ticket {answer.ticket}, which the core answers")
         waiting.answer = answer
         self.forget(waiting)
         if not waiting.wake.done():

@@ -48,6 +48,8 @@ class Worker:
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
         busy_since_ns, failure = self.busy_since_ns, self.failure
+        if not self.thread.is_alive() and not self._abandoned:
+            yield f"{self.name}: its thread has died"
         if busy_since_ns is not None and (busy_s := (now_ns - busy_since_ns) / 1e9) > stuck_after_s:
             yield f"{self.name}: stuck, a batch has been running for {busy_s:.1f} s"
         if failure is not None and (ago_s := (now_ns - failure[0]) / 1e9) < FAILURE_SHOWN_S:

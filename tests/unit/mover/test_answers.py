@@ -196,6 +196,9 @@ async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(hous
     with pytest.raises(UnknownCache):
         await house.client().reserve(1)
     assert not removal.done()
+    removal.cancel()  # the caller loses patience and asks again
+    await asyncio.wait([removal])
+    removal = asyncio.create_task(house.engine.remove_cache(CACHE))
 
     house.disk.open_gate()
     runtime = await removal

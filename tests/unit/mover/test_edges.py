@@ -204,6 +204,21 @@ async def test_a_slot_is_not_written_in_the_transaction_that_deletes_its_record(
     assert [[number for number, _ in batch] for batch in gate.batches] == [[1], [2, 2, 3, 3], [4, 5], [6]]
 
 
+async def test_deletions_ride_along_beside_a_full_batch_of_writes(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
+    gate = Gate()
+    edges = make_edges([writer(gate)])
+    edges.submit(runtime, numbered(1, [0], WRITE))
+    assert gate.begun.acquire(timeout=30)
+    edges.submit(runtime, numbered(2, range(100, 120), RETIRE))
+    edges.submit(runtime, numbered(3, range(1, 33), WRITE))
+    edges.submit(runtime, numbered(4, range(120, 140), RETIRE))
+    edges.submit(runtime, numbered(5, [33], WRITE))
+    gate.open()
+    await edges.idle()
+
+    assert [sorted({number for number, _ in batch}) for batch in gate.batches] == [[1], [2, 3, 4], [5]]
+
+
 async def test_an_exception_fails_the_batch_and_the_thread_goes_on(
     make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
 ) -> None:
@@ -236,6 +251,22 @@ async def test_a_stuck_call_shows_while_it_lasts(make_edges: MakeEdges, runtime:
     gate.open()
     await edges.idle()
     assert edges.problems() == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_dead_thread_shows(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
+    def broken(batch: Batch, piece: object) -> bool:
+        raise RuntimeError("a rule of the lane itself is broken")
+
+    gate = Gate()
+    edges = make_edges([Lane("test", (DOWN,), 1, 4, gate, broken)])
+    for number in range(1, 4):
+        edges.submit(runtime, numbered(number, [number]))
+    gate.open()
+    for thread in mover_threads():
+        await asyncio.to_thread(thread.join, 30)
+    (problem,) = edges.problems()
+    assert "died" in problem
 
 
 async def test_counters_say_what_waits_and_what_went(make_edges: MakeEdges, runtime: CacheRuntime) -> None:

@@ -1,0 +1,61 @@
+"""Calls cancelled, timed out and killed at random moments, over a disk that sometimes fails, leak nothing."""
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtierd.core.errors import UnknownLease
+from kvtierd.core.ids import SessionId, Tier
+from kvtierd.mover.errors import Refused
+from kvtierd.tiers.device import Chaos
+from tests.unit.mover.rig import CACHE, GROUP, House, key
+
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_nothing_is_held_when_everybody_has_gone(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 8, HOST: 8, DISK: 32}, chaos=Chaos(seed, max_delay_s=0.001))
+        chains = [[key(100 * number + i) for i in range(rng.randint(1, 4))] for number in range(16)]
+
+        async def request(session: int) -> None:
+            client = house.client(session)
+            chain = rng.choice(chains)
+            hits = await client.get(chain)
+            if hits < len(chain):
+                await client.put(chain[hits:], after=chain[hits - 1] if hits else None)
+            if rng.random() < 0.2:
+                await client.move(chain, rng.choice([HOST, DISK]), timeout_s=0.002)
+            if rng.random() < 0.1:
+                house.engine.drop(CACHE, SessionId(session), GROUP, chain[-1:])
+
+        async def abuse(session: int) -> None:
+            for _ in range(40):
+                task = asyncio.create_task(request(session))
+                await asyncio.wait([task], timeout=rng.choice([0, 0.0005, 0.002, 1]))
+                end = rng.random()
+                house.disk.failing = rng.random() < 0.05
+                if end < 0.3:
+                    house.engine.end_session(SessionId(session))
+                elif end < 0.4:
+                    house.engine.orphan_session(SessionId(session))
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Refused, UnknownLease):
+                    await task
+
+        await asyncio.gather(*(abuse(session) for session in range(1, 5)))
+        house.disk.failing = False
+        for session in range(1, 5):
+            house.engine.end_session(SessionId(session))
+        await house.engine.settle()
+
+        stats = house.engine.stats(CACHE)
+        assert stats.waiting == 0
+        assert stats.held_by == {}
+        assert all(count.held == 0 for count in stats.tiers.values())
+        assert not any("cache" in problem for problem in house.engine.problems())
