@@ -167,6 +167,10 @@ class WindowManager:
     def _serve_head(self, tier: Tier, now: int) -> bool:
         """True where the head has been answered or is on its way, and the next one may be looked at."""
         ticket = self._queues[tier][0]
+        if isinstance(ticket, ReserveTicket) and ticket.count > self._obtainable(tier):
+            self._queues[tier].popleft()
+            self._give_up(ticket)
+            return True
         self.room.serve(ticket.id)
         wanted = self._wants(ticket)
         if self.room.available(tier) < wanted:
