@@ -12,6 +12,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self, TypeVar
 
@@ -95,6 +96,12 @@ class AttachConnection:
             raise
         return dict(zip(mapped.fds, answer.fds, strict=True))
 
+    def say_bye(self) -> None:
+        """Ends the session, and gives back all that it holds, instead of leaving it for this process to resume."""
+        if not self.closed.is_set():
+            with suppress(OSError):  # without a daemon there is no session to end
+                self._sock.send(protocol.encode(protocol.Bye()))
+
     def close(self) -> None:
         """Hangs up. Whoever still waits for an answer gets :class:`DaemonUnavailable`. Closing twice is allowed."""
         if self.closed.is_set():
@@ -119,7 +126,12 @@ class AttachConnection:
             self.close()
             waiter.exception()
             raise DaemonUnavailable(f"the daemon hung up: {error.strerror}", reason="HUNG_UP") from error
-        return await waiter
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                _close_all(waiter.result().fds)
+            raise
 
     def _on_readable(self) -> None:
         try:

@@ -180,6 +180,9 @@ class Session:
                 failure.__cause__ = error
             except DaemonUnavailable as error:
                 failure = error
+            except asyncio.CancelledError:
+                self.raise_if_closed_under()
+                raise
             delay = backoff.next()
             if delay >= deadline.left():
                 raise failure
@@ -197,6 +200,15 @@ class Session:
             raise DaemonUnavailable(f"no daemon answers at {self.address}", reason="NO_DAEMON") from error
         self._require_open()
         return self._link
+
+    def raise_if_closed_under(self) -> None:
+        """To be asked on :class:`asyncio.CancelledError`: gRPC raises that, too, where :meth:`close` ends a call.
+
+        Raises :class:`ClientClosed` then; not if the task itself is being cancelled.
+        """
+        task = asyncio.current_task()
+        if self._closed and task is not None and not task.cancelling():
+            raise ClientClosed("the client was closed during the call", reason="CLOSED")
 
     def suspect(self, link: Link) -> None:
         """The daemon disowns this link, or is silent on it: attach again."""
@@ -222,6 +234,7 @@ class Session:
             await asyncio.wait([self._keeper])
         self._linked.set()
         if self._link is not None:
+            self._link.attach.say_bye()
             self._link.attach.close()
             await self._link.channel.close()
 

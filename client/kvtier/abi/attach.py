@@ -8,6 +8,7 @@ client is. Each message is one UTF-8 JSON object of at most 64 KiB with exactly 
     -> {"op": "map", "cache_id": n, "write": bool}
     <- {"ok": true, "fds": ["control", "host", "device"]}    and those descriptors, in that order, by SCM_RIGHTS
     either <- {"ok": false, "reason": "...", "message": "..."}
+    -> {"op": "bye"}    ends the session with all that it holds; the daemon hangs up
 
 The token goes as metadata on every gRPC call. After a refused hello the daemon closes the connection.
 """
@@ -73,6 +74,11 @@ class Map:
 
 
 @dataclass(slots=True, frozen=True)
+class Bye:
+    """Ends the session. Hanging up without it only ends the connection: the session waits for its process to return."""
+
+
+@dataclass(slots=True, frozen=True)
 class Welcome:
     token: str
     session_id: int
@@ -95,7 +101,7 @@ class Failure:
     message: str
 
 
-Request = Hello | Map
+Request = Hello | Map | Bye
 Reply = Welcome | Mapped | Failure
 
 
@@ -128,6 +134,8 @@ def _fields(message: Request | Reply) -> dict[str, Any]:
             return {"op": "hello", "version": message.version, "token": message.token}
         case Map():
             return {"op": "map", "cache_id": message.cache_id, "write": message.write}
+        case Bye():
+            return {"op": "bye"}
         case Welcome():
             return {"ok": True} | {name: getattr(message, name) for name in _WELCOME_FIELDS}
         case Mapped():
@@ -152,7 +160,9 @@ def decode_request(data: bytes) -> Request:
         return Hello(**_checked(fields, _HELLO_FIELDS, optional=("token",)))
     if op == "map":
         return Map(**_checked(fields, _MAP_FIELDS))
-    raise AttachProtocolError("UNKNOWN_OP", f"op {_shown(op)}: must be hello or map")
+    if op == "bye":
+        return Bye(**_checked(fields, {}))
+    raise AttachProtocolError("UNKNOWN_OP", f"op {_shown(op)}: must be hello, map or bye")
 
 
 def decode_welcome(data: bytes) -> Welcome | Failure:

@@ -120,6 +120,9 @@ class AttachServer:
         try:
             _send(sock, welcome)
             while (request := await _receive(sock)) is not None:
+                if isinstance(request, attach.Bye):
+                    self._sessions.end(session, "goodbye")
+                    return
                 self._map(sock, session, request)
         finally:
             self._sessions.connection_lost(session, _this_task())

@@ -1,8 +1,8 @@
 """Sessions: which process is behind a call, and what ends with it.
 
-A session begins at ``attach.sock`` and ends with its process. A broken connection alone ends nothing: the session is
-detached, its slots stay out of circulation, and the same process can come back for it with its token. Only one that
-holds nothing is let go some time after its connection.
+A session begins at ``attach.sock`` and ends with its process, or by a goodbye. A broken connection alone ends nothing:
+the session is detached, its slots stay out of circulation, and the same process can come back for it with its token.
+Only one that holds nothing is let go some time after its connection.
 """
 
 from __future__ import annotations

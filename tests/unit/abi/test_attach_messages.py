@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.abi import attach
-from kvtier.abi.attach import AddressError, AttachProtocolError, Failure, Hello, Map, Mapped, Welcome
+from kvtier.abi.attach import AddressError, AttachProtocolError, Bye, Failure, Hello, Map, Mapped, Welcome
 
 TOKEN = "0123456789abcdef" * 2
 
 
-@pytest.mark.parametrize("message", [Hello(), Hello(token=TOKEN), Map(7, write=True), Map(2**64 - 1, write=False)])
+@pytest.mark.parametrize(
+    "message", [Hello(), Hello(token=TOKEN), Map(7, write=True), Map(2**64 - 1, write=False), Bye()]
+)
 def test_requests_arrive_as_sent(message: attach.Request) -> None:
     assert attach.decode_request(attach.encode(message)) == message
 
@@ -33,6 +35,7 @@ def test_replies_arrive_as_sent() -> None:
 def test_messages_look_as_documented() -> None:
     assert json.loads(attach.encode(Hello())) == {"op": "hello", "version": 1}
     assert json.loads(attach.encode(Map(4, write=False))) == {"op": "map", "cache_id": 4, "write": False}
+    assert json.loads(attach.encode(Bye())) == {"op": "bye"}
     assert json.loads(attach.encode(Mapped(("control",)))) == {"ok": True, "fds": ["control"]}
     assert json.loads(attach.encode(Failure("R", "m"))) == {"ok": False, "reason": "R", "message": "m"}
 
@@ -57,6 +60,7 @@ def test_messages_look_as_documented() -> None:
         (b'{"op":"hello","version":1,"token":"0123"}', "BAD_FIELD", "32"),
         (b'{"op":"hello","version":1,"token":"' + TOKEN.upper().encode() + b'"}', "BAD_FIELD", "lower-case"),
         (b'{"op":"hello","version":1,"colour":"blue"}', "BAD_FIELD", "colour"),
+        (b'{"op":"bye","why":"done"}', "BAD_FIELD", "why"),
         (b'{"op":"map","cache_id":1}', "BAD_FIELD", "write is missing"),
         (b'{"op":"map","cache_id":-1,"write":false}', "BAD_FIELD", "cache_id"),
         (b'{"op":"map","cache_id":18446744073709551616,"write":false}', "BAD_FIELD", "cache_id"),

@@ -136,6 +136,8 @@ class FakeDaemon:
                 connection.send(self.attach_replies.pop(0))
                 continue
             request = attach.decode_request(data)
+            if isinstance(request, attach.Bye):
+                return
             if isinstance(request, attach.Hello):
                 self.hellos.append(request)
                 connection.send(attach.encode(self._welcome(request)))
