@@ -136,6 +136,10 @@ def test_a_block_without_its_parent_on_disk_is_not_stored(store: DiskStore, tmp_
         assert recovery.dropped == 0
 
 
+def test_blocks_that_are_each_others_parents_are_not_stored(store: DiskStore) -> None:
+    assert store.write([block(1, 1, 2), block(2, 2, 1), block(3, 3, 3), block(4, 4)]) == {0, 1, 2}
+
+
 def test_a_parent_leaving_in_the_same_batch_is_no_parent(store: DiskStore) -> None:
     store.write([block("root", 3)])
     assert store.write([block("child", 4, "root")], [retire("root", 3)]) == {0}

@@ -250,21 +250,25 @@ class DiskStore:
 
     def _without_parent(self, writes: Sequence[DiskWrite], failed: set[int], retire: Sequence[Retirement]) -> set[int]:
         """Indices of writes that nobody could reach: their parent is not on disk, nor will it be after this batch."""
-        arriving = {(write.group, write.key) for number, write in enumerate(writes) if number not in failed}
         leaving = {*self._doubtful, *self._effective(retire)}
+        arriving: set[tuple[GroupId, Key]] = set()
 
-        def stranded(write: DiskWrite) -> bool:
+        def reachable(write: DiskWrite) -> bool:
             if write.parent is None or (write.group, write.parent) in arriving:
-                return False
-            return (write.group, write.parent) in leaving or self._tables[write.group].slot_of(write.parent) is None
+                return True
+            on_disk = self._tables[write.group].slot_of(write.parent) is not None
+            return on_disk and (write.group, write.parent) not in leaving
 
-        lost: set[int] = set()
-        while found := {
-            number for number, write in enumerate(writes) if (write.group, write.key) in arriving and stranded(write)
-        }:
-            lost |= found
-            arriving -= {(writes[number].group, writes[number].key) for number in found}
-        return lost
+        waiting = {number: write for number, write in enumerate(writes) if number not in failed}
+        progress = True
+        while progress:  # once, and once more to see it, where parents stand before their children
+            progress = False
+            for number, write in list(waiting.items()):
+                if reachable(write):
+                    arriving.add((write.group, write.key))
+                    del waiting[number]
+                    progress = True
+        return set(waiting)
 
     def _effective(self, retire: Sequence[Retirement]) -> list[tuple[GroupId, Key]]:
         """Blocks that really are where they are to be retired from."""
