@@ -325,7 +325,7 @@ def test_a_commit_of_which_nobody_knows_is_undone(
 
 
 def test_a_dead_environment_is_opened_anew(store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    store.write([block(1, 1), block(2, 2)], [], [(GROUP, key(1))])
+    store.write([block(1, 1), block(2, 2), block(5, 5)], [], [(GROUP, key(1))])
     commit = Index._commit
     deaths = iter([lmdb.PanicError("mdb_txn_begin: Update of meta page failed or environment had fatal error")])
 
@@ -339,7 +339,7 @@ def test_a_dead_environment_is_opened_anew(store: DiskStore, monkeypatch: pytest
     assert store.write([block(4, 4)], [retire(3, 3)]) == frozenset()
     monkeypatch.undo()
     with reopened(store, tmp_path / "store") as (_, recovery):
-        assert names(recovery, range(9)) == [1, 2, 4]
+        assert names(recovery, range(9)) == [5, 1, 2, 4]
 
 
 # The disk is full, and busy.
