@@ -114,7 +114,9 @@ class Room:
             return True
         for low in self._state.below[tier]:
             copy = block.copies[low]
-            if copy is not None and copy.valid:
+            if copy is not None and not copy.valid:
+                continue  # On its way there from below already.
+            if copy is not None:
                 self._state.free_copy(block, tier, Cause.CAPACITY)
                 return True
             if block.priority >= self._state.policy.demote_min_priority[low] and self._send_down(block, tier, low):
@@ -125,7 +127,7 @@ class Room:
         if not self._flights.usable(tier, low, self._now):
             return False
         missing, anchor = self._missing_ancestors(block, low)
-        fresh = [member for member in (*missing, block) if member not in self._to_disk]
+        fresh = [m for m in (*missing, block) if low is not Tier.DISK or m not in self._to_disk]
         prospect = self._secure_guarded(low, len(fresh), [block] if anchor is None else [block, anchor])
         if prospect is Prospect.NOW and self._promised_only(low, [block] if anchor is None else [block, anchor]):
             prospect = Prospect.COMING

@@ -1,0 +1,246 @@
+"""A core on a bench: blocks by name, moves that land when told, the checker after every call."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from kvtierd.core.check import check
+from kvtierd.core.events import Cause, Event, EventSequencer, EventType
+from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, CommitItem, Recovered, TierCount
+from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome, Refusal, SlotRef
+from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.slots import SlotState
+
+GROUP: Final = GroupId(0)
+ALICE: Final = SessionId(1)
+BOB: Final = SessionId(2)
+DEVICE, HOST, DISK = Tier
+SECOND: Final = 1_000_000_000
+
+
+_NAMES: Final[dict[Key, str]] = {}
+
+
+def key(name: str) -> Key:
+    """The key of a block of this name."""
+    made = Key(hashlib.sha256(name.encode()).digest())
+    _NAMES[made] = name
+    return made
+
+
+def name_of(key: Key) -> str:
+    return _NAMES[key]
+
+
+def keys(names: Iterable[str]) -> list[Key]:
+    return [key(name) for name in names]
+
+
+class Bench:
+    """One cache. Blocks are named by strings; a chain is a string, one letter a block, the root first.
+
+    ``recovered``: (name, parent, priority) of what the disk's first slots hold at the start.
+    ``events``, ``moves`` (in flight), ``grants`` and ``refusals`` collect what the outcomes said.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: int = 0,
+        host: int = 0,
+        disk: int = 0,
+        policy: Policy | None = None,
+        recovered: Sequence[tuple[str, str | None, int]] = (),
+        quarantined: Sequence[int] = (),
+        restarted: bool = False,
+        unclean: bool = False,
+    ) -> None:
+        slots = {tier: count for tier, count in zip(Tier, (device, host, disk), strict=True) if count}
+        shape = GroupShape(GROUP, slots, dict.fromkeys(slots, 4096))
+        self.core = BlockManager(CacheId(1), [shape], EventSequencer(), policy)
+        self.now = 0
+        self.events: list[Event] = []
+        self.moves: list[Move] = []
+        self.grants: dict[TicketId, Grant] = {}
+        self.refusals: dict[TicketId, Refusal] = {}
+        found = {
+            GROUP: [
+                Recovered(SlotId(slot), key(name), None if parent is None else key(parent), priority)
+                for slot, (name, parent, priority) in enumerate(recovered)
+            ]
+        }
+        bad = {GROUP: [SlotId(slot) for slot in quarantined]}
+        self.apply(self.core.open(found, bad, unclean=unclean, restarted=restarted, now=self.now))
+
+    def apply(self, outcome: Outcome) -> Outcome:
+        self.events += outcome.events
+        self.moves += outcome.moves
+        self.grants |= {grant.ticket: grant for grant in outcome.grants}
+        self.refusals |= {refusal.ticket: refusal for refusal in outcome.refusals}
+        check(self.core)
+        return outcome
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def reserve(self, tier: Tier, count: int, session: SessionId = ALICE) -> TicketId:
+        ticket, outcome = self.core.reserve(session, GROUP, tier, count, self.now)
+        self.apply(outcome)
+        return ticket
+
+    def blank(self, tier: Tier, count: int, session: SessionId = ALICE) -> Grant:
+        """Slots that are there without waiting."""
+        return self.grants[self.reserve(tier, count, session)]
+
+    def commit(
+        self, grant: Grant, items: Sequence[tuple[str, str | None, int]], session: SessionId = ALICE
+    ) -> list[BlockResult]:
+        """(name, parent, priority) of a block for each of the grant's first slots."""
+        assert grant.lease is not None
+        made = [
+            CommitItem(slot, key(name), None if parent is None else key(parent), priority)
+            for slot, (name, parent, priority) in zip(grant.slots, items, strict=False)
+        ]
+        results, outcome = self.core.commit(session, grant.lease, made, self.now)
+        self.apply(outcome)
+        return list(results)
+
+    def store(
+        self,
+        chain: str,
+        tier: Tier = DEVICE,
+        *,
+        under: str | None = None,
+        priority: int = 35,
+        session: SessionId = ALICE,
+    ) -> LeaseId:
+        """Commits a chain (``under`` a block) in slots that are there, and keeps its lease."""
+        grant = self.blank(tier, len(chain), session)
+        parents = [under, *chain[:-1]]
+        items = [(name, parent, priority) for name, parent in zip(chain, parents, strict=True)]
+        assert set(self.commit(grant, items, session)) == {BlockResult.OK}
+        assert grant.lease is not None
+        return grant.lease
+
+    def put(self, chain: str, tier: Tier = DEVICE, *, under: str | None = None, priority: int = 35) -> None:
+        """Stores a chain and lets go of it."""
+        self.release(self.store(chain, tier, under=under, priority=priority))
+
+    def acquire(
+        self, *chains: str, tier: Tier = DEVICE, min_blocks: int = 0, session: SessionId = ALICE
+    ) -> tuple[TicketId, ...]:
+        requests = [ChainRequest(keys(chain), min_blocks) for chain in chains]
+        tickets, outcome = self.core.acquire(session, GROUP, tier, requests, self.now)
+        self.apply(outcome)
+        return tickets
+
+    def touch(self, chain: str, tier: Tier = DEVICE) -> None:
+        """Acquires a chain that is there and lets go of it."""
+        (ticket,) = self.acquire(chain, tier=tier)
+        self.release(self.lease(ticket))
+
+    def release(self, *leases: LeaseId, session: SessionId = ALICE) -> None:
+        self.apply(self.core.release(session, leases, self.now))
+
+    def move(self, names: str, to: Tier, session: SessionId = ALICE) -> TicketId:
+        ticket, outcome = self.core.move(session, GROUP, to, keys(names), self.now)
+        self.apply(outcome)
+        return ticket
+
+    def end(self, session: SessionId = ALICE) -> None:
+        self.apply(self.core.end_session(session, self.now))
+
+    def orphan(self, session: SessionId = ALICE) -> None:
+        self.apply(self.core.orphan_session(session, self.now))
+
+    def reattach(self, session: SessionId = ALICE) -> None:
+        self.apply(self.core.reattach_session(session, self.now))
+
+    def drop(self, names: str, session: SessionId = ALICE) -> tuple[list[BlockResult], int]:
+        report, outcome = self.core.drop(session, GROUP, keys(names), self.now)
+        self.apply(outcome)
+        return list(report.results), report.dropped
+
+    def expire(self, ticket: TicketId) -> None:
+        self.apply(self.core.expire(ticket, self.now))
+
+    def cancel(self, ticket: TicketId) -> None:
+        self.apply(self.core.cancel(ticket, self.now))
+
+    def lose(self, tier: Tier) -> None:
+        self.apply(self.core.lose_tier(tier, Cause.IO_ERROR, self.now))
+
+    def restore(self, tier: Tier) -> None:
+        self.apply(self.core.restore_tier(tier, self.now))
+
+    # -- the mover ---------------------------------------------------------------------------------------------------
+
+    def land(self, *, failed: str = "", corrupt: str = "") -> None:
+        """Everything in flight ends, the newest too, in the order planned; copies of the blocks named do not do well."""
+        while self.moves:
+            self.land_one(failed=failed, corrupt=corrupt)
+
+    def land_one(self, position: int = 0, *, failed: str = "", corrupt: str = "") -> Move:
+        """One move in flight ends."""
+        move = self.moves.pop(position)
+        result = MoveResult(move.id, self._items(move, failed), self._items(move, corrupt), queue_ns=5, copy_ns=7)
+        self.apply(self.core.completed([result], self.now))
+        return move
+
+    def fail_all(self) -> None:
+        """Everything in flight now fails."""
+        moves, self.moves = self.moves, []
+        for move in moves:
+            result = MoveResult(move.id, frozenset(range(len(move.items))))
+            self.apply(self.core.completed([result], self.now))
+
+    def in_flight(self) -> list[tuple[str, Tier, Tier | None, Cause]]:
+        """(block, from, to, cause) of all copies and deletions."""
+        return [(name_of(i.key), m.src, m.dst, m.cause) for m in self.moves for i in m.items]
+
+    def _items(self, move: Move, names: str) -> frozenset[int]:
+        return frozenset(n for n, item in enumerate(move.items) if name_of(item.key) in names)
+
+    # -- what is so --------------------------------------------------------------------------------------------------
+
+    def where(self, name: str) -> set[Tier]:
+        """The tiers where the block is READY."""
+        (location,) = self.core.locate(GROUP, [key(name)])
+        return {tier for tier in Tier if location.residency & tier.bit}
+
+    def slot(self, name: str, tier: Tier) -> SlotId | None:
+        return self.core.locate(GROUP, [key(name)])[0].slots[tier]
+
+    def priority(self, name: str) -> int:
+        rows = self.core.listing(GROUP, 0, 1000).rows
+        return next(row.priority for row in rows if row.key == key(name))
+
+    def stored(self) -> str:
+        """Names of all indexed blocks, sorted."""
+        return "".join(sorted(name_of(row.key) for row in self.core.listing(GROUP, 0, 1000).rows))
+
+    def lease(self, ticket: TicketId) -> LeaseId:
+        lease = self.grants[ticket].lease
+        assert lease is not None
+        return lease
+
+    def answered(self, ticket: TicketId) -> bool:
+        return ticket in self.grants or ticket in self.refusals
+
+    def tier(self, tier: Tier) -> TierCount:
+        return self.core.stats().tiers[tier]
+
+    def states(self, tier: Tier) -> dict[SlotState, int]:
+        """How many slots of the tier are in each state, those that are in none left out."""
+        return {state: count for state, count in self.tier(tier).states.items() if count}
+
+    def said(self, since: int = 0) -> Iterator[tuple[EventType, Cause, str]]:
+        """(type, cause, names of the blocks) of the events, from the ``since``-th on."""
+        for event in self.events[since:]:
+            yield event.type, event.cause, "".join(name_of(change.key) for change in event.blocks)
+
+
+def ref(tier: Tier, slot: int) -> SlotRef:
+    return SlotRef(GROUP, tier, SlotId(slot))

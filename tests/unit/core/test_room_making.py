@@ -1,0 +1,32 @@
+"""Making room: where it is found, and that what is promised exists."""
+
+from __future__ import annotations
+
+from kvtierd.core.ids import Tier
+from kvtierd.core.policy import Policy
+from tests.unit.core.bench import DEVICE, DISK, HOST, Bench
+
+
+def test_a_block_on_its_way_up_to_host_is_not_sent_down_there_besides() -> None:
+    bench = Bench(device=1, host=2, disk=1, recovered=[("a", None, 35)])
+    bench.acquire("a", tier=DEVICE)
+    bench.acquire("a", tier=HOST)
+    bench.land_one()
+    assert bench.where("a") == {DEVICE, DISK}
+    bench.end()
+    waiting = bench.reserve(DEVICE, 1)
+    bench.land()
+    assert waiting in bench.grants
+
+
+def test_an_ancestor_promised_room_on_disk_is_not_thought_to_have_some_on_host() -> None:
+    """The child may go to disk only, with its parent; the parent by itself to host, where there is no room."""
+    policy = Policy(demote_min_priority={Tier.HOST: 50, Tier.DISK: 30})
+    bench = Bench(device=2, host=1, disk=2, policy=policy, recovered=[("x", None, 35), ("y", None, 35)])
+    bench.store("h", HOST)
+    bench.put("p", priority=60)
+    bench.put("c", under="p")
+    waiting = bench.reserve(DEVICE, 2)
+    bench.land()
+    assert waiting in bench.grants
+    assert (bench.where("p"), bench.where("c")) == ({DISK}, {DISK})
