@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Mapping
 from types import TracebackType
@@ -12,7 +11,7 @@ from kvtier.abi import attach as protocol
 from kvtier.abi.errors import FieldError
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
-from kvtier.errors import InvalidArgument, KvtierError
+from kvtier.errors import InvalidArgument
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
 from kvtier.stats import CacheInfo, DaemonStats
 from kvtier.types import Cause, Cursor, EventType, Tier
@@ -21,10 +20,6 @@ from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 from kvtier.wire import cache_info, daemon_stats
 
 DEFAULT_TIMEOUT_S: Final = 30.0
-
-_CLOSE_TIMEOUT_S: Final = 2.0
-
-_log = logging.getLogger(__name__)
 
 
 async def connect(
@@ -56,7 +51,6 @@ class AsyncClient:
     def __init__(self, session: Session, default_timeout: float) -> None:
         self._session = session
         self._default_timeout = default_timeout
-        self._caches: list[Cache] = []
 
     @property
     def address(self) -> str:
@@ -96,7 +90,6 @@ class AsyncClient:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from error
         cache = Cache(self._session, name, spec, budgets, write, self._default_timeout)
         await cache.open(timeout)
-        self._caches.append(cache)
         return cache
 
     def watch(
@@ -149,12 +142,7 @@ class AsyncClient:
         return [cache_info(each) for each in reply.caches]
 
     async def close(self) -> None:
-        """Releases what is held and hangs up. Every later call raises :class:`kvtier.errors.ClientClosed`."""
-        for cache in self._caches:
-            try:
-                await cache.release_all(timeout=_CLOSE_TIMEOUT_S)
-            except KvtierError as error:
-                _log.warning("leases of cache %s end with this process, not now: %s", cache.name, error)
+        """Says goodbye, which ends the session and its leases. Later calls raise :class:`ClientClosed`."""
         await self._session.close()
 
     async def __aenter__(self) -> Self:

@@ -377,6 +377,8 @@ class Cache:
     async def _reserve(self, count: int, tier: Tier | None, timeout: float | None) -> WriteLease:
         if not isinstance(count, int) or not 1 <= count < 2**32:
             raise InvalidArgument("count", count, "1 or more")
+        if not self.arena.writable:
+            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
         place, seq = self.lease_tier(tier), self._session.next_seq()
         deadline = self._deadline(timeout)
         # A repeated call must be the same to the byte, so it carries the whole time, not what is left.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Self, TypeVar, cast
@@ -39,6 +40,9 @@ MAX_TIMEOUT_S: Final = 3600.0
 
 _ATTACH_TIMEOUT_S: Final = 5.0
 _CLOSE_GRACE_S: Final = 2.0
+_HEAL_GRACE_S: Final = 0.5
+"""How long :meth:`Session.close` waits for a broken link, so that it can say goodbye."""
+
 _CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -228,6 +232,8 @@ class Session:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_GRACE_S)
             for task in late:
                 task.cancel()
+        with suppress(KvtierError):  # no daemon, no session to say goodbye to
+            await self.link(Deadline(_HEAL_GRACE_S))
         self._closed = True
         if self._keeper is not None:
             self._keeper.cancel()

@@ -160,12 +160,19 @@ class Watch:
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
-                    batch = await call.read()
+                    batch = await self._read(call)
                 if not isinstance(batch, events_pb2.WatchBatch):  # grpc.aio.EOF
                     return
                 yield batch
         finally:
             call.cancel()
+
+    async def _read(self, call: grpc.aio.UnaryStreamCall[events_pb2.WatchRequest, events_pb2.WatchBatch]) -> object:
+        try:
+            return await call.read()
+        except asyncio.CancelledError:
+            self._session.raise_if_closed_under()
+            raise
 
     @property
     def _silence_s(self) -> float:

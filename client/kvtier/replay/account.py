@@ -60,13 +60,13 @@ class EventAccount:
         backoff = Backoff(most=0.25)
         for _ in range(_LISTING_ATTEMPTS):
             # From here on nothing is applied: the table is never ahead of the listing that is taken next.
-            self._fence = self._watch.cursor
+            self._move_fence(self._watch.cursor)
             listing = await self._listing()
             if listing is not None:
                 listed, as_of = listing
                 await self._reach(as_of)
                 return self._table.differences(self._cache.name, self._cache.group, listed)
-            self._lift_fence()
+            self._move_fence(None)
             await asyncio.sleep(backoff.next())
         raise DaemonError("the cache never kept still for a listing", reason="NEVER_QUIET")
 
@@ -87,10 +87,8 @@ class EventAccount:
 
     async def _read(self) -> None:
         async for item in self._watch:
-            if self._fence is not None and isinstance(item, Event) and item.cursor > self._fence:
-                self._held.append(item)
-            else:
-                self._take(item)
+            self._held.append(item)
+            self._apply_held()
             self._news.set()
 
     def _take(self, item: WatchItem) -> None:
@@ -127,23 +125,24 @@ class EventAccount:
 
     async def _reach(self, cursor: Cursor) -> None:
         """Applies events up to ``cursor`` and none beyond it."""
-        self._fence = cursor
+        self._move_fence(cursor)
         try:
             async with asyncio.timeout(_CATCH_UP_S):
                 await self._until(lambda: self._watch.cursor is not None and self._watch.cursor >= cursor)
         except TimeoutError as error:
             message = f"the watch stands at {self._watch.cursor}, the daemon at {cursor}"
             raise DaemonError(message, reason="WATCH_STALLED") from error
-        self._apply_held(cursor)
 
-    def _lift_fence(self) -> None:
-        self._fence = None
-        self._apply_held(None)
+    def _move_fence(self, cursor: Cursor | None) -> None:
+        """From now on nothing beyond ``cursor`` is applied; None: everything is."""
+        self._fence = cursor
+        self._apply_held()
 
-    def _apply_held(self, up_to: Cursor | None) -> None:
+    def _apply_held(self) -> None:
+        """Takes what came, in its order, as far as the fence."""
         while self._held:
             item = self._held[0]
-            if up_to is not None and isinstance(item, Event) and item.cursor > up_to:
+            if self._fence is not None and isinstance(item, Event) and item.cursor > self._fence:
                 return
             self._take(self._held.popleft())
 

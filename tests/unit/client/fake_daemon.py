@@ -50,6 +50,7 @@ class FakeDaemon:
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
         self.tokens: list[str | None] = []
         self.hellos: list[attach.Hello] = []
+        self.byes = 0
         self.known: set[str] = set()
         self.attach_replies: list[bytes] = []
         """Raw answers to the next attach messages, instead of the right ones."""
@@ -137,6 +138,8 @@ class FakeDaemon:
                 continue
             request = attach.decode_request(data)
             if isinstance(request, attach.Bye):
+                self.byes += 1
+                self._news.set()
                 return
             if isinstance(request, attach.Hello):
                 self.hellos.append(request)

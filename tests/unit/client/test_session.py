@@ -182,12 +182,13 @@ async def test_a_lease_is_released_once(daemon: FakeDaemon, cache: Cache) -> Non
     assert len(daemon.calls["Release"]) == 1
 
 
-async def test_closing_the_client_releases_what_it_holds(daemon: FakeDaemon) -> None:
-    daemon.answers["Reserve"] = reserve
+async def test_closing_the_client_says_goodbye_and_breaking_off_does_not(daemon: FakeDaemon) -> None:
     async with await kvtier.connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
-        await cache.reserve(1)
-    assert [list(call.lease_ids) for call in daemon.calls["Release"]] == [[5]]
+        daemon.hang_up()
+        await daemon.until(lambda: len(daemon.hellos) == 2)
+        assert daemon.byes == 0
+    await daemon.until(lambda: daemon.byes == 1)
     with pytest.raises(kvtier.ClientClosed):
         await cache.match(KEYS)
 
@@ -202,6 +203,26 @@ async def test_a_daemon_that_never_answers_costs_the_timeout_and_no_more(daemon:
     with pytest.raises(kvtier.DeadlineExceeded):
         await cache.match(KEYS, timeout=0.05)
     assert loop.time() - began < 3
+
+
+async def test_a_call_under_way_when_the_client_closes_is_told_so(daemon: FakeDaemon) -> None:
+    async def never(request: Any, context: Context) -> Any:
+        await asyncio.Event().wait()
+
+    daemon.answers["Match"] = never
+    async with await kvtier.connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        call = asyncio.create_task(cache.match(KEYS))
+        await daemon.until(lambda: daemon.calls["Match"])
+    with pytest.raises(kvtier.ClientClosed):
+        await call
+
+
+async def test_a_cache_mapped_read_only_reserves_nothing(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    cache = await client.open_cache("c", SPEC, write=False)
+    with pytest.raises(kvtier.InvalidArgument, match="write"):
+        await cache.reserve(1)
+    assert not daemon.calls["Reserve"]
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 3601, float("nan")])

@@ -203,6 +203,28 @@ async def test_a_stream_without_even_heartbeats_is_given_up_and_resumed(
     assert len(daemon.hellos) == 2
 
 
+async def test_a_watch_under_way_when_its_client_closes_is_told_so(daemon: FakeDaemon) -> None:
+    play(daemon, [batch(5, 5), None])
+    async with await kvtier.connect(daemon.address) as client:
+        watch = client.watch(since=Cursor(1, 4))
+        assert short(await take(watch, 1)) == [5]
+        waiting = asyncio.create_task(take(watch, 1))
+        await asyncio.sleep(0)
+    with pytest.raises(kvtier.ClientClosed):
+        await waiting
+
+
+async def test_a_cancelled_watcher_is_just_cancelled(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    play(daemon, [batch(5, 5), None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        await take(watch, 1)
+        waiting = asyncio.create_task(take(watch, 1))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
 async def test_filters_go_to_the_daemon(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
     play(daemon, [batch(1, 1), None])
     watch = client.watch(
