@@ -110,18 +110,18 @@ class StateDir:
 class DurableSequencer(EventSequencer):
     """Gives out ids up to the state directory's mark, which a thread moves ahead of need."""
 
-    __slots__ = ("_extending", "_state")
+    __slots__ = ("_state", "_try_at")
 
     def __init__(self, state: StateDir) -> None:
         super().__init__(state.identity.last)
         self._state = state
-        self._extending: threading.Thread | None = None
+        self._try_at = 0
 
     def take(self) -> EventId:
         left = self._state.mark - self._last
-        if left <= RESERVED_IDS // 2 and (self._extending is None or not self._extending.is_alive()):
-            self._extending = threading.Thread(target=self._extend, name="kvtierd-ids", daemon=True)
-            self._extending.start()
+        if left <= RESERVED_IDS // 2 and self._last >= self._try_at:
+            self._try_at = self._last + RESERVED_IDS // 16  # a disk that refuses is not asked for every id
+            threading.Thread(target=self._extend, name="kvtierd-ids", daemon=True).start()
         if left <= 0:
             # The thread was overtaken, or failed: an id above the mark must not leave, whatever this costs the loop.
             self._state.reserve(self._last + RESERVED_IDS)

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Collection, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvtier.abi import attach
 from kvtierd.core.ids import CacheId
-from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
+from kvtierd.service.peer import UnknownPeer, credentials, identify
 from kvtierd.service.sessions import AttachRefused, Session, SessionRegistry
 
 HELLO_TIMEOUT_S: Final = 5.0
@@ -92,6 +92,10 @@ class AttachServer:
                 self._begin(sock)
 
     def _begin(self, sock: socket.socket) -> None:
+        if len(self._connections) >= self._max_connections:
+            _log.warning("attach connection dropped why='too many' pid=%d", credentials(sock).pid)
+            sock.close()
+            return
         connection = asyncio.create_task(self._serve(sock), name="attach-connection")
         self._connections.add(connection)
         connection.add_done_callback(self._connections.discard)
@@ -111,14 +115,12 @@ class AttachServer:
             sock.close()
 
     async def _converse(self, sock: socket.socket) -> None:
-        self._admit(sock)
+        hello = await _hear_hello(sock)
+        session = self._admit(sock, hello)
+        daemon = self._identity
         try:
-            peer = identify(sock)
-        except UnknownPeer as error:
-            raise AttachRefused("UNKNOWN_PEER", str(error)) from error
-        welcome, session = await self._greet(sock, peer)
-        try:
-            _send(sock, welcome)
+            resumed = hello.token is not None
+            _send(sock, attach.Welcome(session.token, session.id, resumed, daemon.epoch, daemon.boot, daemon.pid))
             while (request := await _receive(sock)) is not None:
                 if isinstance(request, attach.Bye):
                     self._sessions.end(session, "goodbye")
@@ -127,35 +129,19 @@ class AttachServer:
         finally:
             self._sessions.connection_lost(session, _this_task())
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket, hello: attach.Hello) -> Session:
+        """Raises :class:`AttachRefused`, but only after the hello: an answer sent before it could be lost with it."""
         uid = credentials(sock).uid
         if uid not in self._uids:
             raise AttachRefused("PERMISSION_DENIED", f"uid {uid} may not attach to this daemon")
-        if len(self._connections) > self._max_connections:
-            raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {self._max_connections} connections")
-
-    async def _greet(self, sock: socket.socket, peer: Peer) -> tuple[attach.Welcome, Session]:
-        """Hears the hello out. ``peer`` is the session's afterwards, or closed."""
-        keep_peer = False
         try:
-            try:
-                async with asyncio.timeout(HELLO_TIMEOUT_S):
-                    hello = await _receive(sock)
-            except TimeoutError:
-                raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-            if not isinstance(hello, attach.Hello):
-                raise AttachRefused("NO_HELLO", "the first message must be a hello")
-            if hello.token is None:
-                session = self._sessions.begin(peer, _this_task())
-                keep_peer = True
-            else:
-                session = self._sessions.resume(hello.token, peer, _this_task())
-        finally:
-            if not keep_peer:
-                peer.close()
-        daemon = self._identity
-        resumed = hello.token is not None
-        return attach.Welcome(session.token, session.id, resumed, daemon.epoch, daemon.boot, daemon.pid), session
+            peer = identify(sock)
+        except UnknownPeer as error:
+            raise AttachRefused("UNKNOWN_PEER", str(error)) from error
+        if hello.token is None:
+            return self._sessions.begin(peer, _this_task())
+        with closing(peer):
+            return self._sessions.resume(hello.token, peer, _this_task())
 
     def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
         if not isinstance(request, attach.Map):
@@ -169,6 +155,17 @@ class AttachServer:
             _send(sock, attach.Failure("CACHE_NOT_OPENED", message))
         else:
             _send(sock, attach.Mapped(tuple(fds)), list(fds.values()))
+
+
+async def _hear_hello(sock: socket.socket) -> attach.Hello:
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            hello = await _receive(sock)
+    except TimeoutError:
+        raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+    if not isinstance(hello, attach.Hello):
+        raise AttachRefused("NO_HELLO", "the first message must be a hello")
+    return hello
 
 
 async def _receive(sock: socket.socket) -> attach.Request | None:

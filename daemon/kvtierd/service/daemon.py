@@ -33,6 +33,9 @@ from kvtierd.tiers.disk import DiskRoot
 WATCHES_END_S: Final = 2.0
 """How long watchers get to read what is left for them once everything else has stopped."""
 
+SPARE_CONNECTIONS: Final = 64
+"""On the attach socket, beyond one a session: room to tell those who come too many why they are refused."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -86,7 +89,8 @@ class Daemon:
         self._dispatcher: Final = Dispatcher(self._sessions, Translator(self._sessions.owner_of))
         self._rpc: Final = RpcServer(self._dispatcher, self._services())
         uids = {0, os.getuid(), *config.allow_uids}
-        self._attach: Final = AttachServer(self._sessions, self._catalog, self._identity, uids, config.max_sessions)
+        connections = config.max_sessions + SPARE_CONNECTIONS
+        self._attach: Final = AttachServer(self._sessions, self._catalog, self._identity, uids, connections)
 
     @classmethod
     async def start(cls, config: Config) -> Self:

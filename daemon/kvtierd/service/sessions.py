@@ -84,8 +84,9 @@ class SessionRegistry:
         return iter(self._by_id.values())
 
     def begin(self, peer: Peer, connection: asyncio.Task[None]) -> Session:
-        """A new session, which owns ``peer`` from now on. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS)."""
+        """A new session. ``peer`` is its own, or closed. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS)."""
         if len(self._by_id) >= self._capacity and not self._end_an_idle_one():
+            peer.close()
             raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {self._capacity} sessions")
         session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
         self._by_token[session.token] = self._by_id[session.id] = session

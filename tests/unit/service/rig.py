@@ -1,0 +1,210 @@
+"""A daemon inside the test's loop, and a client that speaks the raw protocols, so that it can be wrong on purpose."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import hashlib
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from google.rpc import status_pb2
+from pydantic import ByteSize
+
+from kvtier.abi import attach
+from kvtier.abi.spec import CacheSpec
+from kvtier.v1 import (
+    admin_pb2_grpc,
+    blocks_pb2,
+    blocks_pb2_grpc,
+    caches_pb2,
+    caches_pb2_grpc,
+    common_pb2,
+    events_pb2_grpc,
+)
+from kvtierd.config import Config
+from kvtierd.service import wire
+from kvtierd.service.daemon import Daemon
+
+SPEC = CacheSpec.single("model", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=128)
+"""One page a block."""
+
+SLOT_BYTES = SPEC.record_bytes(0)
+DEVICE, HOST, DISK = common_pb2.TIER_DEVICE, common_pb2.TIER_HOST, common_pb2.TIER_DISK
+
+
+def config(directory: Path, *, device: int = 8, host: int = 16, disk: int = 0, **more: Any) -> Config:
+    """Tier sizes in slots of ``SPEC``."""
+    sizes = {"device_bytes": device, "host_bytes": host, "disk_bytes": disk}
+    values: dict[str, Any] = {name: ByteSize(slots * SLOT_BYTES) for name, slots in sizes.items()}
+    values |= {"runtime_dir": directory / "run", "state_dir": directory / "state", "debug_checks": True}
+    return Config(**(values | more))
+
+
+@asynccontextmanager
+async def running(settings: Config) -> AsyncIterator[Daemon]:
+    daemon = await Daemon.start(settings)
+    try:
+        yield daemon
+    finally:
+        assert await daemon.stop(), "the stop was not clean"
+
+
+def chain(length: int, seed: int = 0) -> list[bytes]:
+    return [hashlib.sha256(f"{seed}:{index}".encode()).digest() for index in range(length)]
+
+
+def parents_of(keys: Sequence[bytes]) -> bytes:
+    return b"".join([wire.ROOT_PARENT, *keys[:-1]])
+
+
+class AttachSocket:
+    """The client's end of an attach connection, without blocking the loop that the daemon runs on."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    @classmethod
+    async def connect(cls, address: str) -> Self:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, attach.socket_path(address, attach.ATTACH_SOCKET))
+        return cls(sock)
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.sock, data)
+
+    async def receive(self) -> tuple[bytes, list[int]]:
+        """A message and its descriptors; (b"", []) at the end of the connection."""
+        loop = asyncio.get_running_loop()
+        readable = loop.create_future()
+        loop.add_reader(self.sock, readable.set_result, None)
+        try:
+            async with asyncio.timeout(10):
+                await readable
+        finally:
+            loop.remove_reader(self.sock)
+        try:
+            data, ancillary, _, _ = self.sock.recvmsg(attach.MAX_MESSAGE + 1, socket.CMSG_SPACE(64))
+        except ConnectionResetError:
+            return b"", []
+        fds = array.array("i")
+        for _, _, packed in ancillary:
+            fds.frombytes(packed)
+        return data, list(fds)
+
+    async def hello(self, token: str | None = None) -> attach.Welcome | attach.Failure:
+        await self.send(attach.encode(attach.Hello(token)))
+        data, _ = await self.receive()
+        return attach.decode_welcome(data)
+
+    async def map(self, cache_id: int, *, write: bool) -> tuple[attach.Mapped | attach.Failure, list[int]]:
+        await self.send(attach.encode(attach.Map(cache_id, write)))
+        data, fds = await self.receive()
+        return attach.decode_mapped(data), fds
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class Client:
+    """One attached session and the stubs of its channel."""
+
+    def __init__(self, sock: AttachSocket, welcome: attach.Welcome, channel: grpc.aio.Channel) -> None:
+        self.socket = sock
+        self.welcome = welcome
+        self.channel = channel
+        self.metadata = ((attach.SESSION_METADATA_KEY, welcome.token),)
+        self.caches: Any = caches_pb2_grpc.CachesStub(channel)
+        self.blocks: Any = blocks_pb2_grpc.BlocksStub(channel)
+        self.events: Any = events_pb2_grpc.EventsStub(channel)
+        self.admin: Any = admin_pb2_grpc.AdminStub(channel)
+
+    async def open(self, name: str = "cache", budgets: Mapping[int, int] | None = None) -> int:
+        budget_list = [caches_pb2.TierBudget(tier=tier, bytes=size) for tier, size in (budgets or {}).items()]  # type: ignore[arg-type]
+        request = caches_pb2.OpenRequest(name=name, spec=wire.spec(SPEC), budgets=budget_list)
+        response: caches_pb2.OpenResponse = await self.call(self.caches.Open, request)
+        return response.cache_id
+
+    async def call(self, method: Any, request: Any, timeout: float = 10) -> Any:
+        return await method(request, metadata=self.metadata, timeout=timeout)
+
+    async def refusal(self, method: Any, request: Any) -> tuple[grpc.StatusCode, common_pb2.ErrorDetail]:
+        return await refusal(self.call(method, request))
+
+    async def reserve(self, cache: int, count: int, tier: int = DEVICE, **more: Any) -> blocks_pb2.ReserveResponse:
+        request = blocks_pb2.ReserveRequest(cache_id=cache, tier=tier, count=count, **more)  # type: ignore[arg-type]
+        response: blocks_pb2.ReserveResponse = await self.call(self.blocks.Reserve, request)
+        return response
+
+    async def put(self, cache: int, keys: Sequence[bytes], tier: int = DEVICE, *, release: bool = True) -> int:
+        """Stores a chain (its bytes are whatever the slots hold). Returns the lease."""
+        reserved = await self.reserve(cache, len(keys), tier)
+        commit = blocks_pb2.CommitRequest(
+            cache_id=cache,
+            lease_id=reserved.lease_id,
+            slots=reserved.slots,
+            keys=b"".join(keys),
+            parents=parents_of(keys),
+        )
+        done = await self.call(self.blocks.Commit, commit)
+        assert set(done.results) == {common_pb2.BLOCK_RESULT_OK}
+        if release:
+            await self.release(cache, reserved.lease_id)
+        return reserved.lease_id
+
+    async def release(self, cache: int, *leases: int) -> None:
+        await self.call(self.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=leases))
+
+    async def close(self) -> None:
+        await self.channel.close()
+        self.socket.close()
+
+
+def channel_to(daemon: Daemon) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"unix:{attach.socket_path(daemon.address, attach.RPC_SOCKET)}")
+
+
+@asynccontextmanager
+async def attached(daemon: Daemon) -> AsyncIterator[Client]:
+    sock = await AttachSocket.connect(daemon.address)
+    welcome = await sock.hello()
+    assert isinstance(welcome, attach.Welcome)
+    client = Client(sock, welcome, channel_to(daemon))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, common_pb2.ErrorDetail]:
+    """The status and detail with which a call is refused; fails if it is not."""
+    try:
+        answer = await call
+    except grpc.aio.AioRpcError as error:
+        detail = common_pb2.ErrorDetail()
+        for key, value in error.trailing_metadata() or ():
+            if key == "grpc-status-details-bin" and isinstance(value, bytes):
+                status = status_pb2.Status.FromString(value)
+                assert (status.code, status.message) == (error.code().value[0], error.details())
+                status.details[0].Unpack(detail)
+        return error.code(), detail
+    raise AssertionError(f"not refused, but answered {answer!r}")
+
+
+async def eventually(condition: Any, timeout: float = 5.0) -> None:
+    """Waits until ``condition()`` holds; the loop runs meanwhile."""
+    async with asyncio.timeout(timeout):
+        while not condition():  # noqa: ASYNC110  the daemon has no event for a test to wait on
+            await asyncio.sleep(0.002)
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtierd.config import Config, ConfigError, load
+from kvtierd.core.ids import Tier
+
+
+def toml(directory: Path, text: str) -> Path:
+    path = directory / "kvtierd.toml"
+    path.write_text(text)
+    return path
+
+
+def test_sizes_are_bytes_or_text() -> None:
+    config = load(None, {"device_bytes": "1GiB", "host_bytes": 4096, "disk_bytes": "2 GB"})
+    assert config.tier_bytes == {Tier.DEVICE: 1 << 30, Tier.HOST: 4096, Tier.DISK: 2 * 10**9}
+
+
+def test_a_tier_of_size_0_does_not_exist() -> None:
+    assert load(None, {"host_bytes": "1MiB", "disk_bytes": 0}).tier_bytes == {Tier.HOST: 1 << 20}
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path, 'device_bytes = "1MiB"\nhost_bytes = "1MiB"\ndisk_bytes = "1MiB"\n')
+    monkeypatch.setenv("KVTIERD_HOST_BYTES", "2MiB")
+    monkeypatch.setenv("KVTIERD_DISK_BYTES", "2MiB")
+    config = load(file, {"disk_bytes": "3MiB"})
+    assert [size >> 20 for size in config.tier_bytes.values()] == [1, 2, 3]
+
+
+def test_lists_in_the_environment_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERD_ALLOW_UIDS", "[1000, 1001]")
+    assert load(None, {"host_bytes": 4096}).allow_uids == (1000, 1001)
+
+
+def test_the_disk_is_in_the_state_directory_unless_said_otherwise(tmp_path: Path) -> None:
+    assert load(None, {"host_bytes": 1, "state_dir": tmp_path}).disk_path == tmp_path / "disk"
+    assert load(None, {"host_bytes": 1, "disk_dir": tmp_path}).disk_path == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('host_bytes = "1GiB"\nhost_byte = 3', "host_byte: there is no such key"),
+        ("host_bytes = -1", "host_bytes = -1: "),
+        ('host_bytes = "many"', "host_bytes = 'many': could not parse value and unit from byte string"),
+        ("host_bytes = 1152921504606846976", "less than or equal to 1125899906842624"),
+        ('host_bytes = "1GiB"\nmax_sessions = 0', "max_sessions = 0: Input should be greater than or equal to 1"),
+        ('host_bytes = "1GiB"\nallow_uids = [-1]', "allow_uids[0] = -1"),
+        ('host_bytes = "1GiB"\nlog_level = "loud"', "log_level = 'loud'"),
+        ("host_bytes = ", "Invalid value"),
+        ("", "no tier is configured"),
+    ],
+)
+def test_what_a_file_must_not_say_is_refused_with_file_key_and_reason(tmp_path: Path, text: str, says: str) -> None:
+    file = toml(tmp_path, text)
+    with pytest.raises(ConfigError) as refused:
+        load(file, {})
+    assert says in str(refused.value)
+    assert str(file) in str(refused.value) or "no tier" in says
+
+
+def test_every_fault_is_named_with_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERD_WAIT_SECONDS", "-1")
+    file = toml(tmp_path, "max_sessions = 0")
+    with pytest.raises(ConfigError) as refused:
+        load(file, {"host_bytes": "x"})
+    lines = str(refused.value).splitlines()
+    assert sorted(line.split(" = ")[0] for line in lines) == [
+        f"{file}: max_sessions",
+        "environment: KVTIERD_WAIT_SECONDS",
+        "flag --host-bytes",
+    ]
+
+
+def test_unknown_variables_of_our_prefix_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERD_HOST_BYTE", "1GiB")
+    with pytest.raises(ConfigError, match="environment: KVTIERD_HOST_BYTE: there is no such key"):
+        load(None, {"host_bytes": "1GiB"})
+
+
+def test_a_list_that_is_not_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERD_ALLOW_UIDS", "x")
+    with pytest.raises(ConfigError, match="allow_uids"):
+        load(None, {"host_bytes": "1GiB"})
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kvtierd\.toml: No such file"):
+        load(tmp_path / "kvtierd.toml", {"host_bytes": 1})
+
+
+def test_every_key_says_what_it_is() -> None:
+    assert all(field.description for field in Config.model_fields.values())

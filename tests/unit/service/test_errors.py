@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import logging
+
+import grpc
+import pytest
+
+from kvtier.abi.spec import SpecError
+from kvtier.v1 import common_pb2
+from kvtierd.core import errors as core
+from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tier
+from kvtierd.core.outcome import Holder, Refusal, RefusalReason
+from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
+from kvtierd.service.errors import MAX_HOLDERS, CallRefused, Translator
+from kvtierd.tiers.base import TierConfigError, TierIOError
+
+Code = grpc.StatusCode
+translate = Translator(lambda session: (1000 + session, "x" * 500))
+
+
+def refusal(reason: RefusalReason) -> Refused:
+    return Refused(Refusal(TicketId(1), reason, Tier.HOST, wanted=5, free=2, holders=(Holder(SessionId(3), 7),)))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (core.BadArgument("count", 0, "1 or more"), Code.INVALID_ARGUMENT, "BAD_ARGUMENT"),
+        (core.UnknownGroup(GroupId(9)), Code.INVALID_ARGUMENT, "BAD_ARGUMENT"),
+        (SpecError("dtype", "int4", "one of these"), Code.INVALID_ARGUMENT, "BAD_ARGUMENT"),
+        (core.UnknownLease(LeaseId(1)), Code.NOT_FOUND, "UNKNOWN_LEASE"),
+        (core.ForeignLease(LeaseId(1)), Code.PERMISSION_DENIED, "FOREIGN_LEASE"),
+        (core.TierOffline(Tier.DISK), Code.UNAVAILABLE, "TIER_OFFLINE"),
+        (refusal(RefusalReason.TIER_FULL), Code.RESOURCE_EXHAUSTED, "TIER_FULL"),
+        (refusal(RefusalReason.DEADLINE), Code.DEADLINE_EXCEEDED, "DEADLINE"),
+        (refusal(RefusalReason.TIER_OFFLINE), Code.UNAVAILABLE, "TIER_OFFLINE"),
+        (refusal(RefusalReason.CANCELLED), Code.CANCELLED, "CANCELLED"),
+        (refusal(RefusalReason.TOO_SHORT), Code.FAILED_PRECONDITION, "TOO_SHORT"),
+        (UnknownCache(CacheId(4)), Code.NOT_FOUND, "UNKNOWN_CACHE"),
+        (ShuttingDown(), Code.UNAVAILABLE, "SHUTTING_DOWN"),
+        (TierConfigError("host", 1, "no memory"), Code.RESOURCE_EXHAUSTED, "NO_MEMORY"),
+        (TierIOError(5, "disk died"), Code.UNAVAILABLE, "TIER_FAILED"),
+    ],
+)
+def test_each_error_has_a_status_and_a_reason(error: Exception, code: grpc.StatusCode, reason: str) -> None:
+    refused = translate(error)
+    assert (refused.code, refused.detail.reason) == (code, reason)
+
+
+def test_every_reason_of_the_core_has_a_status() -> None:
+    assert all(translate(refusal(reason)).code is not Code.INTERNAL for reason in RefusalReason)
+
+
+def test_a_full_tier_says_who_holds_it() -> None:
+    detail = translate(refusal(RefusalReason.TIER_FULL)).detail
+    assert (detail.tier, detail.wanted, detail.free) == (common_pb2.TIER_HOST, 5, 2)
+    (holder,) = detail.holders
+    assert (holder.session_id, holder.pid, holder.slots) == (3, 1003, 7)
+
+
+def test_many_holders_and_long_commands_fit_into_the_metadata() -> None:
+    holders = tuple(Holder(SessionId(n), n) for n in range(1000))
+    refused = translate(Refused(Refusal(TicketId(1), RefusalReason.TIER_FULL, Tier.HOST, 5, 2, holders)))
+    assert [holder.slots for holder in refused.detail.holders] == list(range(999, 999 - MAX_HOLDERS, -1))
+    assert len(refused.trailing_metadata()[0][1]) < 8192
+
+
+def test_what_nobody_expected_is_our_bug_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        refused = translate(ZeroDivisionError("by zero"))
+    assert (refused.code, refused.detail.reason) == (Code.INTERNAL, "INTERNAL")
+    assert "by zero" in caplog.text
+
+
+def test_a_refusal_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    refused = CallRefused(Code.ABORTED, "m", common_pb2.ErrorDetail(reason="R"))
+    assert translate(refused) is refused
+    assert not caplog.records

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import asyncio
+
+from kvtier.v1 import events_pb2
+from kvtierd.core.events import BlockChange, Cause, Event, EventType
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key
+from kvtierd.service.hub import RUN_BLOCKS, RUN_EVENTS, EventHub, Limits, Run
+
+NAMES = {CacheId(1): "cache"}
+
+
+def event(number: int, blocks: int = 1) -> Event:
+    keys = [Key(index.to_bytes(32, "big")) for index in range(blocks)]
+    return Event(
+        EventId(number),
+        EventType.STORED,
+        Cause.COMMIT,
+        CacheId(1),
+        GroupId(0),
+        7,
+        tuple(BlockChange(key, None, 1, 35) for key in keys),
+    )
+
+
+def hub(last: int = 0, max_bytes: int = 1 << 20, max_events: int = 1 << 20) -> EventHub:
+    return EventHub(1, last, 1, NAMES, Limits(max_bytes, max_events))
+
+
+def ids(run: Run | None) -> list[int]:
+    assert run is not None
+    return [event.id for event in events_pb2.WatchBatch.FromString(run.body).events]
+
+
+def publish(to: EventHub, first: int, count: int) -> None:
+    to.publish([event(number) for number in range(first, first + count)])
+
+
+async def readable(from_: EventHub, last: int) -> None:
+    async with asyncio.timeout(5):
+        while from_.readable < last:
+            await from_.news(from_.readable)
+
+
+async def test_every_event_is_read_once_and_in_order() -> None:
+    ring = hub()
+    for first in range(1, 2000, 3):
+        publish(ring, first, 3)
+    await readable(ring, 2001)
+    cursor, seen = 0, []
+    while (run := ring.after(cursor)) is not None:
+        assert run.first == cursor + 1
+        assert ids(run) == list(range(run.first, run.last + 1))
+        assert run.last - run.first < RUN_EVENTS
+        seen += ids(run)
+        cursor = run.last
+    assert seen == list(range(1, 2002))
+
+
+async def test_published_ids_are_known_at_once_and_readable_a_little_later() -> None:
+    ring = hub(last=40)
+    publish(ring, 41, 2)
+    assert (ring.last, ring.readable, ring.oldest) == (42, 40, 41)
+    assert ring.after(40) is None
+    await readable(ring, 42)
+    assert ids(ring.after(40)) == [41, 42]
+
+
+async def test_small_runs_are_sent_together() -> None:
+    ring = hub()
+    for number in range(1, 6):
+        publish(ring, number, 1)
+        await readable(ring, number)
+    assert ids(ring.after(0)) == [1, 2, 3, 4, 5]
+    assert ids(ring.after(2)) == [3, 4, 5]
+
+
+async def test_a_cursor_inside_a_run_skips_what_it_has_seen() -> None:
+    ring = hub()
+    publish(ring, 1, 10)
+    await readable(ring, 10)
+    run = ring.after(6)
+    assert run is not None
+    assert (run.first, run.last, ids(run)) == (7, 10, [7, 8, 9, 10])
+
+
+async def test_the_oldest_events_go_when_there_are_too_many() -> None:
+    ring = hub(max_events=RUN_EVENTS)
+    publish(ring, 1, 2 * RUN_EVENTS + 10)
+    await readable(ring, 2 * RUN_EVENTS + 10)
+    assert ring.oldest == 2 * RUN_EVENTS + 1
+    run = ring.after(0)
+    assert run is not None
+    assert run.first == 2 * RUN_EVENTS + 1, "the reader sees from the first id what it has missed"
+
+
+async def test_the_oldest_events_go_when_they_are_too_large() -> None:
+    ring = hub(max_bytes=10_000)
+    for number in range(1, 101):
+        ring.publish([event(number, blocks=10)])
+        await readable(ring, number)
+    run = ring.after(0)
+    assert run is not None
+    assert len(run.body) <= 10_000
+    assert run.first == ring.oldest > 1
+    assert run.last == 100
+
+
+async def test_one_event_larger_than_the_ring_is_still_held() -> None:
+    ring = hub(max_bytes=100)
+    ring.publish([event(1, blocks=50)])
+    await readable(ring, 1)
+    assert ids(ring.after(0)) == [1]
+
+
+async def test_events_of_many_blocks_make_shorter_runs() -> None:
+    ring = hub()
+    ring.publish([event(number, blocks=RUN_BLOCKS // 4) for number in range(1, 11)])
+    ring.close()
+    first = ring.after(0)
+    assert first is not None
+    assert len(events_pb2.WatchBatch.FromString(first.body).events) <= 10
+    assert ring.readable == 10
+
+
+async def test_all_waiters_wake_and_late_ones_need_not_wait() -> None:
+    ring = hub()
+    waiters = [asyncio.create_task(ring.news(0)) for _ in range(5)]
+    await asyncio.sleep(0)
+    publish(ring, 1, 1)
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiters)
+        await ring.news(0)
+
+
+async def test_closing_makes_everything_readable_and_wakes_waiters() -> None:
+    ring = hub()
+    waiter = asyncio.create_task(ring.news(1000))
+    await asyncio.sleep(0)
+    publish(ring, 1, 3 * RUN_EVENTS)
+    ring.close()
+    assert ring.readable == 3 * RUN_EVENTS
+    async with asyncio.timeout(5):
+        await waiter
+
+
+async def test_no_event_is_lost_when_more_come_while_a_backlog_is_packed() -> None:
+    ring = hub()
+    publish(ring, 1, 5 * RUN_EVENTS)
+    last = 5 * RUN_EVENTS
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+        publish(ring, last + 1, 100)
+        last += 100
+    await readable(ring, last)
+    cursor, seen = 0, 0
+    while (run := ring.after(cursor)) is not None:
+        seen += len(ids(run))
+        cursor = run.last
+    assert seen == last

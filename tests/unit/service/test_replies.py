@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvtierd.service.errors import CallRefused
+from kvtierd.service.replies import REMEMBERED, ReplyMemory
+
+
+class Counted:
+    """A call that counts how often it runs, and waits for ``gate`` if there is one."""
+
+    def __init__(self, gate: asyncio.Event | None = None) -> None:
+        self.runs = 0
+        self.cancelled = 0
+        self._gate = gate
+
+    async def __call__(self) -> int:
+        self.runs += 1
+        try:
+            if self._gate is not None:
+                await self._gate.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return self.runs
+
+
+async def test_a_repeat_is_answered_and_not_executed() -> None:
+    memory, call = ReplyMemory[int](), Counted()
+    assert [await memory.answer(1, b"a", call) for _ in range(3)] == [1, 1, 1]
+    assert await memory.answer(2, b"a", call) == 2
+
+
+async def test_a_repeat_in_flight_waits_for_the_same_answer() -> None:
+    gate = asyncio.Event()
+    memory, call = ReplyMemory[int](), Counted(gate)
+    both = [asyncio.create_task(memory.answer(1, b"a", call)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    gate.set()
+    assert await asyncio.gather(*both) == [1, 1]
+
+
+async def test_another_body_under_a_used_number_is_refused() -> None:
+    memory, call = ReplyMemory[int](), Counted()
+    await memory.answer(1, b"a", call)
+    with pytest.raises(CallRefused) as refused:
+        await memory.answer(1, b"b", call)
+    assert refused.value.detail.field == "seq"
+    assert call.runs == 1
+
+
+async def test_a_refusal_is_remembered_too() -> None:
+    memory = ReplyMemory[int]()
+    runs = 0
+
+    async def refuse() -> int:
+        nonlocal runs
+        runs += 1
+        raise ValueError("no")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            await memory.answer(1, b"a", refuse)
+    assert runs == 1
+
+
+async def test_a_call_ends_with_the_last_who_waits_for_it_and_may_then_run_again() -> None:
+    gate = asyncio.Event()
+    memory, call = ReplyMemory[int](), Counted(gate)
+    first, second = (asyncio.create_task(memory.answer(1, b"a", call)) for _ in range(2))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.sleep(0.01)
+    assert call.cancelled == 0, "somebody still waits"
+    second.cancel()
+    await asyncio.wait([first, second])
+    await asyncio.sleep(0)
+    assert call.cancelled == 1
+    gate.set()
+    assert await memory.answer(1, b"a", call) == 2
+
+
+async def test_an_answer_whose_only_waiter_was_cancelled_late_is_kept() -> None:
+    memory, call = ReplyMemory[int](), Counted()
+    waiter = asyncio.create_task(memory.answer(1, b"a", call))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the call has run; the waiter has not been woken yet
+    waiter.cancel()
+    await asyncio.wait([waiter])
+    assert await memory.answer(1, b"a", call) == 1
+
+
+async def test_old_answers_are_forgotten_but_never_a_call_that_runs() -> None:
+    gate = asyncio.Event()
+    memory, waiting, quick = ReplyMemory[int](), Counted(gate), Counted()
+    running = asyncio.create_task(memory.answer(1, b"a", waiting))
+    await asyncio.sleep(0)
+    for seq in range(2, REMEMBERED + 10):
+        await memory.answer(seq, b"a", quick)
+    before = quick.runs
+    await memory.answer(2, b"a", quick)
+    assert quick.runs == before + 1, "the oldest was forgotten"
+    repeat = asyncio.create_task(memory.answer(1, b"a", waiting))
+    await asyncio.sleep(0)
+    gate.set()
+    assert await running == await repeat == 1

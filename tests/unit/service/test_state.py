@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtierd import state
+from kvtierd.state import RESERVED_IDS, DurableSequencer, StateDir
+from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, LockedDirectory, TierIOError
+from kvtierd.tiers.disk.superblock import SUPERBLOCK
+
+
+def life(path: Path) -> StateDir:
+    opened = StateDir.open(path)
+    opened.begin()
+    return opened
+
+
+def test_a_first_life_begins_before_the_first_event(tmp_path: Path) -> None:
+    opened = life(tmp_path / "deep" / "state")
+    assert (opened.identity.epoch, opened.identity.boot, opened.identity.last) == (1, 1, 0)
+    assert not opened.identity.unclean
+    opened.close(0)
+
+
+def test_a_clean_stop_keeps_the_epoch_and_goes_on_with_the_ids(tmp_path: Path) -> None:
+    first = life(tmp_path)
+    first.close(17)
+    second = life(tmp_path)
+    assert second.identity.epoch == 1
+    assert second.identity.boot == 2
+    assert (second.identity.last, second.identity.epoch_first) == (17, 1)
+    assert not second.identity.unclean
+    second.close(17)
+
+
+def test_after_an_unclean_stop_a_new_epoch_begins_above_all_that_was_reserved(tmp_path: Path) -> None:
+    first = life(tmp_path)
+    ids = DurableSequencer(first)
+    given = [ids.take() for _ in range(1000)]
+    first.close(None)  # as a crash would leave it
+    second = life(tmp_path)
+    assert second.identity.unclean
+    assert (second.identity.epoch, second.identity.boot) == (2, 2)
+    assert second.identity.epoch_first == second.identity.last + 1 > max(given)
+    assert DurableSequencer(second).take() == second.identity.epoch_first
+    second.close(None)
+    third = life(tmp_path)
+    assert (third.identity.epoch, third.identity.boot) == (3, 3)
+    third.close(None)
+
+
+def test_a_life_that_never_began_leaves_no_trace(tmp_path: Path) -> None:
+    life(tmp_path).close(5)
+    before = (tmp_path / SUPERBLOCK).read_bytes()
+    StateDir.open(tmp_path).close(None)
+    assert (tmp_path / SUPERBLOCK).read_bytes() == before
+
+
+def test_a_write_that_a_crash_cut_short_changes_nothing(tmp_path: Path) -> None:
+    life(tmp_path).close(5)
+    (tmp_path / f"{SUPERBLOCK}.new").write_bytes(b"kvtier state 1 half a li")
+    again = life(tmp_path)
+    assert (again.identity.last, again.identity.unclean) == (5, False)
+    again.close(5)
+
+
+def test_kill_9_is_an_unclean_stop(tmp_path: Path) -> None:
+    program = """
+import sys, pathlib, kvtierd.state as s
+opened = s.StateDir.open(pathlib.Path(sys.argv[1])); opened.begin()
+ids = s.DurableSequencer(opened)
+print([ids.take() for _ in range(10)][-1], flush=True)
+sys.stdin.read()
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "10\n"
+        with pytest.raises(LockedDirectory) as locked:
+            StateDir.open(tmp_path)
+        assert locked.value.pid == child.pid
+        child.kill()
+    after = StateDir.open(tmp_path)
+    assert after.identity.unclean
+    assert after.identity.last >= 10
+    after.close(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (SUPERBLOCK, b"hello"),
+        (SUPERBLOCK, b"kvtier state 1 00000000\n{}"),
+        (SUPERBLOCK, b"kvtier state 9 00000000\n{}"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_not_touched(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DamagedDirectory):
+        StateDir.open(tmp_path)
+    assert (tmp_path / name).read_bytes() == content
+
+
+def test_a_flipped_digit_is_seen(tmp_path: Path) -> None:
+    life(tmp_path).close(123)
+    block = tmp_path / SUPERBLOCK
+    block.write_bytes(block.read_bytes().replace(b"123", b"122"))
+    with pytest.raises(DamagedDirectory):
+        StateDir.open(tmp_path)
+
+
+def test_files_without_a_state_beside_them_are_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    with pytest.raises(ForeignDirectory, match="disk"):
+        StateDir.open(tmp_path)
+    assert not (tmp_path / SUPERBLOCK).exists()
+
+
+def test_ids_stay_below_what_is_durable_while_a_thread_moves_the_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "RESERVED_IDS", 64)
+    opened = life(tmp_path)
+    ids = DurableSequencer(opened)
+    for expected in range(1, 1001):
+        assert ids.take() == expected
+        durable = int((tmp_path / SUPERBLOCK).read_text().split('"last":')[1].split("\n")[0])
+        assert expected <= durable
+    opened.close(1000)
+
+
+def test_the_mark_moves_ahead_of_need_without_the_caller_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = life(tmp_path)
+    ids = DurableSequencer(opened)
+    callers: list[str] = []
+    monkeypatch.setattr(StateDir, "reserve", _recording(callers, StateDir.reserve))
+    for _ in range(RESERVED_IDS // 2 + 1):
+        ids.take()
+    deadline = time.monotonic() + 5
+    while opened.mark <= RESERVED_IDS and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert opened.mark == 2 * RESERVED_IDS
+    assert set(callers) == {"kvtierd-ids"}
+    opened.close(None)
+
+
+def test_no_id_above_the_mark_leaves_when_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "RESERVED_IDS", 8)
+    opened = life(tmp_path)
+    ids = DurableSequencer(opened)
+
+    def full(*_: object) -> None:
+        raise TierIOError(28, "No space left on device")
+
+    monkeypatch.setattr(state, "write_superblock", full)
+    given = []
+    with pytest.raises(TierIOError):
+        while True:
+            given.append(ids.take())
+    assert max(given) == 8
+    opened.close(None)
+
+
+def _recording(callers: list[str], real: Callable[[StateDir, int], None]) -> Callable[[StateDir, int], None]:
+    def reserve(self: StateDir, mark: int) -> None:
+        callers.append(threading.current_thread().name)
+        real(self, mark)
+
+    return reserve
+
+
+def test_the_state_is_private(tmp_path: Path) -> None:
+    opened = life(tmp_path / "state")
+    assert os.stat(tmp_path / "state").st_mode & 0o077 == 0
+    assert os.stat(tmp_path / "state" / SUPERBLOCK).st_mode & 0o077 == 0
+    opened.close(None)

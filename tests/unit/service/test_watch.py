@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from kvtier.v1 import common_pb2, events_pb2
+from kvtierd.core.events import BlockChange, Cause, Event, EventType
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
+from kvtierd.service.errors import CallRefused
+from kvtierd.service.hub import EventHub, Limits
+from kvtierd.service.watch import EventFilter, Watcher, lost_range
+from kvtierd.service.wire import TIER_TO_WIRE
+
+NAMES = {CacheId(1): "one", CacheId(2): "two"}
+BLOCK = BlockChange(Key(b"k" * 32), None, Tier.HOST.bit, 35)
+QUIET_S = 3600.0
+
+
+def hub(last: int = 0, max_events: int = 1 << 20, epoch: int = 1, epoch_first: int = 1) -> EventHub:
+    return EventHub(epoch, last, epoch_first, NAMES, Limits(1 << 30, max_events))
+
+
+def stored(number: int, cache: int = 1, cause: Cause = Cause.COMMIT) -> Event:
+    return Event(EventId(number), EventType.STORED, cause, CacheId(cache), GroupId(0), 0, (BLOCK,))
+
+
+def moved(number: int, src: Tier, dst: Tier) -> Event:
+    return Event(
+        EventId(number),
+        EventType.UPDATED,
+        Cause.CAPACITY,
+        CacheId(1),
+        GroupId(0),
+        0,
+        (BLOCK,),
+        moved_from=src,
+        moved_to=dst,
+        moved_bytes=1,
+    )
+
+
+def removed(number: int) -> Event:
+    return Event(EventId(number), EventType.REMOVED, Cause.CAPACITY, CacheId(1), GroupId(0), 0, (BLOCK,))
+
+
+def wants(tiers: tuple[Tier, ...] = (), **fields: object) -> EventFilter:
+    message = events_pb2.WatchFilter(tiers=[TIER_TO_WIRE[tier] for tier in tiers], **fields)  # type: ignore[arg-type]
+    return EventFilter.of(message, list(tiers))
+
+
+async def batches(follow: AsyncIterator[bytes], until: int) -> list[events_pb2.WatchBatch]:
+    """What a watcher gets until a batch reaches the id."""
+    got = []
+    async with asyncio.timeout(5):
+        async for raw in follow:
+            got.append(events_pb2.WatchBatch.FromString(raw))
+            if got[-1].last_id >= until:
+                return got
+    raise AssertionError("the watch ended")
+
+
+def assert_covered(got: list[events_pb2.WatchBatch], first: int, last: int) -> None:
+    """Ranges and gaps together cover [first, last] without a hole or an overlap."""
+    following = first
+    for batch in got:
+        if batch.first_id <= batch.last_id:
+            assert batch.first_id == following
+            following = batch.last_id + 1
+        if batch.HasField("gap"):
+            assert batch.gap.first_id == following
+            following = batch.gap.last_id + 1
+    assert following == last + 1
+
+
+async def test_everything_arrives_and_the_ranges_say_so() -> None:
+    ring = hub()
+    ring.publish([stored(number) for number in range(1, 1001)])
+    got = await batches(Watcher(ring, 0, wants(), QUIET_S).follow(), 1000)
+    assert [event.id for batch in got for event in batch.events] == list(range(1, 1001))
+    assert_covered(got, 1, 1000)
+
+
+EVENTS = [
+    stored(1),
+    stored(2, cache=2),
+    moved(3, Tier.DEVICE, Tier.HOST),
+    moved(4, Tier.HOST, Tier.DISK),
+    removed(5),
+    stored(6, cause=Cause.RECOVERED),
+    Event(EventId(7), EventType.CREATED, Cause.COMMIT, CacheId(2), GroupId(0), 0, capacity=((Tier.HOST, 4),)),
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (wants(), [1, 2, 3, 4, 5, 6, 7]),
+        (wants(types=[events_pb2.EVENT_TYPE_STORED]), [1, 2, 6]),
+        (wants(types=[events_pb2.EVENT_TYPE_REMOVED, events_pb2.EVENT_TYPE_CREATED]), [5, 7]),
+        (wants(causes=[common_pb2.CAUSE_RECOVERED]), [6]),
+        (wants(caches=["two"]), [2, 7]),
+        (wants(caches=["three"]), []),
+        (wants(tiers=(Tier.DISK,)), [4]),
+        (wants(tiers=(Tier.DEVICE,)), [3]),
+        (wants(tiers=(Tier.HOST,)), [1, 2, 3, 4, 6]),
+        (wants(tiers=(Tier.HOST,), causes=[common_pb2.CAUSE_CAPACITY]), [3, 4]),
+    ],
+)
+async def test_filters_choose_events_and_ranges_cover_the_rest(wanted: EventFilter, expected: list[int]) -> None:
+    ring = hub()
+    ring.publish([*EVENTS, stored(8, cache=1)])
+    ring.close()
+    follow = Watcher(ring, 0, wanted, heartbeat_s=0.0).follow()
+    got = await batches(follow, 8)
+    with pytest.raises(CallRefused):
+        await anext(follow)
+    assert [event.id for batch in got for event in batch.events if event.id < 8] == expected
+    assert_covered(got, 1, 8)
+
+
+async def test_what_is_filtered_away_is_covered_by_the_next_heartbeat() -> None:
+    ring = hub()
+    follow = Watcher(ring, 0, wants(caches=["two"]), heartbeat_s=0.05).follow()
+    ring.publish([stored(1), stored(2)])
+    got = await batches(follow, 2)
+    assert [(batch.first_id, batch.last_id, len(batch.events)) for batch in got] == [(1, 2, 0)]
+
+
+async def test_a_quiet_watch_gets_heartbeats_that_cover_nothing() -> None:
+    ring = hub(last=9)
+    async with aclosing(Watcher(ring, 9, wants(), heartbeat_s=0.02).follow()) as follow:
+        for _ in range(3):
+            batch = events_pb2.WatchBatch.FromString(await anext(follow))
+            assert (batch.epoch, batch.first_id, batch.last_id, len(batch.events)) == (1, 10, 9, 0)
+
+
+async def test_a_slow_watcher_is_told_what_it_missed_and_goes_on() -> None:
+    ring = hub(max_events=300)
+    async with aclosing(Watcher(ring, 0, wants(), QUIET_S).follow()) as follow:
+        ring.publish([stored(1)])
+        got = [events_pb2.WatchBatch.FromString(await anext(follow))]
+        ring.publish([stored(number) for number in range(2, 1001)])
+        ring.close()  # packs everything at once: the watcher has had no turn
+        got += await batches(follow, 1000)
+    gaps = [batch.gap for batch in got if batch.HasField("gap")]
+    assert [(gap.epoch, gap.first_id, gap.last_id, gap.reason) for gap in gaps] == [(1, 2, ring.oldest - 1, "slow")]
+    assert_covered(got, 1, 1000)
+
+
+async def test_a_gap_keeps_what_was_filtered_away_before_it_covered() -> None:
+    ring = hub(max_events=300)
+    async with aclosing(Watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow()) as follow:
+        reading = asyncio.create_task(batches(follow, 1000))
+        ring.publish([stored(number) for number in range(1, 11)])
+        await ring.news(9)
+        await asyncio.sleep(0.01)  # the watcher looks at them and has nothing to say
+        ring.publish([stored(number, cache=2) for number in range(11, 1001)])
+        ring.close()
+        got = await reading
+    assert_covered(got, 1, 1000)
+    assert any(batch.HasField("gap") for batch in got)
+
+
+async def test_the_batch_that_reaches_the_snapshots_end_says_so() -> None:
+    ring = hub()
+    ring.publish([stored(number) for number in range(1, 601)])
+    got = await batches(Watcher(ring, 0, wants(), QUIET_S).follow(snapshot_end=300), 600)
+    marked = [batch for batch in got if batch.snapshot_end]
+    assert len(marked) == 1
+    assert marked[0].last_id >= 300 > marked[0].first_id
+    assert_covered(got, 1, 600)
+
+
+async def test_a_snapshot_of_a_quiet_daemon_ends_at_once() -> None:
+    ring = hub(last=5)
+    async with aclosing(Watcher(ring, 5, wants(), QUIET_S).follow(snapshot_end=5)) as follow:
+        batch = events_pb2.WatchBatch.FromString(await anext(follow))
+    assert (batch.snapshot_end, batch.first_id, batch.last_id) == (True, 6, 5)
+
+
+async def test_a_filtered_watcher_learns_the_snapshots_end_without_a_matching_event() -> None:
+    ring = hub()
+    ring.publish([stored(1), stored(2)])
+    got = await batches(Watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow(snapshot_end=2), 2)
+    assert [(batch.first_id, batch.last_id, batch.snapshot_end) for batch in got] == [(1, 2, True)]
+
+
+async def test_a_watch_ends_with_the_hub_after_its_last_event() -> None:
+    ring = hub()
+    ring.publish([stored(1)])
+    ring.close()
+    follow = Watcher(ring, 0, wants(), QUIET_S).follow()
+    assert events_pb2.WatchBatch.FromString(await anext(follow)).last_id == 1
+    with pytest.raises(CallRefused) as ended:
+        await anext(follow)
+    assert ended.value.detail.reason == "SHUTTING_DOWN"
+
+
+def test_the_lost_range_ends_where_the_epoch_begins() -> None:
+    batch = events_pb2.WatchBatch.FromString(lost_range(hub(last=99, epoch=3, epoch_first=100), epoch=2, after=60))
+    assert (batch.epoch, batch.first_id, batch.last_id) == (3, 100, 99)
+    assert (batch.gap.epoch, batch.gap.first_id, batch.gap.last_id) == (2, 61, 99)
+    assert batch.gap.reason == "unclean-stop"
