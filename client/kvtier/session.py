@@ -53,6 +53,8 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+_JITTER: Final = random.Random()
+
 T = TypeVar("T")
 
 
@@ -62,7 +64,7 @@ class Backoff:
     def __init__(self, first: float = 0.02, most: float = 1.0, rng: random.Random | None = None) -> None:
         self._next = first
         self._most = most
-        self._rng = rng or random.Random()
+        self._rng = rng or _JITTER
 
     def next(self) -> float:
         delay = self._next * self._rng.uniform(0.5, 1.0)
