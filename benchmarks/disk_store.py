@@ -1,4 +1,4 @@
-"""What durability and checksums cost: DiskStore.write against bare writes of the same bytes; and how soon a store serves.
+"""What durability and checksums cost: DiskStore.write against bare writes of the same bytes. And recovery time.
 
 Rounds alternate between the two, so that a noisy disk hits both; a batch overwrites slots that were freed in the round
 before, as in steady state. Bare means: the same bytes to the same offsets of another slab, by O_DIRECT pwritev and one

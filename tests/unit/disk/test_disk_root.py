@@ -188,7 +188,15 @@ def empty(_: bytes) -> bytes:
     return b""
 
 
-DAMAGE = [flipped, other_magic, other_kind, other_version, truncated, empty]
+def not_json(content: bytes) -> bytes:
+    return superblock(content.partition(b"\n")[0].rpartition(b" ")[0].decode(), b"{")
+
+
+def not_an_object(content: bytes) -> bytes:
+    return superblock(content.partition(b"\n")[0].rpartition(b" ")[0].decode(), b"[]")
+
+
+DAMAGE = [flipped, other_magic, other_kind, other_version, truncated, empty, not_json, not_an_object]
 
 
 @pytest.mark.parametrize("where", ["SUPERBLOCK", "caches/first/SUPERBLOCK"])

@@ -43,7 +43,12 @@ def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
         raise DamagedDirectory(directory, f"format version {words[2]}; this daemon reads version {FORMAT_VERSION}")
     if words[3] != _crc(" ".join(words[:3]), body):
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} does not match its checksum")
-    content: dict[str, Any] = json.loads(body)
+    try:
+        content = json.loads(body)
+    except ValueError as error:
+        raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not a JSON object")
     return content
 
 
