@@ -35,6 +35,8 @@ DEFAULT_HEARTBEAT_S: Final = 5.0
 _MISSED_HEARTBEATS: Final = 4
 """So many quiet heartbeats mean that the daemon, or the way to it, hangs."""
 
+_SUSPICIOUS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.DEADLINE_EXCEEDED})
+
 
 @dataclass(slots=True, frozen=True)
 class Filter:
@@ -127,13 +129,13 @@ class Watch:
                 self._session.suspect(link)
             except AioRpcError as error:
                 fault = fault_of(error)
-                if not link_is_broken(fault):
+                if fault.code in _SUSPICIOUS:
+                    self._session.suspect(link)
+                elif not link_is_broken(fault):
                     failure = error_of(fault)
                     if not resuming or not isinstance(failure, CursorCompacted):
                         raise failure from error
                     yield self._skip_to(failure.oldest)
-                elif fault.code is grpc.StatusCode.UNAUTHENTICATED:
-                    self._session.suspect(link)
             await asyncio.sleep(backoff.next())
 
     async def _request(self, link: Link) -> events_pb2.WatchRequest:
