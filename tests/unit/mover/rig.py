@@ -226,8 +226,9 @@ class House:
     Leaving it (``async with``) compares the events with the listings and shuts down, which must leave nothing.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
+    def __init__(self, directory: Path | None = None, make_disk: type[StubbornDisk] = StubbornDisk) -> None:
         self.hub = Hub()
+        self._make_disk = make_disk
         self.sequencer = EventSequencer()
         self.engine = Engine(asyncio.get_running_loop(), self.hub, self.sequencer, debug_checks=True)
         self.disk: StubbornDisk
@@ -256,7 +257,7 @@ class House:
             assert self._directory is not None
             root = DiskRoot.open(self._directory / f"disk-{cache}", floor_bytes=0)
             self._roots.append(root)
-            self.disk = StubbornDisk(root.create(f"rig-{cache}", SPEC, {GROUP: slots[Tier.DISK]}))
+            self.disk = self._make_disk(root.create(f"rig-{cache}", SPEC, {GROUP: slots[Tier.DISK]}))
         runtime = make_runtime(slots, self.sequencer, self.disk if Tier.DISK in slots else None, chaos, cache)
         self.engine.add_cache(runtime, {}, {}, unclean=False, restarted=False)
         return runtime

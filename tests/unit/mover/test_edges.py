@@ -121,14 +121,17 @@ async def test_a_move_in_pieces_is_reported_once_with_its_own_indices(
             corrupt=frozenset(place for place, source in enumerate(sources) if source == 6),
         )
 
-    edges = make_edges([lane(fail_some, threads=2)])
+    gate = Gate(fail_some)
+    edges = make_edges([lane(gate)])
     edges.submit(runtime, numbered(1, range(10)))
-    edges.submit(runtime, numbered(2, [12, 9]))
+    assert gate.begun.acquire(timeout=30)
+    edges.submit(runtime, numbered(2, [12, 9]))  # shares a batch with the first one's last piece
+    gate.open()
     await edges.idle()
 
+    assert [len(batch) for batch in gate.batches] == [4, 4, 4]
     found = [(result.id, set(result.failed), set(result.corrupt)) for result in desk.results]
-    assert sorted(found) == [(1, {1, 9}, {6}), (2, {1}, set())]
-    assert len(desk.results) == 2
+    assert found == [(1, {1, 9}, {6}), (2, {1}, set())]
 
 
 async def test_what_waits_together_is_carried_out_together_in_order_and_bounded(
