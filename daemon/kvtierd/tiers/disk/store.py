@@ -7,17 +7,16 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.tiers.base import TierConfigError, TierError, TierIOError
+from kvtierd.tiers.disk.batch import Batch
 from kvtierd.tiers.disk.checksum import checksum
 from kvtierd.tiers.disk.files import io_errors, sync_directory
 from kvtierd.tiers.disk.index import Changes, Index
-from kvtierd.tiers.disk.records import encode_record, encode_touches
 from kvtierd.tiers.disk.recovery import recover_group
 from kvtierd.tiers.disk.slab import Piece, Slab, create_slab, require_aligned
 from kvtierd.tiers.disk.table import GroupTable
@@ -42,26 +41,6 @@ def create_files(directory: Path, shapes: Mapping[GroupId, SlabShape], map_bytes
     Index.create(directory / INDEX, tuple(shapes), map_bytes)
     with io_errors(f"cannot create {directory}"):
         sync_directory(directory)
-
-
-@dataclass(slots=True)
-class _Batch:
-    """What one transaction is to do, and to the tables once it has."""
-
-    changes: defaultdict[GroupId, Changes] = field(default_factory=lambda: defaultdict(Changes))
-    discards: list[tuple[GroupId, Key]] = field(default_factory=list)
-    puts: dict[tuple[GroupId, Key], tuple[SlotId, bytes]] = field(default_factory=dict)
-    uses: list[tuple[GroupId, Sequence[SlotId], int]] = field(default_factory=list)
-    """Slots in the order of their use, and the first one's counter."""
-
-    def discard(self, group: GroupId, key: Key) -> None:
-        self.changes[group].deletes.append(key)
-        self.discards.append((group, key))
-
-    def slot_of(self, group: GroupId, key: Key, table: GroupTable) -> SlotId | None:
-        """Where ``key`` will be."""
-        put = self.puts.get((group, key))
-        return put[0] if put else table.slot_of(key)
 
 
 class DiskStore:
@@ -110,7 +89,7 @@ class DiskStore:
     def recover(self) -> Recovery:
         """Reads the whole index, deletes what cannot be served, readies the store. Raises :class:`TierIOError`."""
         with self._writing:
-            self._commit(_Batch())
+            self._commit(Batch(self._tables))
             stored = {group: self._index.load(group) for group in self._shapes}
             groups = {group: recover_group(stored[group], shape) for group, shape in self._shapes.items()}
             deletes = {group: Changes(deletes=list(found.dropped)) for group, found in groups.items() if found.dropped}
@@ -183,7 +162,7 @@ class DiskStore:
             return
         self._closed = True
         try:
-            self._commit(_Batch())
+            self._commit(Batch(self._tables))
         except TierIOError:
             _log.exception("corrupt slots could not be remembered; they will be found again")
         finally:
@@ -279,61 +258,34 @@ class DiskStore:
         writes: Sequence[DiskWrite],
         retire: Sequence[Retirement],
         touches: Sequence[tuple[GroupId, bytes]],
-    ) -> _Batch:
-        batch = _Batch()
+    ) -> Batch:
+        batch = Batch(self._tables)
         for group, key in self._effective(retire):
             batch.discard(group, key)
         for write in writes:
-            self._plan_put(batch, write)
+            batch.put(write, checksum(write.parts, write.key, self._fingerprint))
         for group, packed in touches:
-            self._plan_touches(batch, group, packed)
+            batch.touch(group, packed)
+            if self._index.touch_bytes(group) > max(
+                _MIN_TOUCH_BYTES, _TOUCH_BYTES_PER_SLOT * self._shapes[group].slots
+            ):
+                batch.fold(group)
         return batch
 
-    def _plan_put(self, batch: _Batch, write: DiskWrite) -> None:
-        digest = checksum(write.parts, write.key, self._fingerprint)
-        counter = self._tables[write.group].take_counters(1)
-        size = self._shapes[write.group].record_bytes
-        record = encode_record(write.slot, write.parent, write.priority, counter, size, digest)
-        changes = batch.changes[write.group]
-        changes.puts.append((write.key, record))
-        changes.lift.append(write.slot)
-        batch.puts[write.group, write.key] = (write.slot, digest)
-        batch.uses.append((write.group, (write.slot,), counter))
-
-    def _plan_touches(self, batch: _Batch, group: GroupId, packed: bytes) -> None:
-        table = self._tables[group]
-        keys = (Key(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES))
-        slots = [slot for key in keys if (slot := batch.slot_of(group, key, table)) is not None]
-        if not slots:
-            return
-        first = table.take_counters(len(slots))
-        changes = batch.changes[group]
-        changes.touches += encode_touches(slots, first)
-        batch.uses.append((group, slots, first))
-        if self._index.touch_bytes(group) > max(_MIN_TOUCH_BYTES, _TOUCH_BYTES_PER_SLOT * table.capacity):
-            changes.recency = table.last_use
-
-    def _commit(self, batch: _Batch) -> None:
+    def _commit(self, batch: Batch) -> None:
+        """Does the housekeeping that was waiting for a transaction, too. Raises :class:`TierIOError`."""
         for group, key in self._doubtful:
             batch.discard(group, key)
         corrupt = set(self._corrupt)
         for group, slot in corrupt:
-            batch.changes[group].quarantine.append(slot)
+            batch.condemn(group, slot)
         if not batch.changes:
             return
         try:
             self._index.commit(batch.changes)
         except TierIOError:
-            self._doubtful.update(batch.puts)
+            self._doubtful.update(batch.stored)
             raise
         self._doubtful.clear()
         self._corrupt -= corrupt
-        self._apply(batch)
-
-    def _apply(self, batch: _Batch) -> None:
-        for group, key in batch.discards:
-            self._tables[group].discard(key)
-        for (group, key), (slot, digest) in batch.puts.items():
-            self._tables[group].put(key, slot, digest)
-        for group, slots, first in batch.uses:
-            self._tables[group].use(slots, first)
+        batch.apply()
