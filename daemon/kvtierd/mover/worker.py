@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,8 @@ from kvtierd.mover.work import Batch, Faults, Piece, Report, reports_of
 from kvtierd.tiers.device import Chaos
 
 FAILURE_SHOWN_S: Final = 60.0
+
+_log = logging.getLogger(__name__)
 
 WorkQueue = SimpleQueue[Piece | None]
 """None tells one worker to stop, after what was queued before it."""
@@ -90,6 +93,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - whatever went wrong, the batch failed and the thread goes on
             faults = Faults(failed=frozenset(range(sum(len(piece.items) for piece in batch))))
             self.failure = (time.monotonic_ns(), f"{type(error).__name__}: {error}")
+            _log.exception("%s: a batch failed", self.name)
         ended_ns = time.monotonic_ns()
         self._simulate_latency(chaos)
         self.busy_since_ns = None
