@@ -1,0 +1,54 @@
+"""Daemons for the integration tests: one for a module whose tests share it, or as many as a test asks for."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvtier import AsyncClient, connect
+from tests.integration.blocks import sizes
+from tests.integration.daemon import DaemonProcess
+
+StartDaemon = Callable[..., DaemonProcess]
+"""``start(*flags, device=…, host=…, disk=…)``, in slots; stopped, and asked how it went, at the end of the test."""
+
+
+@pytest.fixture
+def start_daemon() -> Iterator[StartDaemon]:
+    with ExitStack() as stack:
+
+        def start(*flags: str, device: int = 0, host: int = 0, disk: int = 0) -> DaemonProcess:
+            home = Path(tempfile.mkdtemp(prefix="kv-"))
+            stack.callback(shutil.rmtree, home)
+            daemon = DaemonProcess(home, sizes(device=device, host=host, disk=disk), flags)
+            daemon.start()
+            stack.callback(daemon.stop)
+            return daemon
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    """Shared by the tests of a module, each of which opens caches of its own, with budgets."""
+    home = Path(tempfile.mkdtemp(prefix="kv-"))
+    try:
+        process = DaemonProcess(home, sizes(device=1024, host=2048, disk=4096))
+        process.start()
+        try:
+            yield process
+        finally:
+            process.stop()
+    finally:
+        shutil.rmtree(home)
+
+
+@pytest.fixture
+async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+    async with await connect(daemon.address) as client:
+        yield client

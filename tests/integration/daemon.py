@@ -1,0 +1,140 @@
+"""A real ``kvtierd`` process on directories of its own, asked on its way out whether all was well."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvtier import Tier
+from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET
+from tests.integration.waiting import PATIENCE_S
+
+STOP_S = 40.0
+_TROUBLE = ("Traceback", "level=error", "level=critical")
+
+
+class DaemonProcess:
+    """Runs ``kvtierd --debug-checks`` with state, disk tier and sockets below ``home``, whose path must be short.
+
+    Start, stop and kill it as often as you like: the directories stay. Blocking, so that plain tests can use it, too.
+    """
+
+    def __init__(self, home: Path, sizes: Mapping[Tier, int], flags: Sequence[str] = ()) -> None:
+        """``sizes``: bytes by tier; absent = the daemon does not have it. ``flags``: more of the command line."""
+        self.home = home
+        self.sizes = dict(sizes)
+        self.flags = list(flags)
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def address(self) -> str:
+        return str(self.home / "run")
+
+    @property
+    def disk_dir(self) -> Path:
+        return self.home / "disk"
+
+    @property
+    def state_dir(self) -> Path:
+        return self.home / "state"
+
+    @property
+    def sockets(self) -> tuple[Path, Path]:
+        return Path(self.address, RPC_SOCKET), Path(self.address, ATTACH_SOCKET)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the daemon is not running"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """Everything that it ever wrote to standard error."""
+        return self._log_file.read_text(errors="replace") if self._log_file.exists() else ""
+
+    def command(self) -> list[str]:
+        """What runs it, in the foreground."""
+        return [
+            *(sys.executable, "-m", "kvtierd.main", "--debug-checks"),
+            *("--runtime-dir", self.address),
+            *("--state-dir", str(self.state_dir)),
+            *("--disk-dir", str(self.disk_dir)),
+            *(part for tier, size in self.sizes.items() for part in (f"--{tier}-bytes", str(size))),
+            *self.flags,
+        ]
+
+    def start(self) -> None:
+        """Returns once it serves."""
+        assert not self.running, "the daemon runs already"
+        environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
+        with self._log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(), stdout=subprocess.PIPE, stderr=log, env=environment, text=True
+            )
+        line = self._first_line(self._process)
+        assert line == f"kvtierd ready pid={self.pid} address={self.address}\n", f"{line!r}\n{self.log}"
+
+    def terminate(self) -> None:
+        """Asks for a clean stop and does not wait for it."""
+        assert self._process is not None
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL, and its end awaited."""
+        assert self._process is not None
+        self._process.kill()
+        self._reap(self._process)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """A clean stop: exit status 0, no error in the log, no socket left behind. Nothing, if it does not run."""
+        if self._process is None:
+            return
+        process, died = self._process, self._process.poll()
+        try:
+            assert died is None, f"the daemon died by itself, status {died}\n{self.log}"
+            process.terminate()
+            status = process.wait(STOP_S)
+        finally:
+            process.kill()
+            self._reap(process)
+        assert status == 0, f"exit status {status}\n{self.log}"
+        self.assert_healthy_log()
+        left = [path for path in self.sockets if path.exists()]
+        assert not left, f"left behind: {left}"
+
+    def assert_healthy_log(self) -> None:
+        trouble = [line for line in self.log.splitlines() if any(word in line for word in _TROUBLE)]
+        assert not trouble, self.log
+
+    @property
+    def _log_file(self) -> Path:
+        return self.home / "kvtierd.log"
+
+    def _first_line(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S * 3)
+        if readable:
+            return process.stdout.readline()
+        process.kill()
+        return "(nothing)"
+
+    def _reap(self, process: subprocess.Popen[str]) -> None:
+        process.wait(PATIENCE_S)
+        if process.stdout is not None:
+            process.stdout.close()
+        self._process = None
