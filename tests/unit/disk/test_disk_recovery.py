@@ -195,3 +195,13 @@ def test_recovering_again_gives_the_same(tmp_path: Path) -> None:
     assert names(store.recover(), "ab") == ["a", "b"]
     assert verdicts(store, {"a": 0, "b": 1}) == {"a": "ok", "b": "ok"}
     store.close()
+
+
+def test_keys_parents_and_checksums_that_end_in_zeros_are_whole() -> None:
+    """numpy's fixed-width strings would cut them."""
+    parent, child, digest = Key(b"\x01" + bytes(31)), Key(bytes(32)), b"\x02" + bytes(15)
+    values = [encode_record(SlotId(slot), above, 35, 1, 4096, digest) for slot, above in ((3, None), (4, parent))]
+    found = recover_group(Stored([parent, child], values, [], [], frozenset()), SHAPE)
+    assert [(record.key, record.parent) for record in found.records] == [(parent, None), (child, parent)]
+    assert [found.table.key_at(SlotId(slot)) for slot in (3, 4, 5)] == [parent, child, None]
+    assert found.table.checksum_at(SlotId(4)) == digest
