@@ -178,7 +178,8 @@ class Bench:
     # -- the mover ---------------------------------------------------------------------------------------------------
 
     def land(self, *, failed: str = "", corrupt: str = "") -> None:
-        """Everything in flight ends, the newest too, in the order planned; copies of the blocks named do not do well."""
+        """Everything in flight ends, in the order planned, and what that begets too; copies of the blocks named go
+        wrong."""
         while self.moves:
             self.land_one(failed=failed, corrupt=corrupt)
 

@@ -1,0 +1,178 @@
+"""What may happen next in a world. An action draws its own details and does nothing where there is nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from kvtierd.core.ids import Key, SessionId, SlotId
+from kvtierd.core.manager import ChainRequest, CommitItem
+from tests.simulation.chooser import Chooser
+from tests.simulation.world import World
+
+PRIORITIES: Final = (35, 35, 35, 35, 0, 10, 29, 30, 49, 50, 100)
+"""Mostly the default; some on either side of the thresholds of demotion."""
+
+Action = Callable[[World, Chooser], None]
+
+
+def reserve(world: World, choose: Chooser) -> None:
+    if world.memories:
+        tier = choose.pick(list(world.memories))
+        world.reserve(_session(world, choose), tier, choose.between(1, min(4, world.slots[tier])))
+
+
+def scribble(world: World, choose: Chooser) -> None:
+    """Not a call: a client writes a slot that it leased."""
+    writers = [holding for holding in world.clients.leases.values() if holding.blank]
+    if writers:
+        holding = choose.pick(writers)
+        world.clients.scribble(holding, choose.pick(list(holding.blank)))
+
+
+def commit(world: World, choose: Chooser) -> None:
+    """Mostly the next blocks of a chain; some that exist, lack their parent or claim a wrong one."""
+    writers = [holding for holding in world.clients.leases.values() if holding.blank]
+    if not writers:
+        return
+    holding = choose.pick(writers)
+    slots = list(holding.blank)
+    keys = _to_store(world, choose, len(slots))
+    world.commit(holding, [_item(world, choose, slot, key) for slot, key in zip(slots, keys, strict=False)])
+
+
+def _to_store(world: World, choose: Chooser, most: int) -> Sequence[Key]:
+    if choose.chance(15):
+        return choose.some(world.forest.keys, most)
+    chain = world.forest.chain(choose.pick(world.forest.keys))
+    missing = [key for key in chain if key not in world.mirror.blocks]
+    return (missing or chain)[: choose.between(1, most)]
+
+
+def _item(world: World, choose: Chooser, slot: SlotId, key: Key) -> CommitItem:
+    parent = world.forest.parent[key]
+    if key in world.mirror.blocks and choose.chance(20):
+        parent = choose.pick([other for other in world.forest.keys if other != key])
+    return CommitItem(slot, key, parent, choose.pick(PRIORITIES))
+
+
+def acquire(world: World, choose: Chooser) -> None:
+    if not world.memories:
+        return
+    chains = []
+    for _ in range(choose.between(1, 3)):
+        keys = world.forest.chain(choose.pick(world.forest.keys))
+        chains.append(ChainRequest(keys, choose.below(len(keys) + 1) if choose.chance(40) else 0))
+    world.acquire(_session(world, choose), choose.pick(list(world.memories)), chains)
+
+
+def release(world: World, choose: Chooser) -> None:
+    if world.clients.leases:
+        first = choose.pick(list(world.clients.leases.values()))
+        of_session = [lease for lease, holding in world.clients.leases.items() if holding.session == first.session]
+        world.release(first.session, choose.some(of_session, 3))
+
+
+def move(world: World, choose: Chooser) -> None:
+    keys = choose.some(world.forest.keys, 4)
+    if choose.chance(50):
+        keys = list(world.forest.chain(keys[0]))
+    world.move(_session(world, choose), choose.pick(list(world.slots)), keys)
+
+
+def drop(world: World, choose: Chooser) -> None:
+    world.drop(_session(world, choose), choose.some(world.forest.keys, 3))
+
+
+def expire(world: World, choose: Chooser) -> None:
+    if world.clients.requests:
+        world.expire(choose.pick(list(world.clients.requests.values())))
+
+
+def cancel(world: World, choose: Chooser) -> None:
+    if world.clients.requests:
+        world.cancel(choose.pick(list(world.clients.requests.values())))
+
+
+def orphan(world: World, choose: Chooser) -> None:
+    world.orphan(_session(world, choose))
+
+
+def reattach(world: World, choose: Chooser) -> None:
+    world.reattach(choose.pick(sorted(world.clients.orphaned) or list(world.clients.sessions)))
+
+
+def end(world: World, choose: Chooser) -> None:
+    world.end(_session(world, choose))
+
+
+def report(world: World, choose: Chooser) -> None:
+    if world.mover.in_flight:
+        world.report(choose)
+
+
+def tick(world: World, choose: Chooser) -> None:
+    world.now += choose.pick((1, 10**9, 10**10))
+    world.tick()
+
+
+def rot(world: World, choose: Chooser) -> None:
+    """Not a call: the disk's bytes flip."""
+    if world.disk is not None:
+        world.disk.rot(SlotId(choose.below(len(world.disk.slab))))
+
+
+def lose(world: World, choose: Chooser) -> None:
+    world.lose(choose.pick(list(world.slots)))
+
+
+def restore(world: World, choose: Chooser) -> None:
+    if world.offline:
+        world.restore(choose.pick(sorted(world.offline)))
+
+
+def drain(world: World, choose: Chooser) -> None:
+    world.drain(choose)
+
+
+def settle(world: World, choose: Chooser) -> None:
+    world.settle(choose)
+
+
+def crash(world: World, choose: Chooser) -> None:
+    world.restart(choose, clean=False)
+
+
+def stop_and_start(world: World, choose: Chooser) -> None:
+    world.restart(choose, clean=True)
+
+
+WEIGHTS: Final[Mapping[Action, int]] = {
+    report: 330,
+    acquire: 150,
+    reserve: 130,
+    commit: 130,
+    release: 130,
+    move: 40,
+    scribble: 20,
+    drop: 10,
+    tick: 10,
+    expire: 15,
+    cancel: 10,
+    orphan: 6,
+    reattach: 8,
+    end: 6,
+    rot: 6,
+    lose: 4,
+    restore: 10,
+    drain: 4,
+    settle: 1,
+    crash: 3,
+    stop_and_start: 1,
+}
+"""How often each happens in a random walk, against the sum."""
+
+
+def _session(world: World, choose: Chooser) -> SessionId:
+    attached = [session for session in world.clients.sessions if session not in world.clients.orphaned]
+    return choose.pick(attached or list(world.clients.sessions))

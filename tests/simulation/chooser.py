@@ -1,0 +1,43 @@
+"""Where the simulation's choices come from: a seeded generator or Hypothesis, behind one small class."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Chooser:
+    """``below(n)`` chooses a whole number from 0 to n - 1; all else is made of that.
+
+    Zero is the tame choice everywhere (nothing happens, the first one, the smallest), since that is what Hypothesis
+    shrinks to.
+    """
+
+    def __init__(self, below: Callable[[int], int]) -> None:
+        self.below = below
+
+    @classmethod
+    def seeded(cls, seed: int) -> Chooser:
+        return cls(random.Random(seed).randrange)
+
+    def chance(self, percent: int) -> bool:
+        return self.below(100) >= 100 - percent
+
+    def between(self, low: int, high: int) -> int:
+        """Both ends included."""
+        return low + self.below(high - low + 1)
+
+    def pick(self, values: Sequence[T]) -> T:
+        return values[self.below(len(values))]
+
+    def some(self, values: Sequence[T], most: int) -> list[T]:
+        """From one to ``most`` different values, in any order."""
+        left = list(values)
+        return [left.pop(self.below(len(left))) for _ in range(self.between(1, min(most, len(left))))]
+
+    def each(self, values: Sequence[T], percent: int) -> list[T]:
+        """Every value with this chance."""
+        return [value for value in values if self.chance(percent)]

@@ -1,0 +1,108 @@
+"""A disk tier as the core must treat it: an index that changes by transactions, and a slab that does not.
+
+What survives a crash is what was committed; payloads are written into the slab before that.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtierd.core.ids import Key, SlotId
+from kvtierd.core.manager import Recovered
+from tests.simulation.memory import POISON, ROT, Content, is_block
+from tests.simulation.violation import require
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    slot: SlotId
+    parent: Key | None
+    priority: int
+    last_use: int
+
+
+@dataclass(slots=True, frozen=True)
+class Write:
+    key: Key
+    parent: Key | None
+    priority: int
+    slot: SlotId
+    content: Content
+
+
+class Disk:
+    """``bad``: slots found corrupt, which hold no block ever again."""
+
+    def __init__(self, slots: int) -> None:
+        self.slab: list[Content] = [POISON] * slots
+        self.records: dict[Key, Record] = {}
+        self.bad: set[SlotId] = set()
+        self._holders: dict[SlotId, Key] = {}
+        self._clock = 0
+
+    def put_payload(self, slot: SlotId, content: Content) -> None:
+        """Before the commit: the index must not lead to this slot any more."""
+        holder = self._holders.get(slot)
+        require(holder is None, f"disk slot {slot} is written before the deletion of its block has committed")
+        require(slot not in self.bad, f"disk slot {slot} is written again though it is known bad")
+        self.slab[slot] = content
+
+    def commit(self, writes: Sequence[Write], retired: Iterable[tuple[Key, SlotId]]) -> set[Key]:
+        """One transaction, deletions first. Returns the keys refused because their parent is not there."""
+        for key, slot in retired:
+            if key in self.records and self.records[key].slot == slot:
+                self._delete(key)
+        refused: set[Key] = set()
+        for write in writes:
+            if write.parent is not None and write.parent not in self.records:
+                refused.add(write.key)
+                continue
+            if write.key in self.records:
+                self._delete(write.key)
+            self._clock += 1
+            self.records[write.key] = Record(write.slot, write.parent, write.priority, self._clock)
+            self._holders[write.slot] = write.key
+        return refused
+
+    def read(self, key: Key, slot: SlotId) -> Content | None:
+        """The block's bytes; None where the checksum tells that they are not."""
+        content = self.slab[slot]
+        if content == ROT:
+            return None
+        require(content == key, f"disk slot {slot} is read for a block that it does not hold")
+        return content
+
+    def rot(self, slot: SlotId) -> None:
+        """The medium's bytes flip."""
+        if is_block(self.slab[slot]):
+            self.slab[slot] = ROT
+
+    def empty(self) -> None:
+        """The operator has replaced it."""
+        self.records.clear()
+        self._holders.clear()
+
+    def recover(self) -> list[Recovered]:
+        """What can be reached, parents before children, else least recently used first; the rest is deleted."""
+        order: list[Recovered] = []
+        children: dict[Key | None, list[Key]] = {}
+        for key, record in self.records.items():
+            if record.slot not in self.bad:
+                children.setdefault(record.parent, []).append(key)
+        ready = [(self.records[key].last_use, key) for key in children.get(None, ())]
+        heapq.heapify(ready)
+        while ready:
+            _, key = heapq.heappop(ready)
+            record = self.records[key]
+            order.append(Recovered(record.slot, key, record.parent, record.priority))
+            for child in children.get(key, ()):
+                heapq.heappush(ready, (self.records[child].last_use, child))
+        for key in self.records.keys() - {record.key for record in order}:
+            self._delete(key)
+        return order
+
+    def _delete(self, key: Key) -> None:
+        record = self.records.pop(key)
+        self._holders.pop(record.slot, None)

@@ -1,0 +1,271 @@
+"""Faults to plant into the core: each takes one promise away, in a method or two, for as long as it is planted.
+
+They show that the simulation sees. Nothing here is reachable from the daemon; what the core is made of is named as it
+is now, so a fault whose method is gone cannot be planted and its test fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from unittest.mock import patch
+
+from kvtierd.core.block import Block, Copy
+from kvtierd.core.events import Cause, EventSequencer, EventType
+from kvtierd.core.flights import Flight, Flights
+from kvtierd.core.group import LEAF, GroupState
+from kvtierd.core.ids import MoveId, SessionId, SlotId, Tier
+from kvtierd.core.manager import BlockManager
+from kvtierd.core.outcome import MoveResult
+from kvtierd.core.recorder import Recorder, Transfer
+from kvtierd.core.room import Room
+from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket
+from kvtierd.core.window import WindowManager
+
+Method = Callable[..., Any]
+
+
+@dataclass(slots=True, frozen=True)
+class Fault:
+    """``patches``: (class, method, what makes the faulty one of the right one).
+
+    ``outside``: the world alone notices. Else it takes the core's own checker, since the fault is one of choice: who is
+    evicted, who may be.
+    """
+
+    name: str
+    patches: tuple[tuple[type, str, Callable[[Method], Method]], ...]
+    outside: bool = True
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            for owner, method, spoil in self.patches:
+                undo.enter_context(patch.object(owner, method, spoil(getattr(owner, method))))
+            yield
+
+
+def _does_nothing(right: Method) -> Method:
+    def nothing(*arguments: object) -> None:
+        pass
+
+    return nothing
+
+
+# -- copies --------------------------------------------------------------------------------------------------------
+
+
+def _arrives_when_planned(right: Method) -> Method:
+    def start_copy(state: GroupState, block: Block, src: Tier, dst: Tier, cause: Cause) -> tuple[MoveId, Copy, Copy]:
+        planned: tuple[MoveId, Copy, Copy] = right(state, block, src, dst, cause)
+        state.arrive(block, dst)
+        return planned
+
+    return start_copy
+
+
+def _frees_what_leaves(right: Method) -> Method:
+    def leave(state: GroupState, block: Block, tier: Tier) -> None:
+        right(state, block, tier)
+        copy = block.copies[tier]
+        assert copy is not None
+        state.give_back(tier, copy.slot)
+
+    return leave
+
+
+def _detaches_the_source(right: Method) -> Method:
+    def source_stays(flights: Flights, flight: Flight) -> None:
+        right(flights, flight)
+        if flight.block.copies[flight.edge[0]] is flight.source:
+            flights._state.detach(flight.block, flight.edge[0])
+
+    return source_stays
+
+
+def _overlooks(**overlooked: frozenset[int]) -> Callable[[Method], Method]:
+    def spoil(right: Method) -> Method:
+        def complete(flights: Flights, result: MoveResult, now: int) -> list[FetchTicket]:
+            waiting: list[FetchTicket] = right(flights, replace(result, **overlooked), now)  # type: ignore[arg-type]
+            return waiting
+
+        return complete
+
+    return spoil
+
+
+def _forgets_the_bad_slot(right: Method) -> Method:
+    def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
+        right(state, block, tier, copy)
+        state.corrupt[tier].discard(copy.slot)
+
+    return lose_bytes
+
+
+# -- slots, leases and claims --------------------------------------------------------------------------------------
+
+
+def _holds_nothing(right: Method) -> Method:
+    def hold(state: GroupState, block: Block, tier: Tier, session: SessionId) -> Copy:
+        copy: Copy = right(state, block, tier, session)
+        copy.holds = 0
+        state.reconsider(block)
+        return copy
+
+    return hold
+
+
+def _gives_back_orphans(right: Method) -> Method:
+    def orphan(window: WindowManager, lease: Lease, orphaned: bool) -> None:
+        right(window, lease, orphaned)
+        for slot in lease.blank:
+            window.state.give_back(lease.tier, slot)
+
+    return orphan
+
+
+def _retires_at_once(right: Method) -> Method:
+    def retire(state: GroupState, block: Block, slot: SlotId) -> None:
+        state.slots[Tier.DISK].give_back(slot)
+
+    return retire
+
+
+def _shows_the_youngest_first(right: Method) -> Method:
+    def reserve(window: WindowManager, ticket: ReserveTicket) -> None:
+        right(window, ticket)
+        window._queues[ticket.tier].rotate(1)
+
+    return reserve
+
+
+def _nobody_is_older(right: Method) -> Method:
+    def older_wants(window: WindowManager, tier: Tier, seq: int) -> int:
+        return 0
+
+    return older_wants
+
+
+def _wants_nothing(right: Method) -> Method:
+    def fetch(window: WindowManager, ticket: FetchTicket, now: int) -> None:
+        ticket.min_blocks = 0
+        right(window, ticket, now)
+
+    return fetch
+
+
+# -- the tree ------------------------------------------------------------------------------------------------------
+
+
+def _takes_parents_for_leaves(right: Method) -> Method:
+    def lists(state: GroupState, block: Block, tier: Tier) -> int:
+        found: int = right(state, block, tier)
+        return found | (LEAF if block.residency == tier.bit else 0)
+
+    return lists
+
+
+def _leaves_children_behind(right: Method) -> Method:
+    def remove(state: GroupState, block: Block, cause: Cause) -> None:
+        children, block.children = block.children, {}
+        right(state, block, cause)
+        block.children = children
+
+    return remove
+
+
+def _knows_no_ancestors(right: Method) -> Method:
+    def missing_ancestors(room: Room, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
+        return [], None
+
+    return missing_ancestors
+
+
+def _touches_parents_first(right: Method) -> Method:
+    def touch(state: GroupState, blocks: list[Block]) -> None:
+        chains = {member for block in blocks for member in (block, *block.ancestors()) if member.indexed}
+        for member in sorted(chains, key=lambda block: (block.depth, block.id)):
+            right(state, [member])
+            for ancestor in member.ancestors():
+                ancestor.last_use -= 1
+                state.reconsider(ancestor)
+
+    return touch
+
+
+# -- events and generations ------------------------------------------------------------------------------------------
+
+
+def _omits(type_: EventType, cause_: Cause) -> Callable[[Method], Method]:
+    def spoil(right: Method) -> Method:
+        def change(
+            recorder: Recorder,
+            type: EventType,
+            cause: Cause,
+            group: int,
+            block: Block,
+            transfer: Transfer | None = None,
+        ) -> None:
+            if (type, cause) != (type_, cause_):
+                right(recorder, type, cause, group, block, transfer)
+
+        return change
+
+    return spoil
+
+
+def _says_it_twice(right: Method) -> Method:
+    def change(recorder: Recorder, *about: object) -> None:
+        right(recorder, *about)
+        right(recorder, *about)
+
+    return change
+
+
+def _starts_anew(right: Method) -> Method:
+    def begin(sequencer: EventSequencer, last: int = 0) -> None:
+        right(sequencer, 0)
+
+    return begin
+
+
+FAULTS: Final = {
+    fault.name: fault
+    for fault in (
+        Fault("ready_before_copy_ends", ((GroupState, "start_copy", _arrives_when_planned),)),
+        Fault("source_freed_before_ready", ((GroupState, "leave", _frees_what_leaves),)),
+        Fault("failed_copy_is_ready", ((Flights, "complete", _overlooks(failed=frozenset())),)),
+        Fault("failed_copy_frees_source", ((Flights, "_source_stays", _detaches_the_source),)),
+        Fault("corrupt_copy_is_ready", ((Flights, "complete", _overlooks(corrupt=frozenset())),)),
+        Fault("bad_slot_reused", ((GroupState, "lose_bytes", _forgets_the_bad_slot),)),
+        Fault("hit_during_demotion_ignored", ((GroupState, "stay", _does_nothing),)),
+        Fault("leased_slot_reused", ((GroupState, "hold", _holds_nothing),)),
+        Fault("orphaned_slot_reused", ((WindowManager, "orphan", _gives_back_orphans),)),
+        Fault("claim_ignored", tuple((GroupState, name, _does_nothing) for name in ("claim", "unclaim"))),
+        Fault("retire_skipped", ((GroupState, "retire", _retires_at_once),)),
+        Fault(
+            "queue_overtaken",
+            (
+                (WindowManager, "reserve", _shows_the_youngest_first),
+                (WindowManager, "_older_wants", _nobody_is_older),
+            ),
+        ),
+        Fault("waiting_forgotten", ((BlockManager, "_pump_all", _does_nothing),)),
+        Fault("cancelled_but_granted", ((WindowManager, "withdraw", _does_nothing),)),
+        Fault("minimum_ignored", ((WindowManager, "fetch", _wants_nothing),)),
+        Fault(
+            "parent_dropped_before_child",
+            ((GroupState, "_lists", _takes_parents_for_leaves), (GroupState, "remove", _leaves_children_behind)),
+        ),
+        Fault("disk_child_before_ancestor", ((Room, "_missing_ancestors", _knows_no_ancestors),)),
+        Fault("priority_not_propagated", ((GroupState, "_reprioritise", _does_nothing),)),
+        Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
+        Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
+        Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
+        Fault("generation_not_bumped", ((Recorder, "begin_write", _does_nothing),)),
+        Fault("id_reused_after_restart", ((EventSequencer, "__init__", _starts_anew),)),
+    )
+}
+"""By name."""

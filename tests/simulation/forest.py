@@ -1,0 +1,43 @@
+"""The blocks that the simulated clients know: trees of keys, each with one parent for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from kvtierd.core.ids import Key
+from tests.simulation.chooser import Chooser
+
+
+def key(number: int) -> Key:
+    return Key(hashlib.sha256(number.to_bytes(4, "little")).digest())
+
+
+class Forest:
+    """``keys``: all, parents before children. ``parent``: of each, None for a root."""
+
+    def __init__(self, parents: Sequence[int | None]) -> None:
+        self.keys = tuple(key(number) for number in range(len(parents)))
+        self.parent = {
+            own: None if above is None else self.keys[above] for own, above in zip(self.keys, parents, strict=True)
+        }
+        self._chains: dict[Key, tuple[Key, ...]] = {}
+        for own, above in self.parent.items():
+            self._chains[own] = (*self._chains[above], own) if above is not None else (own,)
+
+    @classmethod
+    def draw(cls, choose: Chooser, size: int) -> Forest:
+        """Some long chains with forks: what requests that share prefixes look like."""
+        parents: list[int | None] = []
+        root = 0
+        for number in range(size):
+            if number == 0 or choose.chance(12):
+                root = number
+                parents.append(None)
+            else:
+                parents.append(choose.between(root, number - 1) if choose.chance(30) else number - 1)
+        return cls(parents)
+
+    def chain(self, leaf: Key) -> tuple[Key, ...]:
+        """From the root to ``leaf``."""
+        return self._chains[leaf]

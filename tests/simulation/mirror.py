@@ -1,0 +1,68 @@
+"""A watcher: rebuilds what is where from the events alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtierd.core.events import BlockChange, Event, EventType
+from kvtierd.core.ids import Key
+from tests.simulation.violation import require
+
+
+class Mirror:
+    """``blocks``: the last that was said of each block. ``children``: how many stored ones it has.
+
+    Holds every event to the order that it promises: parents are stored before their children and removed after them,
+    and nothing is said twice.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[Key, BlockChange] = {}
+        self.last_id = 0
+        self._children: dict[Key, int] = {}
+        self._handlers: dict[EventType, Callable[[BlockChange], None]] = {
+            EventType.STORED: self._stored,
+            EventType.UPDATED: self._updated,
+            EventType.REMOVED: self._removed,
+        }
+
+    def apply(self, event: Event) -> None:
+        require(event.id == self.last_id + 1, f"event {event.id} follows event {self.last_id}")
+        self.last_id = event.id
+        if event.type is EventType.CLEARED:
+            self.blocks.clear()
+            self._children.clear()
+        handle = self._handlers.get(event.type)
+        for change in event.blocks:
+            require(handle is not None, f"a {event.type.name} event names a block")
+            if handle is not None:
+                handle(change)
+
+    def skip_to(self, last_id: int) -> None:
+        """The next event is ``last_id`` + 1: what was before it is lost, as the daemon declared."""
+        require(last_id >= self.last_id, f"ids start again at {last_id + 1}, after {self.last_id} was given out")
+        self.last_id = last_id
+
+    def _stored(self, change: BlockChange) -> None:
+        require(change.key not in self.blocks, "a block is stored twice")
+        require(change.residency != 0, "a block is stored nowhere")
+        if change.parent is not None:
+            require(change.parent in self.blocks, "a block is stored before its parent")
+            self._children[change.parent] = self._children.get(change.parent, 0) + 1
+        self.blocks[change.key] = change
+
+    def _updated(self, change: BlockChange) -> None:
+        known = self.blocks.get(change.key)
+        require(known is not None, "an unknown block is updated")
+        require(known != change, "an update changes nothing")
+        require(known is not None and known.parent == change.parent, "a block has changed its parent")
+        require(change.residency != 0, "a block that is nowhere is not reported removed")
+        self.blocks[change.key] = change
+
+    def _removed(self, change: BlockChange) -> None:
+        require(change.key in self.blocks, "an unknown block is removed")
+        require(change.residency == 0, "a removed block is said to be somewhere")
+        require(self._children.get(change.key, 0) == 0, "a block is removed before its children")
+        del self.blocks[change.key]
+        if change.parent is not None:
+            self._children[change.parent] -= 1

@@ -1,0 +1,48 @@
+"""Planted faults are seen, and seen soon; without them the same walks are silent."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Final
+
+import pytest
+
+from tests.simulation.faults import FAULTS
+from tests.simulation.walk import WalkFailed, walk
+
+STEPS_A_WALK: Final = 1_000
+MOST_STEPS: Final = 20_000
+
+
+def steps_until_caught(*, inspect: bool) -> int:
+    """Walks with seeds 0, 1, 2 … until one fails: some have no disk, some no host, some never crash."""
+    steps = 0
+    for seed in count():
+        try:
+            steps += walk(seed, STEPS_A_WALK, inspect=inspect).steps
+        except WalkFailed as failure:
+            return steps + failure.step
+        assert steps < MOST_STEPS, f"not caught in {steps} steps"
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name: str) -> None:
+    with FAULTS[name].planted():
+        steps_until_caught(inspect=True)
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.outside])
+def test_a_planted_fault_shows_outside(name: str) -> None:
+    """The world finds it without the core's own checker: by bytes, events, records and answers."""
+    with FAULTS[name].planted():
+        steps_until_caught(inspect=False)
+
+
+def test_without_a_fault_the_same_walks_are_silent() -> None:
+    """Planting leaves nothing behind either."""
+    for fault in FAULTS.values():
+        with fault.planted():
+            pass
+    for seed in range(MOST_STEPS // STEPS_A_WALK):
+        walk(seed, STEPS_A_WALK)

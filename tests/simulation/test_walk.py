@@ -1,0 +1,99 @@
+"""Seeded random walks: all promises after every step, and enough of everything happens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import pytest
+
+from tests.simulation.walk import walk
+
+STEPS_A_WALK: Final = 1_000
+WALKS_A_TEST: Final = 10
+TESTS: Final = 12
+LONG_TESTS: Final = 100
+
+HAPPENS: Final = (
+    "STORED COMMIT",
+    "STORED RECOVERED",
+    "UPDATED CAPACITY",
+    "UPDATED DEMAND",
+    "UPDATED PREFETCH",
+    "UPDATED EXPLICIT",
+    "UPDATED WRITE_THROUGH",
+    "UPDATED CORRUPT",
+    "UPDATED IO_ERROR",
+    "REMOVED CAPACITY",
+    "REMOVED EXPLICIT",
+    "REMOVED CORRUPT",
+    "REMOVED IO_ERROR",
+    "REMOVED ANCESTOR",
+    "device>host CAPACITY",
+    "device>disk CAPACITY",
+    "host>disk CAPACITY",
+    "host>disk WRITE_THROUGH",
+    "device>disk WRITE_THROUGH",
+    "host>device DEMAND",
+    "device>host DEMAND",
+    "disk>device DEMAND",
+    "disk>host DEMAND",
+    "disk>nowhere CAPACITY",
+    "commit OK",
+    "commit EXISTS",
+    "commit PARENT_MISSING",
+    "commit PARENT_CONFLICT",
+    "drop OK",
+    "drop HELD",
+    "granted slots",
+    "granted a whole prefix",
+    "granted a shorter prefix",
+    "granted a move",
+    "refused TIER_FULL",
+    "refused DEADLINE",
+    "refused TOO_SHORT",
+    "refused TIER_OFFLINE",
+    "copies failed",
+    "copies corrupt",
+    "restart after a crash",
+    "restart clean",
+    "settled",
+)
+"""What a walk must have seen for its silence to mean something."""
+
+
+def run_walks(first_seed: int, walks: int, steps: int) -> Counter[str]:
+    """Returns what was seen; the walks have taken at least ``steps`` each."""
+    seen: Counter[str] = Counter()
+    taken = 0
+    for seed in range(first_seed, first_seed + walks):
+        walked = walk(seed, steps)
+        taken += walked.steps
+        seen += walked.seen
+    assert taken >= walks * steps
+    return seen
+
+
+@pytest.mark.parametrize("part", range(TESTS))
+def test_random_walks_keep_every_promise(part: int) -> None:
+    run_walks(part * WALKS_A_TEST, WALKS_A_TEST, STEPS_A_WALK)
+
+
+def test_the_walks_are_long_enough() -> None:
+    assert TESTS * WALKS_A_TEST * STEPS_A_WALK >= 100_000
+    assert LONG_TESTS * WALKS_A_TEST * STEPS_A_WALK >= 1_000_000
+
+
+def test_everything_happens_on_a_walk() -> None:
+    seen = run_walks(10_000, 20, STEPS_A_WALK)
+    assert [what for what in HAPPENS if not seen[what]] == []
+
+
+def test_a_seed_is_a_walk() -> None:
+    assert walk(3, 500) == walk(3, 500)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(LONG_TESTS))
+def test_a_million_steps(part: int) -> None:
+    run_walks(100_000 + part * WALKS_A_TEST, WALKS_A_TEST, STEPS_A_WALK)

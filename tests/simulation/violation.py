@@ -1,0 +1,12 @@
+"""What the simulation raises when the core broke a promise."""
+
+from __future__ import annotations
+
+
+class Violation(AssertionError):
+    """Something that a user of the core could see is not as promised."""
+
+
+def require(truth: bool, promise: str) -> None:
+    if not truth:
+        raise Violation(promise)
