@@ -74,14 +74,16 @@ class Watcher:
         self._heartbeat_s = heartbeat_s
 
     async def follow(self, snapshot_end: int | None = None) -> AsyncGenerator[bytes, None]:
-        """Batches without end, serialised. ``snapshot_end``: the first batch to reach this id is marked as such.
+        """Batches without end, serialised; the first comes at once and, if it has no events, says where this starts.
 
-        Raises UNAVAILABLE once the hub is closed and everything in it was sent.
+        ``snapshot_end``: the first batch to reach this id is marked as such. Raises UNAVAILABLE once the hub is closed
+        and everything in it was sent.
         """
         loop = asyncio.get_running_loop()
-        quiet_until = loop.time() + self._heartbeat_s
+        quiet_until = loop.time()
         if snapshot_end is not None and snapshot_end <= self._cursor:
             yield self._batch(snapshot_end=True)
+            quiet_until = loop.time() + self._heartbeat_s
             snapshot_end = None
         while True:
             run = self._hub.after(self._cursor)

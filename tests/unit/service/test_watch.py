@@ -124,9 +124,17 @@ async def test_filters_choose_events_and_ranges_cover_the_rest(wanted: EventFilt
 async def test_what_is_filtered_away_is_covered_by_the_next_heartbeat() -> None:
     ring = hub()
     follow = Watcher(ring, 0, wants(caches=["two"]), heartbeat_s=0.05).follow()
+    await anext(follow)
     ring.publish([stored(1), stored(2)])
     got = await batches(follow, 2)
     assert [(batch.first_id, batch.last_id, len(batch.events)) for batch in got] == [(1, 2, 0)]
+
+
+async def test_a_watch_begins_by_saying_where_it_is() -> None:
+    async with aclosing(Watcher(hub(last=9), 9, wants(), QUIET_S).follow()) as follow:
+        async with asyncio.timeout(5):
+            batch = events_pb2.WatchBatch.FromString(await anext(follow))
+    assert (batch.epoch, batch.first_id, batch.last_id) == (1, 10, 9)
 
 
 async def test_a_quiet_watch_gets_heartbeats_that_cover_nothing() -> None:
@@ -140,6 +148,7 @@ async def test_a_quiet_watch_gets_heartbeats_that_cover_nothing() -> None:
 async def test_a_slow_watcher_is_told_what_it_missed_and_goes_on() -> None:
     ring = hub(max_events=300)
     async with aclosing(Watcher(ring, 0, wants(), QUIET_S).follow()) as follow:
+        await anext(follow)
         ring.publish([stored(1)])
         got = [events_pb2.WatchBatch.FromString(await anext(follow))]
         ring.publish([stored(number) for number in range(2, 1001)])
@@ -184,7 +193,9 @@ async def test_a_snapshot_of_a_quiet_daemon_ends_at_once() -> None:
 async def test_a_filtered_watcher_learns_the_snapshots_end_without_a_matching_event() -> None:
     ring = hub()
     ring.publish([stored(1), stored(2)])
-    got = await batches(Watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow(snapshot_end=2), 2)
+    follow = Watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow(snapshot_end=2)
+    await anext(follow)
+    got = await batches(follow, 2)
     assert [(batch.first_id, batch.last_id, batch.snapshot_end) for batch in got] == [(1, 2, True)]
 
 
