@@ -98,6 +98,7 @@ class GroupState:
             for tier in self.tiers
         }
         self._retirements: dict[MoveId, list[SlotId]] = {}
+        self._used_on_disk: dict[Block, None] = {}
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
@@ -338,6 +339,14 @@ class GroupState:
                 self._clock += 1
                 block.last_use = self._clock
                 self.reconsider(block)
+                if block.copies[Tier.DISK] is not None:
+                    self._used_on_disk.pop(block, None)
+                    self._used_on_disk[block] = None
+
+    def take_disk_uses(self) -> list[Key]:
+        """Blocks with a disk copy that were used since the last call, in the order of their last use."""
+        used, self._used_on_disk = self._used_on_disk, {}
+        return [block.key for block in used if (copy := block.copies[Tier.DISK]) is not None and copy.valid]
 
     # -- existence -------------------------------------------------------------------------------------------------
 

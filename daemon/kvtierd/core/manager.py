@@ -253,9 +253,10 @@ class BlockManager:
     def session_leases(self, session: SessionId) -> int:
         return len(self._of_session.get(session, ()))
 
-    @property
-    def moves_in_flight(self) -> int:
-        return sum(window.flights.active for window in self.windows.values())
+    def take_disk_uses(self) -> dict[GroupId, list[Key]]:
+        """Disk blocks used since the last call, by group, in the order of their last use: for the disk to remember."""
+        uses = {group: window.state.take_disk_uses() for group, window in self.windows.items()}
+        return {group: keys for group, keys in uses.items() if keys}
 
     # -- leases ------------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from kvtierd.mover.edges import EdgeCounters, Edges
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Answer, Tickets, Waiting, cancelled
+from kvtierd.mover.uses import UseLog
 from kvtierd.mover.work import Edge
 
 TICK_S: Final = 0.25
@@ -55,6 +56,7 @@ class _Open:
 
     runtime: CacheRuntime
     tickets: Tickets
+    uses: UseLog
     closing: bool = False
     removed: bool = False
 
@@ -110,7 +112,7 @@ class Engine:
             raise ShuttingDown
         if runtime.id in self._caches:
             raise ValueError(f"cache {runtime.id} is open already")
-        cache = _Open(runtime, Tickets(self._loop))
+        cache = _Open(runtime, Tickets(self._loop), UseLog(runtime))
         self._caches[runtime.id] = cache
         opening = runtime.manager.open(recovered, quarantined, unclean=unclean, restarted=restarted, now=self._clock())
         self._apply(cache, opening)
@@ -124,6 +126,7 @@ class Engine:
         cache.closing = True
         self._refuse_waiting(cache)
         await self._edges.idle(cache_id)
+        await cache.uses.finish()
         cache.removed = True
         self._caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime
@@ -247,7 +250,8 @@ class Engine:
 
     def problems(self) -> list[str]:
         """What health should show; empty when all is well."""
-        return [*self._broken, *self._edges.problems()]
+        unwritten = [cache.uses.problem for cache in self._caches.values() if cache.uses.problem is not None]
+        return [*self._broken, *self._edges.problems(), *unwritten]
 
     async def settle(self) -> None:
         """Returns when no move is in flight and no completion undelivered."""
@@ -265,6 +269,8 @@ class Engine:
         try:
             async with asyncio.timeout(deadline_s):
                 await self._edges.idle()
+                for cache in self._caches.values():
+                    await cache.uses.finish()
             settled = True
         except TimeoutError:
             settled = False
@@ -373,6 +379,7 @@ class Engine:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         for cache in list(self._caches.values()):
             self._advance(cache, cache.manager.tick)
+            cache.uses.note()
 
     def _advance(self, cache: _Open, step: Callable[[int], Outcome]) -> None:
         """A step of the core in a callback of the loop. What it raises is our bug, and has no caller to go to."""
