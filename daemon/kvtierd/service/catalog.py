@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState
 from kvtier.abi.spec import CacheSpec
@@ -30,6 +30,8 @@ from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.device import Chaos, StandInDevice
 from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery
 from kvtierd.tiers.host import HostStore
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +78,12 @@ class _Parts:
     recovered: Mapping[GroupId, Sequence[Recovered]] = field(default_factory=dict)
     quarantined: Mapping[GroupId, Collection[SlotId]] = field(default_factory=dict)
 
+    def close(self) -> None:
+        for store in (self.device, self.host, self.disk):
+            if store is not None:
+                store.close()
+        self.arena.close()
+
 
 class Catalog:
     """All caches of the daemon, open until it stops. ``names``: filled in before a cache's first event."""
@@ -95,9 +103,10 @@ class Catalog:
         self._by_id: dict[CacheId, Cache] = {}
         self._by_name: dict[str, Cache] = {}
         self._names: Final = names
+        self._parts: list[_Parts] = []
         self._ids = count(1)
         self._opening = asyncio.Lock()
-        self._prefaulting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def __iter__(self) -> Iterator[Cache]:
         return iter(self._by_id.values())
@@ -113,8 +122,12 @@ class Catalog:
     async def open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, int]) -> tuple[Cache, bool]:
         """The cache of this name, and whether it was made for this call. ``asked``: bytes by tier, none = what is left.
 
-        One cache is opened at a time. Raises INVALID_ARGUMENT (another spec, other budgets), RESOURCE_EXHAUSTED.
+        Once begun it goes on, whatever becomes of the caller: half a cache is no use to anybody.
+        Raises INVALID_ARGUMENT (another spec, other budgets), RESOURCE_EXHAUSTED.
         """
+        return await asyncio.shield(self._spawn(self._open(name, spec, asked), f"open-{name}"))
+
+    async def _open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, int]) -> tuple[Cache, bool]:
         async with self._opening:
             cache = self._by_name.get(name)
             if cache is None:
@@ -138,18 +151,13 @@ class Catalog:
 
     async def close(self) -> None:
         """After the engine's shutdown: lets go of all memory and of the disk."""
-        async with self._opening:
-            if self._prefaulting:
-                await asyncio.wait(self._prefaulting)
-            await asyncio.to_thread(self._close)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        for cache in self:
-            runtime = cache.runtime
-            for store in (runtime.device, runtime.host, runtime.disk):
-                if store is not None:
-                    store.close()
-            runtime.arena.close()
+        for parts in self._parts:
+            parts.close()
         if self._stores.disk is not None:
             self._stores.disk.close()
 
@@ -173,9 +181,21 @@ class Catalog:
         self._stores.budgets.take(spec, slots)
         try:
             parts = await asyncio.to_thread(self._make_parts, name, spec, slots, stored)
+            try:
+                cache = self._introduce(name, spec, slots, parts, stored)
+            except BaseException:
+                parts.close()
+                raise
         except BaseException:
             self._stores.budgets.give_back(spec, slots)
             raise
+        self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{name}")
+        given = " ".join(f"{tier}={count}" for tier, count in sorted(slots.items()))
+        blocks = sum(map(len, parts.recovered.values()))
+        _log.info("cache opened name=%s cache=%d %s recovered=%d", name, cache.id, given, blocks)
+        return cache
+
+    def _introduce(self, name: str, spec: CacheSpec, slots: Slots, parts: _Parts, stored: bool) -> Cache:
         cache_id = CacheId(next(self._ids))
         shape = GroupShape(GROUP, slots, {tier: size for tier, size in slot_bytes(spec).items() if tier in slots})
         manager = BlockManager(cache_id, [shape], self._sequencer)
@@ -189,10 +209,7 @@ class Catalog:
         )
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[name] = cache
-        self._prefault(cache)
-        blocks = sum(map(len, parts.recovered.values()))
-        given = " ".join(f"{tier}={count}" for tier, count in slots.items())
-        _log.info("cache opened name=%s cache=%d %s recovered=%d", name, cache_id, given, blocks)
+        self._parts.append(parts)
         return cache
 
     def _make_parts(self, name: str, spec: CacheSpec, slots: Slots, stored: bool) -> _Parts:
@@ -223,13 +240,11 @@ class Catalog:
         self._stores.remembered.put(name, slots)
         return root.create(name, spec, {GROUP: slots[Tier.DISK]})
 
-    def _prefault(self, cache: Cache) -> None:
-        async def run() -> None:
-            await asyncio.to_thread(cache.runtime.arena.prefault)
-
-        task = asyncio.create_task(run(), name=f"prefault-{cache.name}")
-        self._prefaulting.add(task)
-        task.add_done_callback(self._prefaulting.discard)
+    def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:

@@ -23,10 +23,11 @@ class _Entry(Generic[T]):
 
 
 class ReplyMemory(Generic[T]):
-    """The last ``REMEMBERED`` answers, refusals included. Loop thread only.
+    """The last ``REMEMBERED`` answers. Loop thread only.
 
     A call runs once, in a task of its own: whoever repeats it while it runs waits for the same task. When the last who
-    waits is cancelled, so is the call, and it is forgotten: a repeat after that runs anew.
+    waits is cancelled, so is the call. What was cancelled or refused changed nothing and is forgotten: a repeat runs
+    anew, for instance after its session has come back.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,13 @@ class ReplyMemory(Generic[T]):
             entry.waiting -= 1
             if not entry.waiting and not entry.task.done():
                 entry.task.cancel()
-                if self._entries.get(seq) is entry:
-                    del self._entries[seq]
+                self._forget(seq, entry)
+            elif entry.task.done() and (entry.task.cancelled() or entry.task.exception() is not None):
+                self._forget(seq, entry)
+
+    def _forget(self, seq: int, entry: _Entry[T]) -> None:
+        if self._entries.get(seq) is entry:
+            del self._entries[seq]
 
     def _forget_old(self) -> None:
         # Calls still running are never forgotten: a repeat of one would run beside it.

@@ -215,6 +215,18 @@ async def test_budgets_are_shares_of_the_tiers(client: Client) -> None:
     assert (code, detail.reason) == (Code.RESOURCE_EXHAUSTED, "TIER_FULL")
 
 
+async def test_an_open_that_its_caller_gave_up_is_finished_all_the_same(client: Client) -> None:
+    request = caches_pb2.OpenRequest(name="cache", spec=wire.spec(SPEC), seq=1)
+    call = client.caches.Open(request, metadata=client.metadata)
+    await asyncio.sleep(0.002)
+    call.cancel()
+    again = await client.call(client.caches.Open, request)
+    assert [tier.slots for tier in again.info.groups[0].tiers] == [8, 16]
+    listed = await client.call(client.caches.List, caches_pb2.ListCachesRequest())
+    assert [cache.name for cache in listed.caches] == ["cache"]
+    await client.put(again.cache_id, KEYS)
+
+
 # refusals
 
 
@@ -606,6 +618,11 @@ async def test_health_and_reflection_need_no_session(daemon: Daemon) -> None:
         assert {"kvtier.v1.Blocks", "kvtier.v1.Caches", "kvtier.v1.Events", "kvtier.v1.Admin"} <= listed
 
 
+async def _read_on(watch: AsyncIterator[events_pb2.WatchBatch]) -> None:
+    async for _ in watch:
+        pass
+
+
 async def test_a_stop_ends_watches_and_refuses_what_comes_after(short_dir: Path) -> None:
     daemon = await Daemon.start(config(short_dir))
     async with attached(daemon) as client:
@@ -615,7 +632,7 @@ async def test_a_stop_ends_watches_and_refuses_what_comes_after(short_dir: Path)
         started = asyncio.get_running_loop().time()
         assert await daemon.stop()
         assert asyncio.get_running_loop().time() - started < 1.5, "no watch held it up"
-        code, detail = await refusal(anext(watch))
+        code, detail = await refusal(_read_on(watch))
         assert (code, detail.reason) == (Code.UNAVAILABLE, "SHUTTING_DOWN")
         code, _ = await client.refusal(client.blocks.Match, blocks_pb2.MatchRequest(cache_id=cache, keys=PACKED))
         assert code is Code.UNAVAILABLE
