@@ -1,0 +1,151 @@
+"""Down: what goes, when its source is free, and what a hit or a failure on the way changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.policy import Policy
+from kvtierd.core.slots import SlotState
+from tests.unit.core.bench import DEVICE, DISK, HOST, Bench
+
+
+def test_the_source_is_free_when_the_destination_is_ready_and_no_sooner() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a")
+    waiting = bench.reserve(DEVICE, 1)
+    assert bench.where("a") == {DEVICE}
+    assert not bench.answered(waiting)
+    assert bench.states(DEVICE) == {SlotState.RETIRING: 1}
+    assert bench.states(HOST) == {SlotState.FILLING: 1}
+    bench.land()
+    assert bench.where("a") == {HOST}
+    assert waiting in bench.grants
+
+
+@pytest.mark.parametrize(("priority", "found"), [(29, set()), (30, {HOST})])
+def test_a_block_goes_down_from_the_threshold_on(priority: int, found: set[int]) -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a", priority=priority)
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.where("a") == found
+
+
+def test_a_parent_goes_down_for_its_childs_sake() -> None:
+    """Its own priority is under the threshold, its child's is not."""
+    bench = Bench(device=1, host=2)
+    bench.put("b", HOST, priority=0)
+    bench.put("c", HOST, under="b", priority=50)
+    bench.move("b", DEVICE)
+    bench.land()
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.where("b") == {HOST}
+
+
+def test_each_tier_has_its_threshold() -> None:
+    bench = Bench(device=1, host=1, disk=1, policy=Policy(demote_min_priority={HOST: 60, DISK: 40}))
+    bench.put("a", priority=50)
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.where("a") == {DISK}
+
+
+def test_a_reserve_cascades_from_device_to_host_to_disk() -> None:
+    bench = Bench(device=1, host=1, disk=1)
+    bench.put("a")
+    bench.move("a", HOST)
+    bench.land()
+    bench.put("b")
+    waiting = bench.reserve(DEVICE, 1)
+    assert bench.in_flight() == [("a", HOST, DISK, Cause.CAPACITY)]
+    bench.land_one()
+    assert bench.in_flight() == [("b", DEVICE, HOST, Cause.CAPACITY)]
+    bench.land_one()
+    assert waiting in bench.grants
+    assert (bench.where("a"), bench.where("b")) == ({DISK}, {HOST})
+
+
+def test_without_a_host_tier_blocks_go_straight_to_disk() -> None:
+    bench = Bench(device=1, disk=1)
+    bench.put("a")
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.where("a") == {DISK}
+
+
+def test_a_hit_during_a_demotion_keeps_both() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a")
+    waiting = bench.reserve(DEVICE, 1)
+    bench.cancel(waiting)
+    (ticket,) = bench.acquire("a")
+    assert bench.grants[ticket].found_in == (DEVICE.bit,)
+    bench.land()
+    assert bench.where("a") == {DEVICE, HOST}
+
+
+def test_a_failed_demotion_leaves_the_source_as_it_was_and_says_nothing() -> None:
+    bench = Bench(device=1, host=1, policy=Policy(degrade_after=100))
+    bench.put("a")
+    waiting = bench.reserve(DEVICE, 1)
+    bench.cancel(waiting)
+    told, slot = len(bench.events), bench.slot("a", DEVICE)
+    bench.land(failed="a")
+    assert bench.where("a") == {DEVICE}
+    assert bench.slot("a", DEVICE) == slot
+    assert len(bench.events) == told
+    assert bench.states(HOST) == {SlotState.FREE: 1}
+
+
+def test_a_failed_demotion_is_tried_again_while_somebody_waits() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a")
+    waiting = bench.reserve(DEVICE, 1)
+    bench.land_one(failed="a")
+    assert bench.in_flight() == [("a", DEVICE, HOST, Cause.CAPACITY)]
+    bench.land()
+    assert waiting in bench.grants
+
+
+def test_what_is_below_already_goes_without_a_copy() -> None:
+    bench = Bench(device=1, disk=1, recovered=[("a", None, 35)])
+    (ticket,) = bench.acquire("a")
+    bench.land()
+    bench.release(bench.lease(ticket))
+    told = len(bench.events)
+    assert bench.reserve(DEVICE, 1) in bench.grants
+    assert bench.in_flight() == []
+    assert list(bench.said(told)) == [(EventType.UPDATED, Cause.CAPACITY, "a")]
+    assert bench.where("a") == {DISK}
+
+
+def test_a_leaf_that_cannot_go_down_is_dropped_and_a_parent_goes_only_after_it() -> None:
+    bench = Bench(device=2)
+    bench.put("ab")
+    told = len(bench.events)
+    assert bench.reserve(DEVICE, 2) in bench.grants
+    assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, "ba")]
+
+
+def test_if_only_parents_are_left_a_whole_subtree_goes_leaves_first() -> None:
+    """The parent may not go down, its child is below: nothing but the subtree can make room."""
+    bench = Bench(device=1, host=1, policy=Policy(demote_min_priority={HOST: 30}))
+    bench.put("a", HOST, priority=10)
+    bench.move("a", DEVICE)
+    bench.land()
+    bench.put("b", HOST, under="a", priority=10)
+    told = len(bench.events)
+    assert bench.reserve(DEVICE, 1) in bench.grants
+    assert list(bench.said(told)) == [(EventType.REMOVED, Cause.CAPACITY, "ba")]
+
+
+def test_a_leased_descendant_protects_the_subtree() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a", HOST, priority=10)
+    bench.move("a", DEVICE)
+    bench.land()
+    bench.store("b", HOST, under="a", priority=10)
+    assert bench.reserve(DEVICE, 1) in bench.refusals
+    assert bench.stored() == "ab"

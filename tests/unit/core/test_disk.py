@@ -1,0 +1,134 @@
+"""The disk: prefix-closed by itself, slots free only after their deletion, bytes believed only if verified."""
+
+from __future__ import annotations
+
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.policy import Policy
+from kvtierd.core.slots import SlotState
+from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, key
+
+CHAIN = [("a", None, 35), ("b", "a", 35), ("c", "b", 35)]
+
+
+def test_a_leaf_takes_its_hot_ancestors_copies_along_and_they_stay_above() -> None:
+    bench = Bench(device=3, disk=3)
+    bench.put("abc")
+    bench.reserve(DEVICE, 1)
+    assert bench.in_flight() == [
+        ("a", DEVICE, DISK, Cause.WRITE_THROUGH),
+        ("b", DEVICE, DISK, Cause.WRITE_THROUGH),
+        ("c", DEVICE, DISK, Cause.CAPACITY),
+    ]
+    bench.land()
+    assert [bench.where(name) for name in "abc"] == [{DEVICE, DISK}, {DEVICE, DISK}, {DISK}]
+
+
+def test_ancestors_are_never_in_a_later_move_than_their_descendants() -> None:
+    """What is queued first is committed first: the moves' order is the disk's."""
+    bench = Bench(device=1, host=2, disk=3)
+    bench.put("ab", HOST)
+    bench.put("c", under="b")
+    bench.move("c", DISK)
+    assert [name for name, _, _, _ in bench.in_flight()] == ["a", "b", "c"]
+
+
+def test_a_child_whose_ancestors_copy_failed_does_not_stay_on_disk() -> None:
+    bench = Bench(device=3, disk=3, policy=Policy(degrade_after=100))
+    bench.put("ab")
+    ticket = bench.move("b", DISK)
+    bench.land(failed="a")
+    assert bench.grants[ticket].results == (False,)
+    assert (bench.where("a"), bench.where("b")) == ({DEVICE}, {DEVICE})
+    assert bench.states(DISK) == {SlotState.FREE: 3}
+
+
+def test_a_slot_is_free_only_after_its_deletion_has_committed() -> None:
+    bench = Bench(device=1, disk=1, recovered=[("x", None, 35)])
+    bench.put("a")
+    waiting = bench.reserve(DEVICE, 1)
+    assert bench.in_flight() == [("x", DISK, None, Cause.CAPACITY)]
+    assert bench.stored() == "a"
+    assert bench.states(DISK) == {SlotState.RETIRING: 1}
+    bench.land_one()
+    assert bench.in_flight() == [("a", DEVICE, DISK, Cause.CAPACITY)]
+    bench.land()
+    assert waiting in bench.grants
+
+
+def test_a_slot_whose_deletion_failed_is_never_used_again() -> None:
+    bench = Bench(disk=2, device=1, recovered=[("x", None, 35)])
+    bench.drop("x")
+    bench.land(failed="x")
+    assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 1}
+
+
+def test_some_slots_are_freed_ahead_of_need() -> None:
+    recovered = [(name, None, 35) for name in "abcdefgh"]
+    bench = Bench(device=1, disk=8, policy=Policy(reserve_shift=2), recovered=recovered)
+    bench.put("x")
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.states(DISK) == {SlotState.READY: 6, SlotState.FREE: 2}
+
+
+def test_the_disk_never_drops_a_parent_before_its_child() -> None:
+    bench = Bench(device=1, disk=3, recovered=CHAIN)
+    bench.put("x")
+    told = len(bench.events)
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert (EventType.REMOVED, Cause.CAPACITY, "c") in bench.said(told)
+    assert bench.stored() == "abx"
+
+
+def test_a_corrupt_read_takes_the_block_and_what_is_under_it_children_first() -> None:
+    bench = Bench(device=1, disk=3, recovered=CHAIN)
+    (ticket,) = bench.acquire("a")
+    told = len(bench.events)
+    bench.land(corrupt="a")
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.ANCESTOR, "cb"),
+        (EventType.REMOVED, Cause.CORRUPT, "a"),
+    ]
+    assert ticket in bench.refusals
+    assert bench.slot("a", DISK) is None
+    assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 2}
+
+
+def test_a_corrupt_read_of_a_block_that_is_above_too_costs_only_what_the_disk_has_of_it() -> None:
+    """A block read from disk for host arrives in the device meanwhile."""
+    bench = Bench(device=1, host=1, disk=2, recovered=CHAIN[:2])
+    bench.acquire("a")
+    bench.acquire("a", tier=HOST)
+    bench.land_one()
+    told = len(bench.events)
+    bench.land(corrupt="a")
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.ANCESTOR, "b"),
+        (EventType.UPDATED, Cause.CORRUPT, "a"),
+    ]
+    assert bench.where("a") == {DEVICE}
+
+
+def test_recovery_indexes_what_is_there_and_keeps_its_order_of_use() -> None:
+    bench = Bench(device=1, disk=3, recovered=[("x", None, 35), ("a", None, 35), ("b", "a", 35)], restarted=True)
+    assert list(bench.said()) == [
+        (EventType.CREATED, Cause.RECOVERED, ""),
+        (EventType.CLEARED, Cause.SHUTDOWN, ""),
+        (EventType.STORED, Cause.RECOVERED, "xab"),
+    ]
+    assert bench.core.match(GROUP, [key("a"), key("b")]).residency == (DISK.bit, DISK.bit)
+    bench.put("y")
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.stored() == "aby"
+
+
+def test_after_an_unclean_stop_what_was_known_is_lost() -> None:
+    bench = Bench(disk=1, restarted=True, unclean=True)
+    assert list(bench.said()) == [(EventType.CREATED, Cause.RECOVERED, ""), (EventType.CLEARED, Cause.LOST, "")]
+
+
+def test_slots_found_bad_before_the_restart_stay_out_of_use() -> None:
+    bench = Bench(disk=3, recovered=[("a", None, 35)], quarantined=[2])
+    assert bench.states(DISK) == {SlotState.READY: 1, SlotState.QUARANTINED: 1, SlotState.FREE: 1}

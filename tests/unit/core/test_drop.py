@@ -1,0 +1,77 @@
+"""Drop: a block with its subtree, or nothing of it."""
+
+from __future__ import annotations
+
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.manager import BlockResult
+from kvtierd.core.slots import SlotState
+from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
+
+OK, NOT_FOUND, HELD = BlockResult.OK, BlockResult.NOT_FOUND, BlockResult.HELD
+
+
+def test_the_subtree_goes_children_first() -> None:
+    bench = Bench(device=4)
+    bench.put("abc")
+    bench.put("d", under="a")
+    told = len(bench.events)
+    assert bench.drop("a") == ([OK], 4)
+    removed = [(type, cause, names) for type, cause, names in bench.said(told)]
+    assert [(type, cause) for type, cause, _ in removed] == [
+        (EventType.REMOVED, Cause.ANCESTOR),
+        (EventType.REMOVED, Cause.EXPLICIT),
+    ]
+    order = "".join(names for _, _, names in removed)
+    assert order.index("c") < order.index("b") < order.index("a")
+    assert bench.states(DEVICE) == {SlotState.FREE: 4}
+
+
+def test_a_lease_anywhere_in_the_subtree_refuses_it() -> None:
+    bench = Bench(device=3)
+    bench.put("ab")
+    bench.store("c", under="b", session=BOB)
+    assert bench.drop("abc") == ([HELD, HELD, HELD], 0)
+    assert bench.stored() == "abc"
+
+
+def test_an_unknown_block_is_not_found_and_a_descendant_named_too_is_no_error() -> None:
+    bench = Bench(device=2)
+    bench.put("ab")
+    assert bench.drop("zab") == ([NOT_FOUND, OK, OK], 2)
+
+
+def test_a_waiting_request_refuses_it() -> None:
+    bench = Bench(device=1, host=2)
+    bench.put("x")
+    bench.put("a", HOST)
+    bench.acquire("a", session=BOB)
+    assert bench.drop("a") == ([HELD], 0)
+
+
+def test_a_block_that_is_being_copied_goes_at_once_and_its_slots_when_the_copy_has_ended() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a")
+    bench.move("a", HOST)
+    waiting = bench.reserve(DEVICE, 1)
+    bench.cancel(waiting)
+    assert bench.drop("a") == ([OK], 1)
+    assert bench.states(DEVICE) == {SlotState.RETIRING: 1}
+    assert bench.states(HOST) == {SlotState.RETIRING: 1}
+    bench.land()
+    assert bench.stored() == ""
+    assert (bench.states(DEVICE), bench.states(HOST)) == ({SlotState.FREE: 1}, {SlotState.FREE: 1})
+
+
+def test_a_dropped_blocks_disk_records_are_deleted_children_first() -> None:
+    bench = Bench(disk=2, recovered=[("a", None, 35), ("b", "a", 35)])
+    bench.drop("a")
+    assert bench.in_flight() == [("b", DISK, None, Cause.CAPACITY), ("a", DISK, None, Cause.CAPACITY)]
+
+
+def test_a_dropped_block_can_be_stored_again_at_once() -> None:
+    bench = Bench(device=2, disk=1, recovered=[("a", None, 35)])
+    bench.drop("a")
+    bench.put("a")
+    assert bench.where("a") == {DEVICE}
+    bench.land()
+    assert bench.where("a") == {DEVICE}

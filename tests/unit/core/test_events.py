@@ -1,0 +1,79 @@
+"""What watchers are told: every change once, in order, with what is so after it."""
+
+from __future__ import annotations
+
+from kvtierd.core.events import Cause, EventSequencer, EventType
+from kvtierd.core.ids import CacheId, Tier
+from kvtierd.core.manager import BlockManager
+from kvtierd.core.policy import GroupShape
+from kvtierd.core.recorder import MAX_EVENT_BLOCKS, MAX_MOVE_BLOCKS
+from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key
+
+
+def names(count: int) -> list[str]:
+    return [f"block {number}" for number in range(count)]
+
+
+def test_a_cache_is_created_with_its_capacity() -> None:
+    (event,) = Bench(device=1, disk=3).events
+    assert (event.type, event.capacity) == (EventType.CREATED, ((DEVICE, 1), (DISK, 3)))
+
+
+def test_an_update_carries_the_residency_after_it_and_what_the_move_cost() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a", priority=40)
+    bench.now = 77
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    event = bench.events[-1]
+    assert (event.type, event.cause, event.time_ns) == (EventType.UPDATED, Cause.CAPACITY, 77)
+    assert (event.moved_from, event.moved_to, event.moved_bytes) == (DEVICE, HOST, 4096)
+    assert (event.queue_ns, event.copy_ns) == (5, 7)
+    (change,) = event.blocks
+    assert (change.key, change.parent, change.residency, change.priority) == (key("a"), None, HOST.bit, 40)
+
+
+def test_a_reservation_says_nothing() -> None:
+    bench = Bench(device=1)
+    told = len(bench.events)
+    bench.blank(DEVICE, 1)
+    bench.end()
+    assert len(bench.events) == told
+
+
+def test_ids_are_contiguous_over_all_caches() -> None:
+    sequencer = EventSequencer(10)
+    shape = GroupShape(GROUP, {Tier.DEVICE: 1}, {Tier.DEVICE: 4096})
+    caches = [BlockManager(CacheId(number), [shape], sequencer) for number in (1, 2)]
+    events = [event for cache in caches for event in cache.open({}, {}, unclean=True, now=0).events]
+    assert [event.id for event in events] == [11, 12, 13, 14]
+    assert [event.cache for event in events] == [1, 1, 2, 2]
+
+
+def test_changes_alike_in_one_call_are_one_event_up_to_a_limit() -> None:
+    count = MAX_EVENT_BLOCKS + 44
+    bench = Bench(disk=count, recovered=[(name, None, 35) for name in names(count)])
+    stored = [event for event in bench.events if event.type is EventType.STORED]
+    assert [len(event.blocks) for event in stored] == [MAX_EVENT_BLOCKS, 44]
+
+
+def test_changes_unlike_are_events_of_their_own() -> None:
+    bench = Bench(device=3)
+    bench.put("a")
+    told = len(bench.events)
+    bench.put("b", under="a", priority=90)
+    assert list(bench.said(told)) == [(EventType.STORED, Cause.COMMIT, "b"), (EventType.UPDATED, Cause.COMMIT, "a")]
+
+
+def test_copies_alike_are_one_move_up_to_a_limit() -> None:
+    count = MAX_MOVE_BLOCKS + 8
+    bench = Bench(host=count, disk=count, recovered=[(name, None, 35) for name in names(count)])
+    _, outcome = bench.core.move(ALICE, GROUP, HOST, [key(name) for name in names(count)], 0)
+    bench.apply(outcome)
+    assert [len(move.items) for move in outcome.moves] == [MAX_MOVE_BLOCKS, 8]
+    told = len(bench.events)
+    bench.land()
+    assert [(event.moved_bytes, len(event.blocks)) for event in bench.events[told:]] == [
+        (MAX_MOVE_BLOCKS * 4096, MAX_MOVE_BLOCKS),
+        (8 * 4096, 8),
+    ]

@@ -1,0 +1,144 @@
+"""Who goes first: lowest effective priority, then least recently used, never a parent before its child."""
+
+from __future__ import annotations
+
+from kvtierd.core.events import Cause, EventType
+from tests.unit.core.bench import DEVICE, DISK, HOST, Bench
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    bench = Bench(device=3)
+    for name in "abc":
+        bench.put(name)
+    bench.touch("a")
+    bench.blank(DEVICE, 2)
+    assert bench.stored() == "a"
+
+
+def test_a_lower_priority_goes_before_a_longer_unused_block() -> None:
+    bench = Bench(device=2)
+    bench.put("a", priority=36)
+    bench.put("b", priority=35)
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "a"
+
+
+def test_a_chain_goes_leaf_first_though_all_of_it_was_used_at_once() -> None:
+    bench = Bench(device=3)
+    bench.put("abc")
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "ab"
+    bench.end()
+    bench.blank(DEVICE, 2)
+    assert bench.stored() == "a"
+
+
+def test_a_touch_of_a_child_keeps_its_whole_prefix() -> None:
+    bench = Bench(device=3)
+    bench.put("ab")
+    bench.put("x")
+    bench.touch("ab")
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "ab"
+
+
+def test_a_parent_ranks_as_high_as_its_most_important_child() -> None:
+    bench = Bench(device=3)
+    bench.put("a", priority=10)
+    bench.put("b", under="a", priority=80)
+    bench.put("x", priority=50)
+    assert bench.priority("a") == 80
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "ab"
+
+
+def test_a_priority_travels_up_the_whole_prefix_and_back_when_the_child_goes() -> None:
+    bench = Bench(device=3)
+    bench.put("ab", priority=40)
+    bench.put("c", under="b", priority=90)
+    assert [bench.priority(name) for name in "abc"] == [90, 90, 90]
+    told = len(bench.events)
+    bench.drop("c")
+    assert [bench.priority(name) for name in "ab"] == [40, 40]
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.EXPLICIT, "c"),
+        (EventType.UPDATED, Cause.EXPLICIT, "ba"),
+    ]
+    assert [change.priority for change in bench.events[-1].blocks] == [40, 40]
+
+
+def test_a_less_important_child_changes_nothing_above() -> None:
+    bench = Bench(device=2)
+    bench.put("a", priority=60)
+    told = len(bench.events)
+    bench.put("b", under="a", priority=20)
+    assert bench.priority("a") == 60
+    assert list(bench.said(told)) == [(EventType.STORED, Cause.COMMIT, "b")]
+
+
+def test_release_makes_the_tail_older_than_the_prefix() -> None:
+    bench = Bench(device=2)
+    bench.release(bench.store("ab"))
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "a"
+
+
+def test_what_is_leased_does_not_go() -> None:
+    bench = Bench(device=2)
+    bench.put("a")
+    bench.put("b")
+    (ticket,) = bench.acquire("a")
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "a"
+    assert bench.reserve(DEVICE, 1) in bench.refusals
+    bench.release(bench.lease(ticket))
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == ""
+
+
+def test_recency_counts_in_the_lower_tier_too() -> None:
+    """By last use, not by arrival: what came down last may have been used first."""
+    bench = Bench(device=2, host=2)
+    bench.put("a")
+    bench.put("b")
+    bench.move("b", HOST)
+    bench.land()
+    bench.move("a", HOST)
+    bench.land()
+    bench.blank(HOST, 1)
+    assert bench.stored() == "b"
+
+
+def test_the_first_victims_of_host_are_ready_above() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a", HOST)
+    bench.put("b", HOST, priority=60)
+    (on_host,) = bench.acquire("b", tier=HOST)
+    (on_device,) = bench.acquire("b")
+    bench.land()
+    bench.release(bench.lease(on_host), bench.lease(on_device))
+    assert bench.where("b") == {DEVICE, HOST}
+    bench.put("c")
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert (bench.where("a"), bench.where("b"), bench.where("c")) == ({HOST}, {DEVICE}, {HOST})
+
+
+def test_the_first_victims_of_disk_are_ready_above() -> None:
+    bench = Bench(device=2, disk=2, recovered=[("a", None, 35), ("b", None, 60)])
+    bench.acquire("b")
+    bench.land()
+    bench.put("c")
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert (bench.where("a"), bench.where("b"), bench.where("c")) == ({DISK}, {DEVICE}, {DISK})
+
+
+def test_a_disk_copy_that_a_child_there_needs_is_no_victim_though_the_block_is_above_too() -> None:
+    bench = Bench(device=2, disk=3, recovered=[("a", None, 35), ("b", "a", 35), ("x", None, 60)])
+    bench.acquire("a")
+    bench.land()
+    bench.put("c", priority=90)
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert (bench.where("a"), bench.where("c"), bench.stored()) == ({DEVICE, DISK}, {DISK}, "acx")

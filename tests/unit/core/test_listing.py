@@ -1,0 +1,55 @@
+"""Pages of what is stored, parents first, sound while the cache changes under them."""
+
+from __future__ import annotations
+
+from kvtierd.core.manager import ListingRow
+from tests.unit.core.bench import DEVICE, GROUP, HOST, Bench, key, name_of
+
+
+def pages(bench: Bench, limit: int) -> list[str]:
+    found = []
+    page = 0
+    while True:
+        listing = bench.core.listing(GROUP, page, limit)
+        found.append("".join(name_of(row.key) for row in listing.rows))
+        page = listing.next_page
+        if page == 0:
+            return found
+
+
+def test_a_row_says_all_of_a_block() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a", HOST, priority=20)
+    bench.put("b", under="a", priority=50)
+    assert bench.core.listing(GROUP, 0, 10).rows == (
+        ListingRow(key("a"), None, HOST.bit, 50),
+        ListingRow(key("b"), key("a"), DEVICE.bit, 50),
+    )
+
+
+def test_pages_are_full_and_the_last_one_says_so() -> None:
+    bench = Bench(device=5)
+    bench.put("abcde")
+    assert pages(bench, 2) == ["ab", "cd", "e"]
+    assert pages(bench, 5) == ["abcde"]
+    assert pages(Bench(device=1), 5) == [""]
+
+
+def test_a_walk_meets_every_block_that_stays_though_others_come_and_go() -> None:
+    bench = Bench(device=5)
+    bench.put("ab")
+    bench.put("c")
+    first = bench.core.listing(GROUP, 0, 2)
+    bench.drop("b")
+    bench.put("d")
+    second = bench.core.listing(GROUP, first.next_page, 2)
+    assert "".join(name_of(row.key) for row in (*first.rows, *second.rows)) == "abcd"
+    assert second.next_page == 0
+
+
+def test_many_departed_leave_pages_full() -> None:
+    bench = Bench(device=3)
+    for number in range(200):
+        bench.put(chr(1000 + number))
+    bench.put("abc")
+    assert pages(bench, 2) == ["ab", "c"]

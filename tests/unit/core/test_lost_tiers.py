@@ -1,0 +1,113 @@
+"""A tier fails: what stood only there goes with all that needs it, and nobody is given what is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtierd.core.errors import TierOffline
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.outcome import RefusalReason
+from kvtierd.core.slots import SlotState
+from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
+
+
+def test_blocks_only_there_go_with_their_descendants_children_first() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a", HOST)
+    bench.put("bc", DEVICE, under="a")
+    told = len(bench.events)
+    bench.lose(HOST)
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.ANCESTOR, "cb"),
+        (EventType.REMOVED, Cause.IO_ERROR, "a"),
+    ]
+
+
+def test_blocks_elsewhere_too_only_lose_a_residency() -> None:
+    bench = Bench(device=1, disk=2, recovered=[("a", None, 35), ("b", "a", 35)])
+    bench.acquire("a")
+    bench.land()
+    told = len(bench.events)
+    bench.lose(DISK)
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.IO_ERROR, "b"),
+        (EventType.UPDATED, Cause.IO_ERROR, "a"),
+    ]
+    assert bench.where("a") == {DEVICE}
+
+
+def test_a_leased_block_becomes_unreachable_at_once_and_free_at_release() -> None:
+    bench = Bench(device=2, host=1)
+    lease = bench.store("a")
+    bench.lose(DEVICE)
+    assert bench.stored() == ""
+    assert bench.states(DEVICE) == {SlotState.READY: 1, SlotState.QUARANTINED: 1}
+    bench.release(lease)
+    assert bench.states(DEVICE) == {SlotState.QUARANTINED: 2}
+
+
+def test_nothing_is_given_out_there() -> None:
+    bench = Bench(device=1, host=2)
+    grant = bench.blank(DEVICE, 1)
+    bench.lose(DEVICE)
+    for call in (
+        lambda: bench.reserve(DEVICE, 1),
+        lambda: bench.acquire("a"),
+        lambda: bench.move("a", DEVICE),
+        lambda: bench.commit(grant, [("a", None, 35)]),
+    ):
+        with pytest.raises(TierOffline):
+            call()
+
+
+def test_who_waits_for_room_there_is_refused() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a")
+    reserve = bench.reserve(DEVICE, 1)
+    move = bench.move("a", DEVICE)
+    bench.lose(DEVICE)
+    assert bench.refusals[reserve].reason is RefusalReason.TIER_OFFLINE
+    assert bench.refusals[move].reason is RefusalReason.TIER_OFFLINE
+
+
+def test_a_copy_on_its_way_there_counts_for_nothing() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a", HOST)
+    (ticket,) = bench.acquire("a")
+    bench.lose(DEVICE)
+    bench.land()
+    assert ticket in bench.refusals
+    assert bench.where("a") == {HOST}
+    assert bench.states(DEVICE) == {SlotState.QUARANTINED: 1}
+
+
+def test_a_demotion_out_of_it_is_too_late() -> None:
+    bench = Bench(device=1, host=1)
+    bench.put("a")
+    bench.reserve(DEVICE, 1)
+    bench.lose(DEVICE)
+    bench.land()
+    assert bench.stored() == ""
+    assert bench.states(HOST) == {SlotState.FREE: 1}
+
+
+def test_the_other_tiers_go_on_without_it() -> None:
+    bench = Bench(device=1, host=1, disk=1)
+    bench.lose(HOST)
+    bench.put("a")
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.where("a") == {DISK}
+
+
+def test_restored_it_is_empty_and_in_use_but_for_slots_known_bad() -> None:
+    bench = Bench(device=1, disk=2, recovered=[("a", None, 35)])
+    bench.acquire("a")
+    bench.land(corrupt="a")
+    bench.lose(DISK)
+    bench.restore(DISK)
+    assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 1}
+    bench.put("b")
+    bench.reserve(DEVICE, 1, BOB)
+    bench.land()
+    assert bench.where("b") == {DISK}

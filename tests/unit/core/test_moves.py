@@ -1,0 +1,90 @@
+"""Moves without a lease: up, down, and what the caller is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtierd.core.errors import BadArgument
+from kvtierd.core.events import Cause
+from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
+
+
+def test_a_prefetch_brings_blocks_up_and_holds_nothing() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("ab", HOST)
+    ticket = bench.move("ab", DEVICE)
+    assert bench.in_flight()[0] == ("a", HOST, DEVICE, Cause.PREFETCH)
+    bench.land()
+    assert bench.grants[ticket].results == (True, True)
+    assert bench.grants[ticket].lease is None
+    assert bench.tier(DEVICE).held == 0
+
+
+def test_a_move_down_frees_the_copies_above() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a")
+    bench.move("a", HOST)
+    assert bench.in_flight() == [("a", DEVICE, HOST, Cause.EXPLICIT)]
+    bench.land()
+    assert bench.where("a") == {HOST}
+
+
+def test_a_move_down_leaves_what_is_leased_above() -> None:
+    bench = Bench(device=1, host=1)
+    bench.store("a", session=BOB)
+    ticket = bench.move("a", HOST)
+    bench.land()
+    assert bench.grants[ticket].results == (True,)
+    assert bench.where("a") == {DEVICE, HOST}
+
+
+def test_a_move_down_to_where_it_is_needs_no_copy() -> None:
+    bench = Bench(device=1, disk=1, recovered=[("a", None, 35)])
+    (ticket,) = bench.acquire("a")
+    bench.land()
+    bench.release(bench.lease(ticket))
+    bench.move("a", DISK)
+    assert bench.in_flight() == []
+    assert bench.where("a") == {DISK}
+
+
+def test_a_move_to_disk_takes_ancestors_along() -> None:
+    bench = Bench(device=2, disk=2)
+    bench.put("ab")
+    bench.move("b", DISK)
+    bench.land()
+    assert (bench.where("a"), bench.where("b")) == ({DEVICE, DISK}, {DISK})
+
+
+def test_each_block_is_answered_for_itself() -> None:
+    bench = Bench(device=3, host=3)
+    bench.put("a", HOST)
+    bench.put("b")
+    bench.put("c", HOST)
+    ticket = bench.move("azbc", DEVICE)
+    bench.land(failed="c")
+    assert bench.grants[ticket].results == (True, False, True, False)
+
+
+def test_a_move_that_finds_no_room_says_so() -> None:
+    bench = Bench(device=1, host=1)
+    bench.blank(DEVICE, 1, BOB)
+    bench.put("a", HOST)
+    assert bench.grants[bench.move("a", DEVICE)].results == (False,)
+
+
+def test_a_move_waits_its_turn_and_is_answered_at_its_deadline() -> None:
+    bench = Bench(device=1, host=2)
+    bench.put("a", HOST)
+    bench.put("x")
+    ticket = bench.move("a", DEVICE)
+    assert not bench.answered(ticket)
+    bench.expire(ticket)
+    assert bench.grants[ticket].results == (False,)
+
+
+def test_only_the_caches_tiers_and_sound_keys() -> None:
+    bench = Bench(device=1)
+    for names, tier in (("a", HOST), ("", DEVICE), ("aa", DEVICE)):
+        with pytest.raises(BadArgument):
+            bench.move(names, tier)

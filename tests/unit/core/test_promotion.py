@@ -1,0 +1,83 @@
+"""Up: what an acquire brings to a tier, and what becomes of where it came from."""
+
+from __future__ import annotations
+
+from kvtierd.core.events import Cause
+from kvtierd.core.slots import SlotState
+from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
+
+
+def on_host(bench: Bench, chain: str) -> None:
+    bench.put(chain, HOST)
+
+
+def test_promotion_from_host_frees_the_source() -> None:
+    bench = Bench(device=1, host=1)
+    on_host(bench, "a")
+    (ticket,) = bench.acquire("a")
+    assert bench.in_flight() == [("a", HOST, DEVICE, Cause.DEMAND)]
+    assert bench.where("a") == {HOST}
+    bench.land()
+    assert bench.where("a") == {DEVICE}
+    assert bench.states(HOST) == {SlotState.FREE: 1}
+    assert bench.grants[ticket].found_in == (HOST.bit,)
+
+
+def test_promotion_from_host_keeps_a_leased_source() -> None:
+    bench = Bench(device=1, host=1)
+    on_host(bench, "a")
+    bench.acquire("a", tier=HOST, session=BOB)
+    bench.acquire("a")
+    bench.land()
+    assert bench.where("a") == {DEVICE, HOST}
+
+
+def test_promotion_from_disk_keeps_the_source() -> None:
+    bench = Bench(device=1, host=1, disk=1, recovered=[("a", None, 35)])
+    bench.acquire("a")
+    assert bench.in_flight() == [("a", DISK, DEVICE, Cause.DEMAND)]
+    bench.land()
+    assert bench.where("a") == {DEVICE, DISK}
+
+
+def test_two_who_want_the_same_block_share_one_copy() -> None:
+    bench = Bench(device=1, host=1)
+    on_host(bench, "a")
+    (first,) = bench.acquire("a")
+    (second,) = bench.acquire("a", session=BOB)
+    assert len(bench.in_flight()) == 1
+    bench.land()
+    assert bench.grants[first].slots == bench.grants[second].slots
+    bench.release(bench.lease(first))
+    assert bench.tier(DEVICE).held == 1
+
+
+def test_room_above_may_take_room_below_that_the_promotion_frees() -> None:
+    """Device and host are full of each other's wants: one block must go down before the other can come up."""
+    bench = Bench(device=1, host=1, disk=1)
+    on_host(bench, "a")
+    bench.put("b")
+    (ticket,) = bench.acquire("a")
+    bench.land()
+    assert ticket in bench.grants
+    assert bench.where("a") == {DEVICE}
+    assert bench.stored() == "ab"
+
+
+def test_a_failed_promotion_shortens_the_answer_and_leaves_the_source() -> None:
+    bench = Bench(device=2, host=2)
+    on_host(bench, "ab")
+    (ticket,) = bench.acquire("ab")
+    bench.land(failed="b")
+    assert len(bench.grants[ticket].slots) == 1
+    assert bench.grants[ticket].matched == 2
+    assert (bench.where("a"), bench.where("b")) == ({DEVICE}, {HOST})
+
+
+def test_a_failed_root_is_a_refusal() -> None:
+    bench = Bench(device=2, host=2)
+    on_host(bench, "ab")
+    (ticket,) = bench.acquire("ab")
+    bench.land(failed="a")
+    assert bench.refusals[ticket].reason.value == "too_short"
+    assert bench.tier(DEVICE).held == 0

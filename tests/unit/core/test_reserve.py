@@ -1,0 +1,131 @@
+"""Blank slots: all or nothing, in turn, and a refusal at once where waiting is of no use."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtierd.core.errors import BadArgument, UnknownGroup
+from kvtierd.core.ids import GroupId
+from kvtierd.core.outcome import Holder, RefusalReason
+from kvtierd.core.slots import SlotState
+from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench
+
+
+def test_slots_are_blank_different_and_owned() -> None:
+    bench = Bench(device=3)
+    ticket, outcome = bench.core.reserve(ALICE, GROUP, DEVICE, 2, 0)
+    bench.apply(outcome)
+    slots = bench.grants[ticket].slots
+    assert len(set(slots)) == 2
+    assert {ownership.ref.slot: ownership.session for ownership in outcome.owners} == dict.fromkeys(slots, ALICE)
+    assert {ref.slot for ref in outcome.begin_write} == set(slots)
+    assert outcome.events == ()
+    assert bench.states(DEVICE) == {SlotState.BLANK: 2, SlotState.FREE: 1}
+
+
+def test_all_or_nothing() -> None:
+    """One slot is free, and is not given away in part while the other is on its way."""
+    bench = Bench(device=2, host=2)
+    bench.put("a")
+    waiting = bench.reserve(DEVICE, 2)
+    assert not bench.answered(waiting)
+    assert bench.states(DEVICE) == {SlotState.FREE: 1, SlotState.RETIRING: 1}
+    bench.land()
+    assert len(bench.grants[waiting].slots) == 2
+
+
+def test_nobody_is_overtaken_not_even_by_who_wants_less() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a")
+    first = bench.reserve(DEVICE, 2)
+    second = bench.reserve(DEVICE, 1, BOB)
+    assert not bench.answered(second)
+    bench.land()
+    assert first in bench.grants
+    assert second not in bench.grants
+
+
+def test_tiers_have_queues_of_their_own() -> None:
+    bench = Bench(device=1, host=2)
+    bench.put("a")
+    waiting = bench.reserve(DEVICE, 1)
+    assert bench.reserve(HOST, 1, BOB) in bench.grants
+    assert not bench.answered(waiting)
+
+
+def test_what_leases_make_impossible_is_refused_at_once_and_says_who_holds_what() -> None:
+    bench = Bench(device=3)
+    bench.store("ab", session=BOB)
+    bench.blank(DEVICE, 1)
+    refusal = bench.refusals[bench.reserve(DEVICE, 1)]
+    assert refusal.reason is RefusalReason.TIER_FULL
+    assert (refusal.tier, refusal.wanted, refusal.free) == (DEVICE, 1, 0)
+    assert refusal.holders == (Holder(BOB, 2), Holder(ALICE, 1))
+
+
+def test_what_becomes_impossible_while_it_waits_is_refused_then() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a")
+    bench.put("b")
+    waiting = bench.reserve(DEVICE, 2)
+    (hit,) = bench.acquire("a", session=BOB)
+    bench.expire(hit)
+    assert hit in bench.grants
+    assert bench.refusals[waiting].reason is RefusalReason.TIER_FULL
+
+
+def test_a_refused_reserve_evicts_nothing() -> None:
+    bench = Bench(device=2)
+    bench.store("a")
+    bench.put("b")
+    assert bench.reserve(DEVICE, 2) in bench.refusals
+    assert bench.stored() == "ab"
+
+
+@pytest.mark.parametrize("count", [0, -1, 3, 2**40])
+def test_a_count_that_the_tier_cannot_have_is_the_callers_mistake(count: int) -> None:
+    bench = Bench(device=2)
+    with pytest.raises(BadArgument) as error:
+        bench.reserve(DEVICE, count)
+    assert (error.value.field, error.value.value) == ("count", count)
+
+
+def test_only_mapped_tiers_that_exist_can_be_reserved() -> None:
+    bench = Bench(device=1, disk=1)
+    for tier in (DISK, HOST):
+        with pytest.raises(BadArgument) as error:
+            bench.reserve(tier, 1)
+        assert error.value.field == "tier"
+    with pytest.raises(UnknownGroup):
+        bench.core.reserve(ALICE, GroupId(7), DEVICE, 1, 0)
+
+
+def test_at_its_deadline_a_reserve_is_refused_and_the_next_in_line_served() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a")
+    first = bench.reserve(DEVICE, 2)
+    second = bench.reserve(DEVICE, 1, BOB)
+    bench.expire(first)
+    assert bench.refusals[first].reason is RefusalReason.DEADLINE
+    assert second in bench.grants
+
+
+def test_a_cancelled_reserve_gets_no_answer_and_its_room_goes_to_the_next() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("a")
+    first = bench.reserve(DEVICE, 2)
+    second = bench.reserve(DEVICE, 1, BOB)
+    bench.cancel(first)
+    bench.land()
+    assert not bench.answered(first)
+    assert second in bench.grants
+
+
+def test_to_expire_or_cancel_an_answered_ticket_does_nothing() -> None:
+    bench = Bench(device=1)
+    ticket = bench.reserve(DEVICE, 1)
+    bench.expire(ticket)
+    bench.cancel(ticket)
+    assert ticket in bench.grants
+    assert ticket not in bench.refusals
+    assert bench.states(DEVICE) == {SlotState.BLANK: 1}
