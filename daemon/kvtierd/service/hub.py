@@ -21,11 +21,12 @@ from kvtierd.core.events import Event
 from kvtierd.core.ids import CacheId
 from kvtierd.service import wire
 
-RUN_EVENTS: Final = 256
-"""Most events of a run, and of a message to a watcher."""
+RUN_EVENTS: Final = 128
+RUN_BLOCKS: Final = 2048
+"""A run is closed once it has so many events, or blocks: packing one takes about a millisecond of the loop."""
 
-RUN_BLOCKS: Final = 4096
-"""A run is closed once it carries so many blocks: packing one stays about a millisecond."""
+MESSAGE_EVENTS: Final = 256
+"""Most events of a message to a watcher."""
 
 MESSAGE_BYTES: Final = 1 << 20
 """A message is closed once it is so long; a single longer event still goes out whole."""
@@ -119,7 +120,7 @@ class EventHub:
             other = self._ring[following]
             count += other.last - other.first + 1
             size += len(other.body)
-            if count > RUN_EVENTS or size > MESSAGE_BYTES:
+            if count > MESSAGE_EVENTS or size > MESSAGE_BYTES:
                 break
             bodies.append(other.body)
             last = other.last

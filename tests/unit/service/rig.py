@@ -167,16 +167,17 @@ class Client:
         self.socket.close()
 
 
-def channel_to(daemon: Daemon) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(f"unix:{attach.socket_path(daemon.address, attach.RPC_SOCKET)}")
+def channel_to(daemon: Daemon, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"unix:{attach.socket_path(daemon.address, attach.RPC_SOCKET)}", options)
 
 
 @asynccontextmanager
-async def attached(daemon: Daemon) -> AsyncIterator[Client]:
+async def attached(daemon: Daemon, options: Sequence[tuple[str, Any]] = ()) -> AsyncIterator[Client]:
+    """``options``: of the channel."""
     sock = await AttachSocket.connect(daemon.address)
     welcome = await sock.hello()
     assert isinstance(welcome, attach.Welcome)
-    client = Client(sock, welcome, channel_to(daemon))
+    client = Client(sock, welcome, channel_to(daemon, options))
     try:
         yield client
     finally:

@@ -5,7 +5,7 @@ import asyncio
 from kvtier.v1 import events_pb2
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key
-from kvtierd.service.hub import RUN_BLOCKS, RUN_EVENTS, EventHub, Limits, Run
+from kvtierd.service.hub import MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, EventHub, Limits, Run
 
 NAMES = {CacheId(1): "cache"}
 
@@ -51,7 +51,7 @@ async def test_every_event_is_read_once_and_in_order() -> None:
     while (run := ring.after(cursor)) is not None:
         assert run.first == cursor + 1
         assert ids(run) == list(range(run.first, run.last + 1))
-        assert run.last - run.first < RUN_EVENTS
+        assert run.last - run.first < MESSAGE_EVENTS
         seen += ids(run)
         cursor = run.last
     assert seen == list(range(1, 2002))

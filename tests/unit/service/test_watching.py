@@ -270,11 +270,15 @@ async def _crash(daemon: Daemon) -> None:
     await daemon.stop()
 
 
+NO_READ_AHEAD = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+"""Else gRPC reads some megabytes for a client that does not."""
+
+
 async def test_a_watcher_that_does_not_read_delays_nobody_and_learns_what_it_missed(short_dir: Path) -> None:
     settings = config(short_dir, device=8, host=16, event_ring_events=300, debug_checks=False)
-    async with running(settings) as daemon, attached(daemon) as client:
+    async with running(settings) as daemon, attached(daemon) as client, attached(daemon, NO_READ_AHEAD) as other:
         cache = await client.open()
-        lazy = Watch(client, oldest=True)
+        lazy = Watch(other, oldest=True)
         await lazy.next()
         keen = Watch(client, oldest=True)
         reading = asyncio.create_task(keen.reach(10**9))
@@ -288,6 +292,7 @@ async def test_a_watcher_that_does_not_read_delays_nobody_and_learns_what_it_mis
         await lazy.reach(as_of)
         covered = lazy.ids + [number for _, first, last, _ in lazy.gaps for number in range(first, last + 1)]
         assert sorted(covered) == list(range(1, as_of + 1))
+        assert {reason for *_, reason in lazy.gaps} == {"slow"}
 
 
 async def test_watchers_are_counted(daemon: Daemon, client: Client) -> None:
