@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,10 +13,8 @@ import pytest
 
 from kvtier import AsyncClient, connect
 from tests.integration.blocks import sizes
-from tests.integration.daemon import DaemonProcess
-
-StartDaemon = Callable[..., DaemonProcess]
-"""``start(*flags, device=…, host=…, disk=…)``, in slots; stopped, and asked how it went, at the end of the test."""
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import RawClient, attached
 
 
 @pytest.fixture
@@ -52,3 +51,16 @@ def daemon() -> Iterator[DaemonProcess]:
 async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
     async with await connect(daemon.address) as client:
         yield client
+
+
+@pytest.fixture
+async def raw(daemon: DaemonProcess) -> AsyncIterator[RawClient]:
+    async with attached(daemon.address) as client:
+        yield client
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """The test's own, fit for a cache."""
+    node: pytest.Item = request.node
+    return re.sub(r"[^A-Za-z0-9._-]", "-", node.name)

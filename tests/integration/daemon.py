@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kvtier import Tier
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET
@@ -16,6 +17,12 @@ from tests.integration.waiting import PATIENCE_S
 
 STOP_S = 40.0
 _TROUBLE = ("Traceback", "level=error", "level=critical")
+
+
+class StartDaemon(Protocol):
+    """Starts a daemon with tiers of so many slots; it is stopped, and asked how it went, at the end of the test."""
+
+    def __call__(self, *flags: str, device: int = 0, host: int = 0, disk: int = 0) -> DaemonProcess: ...
 
 
 class DaemonProcess:

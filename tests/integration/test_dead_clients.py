@@ -1,0 +1,255 @@
+"""What is left of a client that dies, or whose connection breaks: nothing of the first, everything of the second.
+
+A slot that goes to another while its first writer may still be copying is the wrong KV that this project exists to
+end. So only the end of the process frees slots, and at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull
+from kvtier.abi import attach
+from kvtier.arena import Arena
+from kvtier.v1 import admin_pb2
+from tests.integration.actors import Actor
+from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.raw import RawClient, close_all
+from tests.integration.seeing import session_of, tier_stats
+from tests.integration.waiting import eventually
+
+OK = BlockResult.OK
+KEYS = chain("read by the doomed", 3)
+DEAD_CLIENT_S = 0.1
+"""What the design promises between a process's end and its slots' return."""
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=6, disk=16))
+    await cache.put(KEYS, blocks(KEYS))
+    return cache
+
+
+def status(daemon: DaemonProcess) -> dict[int, dict[str, object]]:
+    """The sessions as ``kvtier status`` shows them, by pid."""
+    command = [sys.executable, "-m", "kvtier.cli", "status", "--json", "--address", daemon.address]
+    shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout)
+    return {session["pid"]: session for session in shown["sessions"]}
+
+
+async def test_a_killed_clients_slots_come_back(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+    with Actor(
+        "hold",
+        address=daemon.address,
+        cache=cache.name,
+        reserve={"HOST": 2},
+        acquire={"DEVICE": ["read by the doomed", 3]},
+    ) as doomed:
+        said = doomed.says()
+        shown = status(daemon)[doomed.pid]
+        assert (shown["session_id"], shown["attached"]) == (said["session"], True)
+        assert (shown["leases"], shown["held_slots"], shown["uid"]) == (2, 5, os.getuid())
+        assert "tests.integration.actors" in str(shown["command"])
+        assert (await tier_stats(client, cache.name, Tier.HOST)).blank == 2
+        assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 3
+        assert (await cache.drop(KEYS[:1])).results == [BlockResult.HELD]
+        doomed.kill()
+        await eventually(lambda: session_of(client, doomed.pid), lambda session: session is None)
+    assert doomed.pid not in status(daemon)
+    for tier in (Tier.HOST, Tier.DEVICE):
+        stats = await tier_stats(client, cache.name, tier)
+        assert (stats.blank, stats.held, stats.orphaned) == (0, 0, 0)
+    # Blocks that it only read are there as before, and its blank slots are somebody else's now.
+    assert_bytes(KEYS, await cache.get(KEYS))
+    await (await cache.reserve(6, Tier.HOST)).release()
+
+
+async def test_slots_are_back_within_a_tenth_of_a_second_of_a_clients_death(
+    client: AsyncClient,
+    daemon: DaemonProcess,
+    cache: Cache,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """An end is an event: a lease timer, or the daemon's quarter-second tick, would show in the median."""
+    took = []
+    with ExitStack() as stack:
+        doomed = [
+            stack.enter_context(
+                Actor("hold", address=daemon.address, cache=cache.name, reserve={"HOST": 1}, acquire={})
+            )
+            for _ in range(5)
+        ]
+        for each in doomed:
+            each.says()
+        for left, each in zip(range(4, -1, -1), doomed, strict=True):
+            each.kill()
+            died = time.monotonic()
+            await eventually(
+                lambda: tier_stats(client, cache.name, Tier.HOST),
+                lambda stats, left=left: stats.blank == left,  # type: ignore[misc]
+            )
+            took.append(time.monotonic() - died)
+    record_property("seconds_to_free", [round(seconds, 4) for seconds in took])
+    assert statistics.median(took) < DEAD_CLIENT_S, took
+    assert max(took) < 1.0, took
+
+
+async def test_a_stopped_client_keeps_what_it_holds(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+    """It may go on copying any moment. A neighbour's death does not change that."""
+    script: dict[str, Any] = {"address": daemon.address, "cache": cache.name, "reserve": {"HOST": 3}, "acquire": {}}
+    with Actor("hold", **script) as stopped, Actor("hold", **script) as killed:
+        stopped.says()
+        killed.says()
+        stopped.signal(signal.SIGSTOP)
+        killed.kill()
+        await eventually(lambda: session_of(client, killed.pid), lambda session: session is None)
+        stats = await tier_stats(client, cache.name, Tier.HOST)
+        assert (stats.blank, stats.held) == (3, 3)
+        with pytest.raises(TierFull) as full:
+            await cache.reserve(4, Tier.HOST)
+        assert [holder.pid for holder in full.value.holders] == [stopped.pid]
+
+
+async def test_a_client_that_ends_without_a_word_leaves_nothing(
+    client: AsyncClient, daemon: DaemonProcess, cache: Cache
+) -> None:
+    """SIGTERM, no goodbye: the kernel tells the daemon all the same."""
+    with Actor("hold", address=daemon.address, cache=cache.name, reserve={"HOST": 6}, acquire={}) as doomed:
+        doomed.says()
+        doomed.signal(signal.SIGTERM)
+        await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.free == 6)
+
+
+# -- broken connections ------------------------------------------------------------------------------------------------
+
+
+async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(
+    client: AsyncClient, raw: RawClient, cache: Cache
+) -> None:
+    keys = chain("written across a break", 3)
+    cache_id = (await raw.open(cache.name)).cache_id
+    fds = raw.socket.map(cache_id, write=True)
+    arena = Arena(fds, write=True, fingerprint=SPEC.fingerprint())
+    close_all(fds)
+    reserved = await raw.reserve(cache_id, Tier.HOST, 3)
+    read = (await raw.acquire(cache_id, Tier.DEVICE, KEYS)).chains[0]
+    write(arena, reserved.slots[0], keys[0])
+
+    raw.detach()
+    stats = await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 3)
+    assert (stats.blank, stats.held, stats.free) == (0, 3, 3)
+    session = next(one for one in (await client.stats()).sessions if one.session_id == raw.welcome.session_id)
+    assert (session.attached, session.leases, session.held_slots) == (False, 2, 6)
+    fault = await raw.refusal(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
+    assert (fault.code, fault.reason) == (grpc.StatusCode.UNAUTHENTICATED, "DETACHED_SESSION")
+
+    # Nobody else gets the slots, however hard they are wanted, and what was acquired stays where it is.
+    with pytest.raises(TierFull) as full:
+        await cache.reserve(4, Tier.HOST)
+    assert [(one.session_id, one.pid, one.slots) for one in full.value.holders] == [
+        (raw.welcome.session_id, os.getpid(), 3)
+    ]
+    crowd = chain("crowd", 12)
+    await cache.put(crowd, blocks(crowd), tier=Tier.HOST)
+    assert (await tier_stats(client, cache.name, Tier.HOST)).orphaned == 3
+    assert_slot(arena, reserved.slots[0], keys[0])
+    assert list(arena.generations(Tier.DEVICE, 0, np.array(read.slots))) == list(read.generations)
+
+    welcome = raw.attach_again()
+    assert isinstance(welcome, attach.Welcome)
+    assert (welcome.resumed, welcome.session_id) == (True, raw.welcome.session_id)
+    back = await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 0)
+    assert back.blank == 3
+    for slot, key in zip(reserved.slots[1:], keys[1:], strict=True):
+        write(arena, slot, key)
+    assert set((await raw.commit(cache_id, reserved, keys)).results) == {OK}
+    assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
+
+
+def write(arena: Arena, slot: int, key: bytes) -> None:
+    start = 0
+    for part in arena.view(Tier.HOST, 0, slot, write=True):
+        part[:] = block(key)[start : start + part.size]
+        start += part.size
+
+
+def assert_slot(arena: Arena, slot: int, key: bytes) -> None:
+    assert_bytes([key], [np.concatenate(arena.view(Tier.HOST, 0, slot, write=False))])
+
+
+async def test_orphaned_slots_are_free_when_the_process_dies(
+    client: AsyncClient, daemon: DaemonProcess, cache: Cache
+) -> None:
+    with Actor(
+        "hold",
+        address=daemon.address,
+        cache=cache.name,
+        reserve={"HOST": 4},
+        acquire={"DEVICE": ["read by the doomed", 2]},
+        detach=True,
+    ) as doomed:
+        doomed.says()
+        await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 4)
+        shown = status(daemon)[doomed.pid]
+        assert (shown["attached"], shown["held_slots"]) == (False, 6)
+        doomed.kill()
+        stats = await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 0)
+    assert (stats.free, stats.held) == (6, 0)
+    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
+
+
+async def test_a_token_is_of_no_use_to_another_process(
+    client: AsyncClient, daemon: DaemonProcess, raw: RawClient, cache: Cache
+) -> None:
+    """On the attach socket the process must be the same. gRPC cannot tell who calls: there the token is the proof, so
+    who steals it can speak for the session while that is attached, and only so long."""
+    cache_id = (await raw.open(cache.name)).cache_id
+    await raw.reserve(cache_id, Tier.HOST, 1)
+    with Actor("steal", address=daemon.address, token=raw.welcome.token) as thief:
+        assert thief.says() == {"attach": "PERMISSION_DENIED", "rpc": "answered"}
+    raw.detach()
+    await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.orphaned == 1)
+    with Actor("steal", address=daemon.address, token=raw.welcome.token) as thief:
+        assert thief.says() == {"attach": "PERMISSION_DENIED", "rpc": "UNAUTHENTICATED"}
+    assert (await tier_stats(client, cache.name, Tier.HOST)).orphaned == 1
+    assert isinstance(raw.attach_again(), attach.Welcome)
+
+
+async def test_the_client_heals_a_broken_connection_by_itself(client: AsyncClient, cache: Cache) -> None:
+    keys = chain("healed", 2)
+    session = client.session_id
+    async with cache.reserve(2, Tier.HOST) as lease, cache.acquire(KEYS) as held:
+        break_connection(client)
+        pools = lease.arena.pools(Tier.HOST, 0)
+        for slot, data in zip(lease.slots, blocks(keys), strict=True):
+            pools[0][slot] = data[: pools[0].shape[1]]
+            pools[1][slot] = data[pools[0].shape[1] :]
+        assert await lease.commit(keys) == [OK, OK]
+        assert held.unchanged()
+        break_connection(client)
+    assert client.session_id == session
+    assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
+    stats = await tier_stats(client, cache.name, Tier.HOST)
+    assert (stats.held, stats.orphaned) == (0, 0)
+
+
+def break_connection(client: AsyncClient) -> None:
+    """As a network would: neither the client nor the daemon has asked for it."""
+    link = client._session._link
+    assert link is not None
+    link.attach._sock.shutdown(2)

@@ -1,0 +1,108 @@
+"""Bytes go along every edge and arrive as they were, also where the device completes its copies late and out of order.
+
+What moved is seen three times: in the bytes, in the counters of the edge, and in the events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import permutations
+
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, Cause, Event, EventType, Tier, connect
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import StartDaemon
+from tests.integration.seeing import cache_stats, edge_stats
+
+EDGES = list(permutations(Tier, 2))
+COUNT = 6
+
+
+async def stored_in(cache: Cache, tier: Tier, keys: list[bytes]) -> None:
+    """Puts a chain where only ``tier`` has it."""
+    await cache.put(keys, blocks(keys), tier=Tier.HOST if tier is Tier.HOST else Tier.DEVICE)
+    if tier is Tier.DISK:
+        assert set(await cache.move(keys, Tier.DISK)) == {BlockResult.OK}
+    assert set((await cache.match(keys)).residency) == {tier.bit}
+
+
+async def counted(client: AsyncClient, cache: Cache, src: Tier, dst: Tier) -> tuple[int, int, int]:
+    edge = await edge_stats(client, cache.name, f"{src}>{dst}")
+    return (edge.blocks, edge.bytes, edge.failures) if edge else (0, 0, 0)
+
+
+def ids(edge: tuple[Tier, Tier]) -> str:
+    return f"{edge[0]}-{edge[1]}"
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=ids)
+async def test_a_move_goes_along_its_edge(client: AsyncClient, name: str, edge: tuple[Tier, Tier]) -> None:
+    src, dst = edge
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=COUNT, host=COUNT, disk=2 * COUNT))
+    keys = chain(name, COUNT)
+    await stored_in(cache, src, keys)
+    before = await counted(client, cache, src, dst)
+    async with client.watch(since=(await cache.match(keys)).as_of, caches=[name]) as watch:
+        assert set(await cache.move(keys, dst)) == {BlockResult.OK}
+        moved: list[Event] = []
+        while sum(len(event.keys) for event in moved) < COUNT:
+            event = await anext(watch)
+            assert isinstance(event, Event)
+            moved.append(event)
+    after = await counted(client, cache, src, dst)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [COUNT, COUNT * SLOT_BYTES, 0]
+    assert {(event.type, event.moved_from, event.moved_to) for event in moved} == {(EventType.UPDATED, src, dst)}
+    assert {event.cause for event in moved} == {Cause.EXPLICIT if dst > src else Cause.PREFETCH}
+    assert sum(event.moved_bytes for event in moved) == COUNT * SLOT_BYTES
+    assert sorted(key for event in moved for key in event.keys) == sorted(keys)
+    there = set((await cache.match(keys)).residency)
+    assert there == {dst.bit | src.bit if src is Tier.DISK else dst.bit}
+    assert there == {where for event in moved for where in event.residency}
+    assert_bytes(keys, await cache.get(keys, tier=dst if dst is not Tier.DISK else Tier.HOST))
+
+
+@pytest.mark.parametrize("edge", [edge for edge in EDGES if edge[1] is not Tier.DISK], ids=ids)
+async def test_an_acquire_goes_along_its_edge(client: AsyncClient, name: str, edge: tuple[Tier, Tier]) -> None:
+    src, dst = edge
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=COUNT, host=COUNT, disk=2 * COUNT))
+    keys = chain(name, COUNT)
+    await stored_in(cache, src, keys)
+    before = await counted(client, cache, src, dst)
+    assert_bytes(keys, await cache.get(keys, tier=dst))
+    after = await counted(client, cache, src, dst)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [COUNT, COUNT * SLOT_BYTES, 0]
+
+
+async def test_eviction_cascades_down_to_the_disk_and_everything_comes_back(client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=64))
+    prompts = [chain(f"{name} {index}", 4) for index in range(10)]
+    for keys in prompts:
+        assert set(await cache.put(keys, blocks(keys))) == {BlockResult.OK}
+    for keys in prompts:
+        assert_bytes(keys, await cache.get(keys))
+    stats = await cache_stats(client, name)
+    moved = {edge.edge: edge.blocks for edge in stats.edges}
+    assert min(moved[edge] for edge in ("device>host", "host>disk", "disk>device")) > 0
+    assert sum(edge.failures for edge in stats.edges) == 0
+    assert (stats.blocks, stats.removed) == (40, 0)
+
+
+async def test_late_copies_are_waited_for(start_daemon: StartDaemon, name: str) -> None:
+    """Every slot that is freed is poisoned, and copies end late: whoever reads too early, reads poison."""
+    daemon = start_daemon("--chaos-seed", "7", device=6, host=8, disk=96)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache(name, SPEC)
+        prompts = [chain(f"{name} {index}", 3) for index in range(24)]
+
+        async def use(keys: list[bytes]) -> None:
+            assert set(await cache.put(keys, blocks(keys))) == {BlockResult.OK}
+            for _ in range(2):
+                assert_bytes(keys, await cache.get(keys))
+
+        for start in range(0, len(prompts), 2):
+            await asyncio.gather(*map(use, prompts[start : start + 2]))
+        stats = await cache_stats(client, name)
+        assert {edge.edge for edge in stats.edges} >= {"device>host", "host>disk"}
+        for keys in prompts:
+            assert_bytes(keys, await cache.get(keys))

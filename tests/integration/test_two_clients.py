@@ -1,0 +1,146 @@
+"""Two processes on one cache: what one has stored the other reads, and what one holds the other cannot have."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull, connect
+from tests.integration.actors import Actor
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.waiting import eventually
+
+OK, EXISTS = BlockResult.OK, BlockResult.EXISTS
+KEYS = chain("shared", 4)
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+async def other(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+    async with await connect(daemon.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
+
+
+async def test_one_reads_what_the_other_committed(cache: Cache, other: AsyncClient) -> None:
+    await cache.put(KEYS, blocks(KEYS))
+    theirs = await other.open_cache(cache.name, SPEC, write=False)
+    async with theirs.acquire(KEYS, min_blocks=4) as lease:
+        assert_bytes(KEYS, [np.concatenate(lease.view(index)) for index in range(4)])
+        # One hold more changes nothing for who holds it already.
+        assert_bytes(KEYS, await cache.get(KEYS))
+        assert lease.unchanged()
+
+
+async def test_a_held_chain_is_read_while_its_owner_still_holds_it(cache: Cache, other: AsyncClient) -> None:
+    theirs = await other.open_cache(cache.name, SPEC)
+    async with cache.reserve(4) as lease:
+        pools = lease.arena.pools(lease.tier, 0)
+        for slot, data in zip(lease.slots, blocks(KEYS), strict=True):
+            pools[0][slot] = data[: pools[0].shape[1]]
+            pools[1][slot] = data[pools[0].shape[1] :]
+        assert (await theirs.match(KEYS)).blocks == 0, "bytes of an uncommitted slot were offered"
+        await lease.commit(KEYS)
+        assert_bytes(KEYS, await theirs.get(KEYS))
+
+
+async def test_both_write_the_same_chain(client: AsyncClient, cache: Cache, other: AsyncClient) -> None:
+    """Whoever comes second keeps nothing: neither a slot nor a second copy."""
+    keys = KEYS[:2]
+    theirs = await other.open_cache(cache.name, SPEC)
+    results = await asyncio.gather(cache.put(keys, blocks(keys)), theirs.put(keys, blocks(keys)))
+    assert sorted(results) == [[OK, OK], [EXISTS, EXISTS]]
+    stats = await tier_stats(client, cache.name, Tier.DEVICE)
+    assert (stats.ready, stats.free, stats.held) == (2, 2, 0)
+    assert_bytes(keys, await theirs.get(keys))
+
+
+async def test_a_full_tier_says_at_once_who_holds_it(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+    with Actor("hold", address=daemon.address, cache=cache.name, reserve={"DEVICE": 3}, acquire={}) as holder:
+        session = holder.says()["session"]
+        started = time.monotonic()
+        with pytest.raises(TierFull) as refused:
+            await cache.reserve(2, Tier.DEVICE, timeout=30)
+        assert time.monotonic() - started < 5, "waited for what could not come"
+        full = refused.value
+        assert (full.tier, full.wanted, full.free) == (Tier.DEVICE, 2, 1)
+        (named,) = full.holders
+        assert (named.session_id, named.pid, named.slots) == (session, holder.pid, 3)
+        assert "tests.integration.actors" in named.command
+        # What is left is still to be had, and everything is when the holder is gone.
+        await (await cache.reserve(1, Tier.DEVICE)).release()
+        holder.kill()
+        await eventually(lambda: tier_stats(client, cache.name, Tier.DEVICE), lambda stats: stats.free == 4)
+        await (await cache.reserve(4, Tier.DEVICE)).release()
+
+
+async def test_who_asks_first_is_served_first(start_daemon: StartDaemon) -> None:
+    """The first wants three slots, the second one: it could be served as soon as one demotion is through."""
+    daemon = start_daemon("--chaos-seed", "1", device=4, host=512)
+    async with await connect(daemon.address) as one, await connect(daemon.address) as two:
+        mine, theirs = await one.open_cache("queue", SPEC), await two.open_cache("queue", SPEC)
+        waited = 0
+        for turn in range(20):
+            keys = chain(f"turn {turn}", 4)
+            assert await mine.put(keys, blocks(keys)) == [OK] * 4
+            order: list[str] = []
+
+            async def ask(cache: Cache, count: int, who: str, order: list[str] = order) -> None:
+                async with cache.reserve(count, Tier.DEVICE):
+                    order.append(who)
+
+            first = asyncio.create_task(ask(mine, 3, "first"))
+            stats = await eventually(
+                lambda: cache_stats(two, "queue"),
+                lambda stats, order=order: stats.waiting or order,  # type: ignore[misc]
+            )
+            waited += stats.waiting
+            await asyncio.gather(first, ask(theirs, 1, "second"))
+            assert order == ["first", "second"], f"turn {turn}"
+        assert waited, "nobody ever had to wait: this showed nothing"
+
+
+async def test_many_writers_of_few_slots_all_get_through(start_daemon: StartDaemon) -> None:
+    """Six clients on four device slots: refusals are the order of the day, wrong bytes and stuck slots are not."""
+    daemon = start_daemon("--chaos-seed", "2", device=4, host=6, disk=64)
+    refusals = 0
+
+    async def insist(step: Callable[[], Awaitable[T]]) -> T:
+        nonlocal refusals
+        while True:
+            try:
+                return await step()
+            except TierFull as full:
+                assert {holder.pid for holder in full.holders} <= {os.getpid()}
+                refusals += 1
+
+    async def work(index: int) -> None:
+        async with await connect(daemon.address) as client:
+            cache = await client.open_cache("busy", SPEC)
+            for turn in range(3):
+                keys = chain(f"writer {index % 4} turn {turn}", 3)
+                await insist(lambda keys=keys: cache.put(keys, blocks(keys)))  # type: ignore[misc]
+                assert_bytes(keys, await insist(lambda keys=keys: cache.get(keys)))  # type: ignore[misc]
+
+    await asyncio.gather(*map(work, range(6)))
+    assert refusals, "there was no contention: this showed nothing"
+    async with await connect(daemon.address) as client:
+        stats = await eventually(
+            lambda: cache_stats(client, "busy"),
+            lambda stats: not any(tier.filling or tier.retiring for tier in stats.tiers),
+        )
+        assert [(tier.held, tier.blank) for tier in stats.tiers] == [(0, 0)] * 3
+        assert stats.blocks == 36

@@ -1,0 +1,283 @@
+"""Every verb as an application uses it, through the client."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, InvalidArgument, LeaseError, Tier, TierFull, TooShort
+from kvtier.errors import CallerError
+from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.seeing import cache_stats, tier_stats
+
+OK = BlockResult.OK
+KEYS = chain("verbs", 4)
+DEVICE, HOST, DISK = (tier.bit for tier in Tier)
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
+
+
+async def put(cache: Cache, keys: list[bytes], tier: Tier = Tier.DEVICE) -> None:
+    assert await cache.put(keys, blocks(keys), tier=tier) == [OK] * len(keys)
+
+
+async def test_open_gives_a_cache_its_budgets_and_says_what_it_is(client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=3, host=5, disk=7))
+    assert cache.tiers == tuple(Tier)
+    assert [cache.slots(tier) for tier in Tier] == [3, 5, 7]
+    (group,) = cache.info.groups
+    assert {tier.slot_bytes for tier in group.tiers} == {SLOT_BYTES}
+    assert (cache.info.spec, cache.info.fingerprint) == (SPEC, SPEC.fingerprint())
+    assert cache.block_bytes == BLOCK_BYTES
+
+
+async def test_open_of_an_existing_cache_finds_its_blocks(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS)
+    again = await client.open_cache(cache.name, SPEC)
+    assert again.info.cache_id == cache.info.cache_id
+    assert (again.info.blocks, again.slots(Tier.HOST)) == (4, 16)
+    assert_bytes(KEYS, await again.get(KEYS))
+
+
+async def test_caches_are_listed(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS)
+    (listed,) = [each for each in await client.caches() if each.name == cache.name]
+    assert (listed.spec, listed.blocks, listed.sessions) == (SPEC, 4, 1)
+
+
+async def test_close_gives_up_the_cache_and_keeps_it_warm(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS)
+    await cache.acquire(KEYS)
+    await cache.close()
+    assert (await cache_stats(client, cache.name)).blocks == 4
+    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
+    with pytest.raises(CallerError, match="has not opened"):
+        await cache.match(KEYS)
+    again = await client.open_cache(cache.name, SPEC)
+    assert_bytes(KEYS, await again.get(KEYS))
+
+
+async def test_match_is_the_longest_stored_prefix(cache: Cache) -> None:
+    nothing = await cache.match(KEYS)
+    assert (nothing.blocks, nothing.residency) == (0, b"")
+    await put(cache, KEYS[:3])
+    found = await cache.match(KEYS)
+    assert (found.blocks, found.residency) == (3, bytes([DEVICE] * 3))
+    assert (await cache.match([KEYS[1]])).blocks == 1
+    assert (await cache.match([KEYS[3], KEYS[0]])).blocks == 0
+    assert found.as_of > nothing.as_of
+
+
+async def test_locate_names_the_slots_that_hold_the_bytes(cache: Cache) -> None:
+    await put(cache, KEYS[:1], Tier.DEVICE)
+    await put(cache, chain("other", 1), Tier.HOST)
+    on_device, in_host, nowhere = await cache.locate([KEYS[0], chain("other", 1)[0], KEYS[1]])
+    assert (on_device.residency, in_host.residency, nowhere.residency) == (DEVICE, HOST, 0)
+    assert on_device.device_slot is not None
+    assert in_host.host_slot is not None
+    assert (on_device.host_slot, in_host.device_slot, nowhere.device_slot, nowhere.host_slot) == (None,) * 4
+    view = cache.arena.view(Tier.DEVICE, 0, on_device.device_slot, write=False)
+    assert_bytes(KEYS[:1], [np.concatenate(view)])
+    slots = np.array([on_device.device_slot], dtype=np.intp)
+    assert on_device.device_generation == cache.arena.generations(Tier.DEVICE, 0, slots)[0]
+
+
+async def test_reserve_fills_and_commits_a_chain_of_one_call(cache: Cache) -> None:
+    async with cache.reserve(4, Tier.HOST) as lease:
+        for index, data in enumerate(blocks(KEYS)):
+            start = 0
+            for part in lease.view(index):
+                part[:] = data[start : start + part.size]
+                start += part.size
+        assert await lease.commit(KEYS, priorities=[10, 20, 30, 40]) == [OK] * 4
+        assert not lease.view(0)[0].flags.writeable
+    assert_bytes(KEYS, await cache.get(KEYS, tier=Tier.HOST))
+    listed = {block.key: block async for block in cache.blocks()}
+    assert [listed[key].parent for key in KEYS] == [None, *KEYS[:-1]]
+    # A parent is worth as much as its children.
+    assert [listed[key].priority for key in KEYS] == [40] * 4
+
+
+async def test_a_blank_slot_goes_back_by_release(client: AsyncClient, cache: Cache) -> None:
+    lease = await cache.reserve(3)
+    held = await tier_stats(client, cache.name, Tier.DEVICE)
+    assert (held.blank, held.held, held.free) == (3, 3, 5)
+    await lease.release()
+    after = await tier_stats(client, cache.name, Tier.DEVICE)
+    assert (after.blank, after.held, after.free) == (0, 0, 8)
+    with pytest.raises(LeaseError):
+        await lease.release()
+
+
+async def test_commit_answers_for_each_block(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS[:2])
+    orphan, other = chain("orphan", 2)
+    async with cache.reserve(5) as lease:
+        results = await lease.commit(
+            [KEYS[0], KEYS[1], other, KEYS[2], KEYS[3]],
+            parents=[None, None, orphan, KEYS[1], KEYS[2]],
+        )
+        assert results == [
+            BlockResult.EXISTS,
+            BlockResult.PARENT_CONFLICT,
+            BlockResult.PARENT_MISSING,
+            BlockResult.OK,
+            BlockResult.OK,
+        ]
+        # The slot whose block existed went back; those of the refused two are still ours to fill.
+        stats = await tier_stats(client, cache.name, Tier.DEVICE)
+        assert (stats.blank, stats.ready) == (2, 4)
+        assert await lease.commit([orphan, other], at=[1, 2]) == [OK, OK]
+    assert [block.key async for block in cache.blocks()] == [*KEYS, orphan, other]
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("stored_in", list(Tier))
+async def test_acquire_makes_a_chain_ready_wherever_it_was(cache: Cache, tier: Tier, stored_in: Tier) -> None:
+    await put(cache, KEYS)
+    if stored_in is not Tier.DEVICE:
+        assert await cache.move(KEYS, stored_in) == [OK] * 4
+    async with cache.acquire([*KEYS, *chain("more", 1)], tier, min_blocks=4) as lease:
+        assert (lease.keys, lease.matched, lease.found_in) == (tuple(KEYS), 4, bytes([stored_in.bit] * 4))
+        assert lease.unchanged()
+        assert_bytes(KEYS, [np.concatenate(lease.view(index)) for index in range(4)])
+    # A promotion from the host frees the source; the disk keeps its copy; a look from below leaves the device's alone.
+    promoted = (stored_in, tier) == (Tier.HOST, Tier.DEVICE)
+    assert set((await cache.match(KEYS)).residency) == {tier.bit if promoted else tier.bit | stored_in.bit}
+
+
+async def test_acquire_of_several_chains_claims_every_match_first(client: AsyncClient, cache: Cache) -> None:
+    """Together they fill the tier, so any of them could only be had at the expense of another."""
+    chains = [chain(f"chain {index}", 2) for index in range(4)]
+    for keys in chains:
+        await put(cache, keys)
+        await cache.move(keys, Tier.HOST)
+    async with cache.acquire_many([*chains, chain("absent", 3)], Tier.DEVICE) as leases:
+        assert [lease.blocks for lease in leases] == [2, 2, 2, 2, 0]
+        for keys, lease in zip(chains, leases, strict=False):
+            assert_bytes(keys, [np.concatenate(lease.view(index)) for index in range(2)])
+        assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 8
+    stats = await cache_stats(client, cache.name)
+    assert (stats.hits_host, stats.misses) == (8, 3)
+
+
+async def test_acquire_is_shortened_where_room_is_short_but_never_below_min_blocks(cache: Cache) -> None:
+    keys = chain("long", 8)
+    await put(cache, keys)
+    assert await cache.move(keys, Tier.HOST) == [OK] * 8
+    async with cache.reserve(5, Tier.DEVICE):
+        async with cache.acquire(keys, Tier.DEVICE, min_blocks=3) as lease:
+            assert (lease.blocks, lease.matched) == (3, 8)
+        with pytest.raises(TierFull) as refused:
+            await cache.acquire(keys, Tier.DEVICE, min_blocks=4)
+        assert refused.value.tier is Tier.DEVICE
+    with pytest.raises(TooShort) as short:
+        await cache.acquire([*keys[:2], *KEYS], Tier.DEVICE, min_blocks=3)
+    assert short.value.matched == 2
+
+
+async def test_a_chain_of_many_that_is_too_short_is_refused_alone(cache: Cache) -> None:
+    await put(cache, KEYS)
+    async with cache.acquire_many([KEYS, chain("absent", 3)], min_blocks=2) as (found, absent):
+        assert (found.blocks, found.refusal) == (4, "")
+        assert (absent.blocks, absent.refusal) == (0, "TOO_SHORT")
+
+
+async def test_a_held_block_is_not_evicted(cache: Cache) -> None:
+    await put(cache, KEYS, Tier.HOST)
+    async with cache.acquire(KEYS, Tier.HOST) as lease:
+        crowd = chain("crowd", 64)
+        await cache.put(crowd, blocks(crowd), tier=Tier.HOST)
+        assert lease.unchanged()
+        assert_bytes(KEYS, [np.concatenate(lease.view(index)) for index in range(4)])
+
+
+async def test_move_up_is_a_prefetch_and_down_a_demotion(cache: Cache) -> None:
+    await put(cache, KEYS, Tier.HOST)
+    assert await cache.move([*KEYS, *chain("absent", 1)], Tier.DEVICE) == [OK] * 4 + [BlockResult.NOT_FOUND]
+    assert set((await cache.match(KEYS)).residency) == {DEVICE}
+    assert await cache.move(KEYS, Tier.DISK) == [OK] * 4
+    assert set((await cache.match(KEYS)).residency) == {DISK}
+    assert await cache.move(KEYS, Tier.DISK) == [OK] * 4
+    assert_bytes(KEYS, await cache.get(KEYS))
+
+
+async def test_a_move_that_finds_no_room_says_so(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS, Tier.HOST)
+    async with cache.reserve(8, Tier.DEVICE):
+        assert set(await cache.move(KEYS, Tier.DEVICE)) == {BlockResult.NO_ROOM}
+    assert set((await cache.match(KEYS)).residency) == {HOST}
+
+
+async def test_drop_takes_what_is_below_and_spares_what_is_held(client: AsyncClient, cache: Cache) -> None:
+    twig = chain("twig", 1)
+    await put(cache, KEYS)
+    await cache.put(twig, blocks(twig), parent=KEYS[1])
+    async with cache.acquire(KEYS):
+        held = await cache.drop([KEYS[0], twig[0], *chain("absent", 1)])
+        assert held.results == [BlockResult.HELD, OK, BlockResult.NOT_FOUND]
+        assert held.dropped == 1
+    assert (await cache.match(KEYS)).blocks == 4
+    dropped = await cache.drop([KEYS[1]])
+    assert (dropped.results, dropped.dropped) == ([OK], 3)
+    assert (await cache.match(KEYS)).blocks == 1
+    assert (await cache_stats(client, cache.name)).removed == 4
+
+
+async def test_listing_comes_in_pages_of_one_moment(cache: Cache) -> None:
+    keys = chain("listed", 8)
+    await put(cache, keys, Tier.HOST)
+    pages = [page async for page in cache.pages(page_blocks=3)]
+    assert [len(page.blocks) for page in pages] == [3, 3, 2]
+    assert len({page.as_of for page in pages}) == 1
+    listed = [block for page in pages for block in page.blocks]
+    assert [block.key for block in listed] == keys
+    assert [block.parent for block in listed] == [None, *keys[:-1]]
+    assert {(block.residency, block.priority) for block in listed} == {(HOST, 35)}
+
+
+async def test_stats_count_slots_hits_and_sessions(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS)
+    await cache.move(KEYS[2:], Tier.DISK)
+    lease = await cache.acquire([*KEYS, *chain("absent", 2)])
+    stats = await client.stats()
+    (one,) = [each for each in stats.caches if each.name == cache.name]
+    assert (one.hits_device, one.hits_host, one.hits_disk, one.misses) == (2, 0, 2, 2)
+    assert (one.blocks, one.stored, one.removed, one.waiting) == (4, 4, 0, 0)
+    for tier in one.tiers:
+        states = tier.free + tier.blank + tier.filling + tier.ready + tier.retiring + tier.orphaned + tier.quarantined
+        assert states == tier.capacity
+    (session,) = [each for each in stats.sessions if each.session_id == client.session_id]
+    assert (session.attached, session.leases, session.held_slots) == (True, 1, 4)
+    assert stats.problems == ()
+    await lease.release()
+
+
+async def test_put_and_get_of_more_than_a_tier_go_in_pieces(cache: Cache) -> None:
+    keys = chain("more than the device", 24)
+    assert await cache.put(keys, blocks(keys)) == [OK] * 24
+    assert_bytes(keys, await cache.get(keys))
+    out = np.zeros((24, BLOCK_BYTES), dtype=np.uint8)
+    assert_bytes(keys, await cache.get(keys, out))
+    assert_bytes(keys, list(out))
+
+
+async def test_a_reader_maps_nothing_writable(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS)
+    reader = await client.open_cache(cache.name, SPEC, write=False)
+    assert_bytes(KEYS, await reader.get(KEYS))
+    assert not reader.arena.writable
+    with pytest.raises(InvalidArgument, match="write"):
+        await reader.reserve(1)
+    with pytest.raises(ValueError, match="read-only"):
+        reader.arena.pools(Tier.DEVICE, 0)[0][:] = 1
+
+
+@pytest.mark.parametrize("count", [0, -1, 2**32, 1.5])
+async def test_the_client_refuses_counts_that_no_wire_carries(cache: Cache, count: int) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        await cache.reserve(count)
+    assert (refused.value.field, refused.value.limit) == ("count", "1 or more")

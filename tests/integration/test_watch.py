@@ -1,0 +1,321 @@
+"""The event stream: where it begins, what it lets through, and that it alone is enough to know where every block is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from kvtier import (
+    AsyncClient,
+    Cache,
+    Cause,
+    Cursor,
+    CursorCompacted,
+    Event,
+    EventType,
+    Gap,
+    Heartbeat,
+    InvalidArgument,
+    ResidencyTable,
+    SnapshotEnd,
+    SnapshotSlice,
+    SnapshotStart,
+    Tier,
+    Watch,
+    connect,
+)
+from kvtier.v1 import blocks_pb2, events_pb2
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import StartDaemon
+from tests.integration.raw import RawClient, refusal
+from tests.integration.seeing import cache_stats
+from tests.integration.waiting import PATIENCE_S, eventually
+
+DEVICE, HOST, DISK = (tier.bit for tier in Tier)
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
+
+
+async def now(client: AsyncClient) -> Cursor:
+    stats = await client.stats()
+    return Cursor(stats.epoch, stats.last_event_id)
+
+
+async def until(watch: Watch, end: Cursor) -> list[Event]:
+    """The events up to a cursor that lies ahead, or is reached already."""
+    found: list[Event] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while watch.cursor is None or watch.cursor < end:
+            item = await anext(watch)
+            assert not isinstance(item, Gap), item
+            if isinstance(item, Event):
+                found.append(item)
+    return found
+
+
+async def a_life(cache: Cache, keys: list[bytes]) -> None:
+    """Stored on the device, down to the host and to the disk, up again, dropped."""
+    await cache.put(keys, blocks(keys))
+    await cache.move(keys, Tier.HOST)
+    await cache.move(keys, Tier.DISK)
+    await cache.move(keys, Tier.DEVICE)
+    await cache.drop(keys[:1])
+
+
+async def test_a_blocks_life_in_events(client: AsyncClient, name: str) -> None:
+    start = await now(client)
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
+    keys = chain(name, 2)
+    await a_life(cache, keys)
+    async with client.watch(since=start, heartbeat_s=0.05, heartbeats=True) as watch:
+        events = await until(watch, await now(client))
+    assert [event.event_id for event in events] == list(range(start.id + 1, start.id + 1 + len(events)))
+    assert {(event.cache, event.group, event.epoch) for event in events} == {(name, 0, start.epoch)}
+    created, *others = events
+    assert (created.type, created.num_blocks_per_cache_level) == (EventType.CREATED, (4, 8, 16))
+    steps: dict[tuple[EventType, Cause | int, Tier | None, Tier | None], list[tuple[bytes, int]]] = {}
+    for event in others:
+        kind = (event.type, event.cause, event.moved_from, event.moved_to)
+        residency = event.residency or bytes(len(event.keys))
+        steps.setdefault(kind, []).extend(zip(event.keys, residency, strict=True))
+    up, down = keys, keys[::-1]
+    assert {kind: sorted(found) for kind, found in steps.items()} == {
+        (EventType.STORED, Cause.COMMIT, None, None): sorted((key, DEVICE) for key in up),
+        (EventType.UPDATED, Cause.EXPLICIT, Tier.DEVICE, Tier.HOST): sorted((key, HOST) for key in up),
+        (EventType.UPDATED, Cause.EXPLICIT, Tier.HOST, Tier.DISK): sorted((key, DISK) for key in up),
+        (EventType.UPDATED, Cause.PREFETCH, Tier.DISK, Tier.DEVICE): sorted((key, DEVICE | DISK) for key in up),
+        (EventType.REMOVED, Cause.ANCESTOR, None, None): [(keys[1], 0)],
+        (EventType.REMOVED, Cause.EXPLICIT, None, None): [(keys[0], 0)],
+    }
+    gone = [key for event in events if event.type is EventType.REMOVED for key in event.keys]
+    assert gone == down, "children go before their parents"
+    stored = [event for event in events if event.type is EventType.STORED]
+    assert [parent for event in stored for parent in event.parents] == [None, keys[0]]
+    assert [rank for event in stored for rank in event.priorities] == [35, 35]
+
+
+@pytest.mark.parametrize(
+    ("filters", "wanted"),
+    [
+        ({"types": [EventType.STORED]}, {"commit"}),
+        ({"types": [EventType.REMOVED]}, {"explicit removal", "ancestor"}),
+        ({"causes": [Cause.PREFETCH, Cause.ANCESTOR]}, {"prefetch", "ancestor"}),
+        ({"tiers": [Tier.HOST]}, {"to host", "to disk"}),
+        ({"tiers": [Tier.DEVICE]}, {"commit", "to host", "prefetch"}),
+        ({"tiers": [Tier.DISK], "types": [EventType.UPDATED]}, {"to disk", "prefetch"}),
+        ({"types": [EventType.STORED], "causes": [Cause.PREFETCH]}, set()),
+        ({"caches": ["someone-else"]}, set()),
+    ],
+    ids=lambda value: "-".join(f"{key}" for key in value) if isinstance(value, dict) else "",
+)
+async def test_filters(client: AsyncClient, cache: Cache, filters: dict[str, list[object]], wanted: set[str]) -> None:
+    names = {
+        (EventType.STORED, Cause.COMMIT, None): "commit",
+        (EventType.UPDATED, Cause.EXPLICIT, Tier.HOST): "to host",
+        (EventType.UPDATED, Cause.EXPLICIT, Tier.DISK): "to disk",
+        (EventType.UPDATED, Cause.PREFETCH, Tier.DEVICE): "prefetch",
+        (EventType.REMOVED, Cause.EXPLICIT, None): "explicit removal",
+        (EventType.REMOVED, Cause.ANCESTOR, None): "ancestor",
+    }
+    start = await now(client)
+    await a_life(cache, chain(cache.name, 2))
+    async with client.watch(since=start, heartbeat_s=0.05, heartbeats=True, **filters) as watch:  # type: ignore[arg-type]
+        events = await until(watch, await now(client))
+    assert {names[event.type, Cause(event.cause), event.moved_to] for event in events} == wanted
+
+
+async def test_ranges_join_whatever_the_filter_lets_through(raw: RawClient, client: AsyncClient, cache: Cache) -> None:
+    start = await now(client)
+    request = events_pb2.WatchRequest(
+        since=blocks_pb2.Cursor(epoch=start.epoch, id=start.id),
+        filter=events_pb2.WatchFilter(types=[events_pb2.EVENT_TYPE_REMOVED]),
+        heartbeat_ns=20_000_000,
+    )
+    stream = raw.stubs.events.Watch(request, metadata=raw.metadata)
+    work = asyncio.create_task(_some_lives(cache, 5))
+    covered, seen = start.id, []
+    async with asyncio.timeout(PATIENCE_S):
+        while not work.done() or covered < (await now(client)).id:
+            batch = await stream.read()
+            assert isinstance(batch, events_pb2.WatchBatch)
+            assert batch.epoch == start.epoch
+            assert batch.first_id == covered + 1
+            assert all(batch.first_id <= event.id <= batch.last_id for event in batch.events)
+            covered = max(covered, batch.last_id)
+            seen += list(batch.events)
+    stream.cancel()
+    await work
+    assert {event.type for event in seen} == {events_pb2.EVENT_TYPE_REMOVED}
+    assert sum(len(event.keys) // 32 for event in seen) == 10
+
+
+async def _some_lives(cache: Cache, count: int) -> None:
+    for index in range(count):
+        await a_life(cache, chain(f"{cache.name} {index}", 2))
+
+
+async def test_a_watch_without_a_start_begins_now(client: AsyncClient, cache: Cache) -> None:
+    await a_life(cache, chain("before", 2))
+    async with client.watch(heartbeats=True, heartbeat_s=0.05) as watch:
+        assert isinstance(await anext(watch), Heartbeat)
+        start = await now(client)
+        assert watch.cursor == start
+        await a_life(cache, chain("after", 2))
+        events = await until(watch, await now(client))
+    assert events[0].event_id == start.id + 1
+    assert {key for event in events for key in event.keys} == set(chain("after", 2))
+
+
+async def test_reservations_and_lookups_are_no_events(client: AsyncClient, cache: Cache) -> None:
+    keys = chain(cache.name, 2)
+    await cache.put(keys, blocks(keys))
+    start = await now(client)
+    async with cache.reserve(2), cache.acquire(keys):
+        await cache.match(keys)
+        await cache.locate(keys)
+    assert await now(client) == start
+
+
+async def test_heartbeats_carry_the_cursor_over_what_was_filtered(client: AsyncClient, cache: Cache) -> None:
+    async with client.watch(caches=["someone-else"], heartbeats=True, heartbeat_s=0.05) as watch:
+        await anext(watch)
+        await a_life(cache, chain(cache.name, 2))
+        end = await now(client)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                beat = await anext(watch)
+                assert isinstance(beat, Heartbeat)
+                if beat.cursor == end:
+                    break
+
+
+async def test_a_watcher_is_counted_and_goes_when_it_goes(client: AsyncClient) -> None:
+    before = (await client.stats()).watchers
+    async with client.watch(heartbeats=True, heartbeat_s=0.05) as watch:
+        await anext(watch)
+        await eventually(client.stats, lambda stats: stats.watchers == before + 1)
+    await eventually(client.stats, lambda stats: stats.watchers == before)
+
+
+async def test_snapshot_and_events_agree_with_the_listing_under_load(client: AsyncClient, cache: Cache) -> None:
+    """Slices are taken while blocks move; at the end cursor of anything that follows, the table is exact."""
+    for index in range(3):
+        keys = chain(f"{cache.name} settled {index}", 4)
+        await cache.put(keys, blocks(keys))
+    table = ResidencyTable()
+    work = asyncio.create_task(_traffic(cache, 30))
+    kinds: list[type] = []
+    async with client.watch(snapshot=True, caches=[cache.name], heartbeats=True, heartbeat_s=0.05) as watch:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                item = await anext(watch)
+                kinds.append(type(item))
+                table.apply(item)
+                if isinstance(item, SnapshotEnd) and watch.cursor is not None:
+                    break
+            await work
+            end = await _quiet(client, cache)
+            while watch.cursor is None or watch.cursor < end:
+                item = await anext(watch)
+                assert not isinstance(item, Gap)
+                table.apply(item)
+    assert kinds[0] is SnapshotStart
+    assert SnapshotSlice in kinds
+    listed = {block.key: block.residency async for block in cache.blocks()}
+    assert await now(client) == end
+    assert table.differences(cache.name, 0, listed) == []
+    assert len(listed) > 12
+
+
+async def test_events_alone_from_the_oldest_on_say_where_every_block_is(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--chaos-seed", "3", device=4, host=6, disk=24)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("alone", SPEC)
+        await asyncio.gather(*(_traffic(cache, 12, f"writer {index}") for index in range(2)))
+        end = await _quiet(client, cache)
+        table = ResidencyTable()
+        async with client.watch(oldest=True) as watch:
+            for event in await until(watch, end):
+                table.apply(event)
+        listed = {block.key: block.residency async for block in cache.blocks()}
+        assert await now(client) == end
+        assert table.differences("alone", 0, listed) == []
+        assert (await cache_stats(client, "alone")).removed > 0, "there was no pressure to speak of"
+
+
+async def _traffic(cache: Cache, count: int, who: str = "traffic") -> None:
+    """Chains of two, some extended, read and dropped again; every number of them is the same each time."""
+    for index in range(count):
+        keys = chain(f"{who} {index}", 2)
+        await cache.put(keys, blocks(keys))
+        if index % 3 == 0:
+            await cache.get(chain(f"{who} {index // 2}", 2))
+        if index % 5 == 0:
+            await cache.drop(keys[1:])
+
+
+async def _quiet(client: AsyncClient, cache: Cache) -> Cursor:
+    """The cursor at which nothing moves any more."""
+    await eventually(
+        lambda: cache_stats(client, cache.name),
+        lambda stats: not any(tier.filling or tier.retiring for tier in stats.tiers),
+    )
+    return await now(client)
+
+
+async def test_a_cursor_of_the_future_is_refused(client: AsyncClient) -> None:
+    at = await now(client)
+    for since, field in ((Cursor(at.epoch, at.id + 1), "since.id"), (Cursor(at.epoch + 1, 0), "since.epoch")):
+        with pytest.raises(InvalidArgument) as refused:
+            await anext(client.watch(since=since))
+        assert refused.value.field == field
+
+
+async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--event-ring-events", "16", "--heartbeat-seconds", "0.05", host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("short", SPEC)
+        for index in range(40):
+            keys = chain(f"short {index}", 2)
+            await cache.put(keys, blocks(keys))
+        end = await now(client)
+        with pytest.raises(CursorCompacted) as refused:
+            await anext(client.watch(since=Cursor(end.epoch, 1)))
+        oldest = refused.value.oldest
+        assert 1 < oldest <= end.id
+        async with client.watch(since=Cursor(end.epoch, oldest - 1)) as watch:
+            events = await until(watch, end)
+        assert [event.event_id for event in events] == list(range(oldest, end.id + 1))
+        async with client.watch(oldest=True) as watch:
+            assert [event.event_id for event in await until(watch, end)] == list(range(oldest, end.id + 1))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (events_pb2.WatchRequest(heartbeat_ns=1), "heartbeat_ns"),
+        (events_pb2.WatchRequest(heartbeat_ns=2**63), "heartbeat_ns"),
+        (events_pb2.WatchRequest(filter=events_pb2.WatchFilter(caches=["ok", "no spaces"])), "filter.caches[1]"),
+    ],
+)
+async def test_a_bad_watch_is_refused(raw: RawClient, request_: events_pb2.WatchRequest, field: str) -> None:
+    stream = raw.stubs.events.Watch(request_, metadata=raw.metadata)
+    fault = await refusal(stream.read())
+    assert (fault.code, fault.detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+async def test_numbers_that_are_no_enum_are_refused(raw: RawClient) -> None:
+    for filter_, field in (
+        (b"\x0a\x01\x63", "filter.types[0]"),  # types: 99
+        (b"\x12\x01\x63", "filter.causes[0]"),
+        (b"\x1a\x01\x63", "filter.tiers[0]"),
+        (b"\x0a\x01\x00", "filter.types[0]"),  # unspecified
+    ):
+        request = events_pb2.WatchRequest(filter=events_pb2.WatchFilter.FromString(filter_))
+        fault = await refusal(raw.stubs.events.Watch(request, metadata=raw.metadata).read())
+        assert (fault.code, fault.detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
