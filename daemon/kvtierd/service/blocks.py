@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from kvtier.v1 import blocks_pb2
+from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
-from kvtierd.core.outcome import Grant, Refusal
+from kvtierd.core.outcome import Grant, Refusal, RefusalReason
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.errors import Refused, UnknownCache
 from kvtierd.service import validate, wire
 from kvtierd.service.caches import opened
 from kvtierd.service.calls import Verb
@@ -94,6 +97,7 @@ class BlocksService:
         wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         chains = _chains(request.chains)
         answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
+        self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(
             chains=[_acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()
         )
@@ -139,6 +143,20 @@ class BlocksService:
 
     def _now_cursor(self) -> blocks_pb2.Cursor:
         return wire.cursor(self._epoch, self._engine.last_event)
+
+    def _require_not_withdrawn(self, cache: Cache, session: Session, answers: Sequence[Grant | Refusal]) -> None:
+        """Where the session broke off, some chains may have been granted before: the call is refused whole even so.
+
+        The caller may come back and repeat it; what it does not know of must not stay held meanwhile.
+        """
+        withdrawn = [a for a in answers if isinstance(a, Refusal) and a.reason is RefusalReason.CANCELLED]
+        if not withdrawn:
+            return
+        for answer in answers:
+            if isinstance(answer, Grant) and answer.lease is not None:
+                with suppress(UnknownLease, UnknownCache):  # ended with the session, or with the daemon
+                    self._engine.release(cache.id, session.id, [answer.lease])
+        raise Refused(withdrawn[0])
 
     def _move_results(self, cache: Cache, group: GroupId, keys: Sequence[Key], grant: Grant) -> bytes:
         """The grant says only which blocks are there; why another is not is seen from where it is now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Final
+from typing import Final, NoReturn
 
 from kvtier.v1 import common_pb2
 from kvtierd.core.ids import KEY_BYTES, Key, Tier
@@ -29,7 +29,7 @@ def cache_name(value: str, field: str = "name") -> str:
     return value
 
 
-def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, unique: bool = True) -> list[Key]:
+def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS) -> list[Key]:
     """Packed keys, one by one: at least one, no two equal."""
     if not packed or len(packed) % KEY_BYTES:
         raise bad_argument(field, f"{len(packed)} bytes", f"one or more keys of {KEY_BYTES} bytes")
@@ -37,19 +37,18 @@ def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS, unique: bool = 
     if count > max_keys:
         raise bad_argument(field, f"{count} keys", f"at most {max_keys} keys")
     listed = [Key(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES)]
-    if unique:
-        require_distinct(field, listed)
+    if len(set(listed)) < len(listed):
+        _refuse_first_repeated(field, listed)
     return listed
 
 
-def require_distinct(field: str, values: list[Key]) -> None:
-    if len(set(values)) == len(values):
-        return
+def _refuse_first_repeated(field: str, values: list[Key]) -> NoReturn:
     seen: dict[Key, int] = {}
     for index, key in enumerate(values):
         first = seen.setdefault(key, index)
         if first != index:
             raise bad_argument(f"{field}[{index}]", key.hex(), f"different from {field}[{first}]")
+    raise AssertionError("no value is repeated")
 
 
 def parents(field: str, packed: bytes, count: int) -> list[Key | None]:

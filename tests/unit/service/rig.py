@@ -116,8 +116,11 @@ class AttachSocket:
 class Client:
     """One attached session and the stubs of its channel."""
 
-    def __init__(self, sock: AttachSocket, welcome: attach.Welcome, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, sock: AttachSocket, welcome: attach.Welcome, channel: grpc.aio.Channel, address: str = ""
+    ) -> None:
         self.socket = sock
+        self.address = address
         self.welcome = welcome
         self.channel = channel
         self.metadata = ((attach.SESSION_METADATA_KEY, welcome.token),)
@@ -177,7 +180,7 @@ async def attached(daemon: Daemon, options: Sequence[tuple[str, Any]] = ()) -> A
     sock = await AttachSocket.connect(daemon.address)
     welcome = await sock.hello()
     assert isinstance(welcome, attach.Welcome)
-    client = Client(sock, welcome, channel_to(daemon, options))
+    client = Client(sock, welcome, channel_to(daemon, options), daemon.address)
     try:
         yield client
     finally:

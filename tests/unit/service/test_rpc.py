@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from kvtier.abi.attach import SESSION_METADATA_KEY
+from kvtier.abi.attach import SESSION_METADATA_KEY, Welcome
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2
 from kvtierd.service import validate, wire
 from kvtierd.service.daemon import Daemon
@@ -25,6 +25,7 @@ from tests.unit.service.rig import (
     HOST,
     SLOT_BYTES,
     SPEC,
+    AttachSocket,
     Client,
     attached,
     chain,
@@ -592,6 +593,27 @@ async def test_a_caller_who_missed_the_answer_asks_again_and_gets_it(short_dir: 
             granted = await client.call(client.blocks.Reserve, request)
             await client.release(cache, granted.lease_id)
             await until(client, nothing_held)
+
+
+async def test_an_acquire_whose_session_broke_off_is_refused_whole_and_may_be_repeated(slow: Client) -> None:
+    cache = await slow.open()
+    chosen = [chain(4, seed=seed) for seed in range(3)]
+    for keys in chosen:
+        await slow.put(cache, keys)
+    here, below = chosen[2], chosen[0]
+    request = blocks_pb2.AcquireRequest(
+        cache_id=cache, tier=DEVICE, chains=chains((b"".join(here), 0), (b"".join(below), 0)), seq=1
+    )
+    waiting = asyncio.create_task(slow.refusal(slow.blocks.Acquire, request))
+    await until(slow, lambda stats: stats.tiers[0].held > 0)
+    slow.socket.close()
+    assert (await waiting)[0] is Code.CANCELLED
+    slow.socket = await AttachSocket.connect(slow.address)
+    assert isinstance(await slow.socket.hello(slow.welcome.token), Welcome)
+    await until(slow, nothing_held)
+    again = await slow.call(slow.blocks.Acquire, request)
+    assert [held.matched for held in again.chains] == [4, 4]
+    await slow.release(cache, *[held.lease_id for held in again.chains])
 
 
 async def test_a_call_that_may_not_wait_longer_is_told_so(slow: Client) -> None:

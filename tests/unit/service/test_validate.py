@@ -57,7 +57,6 @@ def test_what_is_refused_says_field_value_and_limit(check: Callable[[], Any], fi
 def test_what_is_accepted_comes_back_in_the_core_s_words() -> None:
     assert validate.cache_name("Llama-3.1_8B.v2") == "Llama-3.1_8B.v2"
     assert validate.keys("keys", A + B) == [A, B]
-    assert validate.keys("keys", A + A, unique=False) == [A, A]
     assert validate.parents("parents", bytes(32) + A, 2) == [None, A]
     assert validate.priorities("priorities", b"", 3) == bytes([35, 35, 35])
     assert validate.priorities("priorities", b"\x00\x64", 2) == b"\x00\x64"

@@ -295,6 +295,22 @@ async def test_a_watcher_that_does_not_read_delays_nobody_and_learns_what_it_mis
         assert {reason for *_, reason in lazy.gaps} == {"slow"}
 
 
+async def test_watchers_may_leave_in_any_way_at_any_time(
+    daemon: Daemon, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = await client.open()
+    busy = asyncio.create_task(churn(client, cache, 60))
+    for number in range(20):
+        async with attached(daemon) as other:
+            watch = Watch(other, oldest=True)
+            await watch.next()
+            if number % 2:
+                watch.call.cancel()
+    await busy
+    await eventually(lambda: daemon._hub.watchers == 0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def test_watchers_are_counted(daemon: Daemon, client: Client) -> None:
     watches = [Watch(client) for _ in range(3)]
     for watch in watches:
