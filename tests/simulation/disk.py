@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.manager import Recovered
@@ -73,6 +73,11 @@ class Disk:
             return None
         require(content == key, f"disk slot {slot} is read for a block that it does not hold")
         return content
+
+    def touch(self, key: Key) -> None:
+        """The block was used: recovery puts it after those that were not."""
+        self._clock += 1
+        self.records[key] = replace(self.records[key], last_use=self._clock)
 
     def rot(self, slot: SlotId) -> None:
         """The medium's bytes flip."""

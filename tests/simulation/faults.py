@@ -183,6 +183,13 @@ def _knows_no_ancestors(right: Method) -> Method:
     return missing_ancestors
 
 
+def _keeps_every_subtree(right: Method) -> Method:
+    def drop_some_subtree(room: Room, tier: Tier) -> bool:
+        return False
+
+    return drop_some_subtree
+
+
 def _touches_parents_first(right: Method) -> Method:
     def touch(state: GroupState, blocks: list[Block]) -> None:
         chains = {member for block in blocks for member in (block, *block.ancestors()) if member.indexed}
@@ -260,6 +267,7 @@ FAULTS: Final = {
             ((GroupState, "_lists", _takes_parents_for_leaves), (GroupState, "remove", _leaves_children_behind)),
         ),
         Fault("disk_child_before_ancestor", ((Room, "_missing_ancestors", _knows_no_ancestors),)),
+        Fault("stuck_parents_kept", ((Room, "_drop_some_subtree", _keeps_every_subtree),)),
         Fault("priority_not_propagated", ((GroupState, "_reprioritise", _does_nothing),)),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),

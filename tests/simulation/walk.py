@@ -13,7 +13,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
+from unittest.mock import patch
 
+from kvtierd.core import recorder
 from tests.simulation.actions import WEIGHTS
 from tests.simulation.chooser import Chooser
 from tests.simulation.faults import FAULTS
@@ -43,16 +45,20 @@ class Walked:
 
 
 def walk(seed: int, steps: int, *, inspect: bool = True) -> Walked:
-    """At least ``steps`` calls of the core. Raises :class:`WalkFailed`."""
+    """At least ``steps`` calls of the core. Raises :class:`WalkFailed`.
+
+    Tiny tiers never fill a move or an event, so some walks make those tiny, too.
+    """
     choose = Chooser.seeded(seed)
     world = World(Setup.draw(choose), inspect=inspect)
-    while world.steps < steps:
-        action = _ACTIONS[bisect_right(_BOUNDS, choose.below(_BOUNDS[-1]))]
-        try:
-            world.mover.progress(choose)
-            action(world, choose)
-        except Exception as error:
-            raise WalkFailed(seed, world.steps, action.__name__, error) from error
+    with patch.multiple(recorder, MAX_MOVE_BLOCKS=choose.pick((32, 2, 1)), MAX_EVENT_BLOCKS=choose.pick((256, 2))):
+        while world.steps < steps:
+            action = _ACTIONS[bisect_right(_BOUNDS, choose.below(_BOUNDS[-1]))]
+            try:
+                world.mover.progress(choose)
+                action(world, choose)
+            except Exception as error:
+                raise WalkFailed(seed, world.steps, action.__name__, error) from error
     return Walked(world.steps, world.seen)
 
 

@@ -16,7 +16,7 @@ from kvtierd.core.errors import TierOffline
 from kvtierd.core.events import BlockChange, Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, CommitItem, ListingRow
-from kvtierd.core.outcome import Grant, Move, Outcome
+from kvtierd.core.outcome import Grant, Move, Outcome, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import Clients, Holding, MoveRequest, PrefixRequest, Request, SlotsRequest
@@ -210,6 +210,14 @@ class World:
     def tick(self) -> None:
         self._carry_out(self.core.tick(self.now))
 
+    def note_uses(self) -> None:
+        """The daemon writes down which disk blocks were used. Not a step: nothing changes in the core."""
+        for key in self.core.take_disk_uses().get(GROUP, ()):
+            change = self.mirror.blocks.get(key)
+            require(change is not None and bool(change.residency & Tier.DISK.bit), "a use of a block not on disk")
+            if self.disk is not None:
+                self.disk.touch(key)
+
     def lose(self, tier: Tier) -> None:
         self.offline.add(tier)
         self.mover.lose(tier)
@@ -271,6 +279,7 @@ class World:
 
     def _carry_out(self, outcome: Outcome, expired: TicketId | None = None) -> None:
         self.steps += 1
+        alone = not self.clients.leases and len(self.clients.requests) == 1
         before = self.mirror.blocks.copy() if outcome.grants else {}
         for ref in outcome.begin_write:
             self.memories[ref.tier].begin_write(ref.slot)
@@ -287,7 +296,10 @@ class World:
         granted = [self._granted(grant, before, outcome, expired) for grant in outcome.grants]
         for refusal in outcome.refusals:
             self.seen[f"refused {refusal.reason.name}"] += 1
-            self.clients.take_refusal(self.clients.take_answer(refusal), refusal)
+            request = self.clients.take_answer(refusal)
+            self.clients.take_refusal(request, refusal)
+            full = refusal.reason is RefusalReason.TIER_FULL and isinstance(request, SlotsRequest)
+            require(not (alone and full), "a reservation is refused though nobody else holds or wants anything")
         for request in granted:
             if isinstance(request, SlotsRequest):
                 self.clients.verify_turn(request)

@@ -132,3 +132,12 @@ def test_after_an_unclean_stop_what_was_known_is_lost() -> None:
 def test_slots_found_bad_before_the_restart_stay_out_of_use() -> None:
     bench = Bench(disk=3, recovered=[("a", None, 35)], quarantined=[2])
     assert bench.states(DISK) == {SlotState.READY: 1, SlotState.QUARANTINED: 1, SlotState.FREE: 1}
+
+
+def test_uses_of_disk_blocks_are_told_once_in_their_order() -> None:
+    bench = Bench(device=3, disk=4, recovered=[*CHAIN[:2], ("x", None, 35), ("y", None, 35)])
+    bench.acquire("ab")
+    bench.acquire("x")
+    bench.land()
+    assert bench.core.take_disk_uses() == {GROUP: [key("b"), key("a"), key("x")]}
+    assert bench.core.take_disk_uses() == {}
