@@ -85,11 +85,10 @@ class AttachServer:
             while True:
                 try:
                     sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+                    self._begin(sock)
                 except OSError as error:  # out of descriptors, mostly: those who are connected go on
                     _log.error("cannot accept an attach connection error=%r", str(error))
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
-                    continue
-                self._begin(sock)
 
     def _begin(self, sock: socket.socket) -> None:
         if len(self._connections) >= self._max_connections:

@@ -130,7 +130,10 @@ class Translator:
 _REFUSALS: Final[Mapping[RefusalReason, tuple[grpc.StatusCode, str]]] = {
     RefusalReason.TIER_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, "what nobody holds cannot make room"),
     RefusalReason.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "no room was made in time"),
-    RefusalReason.CANCELLED: (grpc.StatusCode.CANCELLED, "the session ended while it waited"),
+    RefusalReason.CANCELLED: (
+        grpc.StatusCode.CANCELLED,
+        "the session broke off while it waited, or the daemon is being stopped",
+    ),
     RefusalReason.TIER_OFFLINE: (grpc.StatusCode.UNAVAILABLE, "the tier is out of service"),
     RefusalReason.TOO_SHORT: (grpc.StatusCode.FAILED_PRECONDITION, "less than min_blocks is stored"),
 }

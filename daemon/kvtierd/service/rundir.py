@@ -23,7 +23,7 @@ class RuntimeDir:
     """Held by this process alone. The lock comes before the sockets: binding would silently steal a live daemon's."""
 
     def __init__(self, path: Path, lock: DirectoryLock, rpc_path: str, attach_path: str) -> None:
-        self.path: Final = path
+        self.path: Final = Path(os.path.abspath(path))
         self.rpc_path: Final = rpc_path
         self.attach_path: Final = attach_path
         self._lock = lock

@@ -640,6 +640,22 @@ async def test_health_and_reflection_need_no_session(daemon: Daemon) -> None:
         assert {"kvtier.v1.Blocks", "kvtier.v1.Caches", "kvtier.v1.Events", "kvtier.v1.Admin"} <= listed
 
 
+async def test_a_stop_that_was_not_clean_is_remembered_as_such(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = await Daemon.start(config(short_dir))
+    shutdown = daemon._engine.shutdown
+
+    async def abandoning(deadline_s: float) -> bool:
+        await shutdown(deadline_s)
+        return False
+
+    monkeypatch.setattr(daemon._engine, "shutdown", abandoning)
+    assert not await daemon.stop()
+    async with running(config(short_dir)) as again, attached(again) as client:
+        assert client.welcome.epoch == 2
+
+
 async def _read_on(watch: AsyncIterator[events_pb2.WatchBatch]) -> None:
     async for _ in watch:
         pass
