@@ -186,9 +186,8 @@ class Session:
                 failure.__cause__ = error
             except DaemonUnavailable as error:
                 failure = error
-            except asyncio.CancelledError:
-                self.raise_if_closed_under()
-                raise
+            except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+                failure = self.channel_closed_by(error)
             delay = backoff.next()
             if delay >= deadline.left():
                 raise failure
@@ -207,14 +206,18 @@ class Session:
         self._require_open()
         return self._link
 
-    def raise_if_closed_under(self) -> None:
-        """To be asked on :class:`asyncio.CancelledError`: gRPC raises that, too, where :meth:`close` ends a call.
+    def channel_closed_by(self, error: asyncio.CancelledError | grpc.aio.UsageError) -> DaemonUnavailable:
+        """What it means that gRPC ends a call so: its channel was closed under it, or before it could begin.
 
-        Raises :class:`ClientClosed` then; not if the task itself is being cancelled.
+        The session has another link then. Raises :class:`ClientClosed` where :meth:`close` did it, and ``error``
+        where the task itself is being cancelled.
         """
         task = asyncio.current_task()
-        if self._closed and task is not None and not task.cancelling():
-            raise ClientClosed("the client was closed during the call", reason="CLOSED")
+        if task is None or task.cancelling():
+            raise error
+        if self._closed:
+            raise ClientClosed("the client was closed during the call", reason="CLOSED") from error
+        return DaemonUnavailable(f"{self.address}: attached anew during the call", reason="LINK_REPLACED")
 
     def suspect(self, link: Link) -> None:
         """The daemon disowns this link, or is silent on it: attach again."""

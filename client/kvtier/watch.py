@@ -136,6 +136,8 @@ class Watch:
                     if not resuming or not isinstance(failure, CursorCompacted):
                         raise failure from error
                     yield self._skip_to(failure.oldest)
+            except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+                self._session.channel_closed_by(error)
             await asyncio.sleep(backoff.next())
 
     async def _request(self, link: Link) -> events_pb2.WatchRequest:
@@ -162,19 +164,12 @@ class Watch:
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
-                    batch = await self._read(call)
+                    batch = await call.read()
                 if not isinstance(batch, events_pb2.WatchBatch):  # grpc.aio.EOF
                     return
                 yield batch
         finally:
             call.cancel()
-
-    async def _read(self, call: grpc.aio.UnaryStreamCall[events_pb2.WatchRequest, events_pb2.WatchBatch]) -> object:
-        try:
-            return await call.read()
-        except asyncio.CancelledError:
-            self._session.raise_if_closed_under()
-            raise
 
     @property
     def _silence_s(self) -> float:
