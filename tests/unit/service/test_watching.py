@@ -204,11 +204,16 @@ async def test_a_cursor_older_than_the_ring_is_told_the_oldest(short_dir: Path) 
     async with running(config(short_dir, event_ring_events=4)) as daemon, attached(daemon) as client:
         cache = await client.open()
         await churn(client, cache, 10)
+        await daemon._engine.settle()
+        _, last = await listing(client, cache)
         oldest = Watch(client, oldest=True)
-        first = await oldest.next()
+        await oldest.reach(last)
         code, detail = await refusal(Watch(client, since=wire.cursor(1, 1)).next())
         assert (code, detail.reason) == (Code.OUT_OF_RANGE, "CURSOR_COMPACTED")
-        assert int(detail.limit) == first.first_id > 2
+        assert int(detail.limit) == daemon._hub.oldest > 2
+        again = Watch(client, since=wire.cursor(1, int(detail.limit) - 1))
+        await again.reach(last)
+        assert again.ids == list(range(int(detail.limit), last + 1))
 
 
 async def test_a_clean_restart_keeps_the_epoch_and_the_cursor(short_dir: Path) -> None:
