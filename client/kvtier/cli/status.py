@@ -103,7 +103,7 @@ def _edges(cache: CacheStats) -> RenderableType:
 def _traffic(cache: CacheStats) -> RenderableType:
     hits = cache.hits_device + cache.hits_host + cache.hits_disk
     asked = hits + cache.misses
-    share = f" ({hits / asked:.1%} of what was asked for)" if asked else ""
+    share = f" ({hits / asked:.1%} of the chains acquired)" if asked else ""
     return Text(
         f"hits {hits}{share}: device {cache.hits_device}, host {cache.hits_host}, disk {cache.hits_disk}; "
         f"misses {cache.misses}; stored {cache.stored}, removed {cache.removed}; calls waiting {cache.waiting}"
