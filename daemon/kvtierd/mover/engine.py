@@ -16,7 +16,7 @@ from typing import Final, Protocol
 
 from kvtierd.core.check import check
 from kvtierd.core.errors import UnknownLease
-from kvtierd.core.events import Event, EventSequencer
+from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.manager import (
     BlockManager,
@@ -116,6 +116,12 @@ class Engine:
         self._caches[runtime.id] = cache
         opening = runtime.manager.open(recovered, quarantined, unclean=unclean, restarted=restarted, now=self._clock())
         self._apply(cache, opening)
+
+    def announce_gone(self, cache_id: CacheId, group: GroupId, *, unclean: bool) -> None:
+        """Events of a cache of an earlier life that is not here any more: none of its blocks is."""
+        cause = Cause.LOST if unclean else Cause.SHUTDOWN
+        cleared = Event(self._sequencer.take(), EventType.CLEARED, cause, cache_id, group, self._clock())
+        self._hub.publish([cleared])
 
     async def remove_cache(self, cache_id: CacheId) -> CacheRuntime:
         """Refuses its waiting tickets, lets its moves end and forgets it. Its stores are the caller's to close.

@@ -1,7 +1,7 @@
 """Who may have how many slots of which tier.
 
-A tier's size comes from the configuration. A cache's share is fixed when it is opened, in slots, and remembered: the
-disk's in its own superblock, the memory tiers' in the state directory.
+A tier's size comes from the configuration. A cache's share is fixed when it is opened, in slots, and remembered: by
+the disk for the disk, in the state directory for the memory tiers.
 """
 
 from __future__ import annotations
@@ -94,12 +94,19 @@ def _exhausted(tier: Tier, wanted: int, free: int, says: str) -> CallRefused:
 
 
 class RememberedSlots:
-    """Memory-tier slots of the caches that a disk remembers, written whole or not at all. Blocking."""
+    """Slots of all caches that there are, written whole or not at all. Blocking.
+
+    A stored cache's disk slots are those of its own superblock; here they tell it from one that ends with the daemon.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         content = read_superblock(path, _KIND)
         self._slots: dict[str, dict[str, int]] = {} if content is None else _checked(path, content)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._slots)
 
     def get(self, name: str) -> dict[Tier, int] | None:
         slots = self._slots.get(name)
@@ -107,13 +114,19 @@ class RememberedSlots:
 
     def put(self, name: str, slots: Slots) -> None:
         """Raises TierIOError."""
-        memory = {str(tier): count for tier, count in slots.items() if tier is not Tier.DISK}
-        if self._slots.get(name) == memory:
+        self._replace(self._slots | {name: {str(tier): count for tier, count in slots.items()}})
+
+    def forget_volatile(self) -> None:
+        """Only caches with disk slots are left. Raises TierIOError."""
+        self._replace({name: slots for name, slots in self._slots.items() if str(Tier.DISK) in slots})
+
+    def _replace(self, slots: dict[str, dict[str, int]]) -> None:
+        if slots == self._slots:
             return
-        self._slots[name] = memory
         with io_errors(f"cannot write {self._path}"):
             make_private_directory(self._path)
-            write_superblock(self._path, _KIND, {"caches": self._slots})
+            write_superblock(self._path, _KIND, {"caches": slots})
+        self._slots = slots
 
 
 def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, int]]:

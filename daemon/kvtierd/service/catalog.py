@@ -137,17 +137,25 @@ class Catalog:
         return cache, False
 
     async def restore(self) -> None:
-        """Opens the caches that the disk remembers, with the budgets they had.
+        """Opens the caches that the disk remembers, with the budgets they had; the others are announced as gone.
 
         Memory budgets shrink to what the configuration still has. Raises :class:`TierConfigError` where the disk tier
         is smaller than its caches.
         """
-        if self._stores.disk is None:
-            return
-        stored = await asyncio.to_thread(self._stores.disk.caches)
+        disk, remembered = self._stores.disk, self._stores.remembered
+        stored = await asyncio.to_thread(disk.caches) if disk is not None else []
+        self._announce_gone(remembered.names - {cache.name for cache in stored})
+        await asyncio.to_thread(remembered.forget_volatile)
         for position, cache in enumerate(stored):
             slots = self._slots_of_stored(cache.name, cache.spec, cache.slots[GROUP], len(stored) - position)
             await self._make(cache.name, cache.spec, slots, stored=True)
+
+    def _announce_gone(self, names: Collection[str]) -> None:
+        """Watchers of an earlier life know blocks of these, and nobody may ever open them again."""
+        for name in sorted(names):
+            cache_id = CacheId(next(self._ids))
+            self._names[cache_id] = name
+            self._engine.announce_gone(cache_id, GROUP, unclean=self._identity.unclean)
 
     async def close(self) -> None:
         """After the engine's shutdown: lets go of all memory and of the disk."""
@@ -202,10 +210,8 @@ class Catalog:
         runtime = CacheRuntime(cache_id, name, spec, manager, parts.arena, parts.host, parts.device, parts.disk)
         cache = Cache(runtime, spec.fingerprint(), dict(slots))
         self._names[cache_id] = name
-        # One that no disk remembers may have been there all the same, in an earlier life of this epoch.
-        restarted = stored or self._identity.boot > 1
         self._engine.add_cache(
-            runtime, parts.recovered, parts.quarantined, unclean=self._identity.unclean, restarted=restarted
+            runtime, parts.recovered, parts.quarantined, unclean=self._identity.unclean, restarted=stored
         )
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[name] = cache
@@ -218,6 +224,8 @@ class Catalog:
         layout = ArenaLayout.plan(spec, {(GROUP, tier): slots[tier] for tier in slots})
         arena = Arena.create(name, layout, identity)
         try:
+            if not stored:
+                self._stores.remembered.put(name, slots)  # before anything of it can be announced
             disk = self._disk_store(name, spec, slots, stored)
         except BaseException:
             arena.close()
@@ -237,7 +245,6 @@ class Catalog:
             return None
         if stored:
             return root.open_cache(name)
-        self._stores.remembered.put(name, slots)
         return root.create(name, spec, {GROUP: slots[Tier.DISK]})
 
     def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:

@@ -56,11 +56,20 @@ def test_budgets_that_cannot_be_given(size: int, code: grpc.StatusCode, reason: 
     assert budgets.left(Tier.HOST) == 1 << 20
 
 
-def test_memory_slots_are_remembered_over_a_restart(tmp_path: Path) -> None:
+def test_slots_are_remembered_over_a_restart(tmp_path: Path) -> None:
     RememberedSlots(tmp_path / "caches").put("one", {Tier.HOST: 3, Tier.DISK: 9})
     again = RememberedSlots(tmp_path / "caches")
-    assert again.get("one") == {Tier.HOST: 3}
+    assert again.get("one") == {Tier.HOST: 3, Tier.DISK: 9}
     assert again.get("two") is None
+
+
+def test_caches_without_a_disk_can_be_forgotten(tmp_path: Path) -> None:
+    remembered = RememberedSlots(tmp_path)
+    remembered.put("stored", {Tier.DEVICE: 1, Tier.DISK: 9})
+    remembered.put("volatile", {Tier.DEVICE: 1, Tier.HOST: 9})
+    assert remembered.names == {"stored", "volatile"}
+    remembered.forget_volatile()
+    assert RememberedSlots(tmp_path).names == {"stored"}
 
 
 def test_damaged_memory_is_refused(tmp_path: Path) -> None:
