@@ -1,0 +1,63 @@
+"""Starts that are to fail, and what they must not touch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.integration.daemon import DaemonProcess
+
+_END_S = 30.0
+
+Tree = Mapping[str, tuple[int, int, int, bytes]]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, without any configuration of a daemon but ``extra``."""
+    rest = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
+    return rest | dict(extra or {})
+
+
+def kvtierd(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs ``kvtierd`` to its end, which must come by itself."""
+    return _run([sys.executable, "-m", "kvtierd.main", *map(str, arguments)], env)
+
+
+def refused(daemon: DaemonProcess, *flags: str | Path, status: int = 1) -> str:
+    """What a daemon that must not start says, one line a fault; no trace of the interpreter's among them."""
+    ended = _run([*daemon.command(), *map(str, flags)])
+    assert ended.returncode == status, ended
+    return message(ended)
+
+
+def message(ended: subprocess.CompletedProcess[str]) -> str:
+    assert ended.stdout == "", ended.stdout
+    lines = ended.stderr.splitlines()
+    assert lines and all(line.startswith("kvtierd: ") for line in lines), ended.stderr
+    return ended.stderr
+
+
+def tree(root: Path) -> Tree:
+    """All that a directory holds: of each path its mode, size, time of change and content."""
+    paths = [root, *sorted(root.rglob("*"))]
+    return {str(path.relative_to(root)): _state(path) for path in paths}
+
+
+def _state(path: Path) -> tuple[int, int, int, bytes]:
+    status = path.lstat()
+    return status.st_mode, status.st_size, status.st_mtime_ns, path.read_bytes() if path.is_file() else b""
+
+
+def _run(command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        check=False,
+        env=environment(env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_END_S,
+    )

@@ -1,0 +1,97 @@
+"""The daemon is killed while clients work: what was on disk is there, and no byte is ever wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+
+import pytest
+
+from kvtier import Tier, connect
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.starting import environment
+from tests.integration.trial import trial
+
+SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+PROVED = 6
+"""Chains that are read back whole after each restart."""
+
+
+@pytest.fixture(autouse=True)
+def _say_seed() -> None:
+    print(f"KVTIER_SEED={SEED}")
+
+
+async def kill_under_load(start_daemon: StartDaemon, kills: int, seed: int, *flags: str) -> None:
+    async with trial(start_daemon, seed, *flags) as run:
+        for number in range(1, kills + 1):
+            start = await run.end_and_restart(run.daemon.kill)
+            assert start.epoch == number + 1
+            await run.assert_reachable(PROVED)
+        await run.settle()
+        assert [gap.epoch for gap in run.witness.gaps] == list(range(1, kills + 1))
+        print(f"seen: {run.witness.events} events; start to serving, at most: {max(run.serving_s):.2f} s")
+
+
+async def test_twenty_kills_under_load(start_daemon: StartDaemon) -> None:
+    await kill_under_load(start_daemon, 20, SEED, "--no-debug-checks")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(5))
+async def test_more_kills_under_load(start_daemon: StartDaemon, number: int) -> None:
+    await kill_under_load(start_daemon, 20, SEED + number)
+
+
+def start_and_kill_after(daemon: DaemonProcess, seconds: float) -> None:
+    process = subprocess.Popen(
+        daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.kill()
+    process.wait()
+
+
+async def test_kills_while_it_starts(start_daemon: StartDaemon) -> None:
+    """Whatever a start was at when it died, the next one finds all blocks, and ids above all that came before."""
+    rng = random.Random(SEED)
+    daemon = start_daemon(device=8, host=8, disk=64)
+    keys = chain("survivor", 40)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC, budgets=sizes(device=8, host=8, disk=64))
+        await cache.put(keys, blocks(keys))
+        await cache.move(keys, Tier.DISK)
+        before = await client.stats()
+    daemon.kill()
+    for _ in range(8):
+        await asyncio.to_thread(start_and_kill_after, daemon, rng.uniform(0.05, 0.6))
+    await asyncio.to_thread(daemon.start)
+    async with await connect(daemon.address) as client:
+        after = await client.stats()
+        assert before.epoch < after.epoch <= before.epoch + 9
+        assert after.last_event_id > before.last_event_id
+        cache = await client.open_cache("c", SPEC)
+        assert_bytes(keys, await cache.get(keys))
+
+
+async def test_kills_while_caches_are_made(start_daemon: StartDaemon) -> None:
+    """A cache whose making was cut short is made whole by the client's next attempt; its room is not lost."""
+    rng = random.Random(SEED)
+    each = sizes(device=2, host=4, disk=16)
+    count = 8
+    daemon = start_daemon(device=2 * count, host=4 * count, disk=16 * count)
+    async with await connect(daemon.address) as client:
+        for number in range(count):
+            opening = asyncio.create_task(client.open_cache(f"c{number}", SPEC, budgets=each))
+            await asyncio.sleep(rng.uniform(0, 0.03))
+            daemon.kill()
+            await asyncio.to_thread(daemon.start)
+            cache = await opening
+            keys = chain(f"c{number}", 8)
+            await cache.put(keys, blocks(keys))
+            assert_bytes(keys, await cache.get(keys))
+        assert [cache.name for cache in await client.caches()] == [f"c{number}" for number in range(count)]

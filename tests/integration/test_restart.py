@@ -1,0 +1,220 @@
+"""A daemon that stops as it should and starts again: what is still there, what is not, and who notices."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvtier import AsyncClient, Cache, CacheSpec, Cause, Event, EventType, LeaseLost, SpecMismatch, Tier, connect
+from kvtier.abi.layout import first_generation
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.starting import refused
+from tests.integration.stuck import stuck_disk
+from tests.integration.trial import trial
+from tests.integration.waiting import PATIENCE_S, eventually
+
+SLOTS = {"device": 8, "host": 16, "disk": 64}
+ON_DISK = chain("on disk", 20)
+IN_MEMORY = chain("in memory", 5)
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+    return start_daemon(**SLOTS)
+
+
+async def restart(daemon: DaemonProcess) -> None:
+    await asyncio.to_thread(daemon.stop)
+    await asyncio.to_thread(daemon.start)
+
+
+async def filled(client: AsyncClient) -> Cache:
+    """A cache with one chain that is only on disk, and one that is only in memory."""
+    cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
+    await cache.put(ON_DISK, blocks(ON_DISK))
+    await cache.move(ON_DISK, Tier.DISK)
+    await cache.put(IN_MEMORY, blocks(IN_MEMORY))
+    assert {row.residency async for row in cache.blocks()} == {Tier.DISK.bit, Tier.DEVICE.bit}
+    return cache
+
+
+async def test_epoch_stays_and_ids_go_on(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        await filled(client)
+        before = await client.stats()
+        await restart(daemon)
+        after = await client.stats()
+        assert (after.epoch, after.boot) == (before.epoch, before.boot + 1)
+        async with client.watch(oldest=True) as watch:
+            first = await anext(watch)
+        assert isinstance(first, Event)
+        assert (first.epoch, first.event_id) == (before.epoch, before.last_event_id + 1)
+
+
+async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        cache = await filled(client)
+        await restart(daemon)
+        assert (await cache.match(ON_DISK)).residency == bytes([Tier.DISK.bit]) * len(ON_DISK)
+        assert (await cache.match(IN_MEMORY)).blocks == 0
+        assert await cache.get(IN_MEMORY) == []
+        assert_bytes(ON_DISK, await cache.get(ON_DISK))
+        assert (await cache_stats(client, "c")).hits_disk == len(ON_DISK)
+        # What was lost can be stored again.
+        await cache.put(IN_MEMORY, blocks(IN_MEMORY))
+        assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
+
+
+async def test_a_cache_is_announced_anew(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        await filled(client)
+        await restart(daemon)
+        last = (await client.stats()).last_event_id
+        events: list[Event] = []
+        async with client.watch(oldest=True) as watch:
+            async for item in watch:
+                assert isinstance(item, Event)
+                events.append(item)
+                if item.event_id >= last:
+                    break
+        created, cleared, *stored = events
+        assert (created.type, cleared.type, cleared.cause) == (EventType.CREATED, EventType.CLEARED, Cause.SHUTDOWN)
+        assert created.num_blocks_per_cache_level == tuple(SLOTS.values())
+        assert {(event.type, event.cause) for event in stored} == {(EventType.STORED, Cause.RECOVERED)}
+        found = {key: parent for event in stored for key, parent in zip(event.keys, event.parents, strict=True)}
+        assert found == dict(zip(ON_DISK, [None, *ON_DISK[:-1]], strict=True))
+
+
+async def test_budgets_and_spec_are_remembered(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        await client.open_cache("small", SPEC, budgets=sizes(device=2, host=3, disk=4))
+    await restart(daemon)
+    async with await connect(daemon.address) as client:
+        (info,) = await client.caches()
+        assert [tier.slots for tier in info.groups[0].tiers] == [2, 3, 4]
+        other = CacheSpec.single("another model", "uint8", 16, layers=1, kv_heads=1, head_size=8)
+        with pytest.raises(SpecMismatch):
+            await client.open_cache("small", other)
+
+
+async def test_generations_never_restart(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        cache = await filled(client)
+        old, slots = cache.arena, np.arange(SLOTS["device"])
+        before = old.generations(Tier.DEVICE, cache.group, slots)
+        await restart(daemon)
+        await cache.match(ON_DISK)
+        assert cache.arena is not old
+        after = cache.arena.generations(Tier.DEVICE, cache.group, slots)
+        assert before.max() < first_generation((await client.stats()).boot) <= after.min()
+
+
+@pytest.mark.parametrize("cleanly", [True, False])
+async def test_leases_die_with_their_daemon(daemon: DaemonProcess, cleanly: bool) -> None:
+    async with await connect(daemon.address) as client:
+        cache = await filled(client)
+        written, read = await cache.reserve(3), await cache.acquire(ON_DISK[:2], Tier.HOST)
+        views = [part for index in range(3) for part in written.view(index)]
+        stop = daemon.stop if cleanly else daemon.kill
+        await asyncio.to_thread(stop)
+        await asyncio.to_thread(daemon.start)
+        with pytest.raises(LeaseLost):
+            await written.commit(chain("late", 3))
+        for lease in (written, read):
+            with pytest.raises(LeaseLost):
+                lease.view(0)
+            await lease.release()
+        # A writer that has not noticed scribbles into memory that is nobody's any more.
+        await cache.put(IN_MEMORY, blocks(IN_MEMORY))
+        for view in views:
+            view.fill(0xEE)
+        assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
+        assert (await tier_stats(client, "c", Tier.DEVICE)).held == 0
+
+
+async def test_calls_that_wait_for_room_go_on_in_the_next_life(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(device=4, disk=16)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        with stuck_disk(daemon, "c") as disk:
+            await cache.put(chain("in the way", 4), blocks(chain("in the way", 4)))
+            waiting = asyncio.create_task(four_blank_slots(cache))
+            await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.waiting == 1)
+            stopping = asyncio.create_task(asyncio.to_thread(daemon.stop))
+            await eventually(lambda: asyncio.to_thread(lambda: daemon.log), lambda log: " stopping" in log)
+            disk.release()
+            await stopping
+            assert not waiting.done()
+            await asyncio.to_thread(daemon.start)
+        await waiting
+
+
+async def four_blank_slots(cache: Cache) -> None:
+    async with cache.reserve(4, timeout=PATIENCE_S * 3) as lease:
+        assert len(lease) == 4
+
+
+async def test_put_and_get_outlive_any_number_of_restarts(daemon: DaemonProcess) -> None:
+    """One client, never told to reconnect, one chain after another while the daemon comes and goes."""
+    rounds = 3
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
+        done = asyncio.Event()
+
+        async def work() -> int:
+            count = 0
+            while not done.is_set():
+                keys = chain(f"work {count}", 4)
+                await cache.put(keys, blocks(keys))
+                found = await cache.get(keys)
+                assert_bytes(keys[: len(found)], found)
+                count += 1
+            return count
+
+        worker = asyncio.create_task(work())
+        for _ in range(rounds):
+            await restart(daemon)
+            await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.stored >= 8)  # in this life
+        done.set()
+        assert await worker > rounds
+
+
+async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        await filled(client)
+    daemon.stop()
+    full = dict(daemon.sizes)
+    daemon.sizes = full | sizes(disk=SLOTS["disk"] - 1)
+    said = refused(daemon, status=2)
+    assert "disk_bytes" in said and "stored cache c" in said
+    daemon.sizes = full | sizes(device=2, host=3)
+    daemon.start()
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        assert [cache.slots(tier) for tier in Tier] == [2, 3, SLOTS["disk"]]
+        assert_bytes(ON_DISK, await cache.get(ON_DISK))
+
+
+async def test_a_client_that_connects_while_nobody_serves_waits(daemon: DaemonProcess) -> None:
+    daemon.stop()
+    connecting = asyncio.create_task(connect(daemon.address, wait=PATIENCE_S))
+    await asyncio.to_thread(daemon.start)
+    async with await connecting as client:
+        assert (await client.stats()).pid == daemon.pid
+
+
+async def test_clean_stops_under_load(start_daemon: StartDaemon) -> None:
+    """What holds for kills holds here, and more: the epoch stays, and a watcher misses nothing at all."""
+    stops = 4
+    async with trial(start_daemon, 1, "--no-debug-checks") as run:
+        for _ in range(stops):
+            start = await run.end_and_restart(run.daemon.stop)
+            assert start.epoch == 1
+            await run.assert_reachable(proved=6)
+        await run.settle()
+        assert run.witness.gaps == []
+        assert (await run.observer.stats()).boot == stops + 1

@@ -1,0 +1,238 @@
+"""Watching over restarts: what goes on, what is told to be lost, and what a cursor of before is worth.
+
+The daemon keeps past events in memory. After a clean stop a cursor at the last event of before goes on without a hole,
+and an older one is refused with the oldest id that is held. After an unclean stop any cursor of before is told the
+range that is lost, and goes on with the new epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from kvtier import (
+    AsyncClient,
+    Cache,
+    Cursor,
+    CursorCompacted,
+    Event,
+    EventType,
+    Gap,
+    InvalidArgument,
+    ResidencyTable,
+    SnapshotEnd,
+    SnapshotSlice,
+    SnapshotStart,
+    Tier,
+    Watch,
+    connect,
+)
+from kvtier.events import WatchItem
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.waiting import PATIENCE_S
+from tests.integration.witness import Witness
+
+SLOTS = {"device": 8, "host": 16, "disk": 64}
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+    return start_daemon(**SLOTS)
+
+
+@pytest.fixture
+async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+    async with await connect(daemon.address) as client:
+        yield client
+
+
+async def cleanly(daemon: DaemonProcess) -> None:
+    await asyncio.to_thread(daemon.stop)
+    await asyncio.to_thread(daemon.start)
+
+
+async def uncleanly(daemon: DaemonProcess) -> None:
+    daemon.kill()
+    await asyncio.to_thread(daemon.start)
+
+
+BOTH = pytest.mark.parametrize("restart", [cleanly, uncleanly])
+Restart = Callable[[DaemonProcess], Awaitable[None]]
+
+
+async def on_disk(client: AsyncClient, name: str) -> Cache:
+    """A cache with a chain of its name, on disk."""
+    cache = await client.open_cache("c", SPEC)
+    keys = chain(name, 6)
+    await cache.put(keys, blocks(keys))
+    await cache.move(keys, Tier.DISK)
+    return cache
+
+
+async def now(client: AsyncClient) -> Cursor:
+    stats = await client.stats()
+    return Cursor(stats.epoch, stats.last_event_id)
+
+
+async def up_to(watch: Watch, cursor: Cursor) -> list[WatchItem]:
+    """What a watch tells until it has got to ``cursor``."""
+    items: list[WatchItem] = []
+    async with asyncio.timeout(PATIENCE_S):
+        async for item in watch:
+            items.append(item)
+            if watch.cursor is not None and watch.cursor >= cursor:
+                break
+    return items
+
+
+@BOTH
+async def test_a_live_watch_outlives_a_restart(daemon: DaemonProcess, client: AsyncClient, restart: Restart) -> None:
+    """What it must see on the way is for the witness to say; afterwards it knows where every block is."""
+    async with Witness(client) as witness:
+        cache = await on_disk(client, "before")
+        await cache.put(chain("in memory", 3), blocks(chain("in memory", 3)))
+        await restart(daemon)
+        await on_disk(client, "after")
+        await cache.get(chain("before", 6))
+        await witness.assert_agrees(cache)
+        assert [gap.reason for gap in witness.gaps] == ([] if restart is cleanly else ["unclean-stop"])
+
+
+@BOTH
+async def test_blocks_of_a_cache_that_did_not_come_back_are_gone(
+    daemon: DaemonProcess, client: AsyncClient, restart: Restart
+) -> None:
+    """It was in memory only and nobody has opened it again: events alone must say that its blocks are lost."""
+    table = ResidencyTable()
+    cache = await client.open_cache("volatile", SPEC, budgets=sizes(device=4, host=4))
+    await cache.put(chain("v", 3), blocks(chain("v", 3)))
+    async with client.watch(oldest=True) as watch:
+        for item in await up_to(watch, await now(client)):
+            table.apply(item)
+        assert len(table.blocks("volatile")) == 3
+        await restart(daemon)
+        await on_disk(client, "another cache")
+        for item in await up_to(watch, await now(client)):
+            table.apply(item)
+    assert [info.name for info in await client.caches()] == ["c"]
+    assert dict(table.blocks("volatile")) == {}
+
+
+async def test_the_last_cursor_goes_on_after_a_clean_stop(daemon: DaemonProcess, client: AsyncClient) -> None:
+    await on_disk(client, "before")
+    last = await now(client)
+    await cleanly(daemon)
+    async with client.watch(since=last) as watch:
+        items = await up_to(watch, await now(client))
+    ids = [item.event_id for item in items if isinstance(item, Event)]
+    assert len(ids) == len(items)
+    assert ids == list(range(last.id + 1, last.id + 1 + len(ids)))
+
+
+async def test_an_older_cursor_is_compacted_after_a_clean_stop(daemon: DaemonProcess, client: AsyncClient) -> None:
+    await on_disk(client, "before")
+    last = await now(client)
+    await cleanly(daemon)
+    for cursor in (Cursor(last.epoch, last.id - 1), Cursor(last.epoch, 1), Cursor(0, 1)):
+        with pytest.raises(CursorCompacted) as refused:
+            await anext(client.watch(since=cursor))
+        assert refused.value.oldest == last.id + 1
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+async def test_a_cursor_of_a_lost_epoch_is_told_the_range(
+    daemon: DaemonProcess, client: AsyncClient, kills: int
+) -> None:
+    await on_disk(client, "before")
+    last = await now(client)
+    for _ in range(kills):
+        await uncleanly(daemon)
+    present = await now(client)
+    assert present.epoch == last.epoch + kills
+    async with client.watch(since=Cursor(last.epoch, last.id - 2)) as watch:
+        gap, first, *_ = await up_to(watch, present)
+    assert isinstance(gap, Gap) and isinstance(first, Event)
+    assert (gap.epoch, gap.first_id, gap.reason) == (last.epoch, last.id - 1, "unclean-stop")
+    assert gap.last_id >= last.id, "what was given out is inside"
+    assert first.cursor == Cursor(present.epoch, gap.last_id + 1)
+    assert first.type is EventType.CREATED
+
+
+async def test_cursors_that_never_were_are_refused(daemon: DaemonProcess, client: AsyncClient) -> None:
+    await on_disk(client, "before")
+    await uncleanly(daemon)
+    present = await now(client)
+    never = [
+        Cursor(present.epoch + 1, 1),
+        Cursor(present.epoch, present.id + 1),
+        Cursor(present.epoch - 1, present.id),
+        Cursor(0, present.id + 1),
+    ]
+    for cursor in never:
+        with pytest.raises(InvalidArgument) as refused:
+            await anext(client.watch(since=cursor))
+        assert refused.value.field in ("since.epoch", "since.id")
+
+
+@BOTH
+async def test_a_watcher_that_does_not_read_is_told_what_it_missed(
+    daemon: DaemonProcess, client: AsyncClient, restart: Restart
+) -> None:
+    """Whatever had been sent to it, and whatever had not: what it is given joins, or a gap says what does not."""
+    cache = await on_disk(client, "first")
+    async with client.watch(oldest=True) as watch:
+        await anext(watch)
+        place = watch.cursor
+        assert place is not None
+        for number in range(100):
+            await cache.put(chain(f"unread {number}", 4), blocks(chain(f"unread {number}", 4)))
+        await restart(daemon)
+        items = await up_to(watch, await now(client))
+    expected = place.id + 1
+    for item in items:
+        match item:
+            case Gap():
+                assert item.first_id == expected
+                expected = item.last_id + 1
+            case Event():
+                assert item.event_id == expected
+                expected += 1
+    assert expected == (await now(client)).id + 1
+
+
+@BOTH
+async def test_a_snapshot_after_a_restart_is_the_listing(
+    daemon: DaemonProcess, client: AsyncClient, restart: Restart
+) -> None:
+    cache = await on_disk(client, "before")
+    await restart(daemon)
+    await cache.get(chain("before", 3))
+    listed = {row.key: row.residency async for row in cache.blocks()}
+    table = ResidencyTable()
+    async with client.watch(snapshot=True) as watch:
+        async for item in watch:
+            table.apply(item)
+            if isinstance(item, SnapshotEnd):
+                break
+    assert table.differences(cache.name, cache.group, listed) == []
+
+
+async def test_a_snapshot_cut_short_begins_anew(daemon: DaemonProcess, client: AsyncClient) -> None:
+    cache = await on_disk(client, "before")
+    async with client.watch(snapshot=True) as watch:
+        assert isinstance(await anext(watch), SnapshotStart)
+        await uncleanly(daemon)
+        listed = {row.key: row.residency async for row in cache.blocks()}
+        table = ResidencyTable()
+        slices = starts = 0
+        async for item in watch:
+            slices += isinstance(item, SnapshotSlice)
+            starts += isinstance(item, SnapshotStart)
+            table.apply(item)
+            if isinstance(item, SnapshotEnd):
+                break
+    assert starts == slices == 1
+    assert table.differences(cache.name, cache.group, listed) == []

@@ -1,0 +1,140 @@
+"""A watcher that follows its daemon through any number of deaths, and holds every item against what was promised."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from kvtier import AsyncClient, Cause, Cursor, Event, EventType, Gap, ResidencyTable, Tier
+from kvtier.cache import Cache
+from kvtier.events import WatchItem
+from tests.integration.waiting import PATIENCE_S, eventually
+
+
+class Witness:
+    """Reads all events from the oldest held on. ``async with``; a broken promise is raised by whatever waits next.
+
+    Promised: inside an epoch, over clean restarts too, ids follow each other without a hole; between two epochs comes
+    one gap that begins where the first was left, ends where the second begins and says "unclean-stop".
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.cursor = Cursor(0, 0)
+        self.events = 0
+        self.gaps: list[Gap] = []
+        self.on_disk_before: dict[str, set[bytes]] = {}
+        """By cache: what the last event of the daemon's life before this one left on disk."""
+        self.recovered: dict[str, set[bytes]] = {}
+        """By cache: what was announced as found on disk in the present life."""
+        self.left_disk: dict[str, set[bytes]] = defaultdict(set)
+        """By cache: what was ever announced to have left the disk."""
+        self._watch = client.watch(oldest=True, heartbeats=True, heartbeat_s=0.5)
+        self._newest = ResidencyTable()
+        self._settled = ResidencyTable()
+        self._unsettled: deque[WatchItem] = deque()
+        self._bridge: Gap | None = None
+        self._news = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._reader = asyncio.create_task(self._read())
+        self._reader.add_done_callback(lambda _: self._news.set())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._reader is not None
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+        await self._watch.aclose()
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not reached():
+                assert self._reader is not None
+                if self._reader.done():
+                    self._reader.result()
+                self._news.clear()
+                await self._news.wait()
+
+    async def reach(self, cursor: Cursor) -> None:
+        """Returns once everything up to ``cursor`` has been told."""
+        await self.until(lambda: self.cursor >= cursor)
+
+    async def more(self, count: int) -> None:
+        """Returns after ``count`` more events."""
+        end = self.events + count
+        await self.until(lambda: self.events >= end)
+
+    async def assert_agrees(self, cache: Cache) -> None:
+        """That a listing of a quiet cache, and the events up to its cursor, say the same of every block."""
+        listed: dict[bytes, int] = {}
+
+        async def listing() -> set[Cursor]:
+            listed.clear()
+            cursors = set()
+            async for page in cache.pages():
+                cursors.add(page.as_of)
+                listed.update((block.key, block.residency) for block in page.blocks)
+            return cursors
+
+        (as_of,) = await eventually(listing, lambda cursors: len(cursors) == 1)
+        await self.reach(as_of)
+        while self._unsettled and _at(self._unsettled[0]) <= as_of:
+            self._settled.apply(self._unsettled.popleft())
+        assert self._settled.differences(cache.name, cache.group, listed) == []
+
+    async def _read(self) -> None:
+        async for item in self._watch:
+            match item:
+                case Event():
+                    self._take_event(item)
+                case Gap():
+                    self._take_gap(item)
+            self._news.set()
+
+    def _take_gap(self, gap: Gap) -> None:
+        assert gap.reason == "unclean-stop", gap
+        assert (gap.epoch, gap.first_id) == (self.cursor.epoch, self.cursor.id + 1), (gap, self.cursor)
+        assert gap.last_id >= self.cursor.id, gap
+        self.gaps.append(gap)
+        self._bridge = gap
+
+    def _take_event(self, event: Event) -> None:
+        if event.epoch == self.cursor.epoch:
+            assert event.event_id == self.cursor.id + 1, (event.cursor, self.cursor)
+        elif self.cursor.epoch:
+            assert self._bridge is not None, f"from {self.cursor} to {event.cursor} without a word"
+            assert event.epoch > self._bridge.epoch
+            assert event.event_id == self._bridge.last_id + 1, (event.cursor, self._bridge)
+            self._bridge = None
+        self.cursor = event.cursor
+        self.events += 1
+        self._note_disk(event)
+        self._newest.apply(event)
+        self._unsettled.append(event)
+
+    def _note_disk(self, event: Event) -> None:
+        before = self._newest.blocks(event.cache, event.group)
+        match event.type:
+            case EventType.CREATED:
+                self.on_disk_before[event.cache] = {key for key, where in before.items() if where & Tier.DISK.bit}
+                self.recovered[event.cache] = set()
+            case EventType.STORED if event.cause is Cause.RECOVERED:
+                self.recovered[event.cache].update(event.keys)
+            case EventType.REMOVED:
+                self.left_disk[event.cache].update(key for key in event.keys if before[key] & Tier.DISK.bit)
+            case EventType.UPDATED:
+                pairs = zip(event.keys, event.residency, strict=True)
+                self.left_disk[event.cache].update(key for key, now in pairs if before[key] & ~now & Tier.DISK.bit)
+            case _:
+                pass
+
+
+def _at(item: WatchItem) -> Cursor:
+    assert isinstance(item, Event)
+    return item.cursor
