@@ -30,11 +30,15 @@ class SlotsRequest(Request):
 
 @dataclass(slots=True, frozen=True)
 class PrefixRequest(Request):
-    """``found_in``: residencies of the prefix that was stored when the call was made."""
+    """``found_in``: residencies of the prefix that was stored when the call was made.
+
+    ``readable``: how much of it no failing edge was needed for.
+    """
 
     keys: tuple[Key, ...]
     min_blocks: int
     found_in: tuple[int, ...]
+    readable: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -115,7 +119,8 @@ class Clients:
 
     def take_prefix(self, request: PrefixRequest, grant: Grant) -> None:
         blocks = len(grant.slots)
-        require(grant.matched == len(request.found_in), "an acquire's match is not what was stored")
+        stored = len(request.found_in)
+        require(request.readable <= grant.matched <= stored, "an acquire's match is not what was stored")
         require(grant.found_in == request.found_in[:blocks], "an acquire says wrongly where its blocks were")
         require(request.min_blocks <= blocks <= grant.matched, f"{blocks} blocks are granted")
         require((grant.lease is None) == (blocks == 0), "a lease holds nothing, or nothing is leased")

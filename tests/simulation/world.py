@@ -135,13 +135,14 @@ class World:
 
     def acquire(self, session: SessionId, tier: Tier, chains: Sequence[ChainRequest]) -> None:
         found = [self._stored_prefix(chain.keys) for chain in chains]
+        readable = [self._readable(found_in, tier) for found_in in found]
         try:
             tickets, outcome = self.core.acquire(session, GROUP, tier, chains, self.now)
         except TierOffline:
             self._refused_offline(tier)
             return
-        for ticket, chain, found_in in zip(tickets, chains, found, strict=True):
-            request = PrefixRequest(ticket, session, tier, tuple(chain.keys), chain.min_blocks, found_in)
+        for ticket, chain, found_in, length in zip(tickets, chains, found, readable, strict=True):
+            request = PrefixRequest(ticket, session, tier, tuple(chain.keys), chain.min_blocks, found_in, length)
             self.clients.requests[ticket] = request
         self._carry_out(outcome)
 
@@ -402,6 +403,15 @@ class World:
         match = self.core.match(GROUP, keys)
         require(match.residency == tuple(found), "match and the events disagree")
         return match.residency
+
+    def _readable(self, found_in: Sequence[int], tier: Tier) -> int:
+        """How much of a prefix is in the tier, or comes from somewhere that no failing edge leads from."""
+        edges = self.core.stats().edges
+        failing = {src for (src, dst), edge in edges.items() if dst is tier and edge.degraded_until > self.now}
+        for length, residency in enumerate(found_in):
+            if not residency & tier.bit and any(residency & src.bit for src in failing):
+                return length
+        return len(found_in)
 
     def _expected_commit(self, items: Sequence[CommitItem]) -> list[BlockResult]:
         stored = {key: change.parent for key, change in self.mirror.blocks.items()}

@@ -326,10 +326,10 @@ class BlockManager:
         for chain in chains:
             ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
             self.tickets[ticket.id] = (window, ticket)
-            window.match_for(ticket, chain.keys)
+            window.match_for(ticket, chain.keys, now)
             tickets.append(ticket)
         for ticket in tickets:
-            window.fetch(ticket, now)
+            window.fetch(ticket)
         window.pump(now)
         return tuple(ticket.id for ticket in tickets), self._take(now)
 
@@ -359,7 +359,7 @@ class BlockManager:
         self.tickets[ticket.id] = (window, ticket)
         for block in blocks:
             window.state.claim(block)
-        window.fetch(ticket, now)
+        window.fetch(ticket)
         window.pump(now)
         return ticket.id, self._take(now)
 

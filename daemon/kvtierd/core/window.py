@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import assert_never
 
 from kvtierd.core.block import Block, Copy
@@ -88,9 +89,12 @@ class WindowManager:
         else:
             self._queues[tier].append(ticket)
 
-    def match_for(self, ticket: FetchTicket, keys: Sequence[Key]) -> None:
-        """Claims the longest stored prefix for an acquire; room for it is made later, by :meth:`fetch`."""
-        ticket.blocks = self.prefix(keys)
+    def match_for(self, ticket: FetchTicket, keys: Sequence[Key], now: int) -> None:
+        """Claims the longest stored prefix for an acquire; room for it is made later, by :meth:`fetch`.
+
+        What only a failing edge leads from is a miss.
+        """
+        ticket.blocks = list(takewhile(lambda block: self._readable(block, ticket.tier, now), self.prefix(keys)))
         ticket.matched = len(ticket.blocks)
         ticket.found_in = tuple(block.residency for block in ticket.blocks)
         self.misses += len(keys) - len(ticket.blocks)
@@ -100,10 +104,10 @@ class WindowManager:
         for block in ticket.blocks:
             self.state.claim(block)
 
-    def fetch(self, ticket: FetchTicket, now: int) -> None:
+    def fetch(self, ticket: FetchTicket) -> None:
         """Queues a fetch whose blocks are claimed; shortens an acquire to what the tier can hold at best."""
         if ticket.hold:
-            self._shorten(ticket, self._reachable(ticket, now))
+            self._shorten(ticket, self._holdable(ticket))
             if len(ticket.blocks) < max(ticket.min_blocks, 1):
                 self._give_up(ticket)
                 return
@@ -381,15 +385,16 @@ class WindowManager:
         out = sum(slots.count(state) for state in (SlotState.BLANK, SlotState.ORPHANED, SlotState.QUARANTINED))
         return slots.capacity - out - self.state.held[tier]
 
-    def _reachable(self, ticket: FetchTicket, now: int) -> int:
-        """Length of the prefix that could be READY in the tier at best, and that some usable edge leads from."""
+    def _readable(self, block: Block, tier: Tier, now: int) -> bool:
+        """It is in the tier, or on its way there, or a usable edge leads there."""
+        return block.copies[tier] is not None or self.flights.usable(self.room.source(block), tier, now)
+
+    def _holdable(self, ticket: FetchTicket) -> int:
+        """Length of the prefix that the tier could hold at best."""
         budget = self._obtainable(ticket.tier)
         for length, block in enumerate(ticket.blocks):
             copy = block.copies[ticket.tier]
-            if copy is None and not self.flights.usable(self.room.source(block), ticket.tier, now):
-                return length
-            if copy is None or copy.holds == 0:
-                budget -= 1
+            budget -= copy is None or copy.holds == 0
             if budget < 0:
                 return length
         return len(ticket.blocks)

@@ -62,6 +62,19 @@ def test_an_acquire_over_a_degraded_edge_is_shortened_at_once() -> None:
     assert bench.in_flight() == []
 
 
+def test_what_only_a_degraded_edge_leads_from_is_a_miss() -> None:
+    bench = Bench(device=2, host=2, policy=POLICY)
+    bench.put("b", HOST)
+    for _ in range(2):
+        bench.acquire("b")
+        bench.land(failed="b")
+    before = bench.core.stats()
+    (ticket,) = bench.acquire("b")
+    assert (bench.grants[ticket].lease, bench.grants[ticket].matched) == (None, 0)
+    after = bench.core.stats()
+    assert (after.misses - before.misses, after.hits) == (1, before.hits)
+
+
 def test_it_shows_in_the_stats() -> None:
     bench = degraded()
     edge = bench.core.stats().edges[DEVICE, HOST]
