@@ -1,0 +1,93 @@
+"""Another user of the host: kept out by the directory, and behind it by peer credentials and tokens.
+
+Runs as root only, since only root can become somebody else.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from kvtier import AsyncClient, Tier, connect
+from tests.integration.actors import NOBODY, Actor
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import attached, close_all
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+REFUSED = "PermissionError"
+
+
+async def foreigner(daemon: DaemonProcess) -> dict[str, Any]:
+    """What nobody is told, with a live session's token and descriptors in hand."""
+    async with attached(daemon.address) as victim:
+        cache_id = (await victim.open("mine", SPEC)).cache_id
+        fds = victim.socket.map(cache_id, write=True)
+        try:
+            with Actor(
+                "be_foreign",
+                pass_fds=list(fds.values()),
+                address=daemon.address,
+                token=victim.welcome.token,
+                fds=fds,
+            ) as stranger:
+                return stranger.says()
+        finally:
+            close_all(fds)
+
+
+def open_up(daemon: DaemonProcess) -> None:
+    """As a careless administrator would."""
+    daemon.home.chmod(0o755)
+    os.chmod(daemon.address, 0o755)
+    for path in daemon.sockets:
+        path.chmod(0o666)
+
+
+async def test_the_directory_keeps_others_out(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(device=2, host=2)
+    assert os.stat(daemon.address).st_mode & 0o777 == 0o750
+    assert [path.stat().st_mode & 0o777 for path in daemon.sockets] == [0o660, 0o660]
+    daemon.home.chmod(0o755)
+    told = await foreigner(daemon)
+    assert told["connects"] == {"attach.sock": REFUSED, "kvtierd.sock": REFUSED}
+    assert set(told["rpc"].values()) == {"UNAVAILABLE"}
+
+
+async def test_the_sockets_keep_others_out_of_an_open_directory(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(device=2, host=2)
+    daemon.home.chmod(0o755)
+    os.chmod(daemon.address, 0o755)
+    told = await foreigner(daemon)
+    assert told["connects"] == {"attach.sock": REFUSED, "kvtierd.sock": REFUSED}
+
+
+async def test_credentials_and_tokens_keep_others_out_of_open_sockets(start_daemon: StartDaemon) -> None:
+    """A token is as good as its session on gRPC, which cannot tell who calls: it is the directory's mode that keeps
+    others from trying one. On the attach socket, and with descriptors, a user's identity is what counts."""
+    daemon = start_daemon(device=2, host=2)
+    open_up(daemon)
+    told = await foreigner(daemon)
+    assert told["connects"] == {"attach.sock": "connected", "kvtierd.sock": "connected"}
+    assert told["hello"] == "PERMISSION_DENIED"
+    assert told["rpc"] == {"no token": "UNAUTHENTICATED", "stolen token": "answered"}
+    # Even with a read-only descriptor in hand another user cannot make a writable one of it.
+    assert told["reopened"] == {"control": REFUSED, "host": REFUSED, "device": REFUSED}
+    async with await connect(daemon.address) as client:
+        await works(client)
+
+
+async def test_a_user_who_is_allowed_may_attach(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--allow-uids", str(NOBODY), device=2, host=2)
+    open_up(daemon)
+    assert (await foreigner(daemon))["hello"] == "welcome"
+
+
+async def works(client: AsyncClient) -> None:
+    cache = await client.open_cache("mine", SPEC)
+    keys = chain("mine", 2)
+    await cache.put(keys, blocks(keys))
+    assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))

@@ -1,0 +1,356 @@
+"""A client that does its worst with what it was given: the daemon lives, and the others neither wait nor read lies.
+
+It can spoil what is its own: who may map a cache writable may write all of it. That is the boundary of trust.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import mmap
+import os
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, Tier, connect
+from kvtier.abi import attach
+from kvtier.v1 import blocks_pb2
+from kvtier.wire import tier_to_wire
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import AttachSocket, RawClient, channel_to, close_all, refusal
+from tests.integration.seeing import cache_stats
+from tests.integration.waiting import PATIENCE_S, eventually
+
+Code = grpc.StatusCode
+FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+@pytest.fixture
+async def bystander(client: AsyncClient, name: str) -> AsyncIterator[Cache]:
+    """Another client with a cache of its own; whatever happened, its bytes are right in the end."""
+    cache = await client.open_cache(f"{name[:100]}.bystander", SPEC, budgets=sizes(device=4, host=4, disk=16))
+    keys = chain("bystander", 8)
+    await cache.put(keys, blocks(keys))
+    yield cache
+    assert_bytes(keys, await cache.get(keys))
+    more = chain("afterwards", 8)
+    assert set(await cache.put(more, blocks(more))) == {BlockResult.OK}
+    assert_bytes(keys, await cache.get(keys))
+    assert_bytes(more, await cache.get(more))
+
+
+@pytest.fixture
+async def mapped(raw: RawClient, name: str) -> AsyncIterator[tuple[int, dict[str, int]]]:
+    """A cache mapped writable by hand: its id and the descriptors."""
+    cache_id = (await raw.open(name, budgets=sizes(device=4, host=4, disk=16))).cache_id
+    fds = raw.socket.map(cache_id, write=True)
+    yield cache_id, fds
+    close_all(fds)
+
+
+# -- with its memory ---------------------------------------------------------------------------------------------------
+
+Mapped = tuple[int, dict[str, int]]
+
+
+@pytest.mark.parametrize("segment", attach.SEGMENTS)
+@pytest.mark.parametrize("change", [lambda size: 0, lambda size: size - 4096, lambda size: size + 4096])
+async def test_a_segment_changes_its_size_for_nobody(
+    bystander: Cache, mapped: Mapped, segment: str, change: Callable[[int], int]
+) -> None:
+    fd = mapped[1][segment]
+    size = os.fstat(fd).st_size
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(fd, change(size))
+    assert os.fstat(fd).st_size == size
+
+
+async def test_what_was_given_read_only_stays_so(bystander: Cache, mapped: Mapped, raw: RawClient) -> None:
+    cache_id, fds = mapped
+    read_only = raw.socket.map(cache_id, write=False)
+    try:
+        for fd in (fds[attach.CONTROL], *read_only.values()):
+            with pytest.raises(PermissionError):
+                mmap.mmap(fd, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.write(fd, b"x")
+            with mmap.mmap(fd, 4096, prot=mmap.PROT_READ) as view:
+                address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+                assert libc.mprotect(ctypes.c_void_p(address), 4096, mmap.PROT_READ | mmap.PROT_WRITE) == -1
+    finally:
+        close_all(read_only)
+
+
+@pytest.mark.parametrize("spoil", ["punch", "scribble"])
+async def test_a_spoilt_cache_is_its_own_loss(
+    client: AsyncClient, bystander: Cache, mapped: Mapped, raw: RawClient, name: str, spoil: str
+) -> None:
+    """Over slots READY, blank and free, while they are moved down to the disk and up again."""
+    cache_id, fds = mapped
+    own = await client.open_cache(name, SPEC)
+    keys = chain(name, 3)
+    await own.put(keys, blocks(keys), tier=Tier.HOST)
+    await raw.reserve(cache_id, Tier.HOST, 1)
+
+    def punch() -> None:
+        for segment in (attach.HOST, attach.DEVICE):
+            size = os.fstat(fds[segment]).st_size
+            assert not libc.fallocate(fds[segment], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, size)
+
+    def scribble() -> None:
+        for segment in (attach.HOST, attach.DEVICE):
+            size = os.fstat(fds[segment]).st_size
+            with mmap.mmap(fds[segment], size) as view:
+                view[:] = random.Random(segment).randbytes(size)
+
+    worst = {"punch": punch, "scribble": scribble}[spoil]
+    worst()
+    # What it wrote is what is copied; a checksum is taken on the way to the disk and says nothing of before.
+    for tier in (Tier.DISK, Tier.DEVICE, Tier.HOST, Tier.DISK):
+        assert set(await own.move(keys, tier)) == {BlockResult.OK}
+        worst()
+    spoilt = await own.get(keys)
+    assert len(spoilt) == 3
+    fresh = chain(f"{name} fresh", 2)
+    await own.put(fresh, blocks(fresh))
+    assert_bytes(fresh, await own.get(fresh))
+    assert (await client.stats()).problems == ()
+
+
+async def test_slots_scribbled_while_they_are_copied_hurt_nobody_else(
+    client: AsyncClient, bystander: Cache, mapped: Mapped, name: str
+) -> None:
+    """Also what the disk has just been read into: the checksum then fails, and the block is lost as if the disk had
+    spoilt it. That is a miss of this cache and a quarantined slot of its own budget, and nothing of anybody else."""
+    own = await client.open_cache(name, SPEC)
+    stop = threading.Event()
+
+    def scribble() -> None:
+        generator = np.random.default_rng(1)
+        with ExitStack() as stack:
+            views = [stack.enter_context(mmap.mmap(mapped[1][s], 0)) for s in (attach.HOST, attach.DEVICE)]
+            while not stop.is_set():
+                for view in views:
+                    start = int(generator.integers(0, len(view) - 4096))
+                    view[start : start + 4096] = generator.bytes(4096)
+
+    thread = asyncio.create_task(asyncio.to_thread(scribble))
+    try:
+        for index in range(8):
+            keys = chain(f"{name} {index}", 4)
+            await own.put(keys, blocks(keys))
+            await own.move(keys, Tier.DISK)
+            assert len(await own.get(keys)) <= 4
+    finally:
+        stop.set()
+        await thread
+    quarantined = {tier.tier: tier.quarantined for tier in (await cache_stats(client, name)).tiers}
+    assert (quarantined[Tier.DEVICE], quarantined[Tier.HOST]) == (0, 0)
+
+
+# -- on the attach socket ----------------------------------------------------------------------------------------------
+
+HELLO = attach.encode(attach.Hello())
+GARBAGE = {
+    "empty": b"",
+    "zeros": bytes(100),
+    "not UTF-8": b"\xff\xfe{}",
+    "half a message": HELLO[: len(HELLO) // 2],
+    "two messages": HELLO * 2,
+    "a list": b"[1, 2, 3]",
+    "deep": b"[" * 30_000,
+    "no op": b"{}",
+    "unknown op": b'{"op": "format", "disk": true}',
+    "unknown field": b'{"op": "hello", "version": 1, "admin": true}',
+    "wrong type": b'{"op": "hello", "version": "1"}',
+    "future version": b'{"op": "hello", "version": 2}',
+    "bad token": b'{"op": "hello", "version": 1, "token": "../../etc/passwd"}',
+    "unknown token": attach.encode(attach.Hello("0" * 32)),
+    "map before hello": attach.encode(attach.Map(1, write=True)),
+    "a field twice": b'{"op": "hello", "version": 1, "version": 1}',
+    "huge number": b'{"op": "map", "cache_id": ' + b"9" * 5000 + b', "write": true}',
+    "largest": b'{"op": "' + b"x" * (attach.MAX_MESSAGE - 10) + b'"}',
+    "too long": b'{"op": "' + b"x" * attach.MAX_MESSAGE + b'"}',
+}
+
+
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=list(GARBAGE))
+async def test_garbage_on_the_attach_socket_ends_that_connection(
+    daemon: DaemonProcess, bystander: Cache, data: bytes
+) -> None:
+    with AttachSocket(daemon.address) as sock:
+        sock.send(data)
+        answer, _ = sock.receive()
+        if answer:
+            assert isinstance(attach.decode_welcome(answer), attach.Failure)
+            assert sock.receive() == (b"", [])
+
+
+@pytest.mark.parametrize("data", [b"{}", HELLO, b'{"op": "map", "cache_id": -1, "write": true}', GARBAGE["too long"]])
+async def test_garbage_after_the_hello_detaches_the_session(
+    client: AsyncClient, daemon: DaemonProcess, bystander: Cache, data: bytes
+) -> None:
+    with AttachSocket(daemon.address) as sock:
+        welcome = sock.hello()
+        assert isinstance(welcome, attach.Welcome)
+        sock.send(data)
+        assert isinstance(attach.decode_welcome(sock.receive()[0]), attach.Failure)
+        assert sock.receive() == (b"", [])
+    sessions = {session.session_id: session.attached for session in (await client.stats()).sessions}
+    assert sessions[welcome.session_id] is False
+    with AttachSocket(daemon.address) as sock:
+        sock.hello(welcome.token)
+        sock.send(attach.encode(attach.Bye()))
+        assert sock.receive() == (b"", [])
+
+
+async def test_who_does_not_read_its_answers_is_hung_up_on(daemon: DaemonProcess, bystander: Cache) -> None:
+    with AttachSocket(daemon.address) as sock:
+        assert isinstance(sock.hello(), attach.Welcome)
+        sock.sock.setblocking(False)
+        question = attach.encode(attach.Map(2**60, write=True))
+
+        async def ask() -> bool:
+            try:
+                for _ in range(1000):
+                    sock.send(question)
+            except BlockingIOError:
+                return False
+            except (BrokenPipeError, ConnectionResetError):
+                return True
+            return False
+
+        await eventually(ask, bool)
+
+
+async def test_descriptors_sent_along_are_not_kept(daemon: DaemonProcess, bystander: Cache) -> None:
+    def held() -> int:
+        return len(os.listdir(f"/proc/{daemon.pid}/fd"))
+
+    async def count() -> int:
+        return held()
+
+    before = held()
+    for _ in range(20):
+        with AttachSocket(daemon.address) as sock:
+            socket.send_fds(sock.sock, [HELLO], [sock.sock.fileno()] * 50)
+            assert isinstance(attach.decode_welcome(sock.receive()[0]), attach.Welcome)
+            sock.send(attach.encode(attach.Bye()))
+            assert sock.receive() == (b"", [])
+    await eventually(count, lambda count: count <= before)
+
+
+async def test_too_many_connections_are_turned_away(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--max-sessions", "4", host=4)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("mine", SPEC)
+        keys = chain("mine", 2)
+        with ExitStack() as stack:
+            silent = [stack.enter_context(AttachSocket(daemon.address)) for _ in range(100)]
+            await cache.put(keys, blocks(keys))
+            answers: list[str] = []
+            for sock in silent:
+                try:
+                    sock.send(HELLO)
+                    data, _ = sock.receive()
+                except OSError:
+                    data = b""
+                answer = attach.decode_welcome(data) if data else None
+                answers.append(answer.reason if isinstance(answer, attach.Failure) else type(answer).__name__)
+            assert answers.count("Welcome") == 3
+            assert answers.count("TOO_MANY_SESSIONS") > 0
+            assert answers.count("NoneType") > 0
+            assert set(answers) == {"Welcome", "TOO_MANY_SESSIONS", "NoneType"}
+            assert_bytes(keys, await cache.get(keys))
+
+        async def come() -> attach.Welcome | attach.Failure:
+            with AttachSocket(daemon.address) as sock:
+                return sock.hello()
+
+        # Those who hold nothing and hung up give way.
+        await eventually(come, lambda answer: isinstance(answer, attach.Welcome))
+
+
+# -- on the gRPC socket ------------------------------------------------------------------------------------------------
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 1000,
+        b"GET /healthz HTTP/1.1\r\nHost: kvtier\r\n\r\n",
+        PREFACE[:10],
+        PREFACE + random.Random(1).randbytes(5000),
+        PREFACE + b"\xff\xff\xff\x04\x00\x00\x00\x00\x00",
+        random.Random(2).randbytes(100_000),
+    ],
+    ids=["zeros", "http/1.1", "half a preface", "noise behind a preface", "huge frame", "noise"],
+)
+async def test_garbage_on_the_grpc_socket(daemon: DaemonProcess, bystander: Cache, data: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(PATIENCE_S)
+        sock.connect(attach.socket_path(daemon.address, attach.RPC_SOCKET))
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may have seen enough before the end
+            sock.sendall(data)
+
+
+@pytest.fixture
+async def untyped(daemon: DaemonProcess, raw: RawClient) -> AsyncIterator[Callable[[str, bytes], Any]]:
+    """Calls any method with any bytes, under a session."""
+    async with channel_to(daemon.address) as channel:
+
+        def call(method: str, data: bytes) -> Any:
+            send: Any = channel.unary_unary(method)
+            return send(data, metadata=raw.metadata, timeout=PATIENCE_S)
+
+        yield call
+
+
+async def test_bytes_that_are_no_message(bystander: Cache, untyped: Callable[[str, bytes], Any]) -> None:
+    for service, methods in {
+        "Blocks": ("Match", "Reserve", "Commit", "Acquire", "Release", "Move", "Drop", "List", "Locate"),
+        "Caches": ("Open", "Close", "List"),
+        "Admin": ("Stats",),
+    }.items():
+        for method in methods:
+            fault = await refusal(untyped(f"/kvtier.v1.{service}/{method}", b"\xff\xff\xff"))
+            assert (method, fault.code, fault.detail.field) == (method, Code.INVALID_ARGUMENT, "request")
+
+
+async def test_methods_that_are_not_there(bystander: Cache, untyped: Callable[[str, bytes], Any]) -> None:
+    for method in ("/kvtier.v1.Blocks/Format", "/kvtier.v2.Blocks/Match", "/", "/x"):
+        assert (await refusal(untyped(method, b""))).code is Code.UNIMPLEMENTED
+
+
+async def test_a_message_beyond_all_measure(bystander: Cache, untyped: Callable[[str, bytes], Any]) -> None:
+    fault = await refusal(untyped("/kvtier.v1.Blocks/Match", bytes(65 << 20)))
+    assert fault.code is Code.RESOURCE_EXHAUSTED
+
+
+async def test_many_keys_of_which_none_is_stored_hold_nobody_up(
+    client: AsyncClient, bystander: Cache, mapped: Mapped, raw: RawClient
+) -> None:
+    cache_id, _ = mapped
+    keys = b"".join(chain("none", 16_384))
+    request = blocks_pb2.AcquireRequest(
+        cache_id=cache_id, tier=tier_to_wire(Tier.HOST), chains=[blocks_pb2.Chain(keys=keys)]
+    )
+    flood = [asyncio.create_task(raw.call(raw.stubs.blocks.Acquire, request)) for _ in range(8)]
+    assert (await client.stats()).problems == ()
+    for reply in await asyncio.gather(*flood):
+        assert (reply.chains[0].lease_id, reply.chains[0].matched) == (0, 0)

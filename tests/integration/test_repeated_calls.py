@@ -1,0 +1,161 @@
+"""A call that is made again under its number is answered, not executed again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.message import Message
+
+from kvtier import AsyncClient, Cache, Tier
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
+from kvtier.wire import budgets_to_wire, spec_to_wire
+from tests.integration.blocks import SPEC, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.raw import RawClient, attached, commit_request
+from tests.integration.seeing import tier_stats
+from tests.integration.waiting import eventually
+
+HOST, DISK = common_pb2.TIER_HOST, common_pb2.TIER_DISK
+KEYS = chain("repeated", 2)
+PACKED = b"".join(KEYS)
+
+
+async def state(raw: RawClient) -> bytes:
+    """All that a call could change."""
+    stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
+    return stats.SerializeToString(deterministic=True)
+
+
+async def twice(raw: RawClient, method: Any, request: Any) -> Any:
+    """The answer, after the same call has been made again to no effect."""
+    first: Message = await raw.call(method, request)
+    before = await state(raw)
+    again: Message = await raw.call(method, request)
+    assert again == first
+    assert await state(raw) == before
+    return first
+
+
+async def test_every_verb_that_changes_something_does_so_once(raw: RawClient, name: str) -> None:
+    caches, wire = raw.stubs.caches, raw.stubs.blocks
+    budgets = budgets_to_wire(sizes(device=2, host=4, disk=8))
+    opening = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budgets, seq=1)
+    opened = await twice(raw, caches.Open, opening)
+    assert opened.created
+    cache = opened.cache_id
+    reserved = await twice(raw, wire.Reserve, blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=3, seq=2))
+    commit = commit_request(cache, reserved, KEYS)
+    commit.seq = 3
+    # Executed again it would say EXISTS, or that the slots are not blank.
+    assert (await twice(raw, wire.Commit, commit)).results == bytes([common_pb2.BLOCK_RESULT_OK] * 2)
+    acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=HOST, chains=[blocks_pb2.Chain(keys=PACKED)], seq=4)
+    acquired = await twice(raw, wire.Acquire, acquire)
+    leases = [reserved.lease_id, acquired.chains[0].lease_id]
+    # Executed again these leases would be unknown.
+    await twice(raw, wire.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=leases, seq=5))
+    move = blocks_pb2.MoveRequest(cache_id=cache, to=DISK, keys=PACKED, seq=6)
+    assert (await twice(raw, wire.Move, move)).results == bytes([common_pb2.BLOCK_RESULT_OK] * 2)
+    # Executed again it would find nothing.
+    dropped = await twice(raw, wire.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=PACKED, seq=7))
+    assert dropped.dropped == 2
+    await twice(raw, caches.Close, caches_pb2.CloseRequest(cache_id=cache, seq=8))
+
+
+async def test_a_refused_call_has_changed_nothing_and_runs_anew(raw: RawClient, name: str) -> None:
+    cache = (await raw.open(name, budgets=sizes(host=2))).cache_id
+    held = await raw.reserve(cache, Tier.HOST, 2)
+    request = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, seq=1)
+    before = await state(raw)
+    for _ in range(2):
+        assert (await raw.refusal(raw.stubs.blocks.Reserve, request)).reason == "TIER_FULL"
+    assert await state(raw) == before
+    await raw.call(raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[held.lease_id]))
+    assert len((await twice(raw, raw.stubs.blocks.Reserve, request)).slots) == 1
+
+
+@pytest.mark.parametrize("difference", ["count", "method"])
+async def test_a_number_belongs_to_one_call(raw: RawClient, name: str, difference: str) -> None:
+    wire = raw.stubs.blocks
+    cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
+    first = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, seq=77)
+    await raw.call(wire.Reserve, first)
+    before = await state(raw)
+    if difference == "count":
+        fault = await raw.refusal(wire.Reserve, blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=2, seq=77))
+    else:
+        fault = await raw.refusal(wire.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=PACKED, seq=77))
+    assert (fault.code, fault.detail.field, fault.detail.value) == (grpc.StatusCode.INVALID_ARGUMENT, "seq", "77")
+    assert await state(raw) == before
+
+
+async def test_sessions_number_their_calls_for_themselves(daemon: DaemonProcess, raw: RawClient, name: str) -> None:
+    cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
+    request = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, seq=5)
+    mine = await raw.call(raw.stubs.blocks.Reserve, request)
+    async with attached(daemon.address) as other:
+        await other.open(name)
+        theirs = await other.call(other.stubs.blocks.Reserve, request)
+    assert mine.lease_id != theirs.lease_id
+    assert list(mine.slots) != list(theirs.slots)
+
+
+async def test_calls_without_a_number_are_calls_of_their_own(raw: RawClient, name: str) -> None:
+    cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
+    leases = {(await raw.reserve(cache, Tier.HOST, 1)).lease_id for _ in range(3)}
+    assert len(leases) == 3
+
+
+async def test_a_repeat_while_the_first_still_runs_is_the_same_call(raw: RawClient, name: str) -> None:
+    cache = (await raw.open(name, budgets=sizes(device=4, host=4, disk=16))).cache_id
+    await raw.commit(cache, await raw.reserve(cache, Tier.DEVICE, 2), KEYS)
+    request = blocks_pb2.MoveRequest(cache_id=cache, to=DISK, keys=PACKED, seq=9)
+    answers = await asyncio.gather(*(raw.call(raw.stubs.blocks.Move, request) for _ in range(8)))
+    assert len({answer.SerializeToString() for answer in answers}) == 1
+
+
+async def test_what_a_cancelled_call_got_is_learned_by_asking_again(
+    client: AsyncClient, raw: RawClient, name: str
+) -> None:
+    """An answer on its way while the call is cancelled grants slots that nobody knows of: only its number does."""
+    cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
+    generator = random.Random(5)
+    for seq in range(1, 60):
+        request = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=4, seq=seq)
+        call = asyncio.ensure_future(raw.call(raw.stubs.blocks.Reserve, request))
+        for _ in range(generator.randrange(6)):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        lease = (await raw.call(raw.stubs.blocks.Reserve, request)).lease_id
+        await raw.call(raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[lease]))
+    stats = await tier_stats(client, name, Tier.HOST)
+    assert (stats.free, stats.held) == (4, 0)
+
+
+async def test_the_client_gives_back_what_its_cancelled_calls_got(client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=2, host=4))
+    generator = random.Random(6)
+
+    async def take() -> None:
+        await (cache.reserve(1, Tier.HOST) if generator.random() < 0.5 else cache.acquire(KEYS, Tier.HOST))
+
+    await put_two(cache)
+    for _ in range(60):
+        task = asyncio.create_task(take())
+        for _ in range(generator.randrange(10)):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await cache.release_all()
+    stats = await eventually(lambda: tier_stats(client, name, Tier.HOST), lambda stats: not stats.held)
+    assert stats.blank == 0
+
+
+async def put_two(cache: Cache) -> None:
+    async with cache.reserve(2, Tier.HOST) as lease:
+        await lease.commit(KEYS, parents=[None, KEYS[0]])
