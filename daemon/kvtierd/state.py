@@ -72,6 +72,8 @@ class StateDir:
         Raises LockedDirectory, ForeignDirectory, DamagedDirectory, TierIOError.
         """
         with io_errors(f"cannot use the state directory {path}"):
+            if path.is_dir():
+                _read(path)  # what is refused is not even locked, which would leave a file there
             make_private_directory(path)
             lock = DirectoryLock.take(path / LOCK)
         try:

@@ -27,17 +27,19 @@ def kvtierd(*arguments: str | Path, env: Mapping[str, str] | None = None) -> sub
 
 
 def refused(daemon: DaemonProcess, *flags: str | Path, status: int = 1) -> str:
-    """What a daemon that must not start says, one line a fault; no trace of the interpreter's among them."""
+    """What a daemon that must not start says, one line a fault."""
     ended = _run([*daemon.command(), *map(str, flags)])
     assert ended.returncode == status, ended
     return message(ended)
 
 
 def message(ended: subprocess.CompletedProcess[str]) -> str:
+    """What a failed start says to people: the log, if there is any, set aside."""
     assert ended.stdout == "", ended.stdout
-    lines = ended.stderr.splitlines()
+    assert "Traceback" not in ended.stderr, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("time=")]
     assert lines and all(line.startswith("kvtierd: ") for line in lines), ended.stderr
-    return ended.stderr
+    return "\n".join(lines)
 
 
 def tree(root: Path) -> Tree:

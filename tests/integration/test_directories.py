@@ -1,0 +1,283 @@
+"""Directories: whose they are, who has them, what damage does to a start. What is refused is not touched."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier import CacheSpec, Tier, TierFull, connect
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.starting import refused, tree
+
+SLOTS = {"device": 8, "host": 16, "disk": 128}
+EACH = sizes(device=4, host=8, disk=64)
+CHAINS = {name: chain(name, 30) for name in ("good", "hurt")}
+
+AT_ONCE_S = 5.0
+"""Most that a refusal may take, the start of the interpreter included."""
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+    return start_daemon(**SLOTS)
+
+
+@pytest.fixture
+def never_started(short_dir: Path) -> DaemonProcess:
+    return DaemonProcess(short_dir, sizes(**SLOTS))
+
+
+async def fill(daemon: DaemonProcess) -> None:
+    """Two caches with a chain on disk each."""
+    async with await connect(daemon.address) as client:
+        for name, keys in CHAINS.items():
+            cache = await client.open_cache(name, SPEC, budgets=EACH)
+            await cache.put(keys, blocks(keys))
+            await cache.move(keys, Tier.DISK)
+
+
+async def assert_whole(daemon: DaemonProcess, *names: str) -> None:
+    async with await connect(daemon.address) as client:
+        for name in names:
+            cache = await client.open_cache(name, SPEC)
+            assert_bytes(CHAINS[name], await cache.get(CHAINS[name]))
+
+
+def cache_dir(daemon: DaemonProcess, name: str) -> Path:
+    return daemon.disk_dir / "caches" / name
+
+
+# -- not ours ----------------------------------------------------------------------------------------------------------
+
+
+def somebodys_file(directory: Path) -> None:
+    (directory / "thesis.tex").write_text("the only copy")
+
+
+def somebodys_tree(directory: Path) -> None:
+    (directory / "caches" / "photos").mkdir(parents=True)
+    (directory / "caches" / "photos" / "1.jpg").write_bytes(bytes(100))
+
+
+def somebodys_superblock(directory: Path) -> None:
+    (directory / "SUPERBLOCK").write_bytes(b"\x00ext4 or so")
+    somebodys_file(directory)
+
+
+@pytest.mark.parametrize("inhabit", [somebodys_file, somebodys_tree, somebodys_superblock])
+@pytest.mark.parametrize("which", ["disk", "state"])
+def test_a_foreign_directory_is_refused_untouched(
+    never_started: DaemonProcess, inhabit: Callable[[Path], None], which: str
+) -> None:
+    directory = never_started.home / which
+    directory.mkdir()
+    inhabit(directory)
+    before = tree(directory)
+    assert f"kvtierd: {directory}: " in refused(never_started)
+    assert tree(directory) == before
+
+
+@pytest.mark.parametrize("which", ["disk", "state", "run"])
+def test_a_file_in_place_of_a_directory_is_refused(never_started: DaemonProcess, which: str) -> None:
+    (never_started.home / which).write_text("not a directory")
+    assert str(never_started.home / which) in refused(never_started)
+    assert (never_started.home / which).read_text() == "not a directory"
+
+
+def test_a_runtime_directory_too_deep_for_a_socket_is_refused(never_started: DaemonProcess) -> None:
+    deep = never_started.home / ("d" * 100)
+    said = refused(never_started, "--runtime-dir", deep, status=2)
+    assert "runtime_dir" in said and "107" in said
+    assert not deep.exists()
+
+
+# -- damaged -----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x40
+    path.write_bytes(content)
+
+
+SUPERBLOCKS = {
+    "a flipped bit": lambda path: flip(path, path.stat().st_size // 2),
+    "cut short": lambda path: os.truncate(path, path.stat().st_size - 10),
+    "empty": lambda path: os.truncate(path, 0),
+    "of a later version": lambda path: path.write_bytes(path.read_bytes().replace(b" 1 ", b" 2 ", 1)),
+}
+
+
+@pytest.mark.parametrize("damage", SUPERBLOCKS.values(), ids=SUPERBLOCKS.keys())
+async def test_a_damaged_superblock_is_refused_untouched(daemon: DaemonProcess, damage: Callable[[Path], None]) -> None:
+    """Of the disk, of one cache, of the state: nothing starts on it, and once it is mended nothing is missing."""
+    await fill(daemon)
+    daemon.stop()
+    for owner in (daemon.disk_dir, cache_dir(daemon, "hurt"), daemon.state_dir):
+        superblock = owner / "SUPERBLOCK"
+        good, times = superblock.read_bytes(), superblock.stat()
+        damage(superblock)
+        disk = tree(daemon.disk_dir)
+        said = refused(daemon)
+        assert said.startswith(f"kvtierd: {owner}: ")
+        assert "SUPERBLOCK" in said or "format version 2" in said
+        assert tree(daemon.disk_dir) == disk
+        superblock.write_bytes(good)
+        os.utime(superblock, ns=(times.st_atime_ns, times.st_mtime_ns))
+    daemon.start()
+    await assert_whole(daemon, "good", "hurt")
+    async with await connect(daemon.address) as client:
+        assert (await client.stats()).epoch == 1, "a refused start is no unclean stop"
+
+
+INDEXES = {
+    "missing": lambda path: path.unlink(),
+    "cut short": lambda path: os.truncate(path, 8192),
+    "all zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "garbage behind its head": lambda path: path.write_bytes(
+        path.read_bytes()[:8192] + os.urandom(path.stat().st_size - 8192)
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", INDEXES.values(), ids=INDEXES.keys())
+async def test_a_damaged_index_is_refused(daemon: DaemonProcess, damage: Callable[[Path], None]) -> None:
+    """It names the index, harms nobody else's, and once that is taken away or mended everything is there."""
+    await fill(daemon)
+    daemon.stop()
+    index = cache_dir(daemon, "hurt") / "index" / "data.mdb"
+    good = index.read_bytes()
+    damage(index)
+    hurt = tree(cache_dir(daemon, "hurt")) if index.exists() else None
+    assert str(index.parent) in refused(daemon)
+    assert hurt is None or tree(cache_dir(daemon, "hurt"))["index/data.mdb"] == hurt["index/data.mdb"]
+    index.write_bytes(good)
+    daemon.start()
+    await assert_whole(daemon, "good", "hurt")
+    daemon.stop()
+    damage(index)
+    cache_dir(daemon, "hurt").rename(daemon.home / "taken away")
+    daemon.start()
+    await assert_whole(daemon, "good")
+
+
+async def test_a_missing_slab_is_refused(daemon: DaemonProcess) -> None:
+    await fill(daemon)
+    daemon.stop()
+    slab = cache_dir(daemon, "hurt") / "group-0.slab"
+    slab.rename(daemon.home / "slab")
+    assert "group-0.slab is missing" in refused(daemon)
+    (daemon.home / "slab").rename(slab)
+    daemon.start()
+    await assert_whole(daemon, "good", "hurt")
+
+
+# -- somebody else's just now ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", ["state", "disk", "run"])
+async def test_a_second_daemon_is_refused_at_once(daemon: DaemonProcess, short_dir: Path, shared: str) -> None:
+    """It says which process has the directory; the one that has it does not notice."""
+    await fill(daemon)
+    second = DaemonProcess(short_dir, sizes(**SLOTS))
+    flag = {"state": "--state-dir", "disk": "--disk-dir", "run": "--runtime-dir"}[shared]
+    taken = daemon.home / shared
+    before = tree(taken) if shared != "run" else None
+    began = time.monotonic()
+    said = refused(second, flag, taken)
+    assert time.monotonic() - began < AT_ONCE_S
+    assert said == f"kvtierd: {taken}: in use by process {daemon.pid}"
+    assert before is None or tree(taken) == before
+    assert all(path.is_socket() for path in daemon.sockets)
+    await assert_whole(daemon, "good", "hurt")
+    # What it had taken of its own before it was refused is free again.
+    second.start()
+    second.stop()
+
+
+async def test_many_starts_at_once_leave_one_daemon(never_started: DaemonProcess) -> None:
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *never_started.command(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        for _ in range(4)
+    ]
+    losers = []
+    try:
+        for ended in asyncio.as_completed([asyncio.ensure_future(_loser(process)) for process in processes]):
+            losers.append(await ended)
+            if len(losers) == len(processes) - 1:
+                break
+        (winner,) = [process for process in processes if process.returncode is None]
+        assert all(f"in use by process {winner.pid}" in said for said in losers)
+        async with await connect(never_started.address, wait=AT_ONCE_S) as client:
+            assert (await client.stats()).pid == winner.pid
+        winner.terminate()
+        assert await winner.wait() == 0
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def _loser(process: asyncio.subprocess.Process) -> str:
+    _, said = await process.communicate()
+    assert process.returncode == 1
+    return said.decode()
+
+
+async def test_what_a_crash_leaves_is_no_hindrance(daemon: DaemonProcess) -> None:
+    """Sockets nobody listens on, and lock files that name a process which is alive and has nothing to do with it."""
+    await fill(daemon)
+    daemon.kill()
+    assert all(path.is_socket() for path in daemon.sockets)
+    locks = [*daemon.home.glob("*/LOCK"), *daemon.home.glob("run/*.lock")]
+    assert len(locks) == 3
+    for lock in locks:
+        lock.write_text(f"{os.getpid()}\n")
+    daemon.start()
+    await assert_whole(daemon, "good", "hurt")
+
+
+async def test_a_frozen_daemon_keeps_its_directories(daemon: DaemonProcess) -> None:
+    daemon.pause()
+    try:
+        assert f"in use by process {daemon.pid}" in refused(daemon)
+        assert all(path.is_socket() for path in daemon.sockets)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    await fill(daemon)
+    await assert_whole(daemon, "good", "hurt")
+
+
+# -- too small ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_disk_without_the_room_is_refused_before_anything_is_made(short_dir: Path) -> None:
+    """More than the file system has, and more than leaves its floor free."""
+    spec = CacheSpec.single("huge blocks", "uint8", 1, layers=1024, kv_heads=1, head_size=1 << 15)
+    status = os.statvfs(short_dir)
+    free = status.f_bavail * status.f_frsize
+    daemon = DaemonProcess(short_dir, {Tier.DISK: free * 4})
+    daemon.start()
+    try:
+        async with await connect(daemon.address) as client:
+            for asked in (free * 2, free - (64 << 20)):
+                with pytest.raises(TierFull) as error:
+                    await client.open_cache("huge", spec, budgets={Tier.DISK: asked})
+                assert "stay free" in str(error.value)
+            assert await client.caches() == []
+            assert list((daemon.disk_dir / "caches").iterdir()) == []
+            # A modest one fits, and takes what it asked for.
+            cache = await client.open_cache("modest", SPEC, budgets={Tier.DISK: 16 * SLOT_BYTES})
+            assert cache.slots(Tier.DISK) == 16
+    finally:
+        daemon.stop()
