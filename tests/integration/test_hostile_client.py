@@ -73,7 +73,7 @@ async def test_a_segment_changes_its_size_for_nobody(
 ) -> None:
     fd = mapped[1][segment]
     size = os.fstat(fd).st_size
-    with pytest.raises(OSError, match="not permitted"):
+    with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
         os.ftruncate(fd, change(size))
     assert os.fstat(fd).st_size == size
 
