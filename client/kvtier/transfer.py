@@ -43,17 +43,23 @@ def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]:
 async def run(copy: Callable[[], None], nbytes: int) -> None:
     """Runs a copy of ``nbytes``, in a thread where it would hold up the loop.
 
-    A cancelled caller still waits for the thread to end: the memory that it writes is the caller's.
+    A cancelled caller still waits for the thread to end, however often it is cancelled: the memory that it reads or
+    writes is the caller's, or held by a lease that must not be released before.
     """
     if nbytes <= INLINE_BYTES:
         copy()
         return
-    task = asyncio.ensure_future(asyncio.to_thread(copy))
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    # Not a task (asyncio.to_thread): those are cancelled, their threads forgotten, when a loop is torn down.
+    copying = asyncio.get_running_loop().run_in_executor(None, copy)
+    cancelled: asyncio.CancelledError | None = None
+    while not copying.done():
+        try:
+            await asyncio.wait([copying])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    copying.result()
 
 
 def into_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[Bytes]) -> None:

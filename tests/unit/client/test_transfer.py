@@ -98,7 +98,8 @@ async def test_only_large_copies_leave_the_loop_s_thread() -> None:
     assert where[1] != threading.get_ident()
 
 
-async def test_a_cancelled_copy_has_ended_when_its_caller_goes_on() -> None:
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_copy_has_ended_when_its_caller_goes_on_however_often_it_is_cancelled(times: int) -> None:
     started, go, ended = threading.Event(), threading.Event(), threading.Event()
 
     def copy() -> None:
@@ -108,8 +109,37 @@ async def test_a_cancelled_copy_has_ended_when_its_caller_goes_on() -> None:
 
     task = asyncio.create_task(transfer.run(copy, transfer.INLINE_BYTES + 1))
     await asyncio.to_thread(started.wait, 10)
-    task.cancel()
-    asyncio.get_running_loop().call_later(0.01, go.set)
+    for _ in range(times):
+        task.cancel()
+        await asyncio.wait([task], timeout=0.01)
+    assert not task.done()
+    go.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
+
+
+def test_a_loop_that_is_torn_down_waits_for_a_copy_before_the_slots_are_given_back() -> None:
+    """``asyncio.run`` cancels every task that is left, also those that nobody but a copy's caller knows of."""
+    started, go, ended = threading.Event(), threading.Event(), threading.Event()
+    ended_at_release: list[bool] = []
+
+    def copy() -> None:
+        started.set()
+        go.wait(10)
+        ended.set()
+
+    async def put() -> None:
+        try:
+            await transfer.run(copy, transfer.INLINE_BYTES + 1)
+        finally:
+            ended_at_release.append(ended.is_set())
+
+    async def main() -> asyncio.Task[None]:
+        task = asyncio.create_task(put())
+        await asyncio.to_thread(started.wait, 10)
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        return task
+
+    asyncio.run(main())
+    assert ended_at_release == [True]
