@@ -265,7 +265,7 @@ class Cache:
         """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above."""
         packed, seq = packed_keys(keys), self._session.next_seq()
         deadline = self._deadline(timeout)
-        wait_ns = int(deadline.left() * 1e9)
+        wait_ns = deadline.wait_ns()
         reply = await self._binder.call(
             lambda stubs: stubs.blocks.Move,
             lambda binding: blocks_pb2.MoveRequest(
@@ -382,7 +382,7 @@ class Cache:
         place, seq = self.lease_tier(tier), self._session.next_seq()
         deadline = self._deadline(timeout)
         # A repeated call must be the same to the byte, so it carries the whole time, not what is left.
-        wait_ns = int(deadline.left() * 1e9)
+        wait_ns = deadline.wait_ns()
         binding, reply = await self._binder.take(
             lambda stubs: stubs.blocks.Reserve,
             lambda binding: blocks_pb2.ReserveRequest(
@@ -412,7 +412,7 @@ class Cache:
         packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
         place, seq = self.lease_tier(tier), self._session.next_seq()
         deadline = self._deadline(timeout)
-        wait_ns = int(deadline.left() * 1e9)
+        wait_ns = deadline.wait_ns()
         wanted = [blocks_pb2.Chain(keys=keys, min_blocks=min_blocks) for keys in packed]
         binding, reply = await self._binder.take(
             lambda stubs: stubs.blocks.Acquire,

@@ -85,6 +85,10 @@ class Deadline:
         """Seconds until then; 0 once it has passed."""
         return max(0.0, self.at - asyncio.get_running_loop().time())
 
+    def wait_ns(self) -> int:
+        """What is left, for a call that waits in the daemon: 1 at least, since 0 is the daemon's own default there."""
+        return max(1, int(self.left() * 1e9))
+
 
 @dataclass(slots=True, frozen=True)
 class Stubs:
