@@ -7,6 +7,7 @@ from typing import Final
 
 import grpc
 
+from kvtier.abi.spec import CacheSpec, SpecError
 from kvtier.v1 import caches_pb2, common_pb2
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.service import validate, wire
@@ -40,8 +41,7 @@ class CachesService:
 
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
         name = validate.cache_name(request.name)
-        spec = wire.spec_from_wire(request.spec)
-        spec.validate()
+        spec = _valid(wire.spec_from_wire(request.spec))
         cache, created = await self._catalog.open(name, spec, self._budgets(request))
         require_attached(session)
         session.caches.add(cache.id)
@@ -85,3 +85,11 @@ class CachesService:
             blocks=cache.runtime.manager.stats().blocks,
             sessions=sum(cache.id in session.caches for session in self._sessions),
         )
+
+
+def _valid(spec: CacheSpec) -> CacheSpec:
+    try:
+        spec.validate()
+    except SpecError as error:
+        raise bad_argument(f"spec.{error.field}", error.value, error.limit) from error
+    return spec
