@@ -1,0 +1,215 @@
+"""What is well formed and cannot be: full tiers, other specifications, budgets that are not left; and what the client
+itself refuses to send."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier import AsyncClient, Cache, DeadlineExceeded, InvalidArgument, PoolSpec, SpecMismatch, Tier, WindowGroupSpec
+from kvtier.abi.layout import MAX_SLOTS
+from kvtier.abi.spec import CacheSpec
+from kvtier.rpc_errors import Fault
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2
+from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.raw import RawClient
+from tests.integration.seeing import tier_stats
+from tests.integration.waiting import eventually
+
+Code = grpc.StatusCode
+KEYS = chain("stored", 3)
+NEW = chain("new", 2)
+PACKED, PACKED_NEW = b"".join(KEYS), b"".join(NEW)
+
+
+async def state(raw: RawClient) -> bytes:
+    """All that a call could have changed."""
+    stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
+    return stats.SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+async def test_a_full_tier_is_refused_at_once_with_its_holders(raw: RawClient, name: str, tier: Tier) -> None:
+    cache = (await raw.open(name, budgets=sizes(device=4, host=4, disk=8))).cache_id
+    reserved = await raw.reserve(cache, tier, 3)
+    await raw.commit(cache, reserved, KEYS[:2])
+    before = await state(raw)
+    request = blocks_pb2.ReserveRequest(cache_id=cache, tier=tier_to_wire(tier), count=2, timeout_ns=30 * 10**9)
+    async with asyncio.timeout(5):
+        fault = await raw.refusal(raw.stubs.blocks.Reserve, request)
+    assert (fault.code, fault.reason) == (Code.RESOURCE_EXHAUSTED, "TIER_FULL")
+    detail = fault.detail
+    assert (detail.tier, detail.wanted, detail.free) == (tier_to_wire(tier), 2, 1)
+    (holder,) = detail.holders
+    assert (holder.session_id, holder.slots) == (raw.welcome.session_id, 3)
+    assert "pytest" in holder.command
+    assert await state(raw) == before
+
+
+async def test_a_chain_is_refused_alone_where_room_or_blocks_are_short(raw: RawClient, name: str) -> None:
+    cache = (await raw.open(name, budgets=sizes(device=3, host=4))).cache_id
+    stored = await raw.reserve(cache, Tier.HOST, 3)
+    await raw.commit(cache, stored, KEYS)
+    await raw.reserve(cache, Tier.DEVICE, 2)
+    request = blocks_pb2.AcquireRequest(
+        cache_id=cache,
+        tier=tier_to_wire(Tier.DEVICE),
+        chains=[blocks_pb2.Chain(keys=PACKED, min_blocks=2), blocks_pb2.Chain(keys=PACKED_NEW, min_blocks=1)],
+    )
+    full, short = (await raw.call(raw.stubs.blocks.Acquire, request)).chains
+    assert (full.lease_id, full.matched, full.refusal) == (0, 3, "TIER_FULL")
+    assert (short.lease_id, short.matched, short.refusal) == (0, 0, "TOO_SHORT")
+
+
+OTHER_SPECS = {
+    "spec.model": CacheSpec("another model", SPEC.dtype, SPEC.tokens_per_block, groups=SPEC.groups),
+    "spec.dtype": CacheSpec(SPEC.model, "int8", SPEC.tokens_per_block, groups=SPEC.groups),
+    "spec.tokens_per_block": CacheSpec(SPEC.model, SPEC.dtype, 32, groups=SPEC.groups),
+    "spec.rank": CacheSpec(SPEC.model, SPEC.dtype, SPEC.tokens_per_block, 1, 2, SPEC.groups),
+    "spec.groups": CacheSpec(
+        SPEC.model, SPEC.dtype, SPEC.tokens_per_block, groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, 72),)),)
+    ),
+}
+
+
+@pytest.mark.parametrize(("field", "other"), OTHER_SPECS.items(), ids=list(OTHER_SPECS))
+async def test_another_spec_than_the_caches_is_refused(
+    raw: RawClient, client: AsyncClient, name: str, field: str, other: CacheSpec
+) -> None:
+    await raw.open(name, budgets=sizes(host=1))
+    before = await state(raw)
+    fault = await raw.refusal(raw.stubs.caches.Open, caches_pb2.OpenRequest(name=name, spec=spec_to_wire(other)))
+    assert (fault.code, fault.reason, fault.detail.field) == (Code.INVALID_ARGUMENT, "SPEC_MISMATCH", field)
+    assert fault.detail.value
+    assert fault.detail.limit
+    assert await state(raw) == before
+    with pytest.raises(SpecMismatch):
+        await client.open_cache(name, other)
+
+
+async def test_other_budgets_than_the_caches_are_refused(raw: RawClient, name: str) -> None:
+    await raw.open(name, budgets=sizes(device=2, host=4))
+    before = await state(raw)
+    for asked in (sizes(device=3), sizes(disk=1)):
+        request = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budgets_to_wire(asked))
+        fault = await raw.refusal(raw.stubs.caches.Open, request)
+        assert fault.code is Code.INVALID_ARGUMENT
+        assert fault.detail.field.startswith("budgets")
+    assert await state(raw) == before
+    await raw.open(name, budgets=sizes(device=2, host=4))
+    await raw.open(name)
+
+
+@pytest.mark.parametrize("size", [1 << 40, 1 << 63, 2**64 - 1])
+async def test_a_budget_beyond_what_is_left_is_refused(raw: RawClient, name: str, size: int) -> None:
+    before = await state(raw)
+    request = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budgets_to_wire({Tier.HOST: size}))
+    fault = await raw.refusal(raw.stubs.caches.Open, request)
+    assert (fault.code, fault.reason, fault.detail.tier) == (
+        Code.RESOURCE_EXHAUSTED,
+        "TIER_FULL",
+        tier_to_wire(Tier.HOST),
+    )
+    assert 0 < fault.detail.free < fault.detail.wanted <= MAX_SLOTS
+    assert await state(raw) == before
+
+
+async def test_a_cache_whose_leases_are_held_is_not_closed(raw: RawClient, name: str) -> None:
+    cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
+    await raw.reserve(cache, Tier.HOST, 1)
+    before = await state(raw)
+    fault = await raw.refusal(raw.stubs.caches.Close, caches_pb2.CloseRequest(cache_id=cache))
+    assert (fault.code, fault.reason, fault.detail.field) == (Code.FAILED_PRECONDITION, "LEASES_HELD", "cache_id")
+    assert await state(raw) == before
+
+
+# -- through the client ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=sizes(device=2, host=4))
+
+
+CLIENT_CASES: dict[str, tuple[Callable[[Cache], Any], str]] = {
+    "reserve none": (lambda cache: cache.reserve(0), "count"),
+    "reserve minus one": (lambda cache: cache.reserve(-1), "count"),
+    "reserve more than there is": (lambda cache: cache.reserve(5, Tier.HOST), "count"),
+    "reserve a huge number": (lambda cache: cache.reserve(2**40), "count"),
+    "reserve in a tier that is not there": (lambda cache: cache.reserve(1, Tier.DISK), "tier"),
+    "wait not at all": (lambda cache: cache.reserve(1, timeout=0), "timeout"),
+    "wait a negative time": (lambda cache: cache.match(KEYS, timeout=-1), "timeout"),
+    "wait for ever": (lambda cache: cache.match(KEYS, timeout=float("inf")), "timeout"),
+    "a short key": (lambda cache: cache.match([b"short"]), "keys[0]"),
+    "no key at all": (lambda cache: cache.match([]), "keys"),
+    "a number for a key": (lambda cache: cache.match([7]), "keys[0]"),  # type: ignore[list-item]
+    "a key twice": (lambda cache: cache.match([KEYS[0], KEYS[0]]), "keys[1]"),
+    "half a packed key": (lambda cache: cache.match(PACKED[:40]), "keys"),
+    "fewer blocks than keys": (lambda cache: cache.put(KEYS, blocks(KEYS[:2])), "blocks"),
+    "a block of another size": (lambda cache: cache.put(KEYS[:1], [blocks(KEYS[:1])[0][:-1]]), "blocks[0]"),
+    "something else for a block": (lambda cache: cache.put(KEYS[:1], [b"x" * BLOCK_BYTES]), "blocks[0]"),  # type: ignore[list-item]
+    "a priority of 101": (lambda cache: cache.put(KEYS[:1], blocks(KEYS[:1]), priorities=101), "priorities[0]"),
+    "a priority of -1": (lambda cache: cache.put(KEYS[:1], blocks(KEYS[:1]), priorities=[-1]), "priorities[0]"),
+    "more min_blocks than keys": (lambda cache: cache.acquire(KEYS, min_blocks=4), "chains[0].min_blocks"),
+    "a move to a tier that is not there": (lambda cache: cache.move(KEYS, Tier.DISK), "to"),
+}
+
+
+@pytest.mark.parametrize("case", CLIENT_CASES.values(), ids=list(CLIENT_CASES))
+async def test_refused_through_the_client(
+    client: AsyncClient, cache: Cache, case: tuple[Callable[[Cache], Any], str]
+) -> None:
+    call, field = case
+    before = await client.stats()
+    with pytest.raises(InvalidArgument) as refused:
+        await call(cache)
+    assert refused.value.field == field
+    assert refused.value.limit
+    assert await client.stats() == before
+    assert (await tier_stats(client, cache.name, Tier.HOST)).free == 4
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "x" * 129])
+async def test_bad_names_through_the_client(client: AsyncClient, name: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        await client.open_cache(name, SPEC)
+    assert refused.value.field == "name"
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_wait_ends_at_its_deadline_with_nothing_held(client: AsyncClient, raw: RawClient, name: str) -> None:
+    """Room for these is made by writing to the disk, which takes longer than a nanosecond."""
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, disk=64))
+    cache_id = (await raw.open(name)).cache_id
+    late: list[Fault] = []
+    for index in range(10):
+        keys = chain(f"{name} {index}", 4)
+        await cache.put(keys, blocks(keys))
+        request = blocks_pb2.ReserveRequest(cache_id=cache_id, tier=tier_to_wire(Tier.DEVICE), count=4, timeout_ns=1)
+        late.append(await raw.refusal(raw.stubs.blocks.Reserve, request))
+        await eventually(
+            lambda: tier_stats(client, name, Tier.DEVICE), lambda stats: not (stats.held or stats.retiring)
+        )
+    assert {(fault.code, fault.reason, fault.detail.wanted) for fault in late} == {
+        (Code.DEADLINE_EXCEEDED, "DEADLINE", 4)
+    }
+    fetch = blocks_pb2.AcquireRequest(
+        cache_id=cache_id,
+        tier=tier_to_wire(Tier.DEVICE),
+        chains=[blocks_pb2.Chain(keys=b"".join(chain(f"{name} 0", 4)))],
+        timeout_ns=1,
+    )
+    (answer,) = (await raw.call(raw.stubs.blocks.Acquire, fetch)).chains
+    assert (answer.lease_id, answer.matched, answer.refusal) == (0, 4, "DEADLINE")
+    await eventually(lambda: tier_stats(client, name, Tier.DEVICE), lambda stats: not (stats.held or stats.filling))
+    with pytest.raises(DeadlineExceeded):
+        await cache.acquire(chain(f"{name} 1", 4), timeout=1e-9)
+    keys = chain(f"{name} 9", 4)
+    assert_bytes(keys, await cache.get(keys))
