@@ -101,6 +101,16 @@ class DaemonProcess:
         self._process.kill()
         self._reap(self._process)
 
+    def ended(self) -> int:
+        """Waits for an end that was asked for; its exit status, negative for a signal."""
+        assert self._process is not None
+        process = self._process
+        try:
+            return process.wait(STOP_S)
+        finally:
+            process.kill()
+            self._reap(process)
+
     def pause(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
 

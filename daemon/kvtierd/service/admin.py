@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Final
 
 from kvtier.v1 import admin_pb2
-from kvtierd.core.ids import SessionId, Tier
+from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.manager import ManagerStats, TierCount
 from kvtierd.core.slots import SlotState
 from kvtierd.mover.engine import Engine
@@ -56,8 +56,16 @@ class AdminService:
             watchers=self._hub.watchers,
             caches=[self._cache(cache, stats[cache.id]) for cache in self._catalog],
             sessions=[self._session(one, held.get(one.id, 0)) for one in self._sessions],
-            problems=self._engine.problems(),
+            problems=[*self._engine.problems(), *self._degraded(stats)],
         )
+
+    def _degraded(self, stats: Mapping[CacheId, ManagerStats]) -> Iterator[str]:
+        now = time.time_ns()
+        for cache in self._catalog:
+            for (src, dst), record in sorted(stats[cache.id].edges.items()):
+                if (left := (record.degraded_until - now) / 1e9) > 0:
+                    again = f"{record.failures} blocks could not be moved; tried again in {left:.1f} s"
+                    yield f"cache {cache.name}: {src}>{dst} is not in use: {again}"
 
     def _session(self, session: Session, held_slots: int) -> admin_pb2.SessionStats:
         return admin_pb2.SessionStats(

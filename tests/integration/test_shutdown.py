@@ -1,0 +1,193 @@
+"""A clean stop: whatever is going on, in time, with nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, DaemonUnavailable, Tier, connect
+from tests.integration.actors import Actor
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.seeing import cache_stats
+from tests.integration.starting import environment
+from tests.integration.stuck import stuck_disk
+from tests.integration.test_crash import SEED
+from tests.integration.waiting import PATIENCE_S, eventually
+
+SLOTS = {"device": 8, "host": 8, "disk": 64}
+IN_TIME_S = 5.0
+"""Most that a stop may take which waits for nobody: idle watches are given two seconds."""
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+    return start_daemon(**SLOTS)
+
+
+async def stopped_in(daemon: DaemonProcess) -> float:
+    """Seconds that a clean stop took."""
+    began = time.monotonic()
+    await asyncio.to_thread(daemon.stop)
+    return time.monotonic() - began
+
+
+def assert_nothing_left(daemon: DaemonProcess, pid: int, shared_memory: set[str]) -> None:
+    assert not any(path.exists() for path in daemon.sockets)
+    for lock in (*daemon.home.glob("*/LOCK"), *daemon.home.glob("run/*.lock")):
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert not Path(f"/proc/{pid}").exists()
+    assert str(daemon.home) not in _commands(), "a process of its own is left"
+
+
+def _commands() -> str:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except ProcessLookupError:
+            continue
+    return "\n".join(found)
+
+
+async def log_says(daemon: DaemonProcess, words: str) -> None:
+    await eventually(lambda: asyncio.to_thread(lambda: daemon.log), lambda log: words in log)
+
+
+async def test_a_stop_with_everything_going_on(start_daemon: StartDaemon) -> None:
+    """Watches, one of them not read; leases; a call that waits for room; a client frozen in the middle of it all."""
+    daemon = start_daemon(device=4, disk=64)
+    pid, shared_memory = daemon.pid, set(os.listdir("/dev/shm"))
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(await connect(daemon.address))
+        holder = await stack.enter_async_context(await connect(daemon.address))
+        cache = await client.open_cache("c", SPEC)
+        for _ in range(3):
+            await anext(await stack.enter_async_context(client.watch(oldest=True)))
+        frozen = stack.enter_context(Actor("stare", address=daemon.address))
+        frozen.says()
+        frozen.signal(signal.SIGSTOP)
+        disk = stack.enter_context(stuck_disk(daemon, "c"))
+        in_the_way = chain("in the way", 3)
+        await cache.put(in_the_way, blocks(in_the_way))
+        held = await (await holder.open_cache("c", SPEC)).reserve(1)
+        waiting = asyncio.create_task(three_blank_slots(cache))
+        await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.waiting == 1)
+        stopping = asyncio.create_task(stopped_in(daemon))
+        await log_says(daemon, " stopping")
+        disk.release()
+        assert await stopping < IN_TIME_S
+        assert_nothing_left(daemon, pid, shared_memory)
+        assert not waiting.done()
+        await asyncio.to_thread(daemon.start)
+        await waiting
+        await held.release()
+
+
+async def three_blank_slots(cache: Cache) -> None:
+    async with cache.reserve(3, timeout=PATIENCE_S * 3) as lease:
+        assert len(lease) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("times", [1, 2, 50])
+async def test_signals(daemon: DaemonProcess, number: signal.Signals, times: int) -> None:
+    """Either one asks for a clean stop, and so does the next; impatience does not make it less clean."""
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        keys = chain("kept", 4)
+        await cache.put(keys, blocks(keys))
+        await cache.move(keys, Tier.DISK)
+        for _ in range(times):
+            os.kill(daemon.pid, number)
+        assert await asyncio.to_thread(daemon.ended) == 0
+        await asyncio.to_thread(daemon.start)
+        assert (await client.stats()).epoch == 1
+        assert_bytes(keys, await cache.get(keys))
+
+
+async def moving_down(client: AsyncClient) -> None:
+    """Returns once something is queued for the disk."""
+    await eventually(lambda: cache_stats(client, "c"), lambda stats: any(edge.queued_blocks for edge in stats.edges))
+
+
+async def test_a_hanging_disk_makes_a_stop_unclean_but_not_late(short_dir: Path) -> None:
+    daemon = DaemonProcess(short_dir, sizes(**SLOTS), ["--shutdown-seconds", "0.5"])
+    daemon.start()
+    kept, hanging = chain("kept", 4), chain("hanging", 4)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(kept, blocks(kept))
+        await cache.move(kept, Tier.DISK)
+        await cache.put(hanging, blocks(hanging))
+        with stuck_disk(daemon, "c"):
+            moving = asyncio.create_task(cache.move(hanging, Tier.DISK))
+            await moving_down(client)
+            began = time.monotonic()
+            daemon.terminate()
+            assert await asyncio.to_thread(daemon.ended) == 3
+            assert time.monotonic() - began < IN_TIME_S
+        await asyncio.to_thread(daemon.start)
+        assert set(await moving) == {BlockResult.NOT_FOUND}
+        assert (await client.stats()).epoch == 2
+        assert_bytes(kept, await cache.get(kept))
+        assert await cache.get(hanging) == []
+    daemon.terminate()
+    assert daemon.ended() == 0
+
+
+async def test_stops_while_it_starts(daemon: DaemonProcess) -> None:
+    """A signal that comes before there is anything to stop is not lost, and does no harm."""
+    rng = random.Random(SEED)
+    keys = chain("kept", 20)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(keys, blocks(keys))
+        await cache.move(keys, Tier.DISK)
+    daemon.stop()
+    for _ in range(6):
+        status = await asyncio.to_thread(start_and_stop_after, daemon, rng.uniform(0.0, 0.5))
+        assert status in (0, -signal.SIGTERM)
+    daemon.start()
+    async with await connect(daemon.address) as client:
+        assert (await client.stats()).epoch == 1, "none of them was unclean"
+        cache = await client.open_cache("c", SPEC)
+        assert_bytes(keys, await cache.get(keys))
+
+
+def start_and_stop_after(daemon: DaemonProcess, seconds: float) -> int:
+    process = subprocess.Popen(
+        daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.terminate()
+    return process.wait(PATIENCE_S)
+
+
+async def test_nobody_is_let_in_while_it_stops(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(chain("in the way", 4), blocks(chain("in the way", 4)))
+        with stuck_disk(daemon, "c") as disk:
+            moving = asyncio.create_task(cache.move(chain("in the way", 4), Tier.DISK))
+            await moving_down(client)
+            stopping = asyncio.create_task(stopped_in(daemon))
+            await log_says(daemon, " stopping")
+            with pytest.raises(DaemonUnavailable):
+                await connect(daemon.address)
+            disk.release()
+            await stopping
+        await asyncio.to_thread(daemon.start)
+        await moving
