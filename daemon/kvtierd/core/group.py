@@ -404,10 +404,18 @@ class GroupState:
 
     def lose_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
         """A residency is lost against policy: with it goes all that needs it, children first."""
-        if tier is Tier.DISK:
-            for child in list(block.children):
-                if child.copies[Tier.DISK] is not None:
-                    self.lose_copy(child, Tier.DISK, Cause.ANCESTOR)
+        needing = self._disk_subtree(block) if tier is Tier.DISK else [block]
+        for member in reversed(needing):
+            self._lose_one_copy(member, tier, cause if member is block else Cause.ANCESTOR)
+
+    def _disk_subtree(self, block: Block) -> list[Block]:
+        """The block and what stands on it on disk, parents before children."""
+        order = [block]
+        for member in order:
+            order.extend(child for child in member.children if child.copies[Tier.DISK] is not None)
+        return order
+
+    def _lose_one_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
         copy = block.copies[tier]
         was_valid = copy is not None and copy.valid
         others = any((c := block.copies[t]) is not None and c.valid for t in self.tiers if t is not tier)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from itertools import chain, takewhile
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -181,11 +182,13 @@ class Room:
 
     def missing_on_disk(self, blocks: list[Block]) -> list[Block]:
         """These blocks and those of their ancestors that have no disk copy, each before its descendants."""
-        missing: dict[Block, None] = {}
+        seen: set[Block] = set()
+        missing: list[Block] = []
         for block in blocks:
-            chain = [block, *block.ancestors()]
-            missing |= dict.fromkeys(member for member in reversed(chain) if member.copies[Tier.DISK] is None)
-        return list(missing)
+            fresh = list(takewhile(lambda member: member not in seen, chain([block], block.ancestors())))
+            seen.update(fresh)
+            missing.extend(member for member in reversed(fresh) if member.copies[Tier.DISK] is None)
+        return missing
 
     def copy_ancestors(self, missing: list[Block]) -> None:
         """Copies down to disk from wherever they are; their upper copies stay."""

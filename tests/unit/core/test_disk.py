@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.policy import Policy
 from kvtierd.core.slots import SlotState
-from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, key
+from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key, keys
 
 CHAIN = [("a", None, 35), ("b", "a", 35), ("c", "b", 35)]
 
@@ -93,6 +96,49 @@ def test_a_corrupt_read_takes_the_block_and_what_is_under_it_children_first() ->
     assert ticket in bench.refusals
     assert bench.slot("a", DISK) is None
     assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 2}
+
+
+def test_a_corrupt_read_at_the_root_of_a_chain_of_any_length_costs_the_chain() -> None:
+    chain = long_chain(2 * sys.getrecursionlimit())
+    parents = [None, *chain[:-1]]
+    recovered = [(name, parent, 35) for name, parent in zip(chain, parents, strict=True)]
+    bench = Bench(device=1, disk=len(chain), recovered=recovered)
+    bench.acquire(chain[0])
+    told = len(bench.events)
+    bench.land(corrupt=chain[0])
+    removed = "".join(names for kind, _, names in bench.said(told) if kind is EventType.REMOVED)
+    assert removed == chain[::-1]
+    assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: len(chain) - 1}
+
+
+def test_what_a_move_to_disk_costs_grows_with_the_chain_and_not_with_its_square() -> None:
+    assert calls_of_a_move_to_disk(800) < 1.5 * 4 * calls_of_a_move_to_disk(200)
+
+
+def calls_of_a_move_to_disk(blocks: int) -> int:
+    """Python calls, and resumptions of generators, that the core makes to plan it."""
+    chain = long_chain(blocks)
+    bench = Bench(device=blocks, disk=blocks)
+    bench.put(chain)
+    wanted = keys(chain)
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        _, outcome = bench.core.move(ALICE, GROUP, DISK, wanted, bench.now)
+    finally:
+        sys.setprofile(None)
+    assert sum(len(move.items) for move in outcome.moves) == blocks
+    return calls
+
+
+def long_chain(blocks: int) -> str:
+    """One letter a block."""
+    return "".join(map(chr, range(0x4E00, 0x4E00 + blocks)))
 
 
 def test_a_corrupt_read_of_a_block_that_is_above_too_costs_only_what_the_disk_has_of_it() -> None:
