@@ -10,9 +10,9 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, cast
 
-from pydantic import ByteSize, Field, ValidationError, model_validator
+from pydantic import ByteSize, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from kvtier.abi.attach import DEFAULT_ADDRESS
@@ -21,7 +21,20 @@ from kvtierd.core.ids import Tier
 ENV_PREFIX: Final = "KVTIERD_"
 _MAX_BYTES: Final = 1 << 50
 
-TierBytes = Annotated[ByteSize, Field(ge=0, le=_MAX_BYTES)]
+
+def _size(value: object, parse: ValidatorFunctionWrapHandler) -> ByteSize:
+    """Pydantic's own takes ``true`` for a byte, and its messages leave open what would be right."""
+    says = "must be bytes, 0 or more, or text such as 8GiB"
+    if isinstance(value, bool):
+        raise ValueError(says)
+    try:
+        return cast(ByteSize, parse(value))
+    except ValidationError as error:
+        raise ValueError(says) from error
+
+
+Size = Annotated[ByteSize, WrapValidator(_size)]
+TierBytes = Annotated[Size, Field(ge=0, le=_MAX_BYTES)]
 
 
 class ConfigError(Exception):
@@ -51,7 +64,7 @@ class Config(BaseSettings):
     heartbeat_seconds: float = Field(
         10.0, ge=0.01, le=3600, description="Quiet after which a watcher is sent an empty batch, 0.01 to 3600 s."
     )
-    event_ring_bytes: ByteSize = Field(
+    event_ring_bytes: Size = Field(
         ByteSize(64 << 20), ge=1 << 16, le=1 << 36, description="Memory for past events, 64 KiB to 64 GiB."
     )
     event_ring_events: int = Field(1 << 18, ge=1, le=1 << 28, description="Past events kept at most, 1 to 2^28.")

@@ -36,6 +36,8 @@ class DaemonProcess:
         self.home = home
         self.sizes = dict(sizes)
         self.flags = list(flags)
+        self.variables: dict[str, str] = {}
+        """Of its environment, besides this process's, of which nothing that configures a daemon is passed on."""
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -85,7 +87,7 @@ class DaemonProcess:
         environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command(), stdout=subprocess.PIPE, stderr=log, env=environment, text=True
+                self.command(), stdout=subprocess.PIPE, stderr=log, env=environment | self.variables, text=True
             )
         line = self._first_line(self._process)
         assert line == f"kvtierd ready pid={self.pid} address={self.address}\n", f"{line!r}\n{self.log}"

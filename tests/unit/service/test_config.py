@@ -46,7 +46,7 @@ def test_the_disk_is_in_the_state_directory_unless_said_otherwise(tmp_path: Path
     [
         ('host_bytes = "1GiB"\nhost_byte = 3', "host_byte: there is no such key"),
         ("host_bytes = -1", "host_bytes = -1: "),
-        ('host_bytes = "many"', "host_bytes = 'many': could not parse value and unit from byte string"),
+        ('host_bytes = "many"', "host_bytes = 'many': must be bytes, 0 or more, or text such as 8GiB"),
         ("host_bytes = 1152921504606846976", "less than or equal to 1125899906842624"),
         ('host_bytes = "1GiB"\nmax_sessions = 0', "max_sessions = 0: Input should be greater than or equal to 1"),
         ('host_bytes = "1GiB"\nallow_uids = [-1]', "allow_uids[0] = -1"),

@@ -1,0 +1,151 @@
+"""Configuration of a real daemon: what is refused, with which words, and what wins over what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtier import Tier, TierFull, connect
+from tests.integration.blocks import SPEC
+from tests.integration.daemon import DaemonProcess
+from tests.integration.starting import kvtierd, message, tree
+
+BAD_CONFIG = 2
+
+
+def directories(home: Path) -> list[str]:
+    return ["--runtime-dir", f"{home}/run", "--state-dir", f"{home}/state"]
+
+
+def written(home: Path, text: str) -> Path:
+    path = home / "kvtierd.toml"
+    path.write_text(text)
+    return path
+
+
+@contextmanager
+def running(home: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[DaemonProcess]:
+    """A daemon with nothing on its command line but its directories and ``flags``."""
+    daemon = DaemonProcess(home, {}, flags)
+    daemon.variables |= env or {}
+    daemon.start()
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+async def tier_sizes(daemon: DaemonProcess) -> dict[Tier, int]:
+    """In slots, of a cache that takes everything."""
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("all", SPEC)
+        return {tier: cache.slots(tier) for tier in cache.tiers}
+
+
+IN_FILE = {
+    "device_byte = 4096": ["device_byte: there is no such key"],
+    "[tiers]\ndevice = 4096": ["tiers: there is no such key"],
+    "host_bytes = true\nmax_sessions = 'many'": ["host_bytes = True", "max_sessions = 'many'", "integer"],
+    "host_bytes = [1]": ["host_bytes = [1]: must be bytes, 0 or more, or text such as 8GiB"],
+    "host_bytes = 4096.5": ["host_bytes = 4096.5: must be bytes"],
+    "host_bytes = -1": ["host_bytes = -1: must be bytes"],
+    "host_bytes = '-8GiB'": ["host_bytes = '-8GiB': must be bytes"],
+    "host_bytes = 'eight GiB'": ["host_bytes = 'eight GiB': must be bytes"],
+    "host_bytes = '8 parsecs'": ["host_bytes = '8 parsecs': must be bytes"],
+    "host_bytes = 4096\nevent_ring_bytes = true": ["event_ring_bytes = True: must be bytes"],
+    "disk_bytes = '1EiB'": ["disk_bytes = '1EiB'", "less than or equal to"],
+    "disk_bytes = 99999999999999999999999": ["disk_bytes = 99999999999999999999999", "less than or equal to"],
+    "device_bytes = 0\nhost_bytes = '0'\ndisk_bytes = '0GiB'": ["no tier is configured"],
+    "": ["no tier is configured"],
+    "host_bytes = 4096\nheartbeat_seconds = 0": ["heartbeat_seconds = 0"],
+    "host_bytes = 4096\nwait_seconds = nan": ["wait_seconds = nan"],
+    "host_bytes = 4096\nshutdown_seconds = inf": ["shutdown_seconds = inf"],
+    "host_bytes = 4096\nlog_level = 'loud'": ["log_level = 'loud'", "'debug'"],
+    "host_bytes = 4096\nallow_uids = [0, -1]": ["allow_uids[1] = -1"],
+    "host_bytes = 4096\nhost_bytes = 8192\n\n": ["line 2"],
+    "host_bytes = \n\n": ["line 1"],
+}
+
+
+@pytest.mark.parametrize(("text", "says"), IN_FILE.items(), ids=range(len(IN_FILE)))
+def test_a_bad_file_is_refused_before_anything_is_touched(short_dir: Path, text: str, says: list[str]) -> None:
+    path = written(short_dir, text)
+    before = tree(short_dir)
+    ended = kvtierd("--config", path, *directories(short_dir))
+    assert ended.returncode == BAD_CONFIG, ended
+    said = message(ended)
+    assert all(words in said for words in says), said
+    assert "no tier" in said or str(path) in said
+    assert tree(short_dir) == before
+
+
+def test_every_fault_of_every_source_is_named_in_one_go(short_dir: Path) -> None:
+    path = written(short_dir, "host_bytes = -1\nmax_sessions = 0\n")
+    flags = [*directories(short_dir), "--device-bytes", "0.5", "--wait-seconds", "0"]
+    ended = kvtierd("--config", path, *flags, env={"KVTIERD_DISK_BYTES": "plenty", "KVTIERD_MAX_SESSIONS": "none"})
+    said = message(ended).splitlines()
+    assert ended.returncode == BAD_CONFIG
+    assert any(line.startswith(f"kvtierd: {path}: host_bytes = -1: ") for line in said)
+    assert any(line.startswith("kvtierd: environment: KVTIERD_DISK_BYTES = 'plenty': ") for line in said)
+    assert any(line.startswith("kvtierd: environment: KVTIERD_MAX_SESSIONS = 'none': ") for line in said)
+    assert any(line.startswith("kvtierd: flag --wait-seconds = '0': ") for line in said)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", "a directory"])
+def test_a_file_that_cannot_be_read_is_refused(short_dir: Path, content: bytes | str | None) -> None:
+    path = short_dir / "kvtierd.toml"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.mkdir()
+    ended = kvtierd("--config", path, *directories(short_dir))
+    assert ended.returncode == BAD_CONFIG
+    assert message(ended).startswith(f"kvtierd: {path}: ")
+
+
+def test_unknown_variables_are_refused(short_dir: Path) -> None:
+    ended = kvtierd(*directories(short_dir), env={"KVTIERD_HOST_BYTE": "4096"})
+    assert ended.returncode == BAD_CONFIG
+    assert message(ended) == "kvtierd: environment: KVTIERD_HOST_BYTE: there is no such key"
+
+
+def test_unknown_flags_and_arguments_are_refused(short_dir: Path) -> None:
+    for argument in ("--host-byte=4096", "start"):
+        ended = kvtierd(*directories(short_dir), argument)
+        assert ended.returncode == BAD_CONFIG
+        assert argument.partition("=")[0] in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+async def test_flags_beat_the_environment_beats_the_file(short_dir: Path) -> None:
+    slot = SPEC.record_bytes(0)
+    path = written(short_dir, f"device_bytes = {2 * slot}\nhost_bytes = {2 * slot}\ndisk_bytes = {2 * slot}\n")
+    env = {"KVTIERD_CONFIG": str(path), "KVTIERD_HOST_BYTES": str(3 * slot), "KVTIERD_DISK_BYTES": str(3 * slot)}
+    with running(short_dir, "--disk-bytes", str(4 * slot), env=env) as daemon:
+        assert await tier_sizes(daemon) == {Tier.DEVICE: 2, Tier.HOST: 3, Tier.DISK: 4}
+
+
+async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir: Path) -> None:
+    slot = SPEC.record_bytes(0)
+    path = written(short_dir, 'device_bytes = "1MiB"\nhost_bytes = "1MB"\n')
+    with running(short_dir, "--config", str(path), "--disk-bytes", "0") as daemon:
+        assert await tier_sizes(daemon) == {Tier.DEVICE: (1 << 20) // slot, Tier.HOST: 10**6 // slot}
+    assert not daemon.disk_dir.exists(), "no disk tier, no directory"
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+async def test_any_one_tier_is_enough(short_dir: Path, tier: Tier) -> None:
+    with running(short_dir, f"--{tier}-bytes", "1MiB") as daemon:
+        assert set(await tier_sizes(daemon)) == {tier}
+
+
+async def test_a_tier_too_small_for_a_block_is_refused_when_a_cache_is_opened(short_dir: Path) -> None:
+    """What a block takes is the cache's to say, so a start cannot know."""
+    with running(short_dir, "--host-bytes", "4096") as daemon:
+        async with await connect(daemon.address) as client:
+            with pytest.raises(TierFull) as error:
+                await client.open_cache("all", SPEC)
+    assert (error.value.tier, error.value.wanted, error.value.free) == (Tier.HOST, 1, 0)
