@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvtier.cache import Cache
 
 T = TypeVar("T")
+
+_STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
 
 
 class Lease:
@@ -45,7 +47,7 @@ class Lease:
         """The bytes of a slot in place, one 1-D uint8 array a pool, read-only unless the slot is blank.
 
         Do not use a view after the release: the slot is somebody else's then. Raises :class:`LeaseError` for a
-        released lease, :class:`LeaseLost` for one that died with its daemon.
+        released lease and for a slot that a commit gave back, :class:`LeaseLost` for one that died with its daemon.
         """
         self.require_live()
         if not 0 <= index < len(self.slots):
@@ -83,6 +85,7 @@ class WriteLease(Lease):
     def __init__(self, cache: Cache, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]) -> None:
         super().__init__(cache, binding, tier, lease_id, slots)
         self._blank = [binding.arena.writable] * len(slots)
+        self._given_back: set[int] = set()
 
     @property
     def blank(self) -> list[int]:
@@ -104,7 +107,7 @@ class WriteLease(Lease):
         By default the keys are a chain: each one's parent is the key before it, the first one's is ``parent`` (None:
         the first is a root). ``parents`` names one a key instead. ``priorities``: 0 to 100, one for all or one a key
         (default 35). ``at``: indices of the slots, by default the first blank ones in order. A slot whose result is
-        PARENT_MISSING or PARENT_CONFLICT is not committed.
+        PARENT_MISSING or PARENT_CONFLICT stays blank; one whose result is EXISTS has gone back to the daemon.
 
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
         """
@@ -112,8 +115,15 @@ class WriteLease(Lease):
         indices = self.blank if at is None else list(at)
         results = await self.cache.commit(self, keys, indices, parent, parents, priorities, timeout)
         for index, result in zip(indices, results, strict=False):
-            self._blank[index] = result is BlockResult.PARENT_MISSING
+            self._blank[index] = result in _STAYS_BLANK
+            if result is BlockResult.EXISTS:
+                self._given_back.add(index)
         return results
+
+    def view(self, index: int) -> list[Bytes]:
+        if index in self._given_back:
+            raise LeaseError("the slot is not held any more: its key was stored already", reason="GIVEN_BACK")
+        return super().view(index)
 
     def _is_blank(self, index: int) -> bool:
         return self._blank[index]

@@ -89,7 +89,7 @@ class BlockResult(IntEnum):
     FAILED = 6
     """move: the copy failed; the source is as it was."""
     PARENT_CONFLICT = 7
-    """commit: an equal key is indexed under another parent."""
+    """commit: an equal key is indexed under another parent; the slot stays blank and leased."""
 
     def __str__(self) -> str:
         return self.name.lower()
