@@ -6,7 +6,7 @@ the disk for the disk, in the state directory for the memory tiers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,9 +116,11 @@ class RememberedSlots:
         """Raises TierIOError."""
         self._replace(self._slots | {name: {str(tier): count for tier, count in slots.items()}})
 
-    def forget_volatile(self) -> None:
-        """Only caches with disk slots are left. Raises TierIOError."""
-        self._replace({name: slots for name, slots in self._slots.items() if str(Tier.DISK) in slots})
+    def forget_gone(self, stored: Collection[str] | None) -> None:
+        """Only caches that can still come back are left. ``stored``: those on disk; None while there is no disk tier,
+        when all that have disk slots may be there. Raises TierIOError."""
+        names = {name for name, slots in self._slots.items() if str(Tier.DISK) in slots} if stored is None else stored
+        self._replace({name: slots for name, slots in self._slots.items() if name in names})
 
     def _replace(self, slots: dict[str, dict[str, int]]) -> None:
         if slots == self._slots:

@@ -144,8 +144,9 @@ class Catalog:
         """
         disk, remembered = self._stores.disk, self._stores.remembered
         stored = await asyncio.to_thread(disk.caches) if disk is not None else []
-        self._announce_gone(remembered.names - {cache.name for cache in stored})
-        await asyncio.to_thread(remembered.forget_volatile)
+        names = {cache.name for cache in stored}
+        self._announce_gone(remembered.names - names)
+        await asyncio.to_thread(remembered.forget_gone, names if disk is not None else None)
         for position, cache in enumerate(stored):
             slots = self._slots_of_stored(cache.name, cache.spec, cache.slots[GROUP], len(stored) - position)
             await self._make(cache.name, cache.spec, slots, stored=True)

@@ -63,13 +63,16 @@ def test_slots_are_remembered_over_a_restart(tmp_path: Path) -> None:
     assert again.get("two") is None
 
 
-def test_caches_without_a_disk_can_be_forgotten(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stored", "left"), [({"stored"}, {"stored"}), (None, {"stored", "unmade"}), (set(), set())])
+def test_caches_that_cannot_come_back_are_forgotten(tmp_path: Path, stored: set[str] | None, left: set[str]) -> None:
+    """Without a disk tier nobody can tell which of those with disk slots are there."""
     remembered = RememberedSlots(tmp_path)
     remembered.put("stored", {Tier.DEVICE: 1, Tier.DISK: 9})
+    remembered.put("unmade", {Tier.DEVICE: 1, Tier.DISK: 9})
     remembered.put("volatile", {Tier.DEVICE: 1, Tier.HOST: 9})
-    assert remembered.names == {"stored", "volatile"}
-    remembered.forget_volatile()
-    assert RememberedSlots(tmp_path).names == {"stored"}
+    assert remembered.names == {"stored", "unmade", "volatile"}
+    remembered.forget_gone(stored)
+    assert RememberedSlots(tmp_path).names == left
 
 
 def test_damaged_memory_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from kvtier.abi.spec import CacheSpec
-from kvtier.v1 import blocks_pb2, caches_pb2
-from kvtierd.core.ids import GroupId
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2
+from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
+from kvtierd.service.budgets import RememberedSlots
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.disk import DiskRoot
@@ -101,6 +102,20 @@ async def test_without_the_disk_tier_its_caches_rest(short_dir: Path) -> None:
     await with_caches(short_dir, cache={DEVICE: 3, DISK: 20})
     assert await restored(short_dir, device=8) == {}
     assert await restored(short_dir, device=8, disk=64) == {"cache": {DEVICE: 3, DISK: 20}}
+
+
+async def test_a_cache_that_died_in_the_making_is_announced_as_gone_once(short_dir: Path) -> None:
+    """Its slots are remembered before its files are made."""
+    await with_caches(short_dir)
+    RememberedSlots(short_dir / "state" / "caches").put("half", {Tier.DEVICE: 3, Tier.DISK: 20})
+    assert [await last_event(short_dir) for _ in range(3)] == [1, 1, 1]
+
+
+async def last_event(directory: Path) -> int:
+    """The last event that a daemon's start has given out."""
+    async with running(config(directory, device=8, disk=64)) as daemon, attached(daemon) as client:
+        stats = await client.call(client.admin.Stats, admin_pb2.StatsRequest())
+        return int(stats.last_event_id)
 
 
 async def test_caches_of_an_unknown_past_share_the_memory(short_dir: Path) -> None:
