@@ -58,7 +58,17 @@ class Binder:
         return self._binding
 
     async def bind(self, link: Link, seconds: float) -> Binding:
-        """The cache in the link's session, opened there first if need be."""
+        """The cache in the link's session, opened there first if need be.
+
+        Raises :class:`DeadlineExceeded` where the daemon, or another call that opens it, takes too long.
+        """
+        try:
+            async with asyncio.timeout(seconds + ANSWER_GRACE_S):
+                return await self._bind(link, seconds)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"cache {self._name} was not opened in time", reason="DEADLINE") from error
+
+    async def _bind(self, link: Link, seconds: float) -> Binding:
         async with self._lock:
             if self._binding is not None:
                 if self._binding.session == link.session:

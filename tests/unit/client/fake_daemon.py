@@ -54,6 +54,8 @@ class FakeDaemon:
         self.known: set[str] = set()
         self.attach_replies: list[bytes] = []
         """Raw answers to the next attach messages, instead of the right ones."""
+        self.silent = False
+        """Attach messages are read and not answered."""
         self.boot = 1
         self.sent_fds = 1
         self._arena: Arena | None = None
@@ -133,6 +135,8 @@ class FakeDaemon:
     async def _converse(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while data := await loop.sock_recv(connection, attach.MAX_MESSAGE):
+            if self.silent:
+                continue
             if self.attach_replies:
                 connection.send(self.attach_replies.pop(0))
                 continue

@@ -294,3 +294,15 @@ async def test_a_bad_specification_is_the_caller_s_argument(client: kvtier.Async
     with pytest.raises(kvtier.InvalidArgument) as refusal:
         await client.open_cache("c", kvtier.CacheSpec("m", "float12", 16))
     assert refusal.value.field == "spec.dtype"
+
+
+async def test_a_daemon_that_falls_silent_while_memory_is_asked_for_costs_the_timeout_and_no_more(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    daemon.silent = True
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with asyncio.timeout(10):
+        with pytest.raises(kvtier.DeadlineExceeded):
+            await client.open_cache("c", SPEC, timeout=0.05)
+    assert loop.time() - began < 3
