@@ -24,6 +24,7 @@ from kvtierd.tiers.base import (
 )
 from kvtierd.tiers.disk import DiskRoot, StoredCache
 from kvtierd.tiers.disk import root as root_module
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
 from tests.unit.disk.disk_blocks import GROUP, block, names, open_root, spec, verdicts
 
 HOLDER = """
@@ -393,3 +394,11 @@ def test_the_default_floor_is_at_most_a_gibibyte(tmp_path: Path) -> None:
 def test_every_error_of_the_directory_is_a_tier_error() -> None:
     for error in (ForeignDirectory, DamagedDirectory, LockedDirectory, TierConfigError, TierIOError):
         assert issubclass(error, TierError)
+
+
+def test_a_superblock_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    write_superblock(tmp_path, "budgets", {"caches": "few"})
+    with pytest.raises(TierIOError):
+        write_superblock(tmp_path, "budgets", {"caches": "x" * (1 << 20)})
+    assert read_superblock(tmp_path, "budgets") == {"caches": "few"}
+    assert os.listdir(tmp_path) == [SUPERBLOCK]

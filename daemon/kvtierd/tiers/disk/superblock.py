@@ -6,12 +6,13 @@ line without it and the object's bytes, so that neither can be exchanged.
 
 from __future__ import annotations
 
+import errno
 import json
 import zlib
 from pathlib import Path
 from typing import Any, Final
 
-from kvtierd.tiers.base import DamagedDirectory
+from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.files import io_errors, write_atomically
 
 SUPERBLOCK: Final = "SUPERBLOCK"
@@ -21,9 +22,15 @@ _MAX_BYTES: Final = 1 << 20
 
 
 def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> None:
+    """Replaces it whole. Raises OSError, and :class:`TierIOError` for more than can be read back."""
     head = f"{_MAGIC} {kind} {FORMAT_VERSION}"
     body = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-    write_atomically(directory / SUPERBLOCK, f"{head} {_crc(head, body)}\n".encode() + body)
+    whole = f"{head} {_crc(head, body)}\n".encode() + body
+    if len(whole) > _MAX_BYTES:
+        raise TierIOError(
+            errno.EFBIG, f"{directory / SUPERBLOCK} would have {len(whole)} bytes of at most {_MAX_BYTES}"
+        )
+    write_atomically(directory / SUPERBLOCK, whole)
 
 
 def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
