@@ -46,6 +46,7 @@ class _Directories:
     state: StateDir
     run: RuntimeDir
     disk: DiskRoot | None
+    remembered: RememberedSlots
 
     @classmethod
     def open(cls, config: Config) -> Self:
@@ -58,9 +59,10 @@ class _Directories:
             disk = DiskRoot.open(config.disk_path) if Tier.DISK in config.tier_bytes else None
             if disk is not None:
                 opened.callback(disk.close)
+            remembered = RememberedSlots(config.state_dir / "caches")
             state.begin()
             opened.pop_all()
-        return cls(state, run, disk)
+        return cls(state, run, disk, remembered)
 
 
 class Daemon:
@@ -79,7 +81,7 @@ class Daemon:
         )
         stores = Stores(
             Budgets(config.tier_bytes),
-            RememberedSlots(config.state_dir / "caches"),
+            directories.remembered,
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
         )

@@ -13,7 +13,7 @@ from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.budgets import RememberedSlots
 from kvtierd.service.daemon import Daemon
-from kvtierd.tiers.base import TierConfigError
+from kvtierd.tiers.base import DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk import DiskRoot
 from tests.unit.service.rig import DEVICE, DISK, HOST, SLOT_BYTES, SPEC, Client, attached, chain, config, running
 
@@ -116,6 +116,18 @@ async def last_event(directory: Path) -> int:
     async with running(config(directory, device=8, disk=64)) as daemon, attached(daemon) as client:
         stats = await client.call(client.admin.Stats, admin_pb2.StatsRequest())
         return int(stats.last_event_id)
+
+
+async def test_damaged_memory_of_caches_stops_the_start_and_costs_no_epoch(short_dir: Path) -> None:
+    await with_caches(short_dir, cache={DEVICE: 3, DISK: 20})
+    superblock = short_dir / "state" / "caches" / "SUPERBLOCK"
+    whole = superblock.read_bytes()
+    superblock.write_bytes(whole[:-3])
+    with pytest.raises(DamagedDirectory):
+        await Daemon.start(config(short_dir, device=8, disk=64))
+    superblock.write_bytes(whole)
+    async with running(config(short_dir, device=8, disk=64)) as daemon, attached(daemon) as client:
+        assert client.welcome.epoch == 1
 
 
 async def test_caches_of_an_unknown_past_share_the_memory(short_dir: Path) -> None:
