@@ -35,6 +35,7 @@ def _size(value: object, parse: ValidatorFunctionWrapHandler) -> ByteSize:
 
 Size = Annotated[ByteSize, WrapValidator(_size)]
 TierBytes = Annotated[Size, Field(ge=0, le=_MAX_BYTES)]
+RingBytes = Annotated[Size, Field(ge=1 << 16, le=1 << 36)]
 
 
 class ConfigError(Exception):
@@ -64,9 +65,7 @@ class Config(BaseSettings):
     heartbeat_seconds: float = Field(
         10.0, ge=0.01, le=3600, description="Quiet after which a watcher is sent an empty batch, 0.01 to 3600 s."
     )
-    event_ring_bytes: Size = Field(
-        ByteSize(64 << 20), ge=1 << 16, le=1 << 36, description="Memory for past events, 64 KiB to 64 GiB."
-    )
+    event_ring_bytes: RingBytes = Field(ByteSize(64 << 20), description="Memory for past events, 64 KiB to 64 GiB.")
     event_ring_events: int = Field(1 << 18, ge=1, le=1 << 28, description="Past events kept at most, 1 to 2^28.")
     shutdown_seconds: float = Field(
         30.0, gt=0, le=3600, description="A clean stop takes at most so long, above 0 to 3600 s."

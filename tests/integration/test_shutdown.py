@@ -100,8 +100,7 @@ async def three_blank_slots(cache: Cache) -> None:
         assert len(lease) == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("times", [1, 2, 50])
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGINT, 50)])
 async def test_signals(daemon: DaemonProcess, number: signal.Signals, times: int) -> None:
     """Either one asks for a clean stop, and so does the next; impatience does not make it less clean."""
     async with await connect(daemon.address) as client:
