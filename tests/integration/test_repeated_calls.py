@@ -31,9 +31,20 @@ async def state(raw: RawClient) -> bytes:
     return stats.SerializeToString(deterministic=True)
 
 
+async def nothing_moves(raw: RawClient) -> None:
+    """What a call has set in motion, such as the deletion of what it dropped from disk, is over."""
+
+    async def still() -> bool:
+        stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
+        return not any(tier.filling or tier.retiring for cache in stats.caches for tier in cache.tiers)
+
+    await eventually(still, bool)
+
+
 async def twice(raw: RawClient, method: Any, request: Any) -> Any:
     """The answer, after the same call has been made again to no effect."""
     first: Message = await raw.call(method, request)
+    await nothing_moves(raw)
     before = await state(raw)
     again: Message = await raw.call(method, request)
     assert again == first

@@ -145,7 +145,7 @@ class _BlockResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_RESULT_FAILED: _BlockResult.ValueType  # 6
     """move: the copy failed; the source is as it was"""
     BLOCK_RESULT_PARENT_CONFLICT: _BlockResult.ValueType  # 7
-    """commit: an equal key is indexed under another parent"""
+    """commit: an equal key is indexed under another parent; the slot stays blank and leased"""
 
 class BlockResult(_BlockResult, metaclass=_BlockResultEnumTypeWrapper):
     """One block's answer inside a call that was accepted as a whole."""
@@ -164,7 +164,7 @@ BLOCK_RESULT_NO_ROOM: BlockResult.ValueType  # 5
 BLOCK_RESULT_FAILED: BlockResult.ValueType  # 6
 """move: the copy failed; the source is as it was"""
 BLOCK_RESULT_PARENT_CONFLICT: BlockResult.ValueType  # 7
-"""commit: an equal key is indexed under another parent"""
+"""commit: an equal key is indexed under another parent; the slot stays blank and leased"""
 global___BlockResult = BlockResult
 
 @typing.final
