@@ -1,0 +1,222 @@
+"""The commands as a person or a script runs them, against a real daemon."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import AsyncClient, Cache, Cursor, Tier
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+
+KVTIER = [sys.executable, "-m", "kvtier.cli"]
+DEADLINE_S = 60
+
+
+def kvtier(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, which must have this exit status and no traceback."""
+    done = subprocess.run([*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
+
+
+async def now(client: AsyncClient) -> Cursor:
+    stats = await client.stats()
+    return Cursor(stats.epoch, stats.last_event_id)
+
+
+async def a_life(cache: Cache) -> list[bytes]:
+    """Four events: stored, down to the disk, up again, and gone."""
+    keys = chain(cache.name, 1)
+    await cache.put(keys, blocks(keys))
+    await cache.move(keys, Tier.DISK)
+    await cache.move(keys, Tier.HOST)
+    await cache.drop(keys)
+    return keys
+
+
+async def test_status(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+    keys = chain(cache.name, 3)
+    await cache.put(keys, blocks(keys))
+    async with cache.reserve(2, Tier.HOST):
+        shown = json.loads(kvtier("status", "--json", "--address", daemon.address).stdout)
+        assert (shown["pid"], shown["problems"]) == (daemon.pid, [])
+        (one,) = [each for each in shown["caches"] if each["name"] == cache.name]
+        assert (one["blocks"], one["stored"]) == (3, 3)
+        tiers = {tier["tier"]: tier for tier in one["tiers"]}
+        assert list(tiers) == ["device", "host", "disk"]
+        assert (tiers["device"]["ready"], tiers["host"]["blank"], tiers["disk"]["free"]) == (3, 2, 16)
+        held = {session["session_id"]: session["held_slots"] for session in shown["sessions"]}
+        assert held[client.session_id] == 2
+        text = kvtier("status", "--address", daemon.address).stdout
+        assert cache.name in text
+        assert "healthy" in text
+
+
+async def test_watch_json_with_filters_and_a_beginning(
+    daemon: DaemonProcess, client: AsyncClient, cache: Cache
+) -> None:
+    start = await now(client)
+    (key,) = await a_life(cache)
+    watch = ("watch", "--json", "--address", daemon.address, "--cache", cache.name)
+    everything = lines(kvtier(*watch, "--since", str(start), "--limit", "4").stdout)
+    assert [event["type"] for event in everything] == ["stored", "updated", "updated", "removed"]
+    assert [event["event_id"] for event in everything] == list(range(start.id + 1, start.id + 5))
+    stored, down, up, removed = everything
+    assert stored["blocks"][0]["block_hash"] == key.hex()
+    assert (down["moved_from"], down["moved_to"], down["cause"]) == ("device", "disk", "explicit")
+    assert up["blocks"][0]["residency"] == ["host", "disk"]
+    assert (removed["block_hashes"], removed["cause"]) == ([key.hex()], "explicit")
+    # Without an epoch the present one is meant; filters are as the daemon's.
+    one = lines(kvtier(*watch, "--since", str(start.id), "--limit", "1", "--cause", "prefetch").stdout)
+    assert one == [up]
+    one = lines(kvtier(*watch, "--since", str(start), "--limit", "1", "--type", "removed").stdout)
+    assert one == [removed]
+    both = lines(kvtier(*watch, "--oldest", "--limit", "2", "--tier", "disk").stdout)
+    assert both == [down, up]
+
+
+async def test_watch_in_words(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+    start = await now(client)
+    (key,) = await a_life(cache)
+    shown = kvtier("watch", "--address", daemon.address, "--since", str(start), "--limit", "4").stdout.splitlines()
+    assert len(shown) == 4
+    assert "\x1b" not in "".join(shown), "colours where there is no terminal"
+    for words, line in zip((["stored", "commit"], ["device → disk"], ["disk → host"], ["removed"]), shown, strict=True):
+        for word in (*words, key[:4].hex(), cache.name):
+            assert word in line
+
+
+async def test_watch_begins_with_a_snapshot(daemon: DaemonProcess, cache: Cache) -> None:
+    keys = chain(cache.name, 2)
+    await cache.put(keys, blocks(keys))
+    found = lines(until_snapshot_end("--cache", cache.name, "--address", daemon.address))
+    assert [each["block_hash"] for each in found[0]["blocks"]] == [key.hex() for key in keys]
+
+
+def until_snapshot_end(*arguments: str) -> str:
+    """What it prints up to there; it is then interrupted, as a person would."""
+    command = [*KVTIER, "watch", "--json", "--snapshot", *arguments]
+    printed = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "snapshot_end" not in printed and (line := process.stdout.readline()):
+            printed += line
+        process.send_signal(signal.SIGINT)
+        _, complaints = process.communicate(timeout=DEADLINE_S)
+    assert complaints == ""
+    assert process.returncode == 0
+    return printed
+
+
+@pytest.mark.parametrize("quiet_after", [False, True], ids=["more to come", "silence"])
+async def test_watch_ends_when_nobody_reads_any_more(
+    daemon: DaemonProcess, client: AsyncClient, cache: Cache, quiet_after: bool
+) -> None:
+    start = await now(client)
+    for _ in range(2 if quiet_after else 20):
+        await a_life(cache)
+    watch = [*KVTIER, "watch", "--address", daemon.address, "--since", str(start)]
+    first_two = head(*watch)
+    assert len(first_two.stdout.splitlines()) == 2
+    assert (first_two.stderr, first_two.returncode) == ("", 0)
+
+
+def head(*command: str) -> subprocess.CompletedProcess[str]:
+    """``command | head -n 2``, and the status of whichever fails."""
+    script = ["bash", "-c", 'set -o pipefail; "$@" | head -n 2', "head", *command]
+    return subprocess.run(script, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["watch", "--since", "yesterday"], 2, "EPOCH"),
+        (["watch", "--since", "1:2:3"], 2, "EPOCH"),
+        (["watch", "--since", "-1"], 2, "negative"),
+        (["watch", "--since", "999999999"], 1, "since.id"),
+        (["watch", "--type", "vanished"], 2, "stored"),
+        (["watch", "--oldest", "--snapshot"], 2, "exclude"),
+        (["watch", "--limit", "0"], 2, "limit"),
+        (["watch", "--cache", "no/such"], 1, "filter.caches[0]"),
+        (["status", "--nonsense"], 2, "nonsense"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_what_makes_no_sense_is_said_so(
+    daemon: DaemonProcess, arguments: Sequence[str], status: int, says: str
+) -> None:
+    assert says in kvtier(*arguments, "--address", daemon.address, status=status).stderr
+
+
+@pytest.mark.parametrize("command", ["status", "watch"])
+def test_no_daemon_is_a_message(short_dir: Path, command: str) -> None:
+    said = kvtier(command, "--address", str(short_dir), status=1)
+    assert "no daemon answers" in said.stderr
+    assert said.stdout == ""
+
+
+def conversations(path: Path, count: int, turns: int) -> Path:
+    """A trace of conversations that take turns: each request repeats what was said before and adds two blocks."""
+    rows, ids = [], iter(range(1, 10_000))
+    said: list[list[int]] = [[0] for _ in range(count)]
+    for turn in range(turns):
+        for prompt in said:
+            prompt += [next(ids), next(ids)]
+            rows.append(
+                {"timestamp": turn, "input_length": 512 * len(prompt), "output_length": 1, "hash_ids": list(prompt)}
+            )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_replay_with_a_daemon_of_its_own(tmp_path: Path) -> None:
+    """Tiers far too small, four requests at a time: nothing is wrong, lost or misplaced."""
+    trace = conversations(tmp_path / "trace.jsonl", count=8, turns=5)
+    sizes = ("--device-blocks", "14", "--host-blocks", "16", "--disk-blocks", "200", "--block-bytes", "4096")
+    report = json.loads(kvtier("replay", str(trace), "--spawn", *sizes, "--concurrency", "4", "--json").stdout)
+    assert (report["requests"], report["block_refs"]) == (40, 8 * (3 + 5 + 7 + 9 + 11))
+    assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)
+    assert sum(report["hits"].values()) + report["misses"] == report["block_refs"]
+    assert report["hits"]["disk"] > 0
+    assert report["hits_besides_first"] > 0
+    assert {"device>host", "host>disk"} <= set(report["moves"])
+    assert report["events_seen"] > 0
+
+
+async def test_replay_against_a_daemon_that_runs(
+    daemon: DaemonProcess, client: AsyncClient, name: str, tmp_path: Path
+) -> None:
+    """Twice: what the first has stored, the second finds."""
+    trace = conversations(tmp_path / "trace.jsonl", count=3, turns=2)
+    replay = ("replay", str(trace), "--address", daemon.address, "--cache", name, "--block-bytes", "4096", "--json")
+    first, second = (json.loads(kvtier(*replay).stdout) for _ in range(2))
+    assert (first["stored"], second["stored"], second["misses"]) == (13, 0, 0)
+    assert second["hits"]["device"] == second["block_refs"]
+    for report in (first, second):
+        assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)
+
+
+def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"hash_ids": "all of them"}\n')
+    said = kvtier("replay", str(trace), "--spawn", "--json", status=1)
+    assert "1" in said.stderr
+    assert said.stdout == ""

@@ -1,0 +1,122 @@
+"""A daemon with any subset of the tiers: it stores and serves in those it has, and evicts as far down as they go."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from kvtier import BlockResult, Cause, Event, EventType, InvalidArgument, Tier, connect
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
+from tests.integration.daemon import StartDaemon
+from tests.integration.seeing import cache_stats
+from tests.integration.waiting import PATIENCE_S, eventually
+
+OK = BlockResult.OK
+SLOTS = {Tier.DEVICE: 4, Tier.HOST: 6, Tier.DISK: 8}
+SUBSETS = [
+    (Tier.DEVICE,),
+    (Tier.HOST,),
+    (Tier.DEVICE, Tier.HOST),
+    (Tier.DEVICE, Tier.DISK),
+    (Tier.HOST, Tier.DISK),
+    (Tier.DEVICE, Tier.HOST, Tier.DISK),
+]
+
+
+def ids(subset: tuple[Tier, ...]) -> str:
+    return "+".join(map(str, subset))
+
+
+@pytest.mark.parametrize("subset", SUBSETS, ids=ids)
+async def test_blocks_go_down_as_far_as_there_are_tiers_and_then_out(
+    start_daemon: StartDaemon, subset: tuple[Tier, ...]
+) -> None:
+    daemon = start_daemon(**{str(tier): SLOTS[tier] for tier in subset})
+    capacity = sum(SLOTS[tier] for tier in subset)
+    prompts = [chain(f"prompt {index}", 2) for index in range(capacity)]
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("subset", SPEC)
+        assert cache.tiers == subset
+        for keys in prompts:
+            assert await cache.put(keys, blocks(keys)) == [OK, OK]
+        stats = await eventually(
+            lambda: cache_stats(client, "subset"),
+            lambda stats: not any(tier.filling or tier.retiring for tier in stats.tiers),
+        )
+        assert stats.stored == 2 * capacity
+        assert stats.blocks == stats.stored - stats.removed
+        # All of it is used, but for the few disk slots that are kept free ahead of need and copies in two tiers.
+        assert SLOTS[subset[-1]] <= stats.blocks <= capacity
+        assert stats.blocks > SLOTS[subset[0]] or len(subset) == 1
+        assert {edge.edge for edge in stats.edges if edge.blocks} == {
+            f"{upper}>{lower}" for upper, lower in pairwise(subset)
+        }
+        survivors = 0
+        for keys in reversed(prompts):
+            found = await cache.match(keys)
+            assert all(where & ~sum(tier.bit for tier in subset) == 0 for where in found.residency)
+            survivors += found.blocks
+        assert survivors == stats.blocks
+        assert (await cache.match(prompts[-1])).blocks == 2, "the last one in is the first one out"
+        assert (await cache.match(prompts[0])).blocks == 0, "nothing was ever dropped"
+        # Reading brings blocks up and so moves others down or out; what is found is right.
+        for keys in reversed(prompts):
+            found_bytes = await cache.get(keys)
+            assert_bytes(keys[: len(found_bytes)], found_bytes)
+        assert_bytes(prompts[-1][:1], (await cache.get(prompts[-1]))[:1])
+
+
+async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon: StartDaemon) -> None:
+    """Nobody can map a slot of it, so nothing can be put there; it is a valid subset all the same."""
+    daemon = start_daemon(disk=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("disk", SPEC)
+        assert cache.tiers == (Tier.DISK,)
+        keys = chain("nowhere", 2)
+        for call in (cache.reserve(1), cache.acquire(keys), cache.put(keys, blocks(keys))):
+            with pytest.raises(InvalidArgument, match="tier"):
+                await call
+        assert (await cache.match(keys)).blocks == 0
+        assert await cache.move(keys, Tier.DISK) == [BlockResult.NOT_FOUND] * 2
+        assert [tier.free for tier in (await cache_stats(client, "disk")).tiers] == [8]
+
+
+@pytest.mark.parametrize(("priority", "kept"), [(29, False), (30, True), (100, True)])
+async def test_only_what_is_worth_it_goes_down(start_daemon: StartDaemon, priority: int, kept: bool) -> None:
+    daemon = start_daemon(device=4, host=32)
+    async with await connect(daemon.address) as client, client.watch(oldest=True, types=[EventType.REMOVED]) as watch:
+        cache = await client.open_cache("worth", SPEC)
+        cheap = [chain(f"cheap {index}", 2) for index in range(2)]
+        for keys in cheap:
+            await cache.put(keys, blocks(keys), priorities=priority)
+        crowd = chain("crowd", 4)
+        await cache.put(crowd, blocks(crowd), priorities=100)
+        assert [(await cache.match(keys)).blocks for keys in cheap] == ([2, 2] if kept else [0, 0])
+        if not kept:
+            gone: list[bytes] = []
+            async with asyncio.timeout(PATIENCE_S):
+                while len(gone) < 4:
+                    event = await anext(watch)
+                    assert isinstance(event, Event)
+                    assert event.cause is Cause.CAPACITY
+                    gone += event.keys
+            assert [gone.index(keys[1]) < gone.index(keys[0]) for keys in cheap] == [True, True], "leaves first"
+
+
+async def test_the_least_recently_used_of_a_priority_goes_first(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=6)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("order", SPEC)
+        first, second, third = (chain(f"order {index}", 2) for index in range(3))
+        for keys in (first, second, third):
+            await cache.put(keys, blocks(keys))
+        await cache.get(first)
+        fourth = chain("order 3", 2)
+        await cache.put(fourth, blocks(fourth))
+        assert [(await cache.match(keys)).blocks for keys in (first, second, third, fourth)] == [2, 0, 2, 2]
+        # And of a chain its tail, so that what is left can be used.
+        fifth = chain("order 4", 1)
+        await cache.put(fifth, blocks(fifth))
+        assert [(await cache.match(keys)).blocks for keys in (first, third, fourth, fifth)] == [2, 1, 2, 1]
