@@ -49,6 +49,12 @@ class Binder:
         self._write = write
         self._binding: Binding | None = None
         self._lock = asyncio.Lock()
+        self._closed = False
+
+    def close(self) -> bool:
+        """No call goes through any more. False if that was so already."""
+        was, self._closed = self._closed, True
+        return not was
 
     @property
     def binding(self) -> Binding:
@@ -60,7 +66,8 @@ class Binder:
     async def bind(self, link: Link, seconds: float) -> Binding:
         """The cache in the link's session, opened there first if need be.
 
-        Raises :class:`DeadlineExceeded` where the daemon, or another call that opens it, takes too long.
+        Raises :class:`DeadlineExceeded` where the daemon, or another call that opens it, takes too long, and
+        :class:`ClientClosed`.
         """
         try:
             async with asyncio.timeout(seconds + ANSWER_GRACE_S):
@@ -70,6 +77,8 @@ class Binder:
 
     async def _bind(self, link: Link, seconds: float) -> Binding:
         async with self._lock:
+            if self._closed:
+                raise ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
             if self._binding is not None:
                 if self._binding.session == link.session:
                     return self._binding

@@ -338,8 +338,10 @@ class Cache:
         return list(rows) if out is None else list(out[: len(rows)])
 
     async def close(self, *, timeout: float | None = None) -> None:
-        """Releases this object's leases and gives up the session's use of the cache, which stays warm."""
+        """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched."""
         await self.release_all(timeout=timeout)
+        if not self._binder.close():
+            return
         binding, seq = self._binder.binding, self._session.next_seq()
 
         async def attempt(link: Link, seconds: float) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, InvalidArgument, LeaseError, Tier, TierFull, TooShort
-from kvtier.errors import CallerError
+from kvtier.errors import CallerError, ClientClosed
 from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, tier_stats
 
@@ -54,10 +54,24 @@ async def test_close_gives_up_the_cache_and_keeps_it_warm(client: AsyncClient, c
     await cache.close()
     assert (await cache_stats(client, cache.name)).blocks == 4
     assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
-    with pytest.raises(CallerError, match="has not opened"):
+    with pytest.raises(CallerError, match="was closed"):
         await cache.match(KEYS)
     again = await client.open_cache(cache.name, SPEC)
     assert_bytes(KEYS, await again.get(KEYS))
+
+
+async def test_opens_of_one_cache_close_one_by_one(client: AsyncClient, cache: Cache) -> None:
+    again = await client.open_cache(cache.name, SPEC)
+    async with cache.reserve(1):
+        await again.close()
+        await again.close()
+        with pytest.raises(ClientClosed):
+            await again.match(KEYS)
+        await put(cache, KEYS)
+    assert (await cache.match(KEYS)).blocks == len(KEYS)
+    await cache.close()
+    with pytest.raises(ClientClosed):
+        await cache.match(KEYS)
 
 
 async def test_match_is_the_longest_stored_prefix(cache: Cache) -> None:

@@ -64,8 +64,8 @@ class CachesServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Close(self, request, context):
-        """Gives up this session's use of a cache. Its leases there must be released first (FAILED_PRECONDITION). The cache
-        stays warm.
+        """Undoes one Open of this session. With the last one its leases there must have been released (FAILED_PRECONDITION).
+        The cache stays warm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,8 +32,8 @@ class CachesStub:
         kvtier.v1.caches_pb2.CloseRequest,
         kvtier.v1.caches_pb2.CloseResponse,
     ]
-    """Gives up this session's use of a cache. Its leases there must be released first (FAILED_PRECONDITION). The cache
-    stays warm.
+    """Undoes one Open of this session. With the last one its leases there must have been released (FAILED_PRECONDITION).
+    The cache stays warm.
     """
 
     List: grpc.UnaryUnaryMultiCallable[
@@ -55,8 +55,8 @@ class CachesAsyncStub:
         kvtier.v1.caches_pb2.CloseRequest,
         kvtier.v1.caches_pb2.CloseResponse,
     ]
-    """Gives up this session's use of a cache. Its leases there must be released first (FAILED_PRECONDITION). The cache
-    stays warm.
+    """Undoes one Open of this session. With the last one its leases there must have been released (FAILED_PRECONDITION).
+    The cache stays warm.
     """
 
     List: grpc.aio.UnaryUnaryMultiCallable[
@@ -82,8 +82,8 @@ class CachesServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.caches_pb2.CloseRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.caches_pb2.CloseResponse, collections.abc.Awaitable[kvtier.v1.caches_pb2.CloseResponse]]:
-        """Gives up this session's use of a cache. Its leases there must be released first (FAILED_PRECONDITION). The cache
-        stays warm.
+        """Undoes one Open of this session. With the last one its leases there must have been released (FAILED_PRECONDITION).
+        The cache stays warm.
         """
 
     @abc.abstractmethod

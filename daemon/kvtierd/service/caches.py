@@ -44,17 +44,19 @@ class CachesService:
         spec = _valid(wire.spec_from_wire(request.spec))
         cache, created = await self._catalog.open(name, spec, self._budgets(request))
         require_attached(session)
-        session.caches.add(cache.id)
+        session.caches[cache.id] += 1
         return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
 
     async def close(self, session: Session, request: caches_pb2.CloseRequest) -> caches_pb2.CloseResponse:
         cache = opened(self._catalog, session, request.cache_id)
         leases = cache.runtime.manager.session_leases(session.id)
-        if leases:
+        if leases and session.caches[cache.id] == 1:
             detail = common_pb2.ErrorDetail(reason="LEASES_HELD", field="cache_id", value=str(cache.id))
             message = f"cache {cache.name}: the session holds {leases} leases there; release them first"
             raise CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
-        session.caches.discard(cache.id)
+        session.caches[cache.id] -= 1
+        if session.caches[cache.id] == 0:
+            del session.caches[cache.id]
         return caches_pb2.CloseResponse()
 
     async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -51,13 +52,16 @@ class AttachRefused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """``connection``: the task that serves its attach connection; None while it is detached."""
+    """``connection``: the task that serves its attach connection; None while it is detached.
+
+    ``caches``: how often the session has each cache open, only those it has.
+    """
 
     id: SessionId
     token: str
     peer: Peer
     connection: asyncio.Task[None] | None
-    caches: set[CacheId] = field(default_factory=set)
+    caches: Counter[CacheId] = field(default_factory=Counter)
     replies: ReplyMemory[Message] = field(default_factory=ReplyMemory)
     ended: bool = False
 
