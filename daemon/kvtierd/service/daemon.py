@@ -72,6 +72,7 @@ class Daemon:
         state, life = directories.state, directories.state.identity
         self._config: Final = config
         self._directories: Final = directories
+        self._serving = False
         self._sequencer: Final = DurableSequencer(state)
         names: dict[CacheId, str] = {}
         limits = Limits(config.event_ring_bytes, config.event_ring_events)
@@ -117,6 +118,7 @@ class Daemon:
             listener = run.bind_attach()
         await self._rpc.start()
         self._attach.start(listener)
+        self._serving = True
 
     @property
     def address(self) -> str:
@@ -137,7 +139,9 @@ class Daemon:
             await self._catalog.close()
         else:
             _log.error("the stop was not clean: moves had to be abandoned")
-        self._directories.state.close(self._sequencer.last if clean else None)
+        # A start that failed after a crash has told nobody of the crash: the next one must.
+        told = self._serving or not self._directories.state.identity.unclean
+        self._directories.state.close(self._sequencer.last if clean and told else None)
         self._directories.run.close()
         return clean
 

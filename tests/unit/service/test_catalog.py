@@ -13,6 +13,7 @@ from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.budgets import RememberedSlots
 from kvtierd.service.daemon import Daemon
+from kvtierd.state import StateDir
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk import DiskRoot
 from tests.unit.service.rig import DEVICE, DISK, HOST, SLOT_BYTES, SPEC, Client, attached, chain, config, running
@@ -151,3 +152,16 @@ async def test_a_cache_that_came_back_is_opened_only_as_itself(short_dir: Path) 
         other.model = "another"
         _, detail = await client.refusal(client.caches.Open, caches_pb2.OpenRequest(name="cache", spec=other))
         assert (detail.reason, detail.field) == ("SPEC_MISMATCH", "spec.model")
+
+
+async def test_a_start_that_failed_after_a_crash_leaves_the_crash_to_be_told(short_dir: Path) -> None:
+    await with_caches(short_dir, cache={DISK: 20})
+    state_dir = config(short_dir, device=8).state_dir
+    crashed = StateDir.open(state_dir)
+    crashed.begin()
+    crashed.close(None)
+    with pytest.raises(TierConfigError):
+        await Daemon.start(config(short_dir, device=8, disk=10))
+    following = StateDir.open(state_dir)
+    assert following.identity.unclean
+    following.close(None)
