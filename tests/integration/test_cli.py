@@ -166,9 +166,8 @@ def test_what_makes_no_sense_is_said_so(
     assert says in kvtier(*arguments, "--address", daemon.address, status=status).stderr
 
 
-@pytest.mark.parametrize("command", ["status", "watch"])
-def test_no_daemon_is_a_message(short_dir: Path, command: str) -> None:
-    said = kvtier(command, "--address", str(short_dir), status=1)
+def test_no_daemon_is_a_message(short_dir: Path) -> None:
+    said = kvtier("status", "--address", str(short_dir), status=1)
     assert "no daemon answers" in said.stderr
     assert said.stdout == ""
 

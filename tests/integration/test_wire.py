@@ -49,6 +49,8 @@ async def test_a_block_from_open_to_close_by_hand(raw: RawClient, name: str) -> 
         (DISK, 4, SLOT_BYTES),
     ]
     assert not (await raw.open(name)).created
+    # Opened twice it is closed twice: the first leaves it open.
+    await raw.call(caches.Close, caches_pb2.CloseRequest(cache_id=cache))
 
     fds = raw.socket.map(cache, write=True)
     assert list(fds) == [attach.CONTROL, attach.HOST, attach.DEVICE]
