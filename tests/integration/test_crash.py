@@ -15,7 +15,8 @@ from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.starting import environment
 from tests.integration.trial import trial
 
-SEED = int(os.environ.get("KVTIER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
+SEED = int(os.environ.get("KVTIER_SEED") or (1 if os.environ.get("CI") else random.SystemRandom().getrandbits(32)))
+"""Printed with every failure; in CI always the same, so that a red run there is about the change."""
 PROVED = 6
 """Chains that are read back whole after each restart."""
 
@@ -41,7 +42,7 @@ async def test_twenty_kills_under_load(start_daemon: StartDaemon) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(3))
 async def test_more_kills_under_load(start_daemon: StartDaemon, number: int) -> None:
     await kill_under_load(start_daemon, 20, SEED + number)
 

@@ -31,7 +31,7 @@ class Witness:
         """By cache: what was announced as found on disk in the present life."""
         self.left_disk: dict[str, set[bytes]] = defaultdict(set)
         """By cache: what was ever announced to have left the disk."""
-        self._watch = client.watch(oldest=True, heartbeats=True, heartbeat_s=0.5)
+        self._watch = client.watch(oldest=True, heartbeat_s=0.5)
         self._newest = ResidencyTable()
         self._settled = ResidencyTable()
         self._unsettled: deque[WatchItem] = deque()
@@ -53,12 +53,13 @@ class Witness:
         await self._watch.aclose()
 
     async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not reached():
-                assert self._reader is not None
-                if self._reader.done():
-                    self._reader.result()
-                self._news.clear()
+        """Waits as long as there is news of anything."""
+        while not reached():
+            assert self._reader is not None
+            if self._reader.done():
+                self._reader.result()
+            self._news.clear()
+            async with asyncio.timeout(PATIENCE_S):
                 await self._news.wait()
 
     async def reach(self, cursor: Cursor) -> None:
