@@ -108,6 +108,7 @@ class AsyncClient:
         """Follows events: ``async for item in client.watch()``.
 
         Begins now, or after ``since``, or at the ``oldest`` event held, or with a ``snapshot`` of the present state.
+        Now is when it is entered (``async with client.watch() as watch``), else when it is first asked for an item.
         Empty filters let everything through. Items are :class:`kvtier.events.Event`, :class:`Gap` where events were
         lost, :class:`SnapshotStart`, :class:`SnapshotSlice` and :class:`SnapshotEnd` with ``snapshot``, and
         :class:`Heartbeat` if asked for. Outlives restarts of the daemon.

@@ -26,7 +26,7 @@ from kvtier.events import (
     slice_from_wire,
 )
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
-from kvtier.session import Backoff, Link, Session
+from kvtier.session import Backoff, Deadline, Link, Session
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import admin_pb2, common_pb2, events_pb2
 from kvtier.wire import tier_to_wire
@@ -106,6 +106,9 @@ class Watch:
         await self._items.aclose()
 
     async def __aenter__(self) -> Self:
+        """Of a watch that begins now, now is this moment. Raises :class:`kvtier.errors.DaemonUnavailable`."""
+        if self._begins_now:
+            await self._session.call(self._pin, Deadline(self._silence_s))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -147,14 +150,19 @@ class Watch:
         elif self.cursor is None and self._start.oldest:
             request.oldest = True
         else:
-            if self.cursor is None:
-                # "Now" is pinned to an id, so that a break before the first batch loses nothing.
-                stats = await link.stubs.admin.Stats(
-                    admin_pb2.StatsRequest(), timeout=self._silence_s, metadata=link.metadata
-                )
-                self.cursor = Cursor(stats.epoch, stats.last_event_id)
-            request.since.epoch, request.since.id = self.cursor.epoch, self.cursor.id
+            cursor = self.cursor or await self._pin(link, self._silence_s)
+            request.since.epoch, request.since.id = cursor.epoch, cursor.id
         return request
+
+    @property
+    def _begins_now(self) -> bool:
+        return self.cursor is None and not self._start.oldest and not self._snapshot_pending
+
+    async def _pin(self, link: Link, seconds: float) -> Cursor:
+        """Ties "now" to an id, so that a break before the first batch loses nothing."""
+        stats = await link.stubs.admin.Stats(admin_pb2.StatsRequest(), timeout=seconds, metadata=link.metadata)
+        self.cursor = Cursor(stats.epoch, stats.last_event_id)
+        return self.cursor
 
     async def _batches(
         self, link: Link, request: events_pb2.WatchRequest
