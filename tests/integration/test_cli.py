@@ -130,10 +130,11 @@ def until_snapshot_end(*arguments: str) -> str:
 async def test_watch_ends_when_nobody_reads_any_more(
     daemon: DaemonProcess, client: AsyncClient, cache: Cache, quiet_after: bool
 ) -> None:
+    """Not only when the next line has nowhere to go: after two lines there may never be another."""
     start = await now(client)
     for _ in range(2 if quiet_after else 20):
         await a_life(cache)
-    watch = [*KVTIER, "watch", "--address", daemon.address, "--since", str(start)]
+    watch = [*KVTIER, "watch", "--address", daemon.address, "--since", str(start), "--type", "stored"]
     first_two = head(*watch)
     assert len(first_two.stdout.splitlines()) == 2
     assert (first_two.stderr, first_two.returncode) == ("", 0)
