@@ -24,11 +24,11 @@ from kvtier.errors import (
     KvtierError,
     LeaseLost,
     RetryableError,
-    TierFull,
     TierOffline,
     TooShort,
 )
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
+from kvtier.rpc_errors import tier_full
 from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
 from kvtier.types import DEFAULT_PRIORITY, MAPPED_TIERS, ROOT_PARENT, BlockResult, Tier
@@ -404,8 +404,8 @@ class Cache:
 
     async def _acquire(self, keys: Keys, tier: Tier | None, min_blocks: int, timeout: float | None) -> ReadLease:
         (lease,) = await self._acquire_many([keys], tier, min_blocks, timeout)
-        if lease.refusal:
-            raise _refusal(lease, min_blocks)
+        if lease.error is not None:
+            raise lease.error
         return lease
 
     async def _acquire_many(
@@ -440,7 +440,7 @@ class Cache:
                 generations=chain.generations,
                 found_in=chain.found_in,
                 matched=chain.matched,
-                refusal=chain.refusal,
+                error=_refusal(chain, min_blocks) if chain.refusal else None,
             )
             for keys, chain in zip(packed, reply.chains, strict=True)
         ]
@@ -483,14 +483,14 @@ def _packed_priorities(count: int, priorities: int | Sequence[int] | None) -> by
     return bytes(listed)
 
 
-def _refusal(lease: ReadLease, min_blocks: int) -> KvtierError:
+def _refusal(chain: blocks_pb2.AcquiredChain, min_blocks: int) -> KvtierError:
     """Of a chain that was refused; the reasons are those of a whole call."""
-    message = f"{lease.matched} blocks of the chain are stored, {min_blocks} wanted: {lease.refusal}"
-    if lease.refusal == "TIER_FULL":
-        return TierFull(message, tier=lease.tier, wanted=min_blocks, free=0, holders=(), reason=lease.refusal)
-    if lease.refusal == "TOO_SHORT":
-        return TooShort(message, matched=lease.matched, reason=lease.refusal)
-    return _REFUSALS.get(lease.refusal, DaemonError)(message, reason=lease.refusal)
+    message = f"{chain.matched} blocks of the chain are stored, {min_blocks} wanted: {chain.refusal}"
+    if chain.refusal == "TIER_FULL":
+        return tier_full(message, chain.detail)
+    if chain.refusal == "TOO_SHORT":
+        return TooShort(message, matched=chain.matched, reason=chain.refusal)
+    return _REFUSALS.get(chain.refusal, DaemonError)(message, reason=chain.refusal)
 
 
 _REFUSALS: Final[Mapping[str, type[KvtierError]]] = {

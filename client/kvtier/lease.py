@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier.arena import Arena, Bytes
 from kvtier.binding import Binding
-from kvtier.errors import InvalidArgument, LeaseError, LeaseLost
+from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost
 from kvtier.types import BlockResult, Tier
 from kvtier.wire import Keys
 
@@ -144,7 +144,7 @@ class ReadLease(Lease):
         generations: Sequence[int],
         found_in: bytes,
         matched: int,
-        refusal: str,
+        error: KvtierError | None,
     ) -> None:
         super().__init__(cache, binding, tier, lease_id, slots)
         self.keys = tuple(keys)
@@ -154,8 +154,13 @@ class ReadLease(Lease):
         """Residency set at the moment of the match, one byte a block of the prefix."""
         self.matched = matched
         """Length of the stored prefix at that moment; more than :attr:`blocks` where room was short."""
-        self.refusal = refusal
+        self.error = error
+        """What ``acquire`` of this chain alone would have raised; None where it was not refused."""
+
+    @property
+    def refusal(self) -> str:
         """Why less than ``min_blocks`` was to be had; empty where it was not refused."""
+        return "" if self.error is None else self.error.reason
 
     @property
     def blocks(self) -> int:

@@ -73,15 +73,15 @@ def _invalid_argument(fault: Fault) -> errors.KvtierError:
     return kind(detail.field, detail.value, detail.limit, reason=fault.reason)
 
 
-def _tier_full(fault: Fault) -> errors.KvtierError:
-    detail = fault.detail
+def tier_full(message: str, detail: common_pb2.ErrorDetail) -> errors.TierFull:
+    """From what the daemon says of a full tier, of a call or of one chain in it."""
     return errors.TierFull(
-        fault.message,
+        message,
         tier=Tier(detail.tier - 1) if detail.tier else None,
         wanted=detail.wanted,
         free=detail.free,
         holders=tuple(errors.Holder(h.session_id, h.pid, h.command, h.slots) for h in detail.holders),
-        reason=fault.reason,
+        reason=detail.reason,
     )
 
 
@@ -99,7 +99,7 @@ _BY_REASON: Final[Mapping[str, _Make]] = {
 
 _BY_CODE: Final[Mapping[grpc.StatusCode, _Make]] = {
     grpc.StatusCode.INVALID_ARGUMENT: _invalid_argument,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: _tier_full,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: lambda fault: tier_full(fault.message, fault.detail),
     grpc.StatusCode.DEADLINE_EXCEEDED: _plain(errors.DeadlineExceeded),
     grpc.StatusCode.UNAVAILABLE: _plain(errors.DaemonUnavailable),
     grpc.StatusCode.CANCELLED: _plain(errors.DaemonUnavailable),

@@ -4,6 +4,7 @@ itself refuses to send."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,8 @@ async def test_a_chain_is_refused_alone_where_room_or_blocks_are_short(raw: RawC
     )
     full, short = (await raw.call(raw.stubs.blocks.Acquire, request)).chains
     assert (full.lease_id, full.matched, full.refusal) == (0, 3, "TIER_FULL")
+    assert full.detail.tier == tier_to_wire(Tier.DEVICE)
+    assert [(holder.pid, holder.slots) for holder in full.detail.holders] == [(os.getpid(), 2)]
     assert (short.lease_id, short.matched, short.refusal) == (0, 0, "TOO_SHORT")
 
 

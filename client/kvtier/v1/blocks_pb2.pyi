@@ -319,6 +319,7 @@ class AcquiredChain(google.protobuf.message.Message):
     FOUND_IN_FIELD_NUMBER: builtins.int
     MATCHED_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     found_in: builtins.bytes
     """residency at the moment of the match, one byte a block of the prefix"""
@@ -332,6 +333,10 @@ class AcquiredChain(google.protobuf.message.Message):
 
     @property
     def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def detail(self) -> kvtier.v1.common_pb2.ErrorDetail:
+        """of a refusal: tier, wanted, free, holders"""
+
     def __init__(
         self,
         *,
@@ -341,8 +346,10 @@ class AcquiredChain(google.protobuf.message.Message):
         found_in: builtins.bytes = ...,
         matched: builtins.int = ...,
         refusal: builtins.str = ...,
+        detail: kvtier.v1.common_pb2.ErrorDetail | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["found_in", b"found_in", "generations", b"generations", "lease_id", b"lease_id", "matched", b"matched", "refusal", b"refusal", "slots", b"slots"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["detail", b"detail"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "found_in", b"found_in", "generations", b"generations", "lease_id", b"lease_id", "matched", b"matched", "refusal", b"refusal", "slots", b"slots"]) -> None: ...
 
 global___AcquiredChain = AcquiredChain
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvtier.v1 import blocks_pb2
+from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
@@ -28,13 +28,22 @@ MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 
 
 class BlocksService:
-    """``wait_s``: how long a call waits that does not say. ``epoch``: of the cursors given out."""
+    """``wait_s``: how long a call waits that does not say. ``epoch``: of the cursors given out. ``describe``: says of a
+    refusal who holds what."""
 
-    def __init__(self, engine: Engine, catalog: Catalog, epoch: int, wait_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        epoch: int,
+        wait_s: float,
+        describe: Callable[[Refusal], common_pb2.ErrorDetail],
+    ) -> None:
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._epoch: Final = epoch
         self._wait_s: Final = wait_s
+        self._describe: Final = describe
 
     def verbs(self) -> Mapping[str, Verb]:
         return {
@@ -99,7 +108,7 @@ class BlocksService:
         answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(
-            chains=[_acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()
+            chains=[self._acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()
         )
 
     async def release(self, session: Session, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
@@ -135,6 +144,18 @@ class BlocksService:
             priorities=bytes(row.priority for row in page.rows),
             next_page=page.next_page,
             as_of_event=self._now_cursor(),
+        )
+
+    def _acquired(self, cache: Cache, tier: Tier, group: GroupId, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
+        if isinstance(answer, Refusal):
+            reason = answer.reason.name
+            return blocks_pb2.AcquiredChain(matched=answer.matched, refusal=reason, detail=self._describe(answer))
+        return blocks_pb2.AcquiredChain(
+            lease_id=answer.lease or 0,
+            slots=answer.slots,
+            generations=_generations(cache, tier, group, answer.slots),
+            found_in=bytes(answer.found_in),
+            matched=answer.matched,
         )
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
@@ -181,18 +202,6 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
         least = validate.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys))
         chains.append(ChainRequest(keys, least))
     return chains
-
-
-def _acquired(cache: Cache, tier: Tier, group: GroupId, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
-    if isinstance(answer, Refusal):
-        return blocks_pb2.AcquiredChain(matched=answer.matched, refusal=answer.reason.name)
-    return blocks_pb2.AcquiredChain(
-        lease_id=answer.lease or 0,
-        slots=answer.slots,
-        generations=_generations(cache, tier, group, answer.slots),
-        found_in=bytes(answer.found_in),
-        matched=answer.matched,
-    )
 
 
 def _generations(cache: Cache, tier: Tier, group: GroupId, slots: Sequence[SlotId | None]) -> list[int]:

@@ -89,7 +89,8 @@ class Daemon:
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, names)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, config.max_sessions)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
-        self._dispatcher: Final = Dispatcher(self._sessions, Translator(self._sessions.owner_of))
+        self._translator: Final = Translator(self._sessions.owner_of)
+        self._dispatcher: Final = Dispatcher(self._sessions, self._translator)
         self._rpc: Final = RpcServer(self._dispatcher, self._services())
         uids = {0, os.getuid(), *config.allow_uids}
         connections = config.max_sessions + SPARE_CONNECTIONS
@@ -148,7 +149,8 @@ class Daemon:
     def _services(self) -> Services:
         epoch, config = self._identity.epoch, self._config
         tiers = tuple(config.tier_bytes)
-        blocks = BlocksService(self._engine, self._catalog, epoch, config.wait_seconds)
+        describe = self._translator.detail
+        blocks = BlocksService(self._engine, self._catalog, epoch, config.wait_seconds, describe)
         events = EventsService(self._hub, self._engine, self._catalog, config.heartbeat_seconds)
         return Services(
             caches=CachesService(self._catalog, self._sessions, tiers).verbs(),

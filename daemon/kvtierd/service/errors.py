@@ -109,18 +109,21 @@ class Translator:
         message = f"a bug of kvtier: {type(error).__name__}: {shown(str(error))}"
         return refused(grpc.StatusCode.INTERNAL, "INTERNAL", message)
 
-    def _refusal(self, refusal: Refusal) -> CallRefused:
-        code, says = _REFUSALS[refusal.reason]
+    def detail(self, refusal: Refusal) -> common_pb2.ErrorDetail:
+        """Which tier could not give what, and who holds it."""
         holders = sorted(refusal.holders, key=lambda holder: -holder.slots)[:MAX_HOLDERS]
-        detail = common_pb2.ErrorDetail(
+        return common_pb2.ErrorDetail(
             reason=refusal.reason.name,
             tier=wire.TIER_TO_WIRE[refusal.tier],
             wanted=refusal.wanted,
             free=refusal.free,
             holders=[self._holder(holder) for holder in holders],
         )
+
+    def _refusal(self, refusal: Refusal) -> CallRefused:
+        code, says = _REFUSALS[refusal.reason]
         numbers = f"{refusal.wanted} slots of the {refusal.tier} tier wanted, {refusal.free} free"
-        return CallRefused(code, f"{says}: {numbers}", detail)
+        return CallRefused(code, f"{says}: {numbers}", self.detail(refusal))
 
     def _holder(self, holder: Holder) -> common_pb2.Holder:
         pid, command = self._owner_of(holder.session)
