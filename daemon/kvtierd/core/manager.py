@@ -258,10 +258,6 @@ class BlockManager:
         uses = {group: window.state.take_disk_uses() for group, window in self.windows.items()}
         return {group: keys for group, keys in uses.items() if keys}
 
-    @property
-    def moves_in_flight(self) -> int:
-        return sum(window.flights.active for window in self.windows.values())
-
     # -- leases ------------------------------------------------------------------------------------------------------
 
     def reserve(self, session: SessionId, group: GroupId, tier: Tier, count: int, now: int) -> tuple[TicketId, Outcome]:

@@ -1,4 +1,4 @@
-"""Edges: moves go in, results come out, and everything on the way is counted.
+"""Edges: moves go in, results come out, and what is on the way is counted.
 
 Loop thread only. Queues need no bound of their own: a move is planned only where its destination slot exists.
 """
@@ -51,23 +51,6 @@ Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
 
 
 @dataclass(slots=True)
-class EdgeCounters:
-    """``queued_blocks`` is now: planned and not yet reported. The rest since the start; ``blocks`` and ``bytes``
-    arrived.
-
-    ``queue_ns`` sums, over moves, the wait until the first block was begun; ``copy_ns`` is the time the edge was busy.
-    """
-
-    queued_blocks: int = 0
-    moves: int = 0
-    blocks: int = 0
-    bytes: int = 0
-    failures: int = 0
-    queue_ns: int = 0
-    copy_ns: int = 0
-
-
-@dataclass(slots=True)
 class _Journey:
     """A move between its plan and its result."""
 
@@ -116,7 +99,7 @@ class Edges:
         self._routes = {
             edge: (lane, crew) for lane, crew in zip(lanes, self._crews, strict=True) for edge in lane.edges
         }
-        self._counters = {edge: EdgeCounters() for edge in self._routes}
+        self._queued = dict.fromkeys(self._routes, 0)
 
     def submit(self, runtime: CacheRuntime, move: Move) -> None:
         """Queues a move. Its slots belong to the mover until its result is delivered."""
@@ -125,12 +108,13 @@ class Edges:
         pieces = list(_cut(runtime, move, lane.batch_blocks))
         self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces))
         self._in_flight[runtime.id] += 1
-        self._counters[edge].queued_blocks += len(move.items)
+        self._queued[edge] += len(move.items)
         crew.put(pieces)
 
     @property
-    def counters(self) -> Mapping[Edge, EdgeCounters]:
-        return self._counters
+    def queued(self) -> Mapping[Edge, int]:
+        """Blocks planned on each edge and not yet reported. What became of the others, the core counts."""
+        return self._queued
 
     def in_flight(self, cache: CacheId | None = None) -> int:
         """Moves whose result has not been delivered, of one cache or of all."""
@@ -188,18 +172,8 @@ class Edges:
         runtime, move = journey.runtime, journey.move
         del self._journeys[runtime.id, move.id]
         self._in_flight[runtime.id] -= 1
-        result = journey.result()
-        counters = self._counters[move.src, move.dst]
-        failures = len(result.failed | result.corrupt)
-        arrived = len(move.items) - failures
-        counters.queued_blocks -= len(move.items)
-        counters.moves += 1
-        counters.blocks += arrived
-        counters.bytes += arrived * runtime.spec.block_bytes(move.group) if move.dst is not None else 0
-        counters.failures += failures
-        counters.queue_ns += result.queue_ns
-        counters.copy_ns += result.copy_ns
-        return result
+        self._queued[move.src, move.dst] -= len(move.items)
+        return journey.result()
 
 
 def _blocks(report: Report) -> int:

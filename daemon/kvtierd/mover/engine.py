@@ -31,7 +31,7 @@ from kvtierd.core.manager import (
     Recovered,
 )
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal
-from kvtierd.mover.edges import EdgeCounters, Edges
+from kvtierd.mover.edges import Edges
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Answer, Tickets, Waiting, cancelled
@@ -248,11 +248,7 @@ class Engine:
 
     def queues(self) -> dict[Edge, int]:
         """Blocks planned on each edge and not yet reported."""
-        return {edge: counters.queued_blocks for edge, counters in self._edges.counters.items()}
-
-    def counters(self) -> Mapping[Edge, EdgeCounters]:
-        """Live: read, do not keep."""
-        return self._edges.counters
+        return dict(self._edges.queued)
 
     def problems(self) -> list[str]:
         """What health should show; empty when all is well."""

@@ -239,8 +239,7 @@ async def test_an_exception_fails_the_batch_and_the_thread_goes_on(
     assert [result.failed for result in desk.results] == [{0, 1}, frozenset()]
     (problem,) = edges.problems()
     assert "the cable is out" in problem and "test" in problem
-    assert edges.counters[DOWN].failures == 2
-    assert edges.counters[DOWN].blocks == 1
+    assert edges.queued[DOWN] == 0
 
 
 async def test_a_stuck_call_shows_while_it_lasts(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
@@ -272,21 +271,21 @@ async def test_a_dead_thread_shows(make_edges: MakeEdges, runtime: CacheRuntime)
     assert "died" in problem
 
 
-async def test_counters_say_what_waits_and_what_went(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
+async def test_the_queue_says_what_waits_and_the_results_how_long(
+    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
+) -> None:
     gate = Gate()
     edges = make_edges([lane(gate)])
     edges.submit(runtime, numbered(1, [0]))
     edges.submit(runtime, numbered(2, [1, 2]))
-    counters = edges.counters[DOWN]
-    assert (counters.queued_blocks, counters.blocks) == (3, 0)
+    assert edges.queued[DOWN] == 3
     assert gate.begun.acquire(timeout=30)
     gate.open()
     await edges.idle()
 
-    assert (counters.queued_blocks, counters.moves, counters.blocks, counters.failures) == (0, 2, 3, 0)
-    assert counters.bytes == 3 * runtime.spec.block_bytes(0)
-    assert counters.queue_ns > 0
-    assert counters.copy_ns > 0
+    assert edges.queued[DOWN] == 0
+    assert len(desk.results) == 2
+    assert all(result.queue_ns > 0 and result.copy_ns > 0 for result in desk.results)
 
 
 async def test_stop_gives_up_what_has_not_begun_and_leaves_a_thread_that_hangs(

@@ -32,7 +32,7 @@ async def test_a_failed_write_leaves_the_source_valid(house: House) -> None:
 
     assert set(house.listed().values()) == {DEVICE.bit}
     assert await house.client().get(CHAIN) == 4
-    assert house.engine.counters()[DEVICE, DISK].failures == 4
+    assert house.engine.stats(CACHE).edges[DEVICE, DISK].failures == 4
     assert any("the disk is unwell" in problem for problem in house.engine.problems())
 
 

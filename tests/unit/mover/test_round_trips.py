@@ -10,7 +10,7 @@ import pytest
 from kvtierd.core.ids import Key, Tier
 from kvtierd.mover.errors import Refused
 from kvtierd.tiers.device import Chaos
-from tests.unit.mover.rig import GROUP, Client, House, key, ready
+from tests.unit.mover.rig import CACHE, GROUP, Client, House, key, ready
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
@@ -49,7 +49,7 @@ async def test_three_tiers_under_chaos(tmp_path: Path, seed: int) -> None:
         assert hits > 100
         assert house.engine.problems() == []
         assert house.hub.residency() == house.listed()
-        used = {edge for edge, counters in house.engine.counters().items() if counters.blocks}
+        used = {edge for edge, counters in house.engine.stats(CACHE).edges.items() if counters.blocks}
         assert {(DEVICE, HOST), (HOST, DEVICE), (HOST, DISK), (DISK, DEVICE)} <= used
         assert sum(house.engine.queues().values()) == 0
 
