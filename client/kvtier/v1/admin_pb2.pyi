@@ -24,6 +24,130 @@ class StatsRequest(google.protobuf.message.Message):
 global___StatsRequest = StatsRequest
 
 @typing.final
+class LeasesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    cache: builtins.str
+    """name; empty = all"""
+    session_id: builtins.int
+    """0 = all"""
+    def __init__(
+        self,
+        *,
+        cache: builtins.str = ...,
+        session_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "session_id", b"session_id"]) -> None: ...
+
+global___LeasesRequest = LeasesRequest
+
+@typing.final
+class LeaseInfo(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    CACHE_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    BLANK_SLOTS_FIELD_NUMBER: builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: builtins.int
+    ORPHANED_FIELD_NUMBER: builtins.int
+    AGE_NS_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
+    COMMAND_FIELD_NUMBER: builtins.int
+    lease_id: builtins.int
+    cache: builtins.str
+    group: builtins.int
+    tier: kvtier.v1.common_pb2.Tier.ValueType
+    blank_slots: builtins.int
+    """leased to write"""
+    held_blocks: builtins.int
+    """leased to read"""
+    orphaned: builtins.bool
+    """its session's connection broke and its process lives"""
+    age_ns: builtins.int
+    session_id: builtins.int
+    pid: builtins.int
+    uid: builtins.int
+    command: builtins.str
+    def __init__(
+        self,
+        *,
+        lease_id: builtins.int = ...,
+        cache: builtins.str = ...,
+        group: builtins.int = ...,
+        tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
+        blank_slots: builtins.int = ...,
+        held_blocks: builtins.int = ...,
+        orphaned: builtins.bool = ...,
+        age_ns: builtins.int = ...,
+        session_id: builtins.int = ...,
+        pid: builtins.int = ...,
+        uid: builtins.int = ...,
+        command: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ns", b"age_ns", "blank_slots", b"blank_slots", "cache", b"cache", "command", b"command", "group", b"group", "held_blocks", b"held_blocks", "lease_id", b"lease_id", "orphaned", b"orphaned", "pid", b"pid", "session_id", b"session_id", "tier", b"tier", "uid", b"uid"]) -> None: ...
+
+global___LeaseInfo = LeaseInfo
+
+@typing.final
+class LeasesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: builtins.int
+    @property
+    def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LeaseInfo]: ...
+    def __init__(
+        self,
+        *,
+        leases: collections.abc.Iterable[global___LeaseInfo] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leases", b"leases"]) -> None: ...
+
+global___LeasesResponse = LeasesResponse
+
+@typing.final
+class KickRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
+    session_id: builtins.int
+    dry_run: builtins.bool
+    """says what would be given back, and changes nothing"""
+    def __init__(
+        self,
+        *,
+        session_id: builtins.int = ...,
+        dry_run: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dry_run", b"dry_run", "session_id", b"session_id"]) -> None: ...
+
+global___KickRequest = KickRequest
+
+@typing.final
+class KickResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASES_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    leases: builtins.int
+    slots: builtins.int
+    def __init__(
+        self,
+        *,
+        leases: builtins.int = ...,
+        slots: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leases", b"leases", "slots", b"slots"]) -> None: ...
+
+global___KickResponse = KickResponse
+
+@typing.final
 class TierStats(google.protobuf.message.Message):
     """Slots by state; they sum to capacity."""
 

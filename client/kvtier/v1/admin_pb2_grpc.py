@@ -39,6 +39,16 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.StatsResponse.FromString,
                 _registered_method=True)
+        self.Leases = channel.unary_unary(
+                '/kvtier.v1.Admin/Leases',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.LeasesRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.LeasesResponse.FromString,
+                _registered_method=True)
+        self.Kick = channel.unary_unary(
+                '/kvtier.v1.Admin/Kick',
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.KickRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.KickResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -50,6 +60,21 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Leases(self, request, context):
+        """Every lease there is, the oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Kick(self, request, context):
+        """Ends a session as if its process were gone: all that it holds is given back. For a client that hangs; one that still
+        copies finds its generations changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +82,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.StatsRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.StatsResponse.SerializeToString,
+            ),
+            'Leases': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leases,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.LeasesRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.LeasesResponse.SerializeToString,
+            ),
+            'Kick': grpc.unary_unary_rpc_method_handler(
+                    servicer.Kick,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.KickRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.KickResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +121,60 @@ class Admin(object):
             '/kvtier.v1.Admin/Stats',
             kvtier_dot_v1_dot_admin__pb2.StatsRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.StatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Leases',
+            kvtier_dot_v1_dot_admin__pb2.LeasesRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.LeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Kick(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Kick',
+            kvtier_dot_v1_dot_admin__pb2.KickRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.KickResponse.FromString,
             options,
             channel_credentials,
             insecure,

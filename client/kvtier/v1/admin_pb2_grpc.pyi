@@ -24,11 +24,39 @@ class AdminStub:
         kvtier.v1.admin_pb2.StatsResponse,
     ]
 
+    Leases: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.LeasesRequest,
+        kvtier.v1.admin_pb2.LeasesResponse,
+    ]
+    """Every lease there is, the oldest first."""
+
+    Kick: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.KickRequest,
+        kvtier.v1.admin_pb2.KickResponse,
+    ]
+    """Ends a session as if its process were gone: all that it holds is given back. For a client that hangs; one that still
+    copies finds its generations changed.
+    """
+
 class AdminAsyncStub:
     Stats: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatsRequest,
         kvtier.v1.admin_pb2.StatsResponse,
     ]
+
+    Leases: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.LeasesRequest,
+        kvtier.v1.admin_pb2.LeasesResponse,
+    ]
+    """Every lease there is, the oldest first."""
+
+    Kick: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.admin_pb2.KickRequest,
+        kvtier.v1.admin_pb2.KickResponse,
+    ]
+    """Ends a session as if its process were gone: all that it holds is given back. For a client that hangs; one that still
+    copies finds its generations changed.
+    """
 
 class AdminServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -37,5 +65,23 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.admin_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.admin_pb2.StatsResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.StatsResponse]]: ...
+
+    @abc.abstractmethod
+    def Leases(
+        self,
+        request: kvtier.v1.admin_pb2.LeasesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.LeasesResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.LeasesResponse]]:
+        """Every lease there is, the oldest first."""
+
+    @abc.abstractmethod
+    def Kick(
+        self,
+        request: kvtier.v1.admin_pb2.KickRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.admin_pb2.KickResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.KickResponse]]:
+        """Ends a session as if its process were gone: all that it holds is given back. For a client that hangs; one that still
+        copies finds its generations changed.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -45,20 +45,48 @@ class MatchRequest(google.protobuf.message.Message):
     CACHE_ID_FIELD_NUMBER: builtins.int
     GROUP_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
+    ACROSS_GROUPS_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     keys: builtins.bytes
     """a chain, the root first"""
+    across_groups: builtins.bool
+    """over all window groups; group must be 0"""
     def __init__(
         self,
         *,
         cache_id: builtins.int = ...,
         group: builtins.int = ...,
         keys: builtins.bytes = ...,
+        across_groups: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "group", b"group", "keys", b"keys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["across_groups", b"across_groups", "cache_id", b"cache_id", "group", b"group", "keys", b"keys"]) -> None: ...
 
 global___MatchRequest = MatchRequest
+
+@typing.final
+class GroupMatch(google.protobuf.message.Message):
+    """What a window group holds of a match across groups: blocks [first_block, first_block + length of residency)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    RESIDENCY_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    first_block: builtins.int
+    """0 for full attention; the first that the window covers for a sliding one"""
+    residency: builtins.bytes
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        first_block: builtins.int = ...,
+        residency: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_block", b"first_block", "group", b"group", "residency", b"residency"]) -> None: ...
+
+global___GroupMatch = GroupMatch
 
 @typing.final
 class MatchResponse(google.protobuf.message.Message):
@@ -67,21 +95,29 @@ class MatchResponse(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     RESIDENCY_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     blocks: builtins.int
-    """length of the prefix"""
+    """Length of the prefix. Across groups: the largest n so that every full-attention group holds [0, n) and every group
+    of a sliding window of w tokens those covering the tokens [max(0, n * tokens_per_block - w), n * tokens_per_block).
+    """
     residency: builtins.bytes
-    """one byte a block of the prefix"""
+    """one byte a block of the prefix; empty across groups"""
     @property
     def as_of_event(self) -> global___Cursor: ...
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupMatch]:
+        """across groups: one a group"""
+
     def __init__(
         self,
         *,
         blocks: builtins.int = ...,
         residency: builtins.bytes = ...,
         as_of_event: global___Cursor | None = ...,
+        groups: collections.abc.Iterable[global___GroupMatch] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "residency", b"residency"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "groups", b"groups", "residency", b"residency"]) -> None: ...
 
 global___MatchResponse = MatchResponse
 
@@ -207,6 +243,7 @@ class CommitRequest(google.protobuf.message.Message):
     PARENTS_FIELD_NUMBER: builtins.int
     PRIORITIES_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    DURATIONS_MS_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     lease_id: builtins.int
     keys: builtins.bytes
@@ -219,6 +256,10 @@ class CommitRequest(google.protobuf.message.Message):
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of this lease, blank"""
 
+    @property
+    def durations_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """one a block, counted from release; 0 = for ever. None: for ever for all"""
+
     def __init__(
         self,
         *,
@@ -229,8 +270,9 @@ class CommitRequest(google.protobuf.message.Message):
         parents: builtins.bytes = ...,
         priorities: builtins.bytes = ...,
         seq: builtins.int = ...,
+        durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "keys", b"keys", "lease_id", b"lease_id", "parents", b"parents", "priorities", b"priorities", "seq", b"seq", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "durations_ms", b"durations_ms", "keys", b"keys", "lease_id", b"lease_id", "parents", b"parents", "priorities", b"priorities", "seq", b"seq", "slots", b"slots"]) -> None: ...
 
 global___CommitRequest = CommitRequest
 
@@ -261,17 +303,27 @@ class Chain(google.protobuf.message.Message):
 
     KEYS_FIELD_NUMBER: builtins.int
     MIN_BLOCKS_FIELD_NUMBER: builtins.int
+    PRIORITIES_FIELD_NUMBER: builtins.int
+    DURATIONS_MS_FIELD_NUMBER: builtins.int
     keys: builtins.bytes
     """the root first"""
     min_blocks: builtins.int
     """fewer are no use: the chain is refused instead. 0 = any"""
+    priorities: builtins.bytes
+    """New retention for what is found of the chain; one a key, or none to leave it as it is."""
+    @property
+    def durations_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """with priorities; 0 = for ever"""
+
     def __init__(
         self,
         *,
         keys: builtins.bytes = ...,
         min_blocks: builtins.int = ...,
+        priorities: builtins.bytes = ...,
+        durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "min_blocks", b"min_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["durations_ms", b"durations_ms", "keys", b"keys", "min_blocks", b"min_blocks", "priorities", b"priorities"]) -> None: ...
 
 global___Chain = Chain
 
@@ -285,12 +337,15 @@ class AcquireRequest(google.protobuf.message.Message):
     CHAINS_FIELD_NUMBER: builtins.int
     TIMEOUT_NS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    ACROSS_GROUPS_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     tier: kvtier.v1.common_pb2.Tier.ValueType
     """device or host"""
     timeout_ns: builtins.int
     seq: builtins.int
+    across_groups: builtins.bool
+    """matched and held over all window groups; group must be 0"""
     @property
     def chains(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Chain]: ...
     def __init__(
@@ -302,10 +357,46 @@ class AcquireRequest(google.protobuf.message.Message):
         chains: collections.abc.Iterable[global___Chain] | None = ...,
         timeout_ns: builtins.int = ...,
         seq: builtins.int = ...,
+        across_groups: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "chains", b"chains", "group", b"group", "seq", b"seq", "tier", b"tier", "timeout_ns", b"timeout_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["across_groups", b"across_groups", "cache_id", b"cache_id", "chains", b"chains", "group", b"group", "seq", b"seq", "tier", b"tier", "timeout_ns", b"timeout_ns"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
+
+@typing.final
+class AcquiredGroup(google.protobuf.message.Message):
+    """What is held of a chain in one window group: blocks [first_block, first_block + slots)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    SLOTS_FIELD_NUMBER: builtins.int
+    GENERATIONS_FIELD_NUMBER: builtins.int
+    FOUND_IN_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    first_block: builtins.int
+    lease_id: builtins.int
+    """0 = nothing is held"""
+    found_in: builtins.bytes
+    @property
+    def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        first_block: builtins.int = ...,
+        lease_id: builtins.int = ...,
+        slots: collections.abc.Iterable[builtins.int] | None = ...,
+        generations: collections.abc.Iterable[builtins.int] | None = ...,
+        found_in: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_block", b"first_block", "found_in", b"found_in", "generations", b"generations", "group", b"group", "lease_id", b"lease_id", "slots", b"slots"]) -> None: ...
+
+global___AcquiredGroup = AcquiredGroup
 
 @typing.final
 class AcquiredChain(google.protobuf.message.Message):
@@ -320,6 +411,8 @@ class AcquiredChain(google.protobuf.message.Message):
     MATCHED_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
     lease_id: builtins.int
     found_in: builtins.bytes
     """residency at the moment of the match, one byte a block of the prefix"""
@@ -327,6 +420,8 @@ class AcquiredChain(google.protobuf.message.Message):
     """length of the stored prefix at that moment"""
     refusal: builtins.str
     """why less than min_blocks was to be had; empty = not refused"""
+    blocks: builtins.int
+    """length of the prefix that is held"""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """one a block of the prefix, in the tier asked for"""
@@ -336,6 +431,10 @@ class AcquiredChain(google.protobuf.message.Message):
     @property
     def detail(self) -> kvtier.v1.common_pb2.ErrorDetail:
         """of a refusal: tier, wanted, free, holders"""
+
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AcquiredGroup]:
+        """across groups: one a group; lease_id to found_in above are empty"""
 
     def __init__(
         self,
@@ -347,9 +446,11 @@ class AcquiredChain(google.protobuf.message.Message):
         matched: builtins.int = ...,
         refusal: builtins.str = ...,
         detail: kvtier.v1.common_pb2.ErrorDetail | None = ...,
+        groups: collections.abc.Iterable[global___AcquiredGroup] | None = ...,
+        blocks: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["detail", b"detail"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "found_in", b"found_in", "generations", b"generations", "lease_id", b"lease_id", "matched", b"matched", "refusal", b"refusal", "slots", b"slots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "detail", b"detail", "found_in", b"found_in", "generations", b"generations", "groups", b"groups", "lease_id", b"lease_id", "matched", b"matched", "refusal", b"refusal", "slots", b"slots"]) -> None: ...
 
 global___AcquiredChain = AcquiredChain
 
@@ -381,18 +482,26 @@ class ReleaseRequest(google.protobuf.message.Message):
     CACHE_ID_FIELD_NUMBER: builtins.int
     LEASE_IDS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    FIRST_BLOCKS_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     seq: builtins.int
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def first_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One a lease, or none for all of each: lets go of only so many blocks of the lease, the first ones it got; 0 = all.
+        What a sequence no longer needs of a sliding window goes so, while the rest stays held.
+        """
+
     def __init__(
         self,
         *,
         cache_id: builtins.int = ...,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         seq: builtins.int = ...,
+        first_blocks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "lease_ids", b"lease_ids", "seq", b"seq"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "first_blocks", b"first_blocks", "lease_ids", b"lease_ids", "seq", b"seq"]) -> None: ...
 
 global___ReleaseRequest = ReleaseRequest
 
@@ -423,12 +532,15 @@ class MoveRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     TIMEOUT_NS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     to: kvtier.v1.common_pb2.Tier.ValueType
     keys: builtins.bytes
     timeout_ns: builtins.int
     seq: builtins.int
+    dry_run: builtins.bool
+    """says what would be asked for, and changes nothing"""
     def __init__(
         self,
         *,
@@ -438,8 +550,9 @@ class MoveRequest(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         timeout_ns: builtins.int = ...,
         seq: builtins.int = ...,
+        dry_run: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "group", b"group", "keys", b"keys", "seq", b"seq", "timeout_ns", b"timeout_ns", "to", b"to"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "dry_run", b"dry_run", "group", b"group", "keys", b"keys", "seq", b"seq", "timeout_ns", b"timeout_ns", "to", b"to"]) -> None: ...
 
 global___MoveRequest = MoveRequest
 
@@ -471,10 +584,13 @@ class DropRequest(google.protobuf.message.Message):
     GROUP_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     group: builtins.int
     keys: builtins.bytes
     seq: builtins.int
+    dry_run: builtins.bool
+    """says what would go, and changes nothing"""
     def __init__(
         self,
         *,
@@ -482,8 +598,9 @@ class DropRequest(google.protobuf.message.Message):
         group: builtins.int = ...,
         keys: builtins.bytes = ...,
         seq: builtins.int = ...,
+        dry_run: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "group", b"group", "keys", b"keys", "seq", b"seq"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "dry_run", b"dry_run", "group", b"group", "keys", b"keys", "seq", b"seq"]) -> None: ...
 
 global___DropRequest = DropRequest
 
@@ -510,6 +627,160 @@ class DropResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "dropped", b"dropped", "results", b"results"]) -> None: ...
 
 global___DropResponse = DropResponse
+
+@typing.final
+class SetRetentionRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_ID_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    PRIORITIES_FIELD_NUMBER: builtins.int
+    DURATIONS_MS_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
+    cache_id: builtins.int
+    group: builtins.int
+    keys: builtins.bytes
+    priorities: builtins.bytes
+    """one byte a block, 0 to 100"""
+    seq: builtins.int
+    @property
+    def durations_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """one a block, 0 = for ever; none: for ever for all. Counted from now where nobody holds the block"""
+
+    def __init__(
+        self,
+        *,
+        cache_id: builtins.int = ...,
+        group: builtins.int = ...,
+        keys: builtins.bytes = ...,
+        priorities: builtins.bytes = ...,
+        durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
+        seq: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "durations_ms", b"durations_ms", "group", b"group", "keys", b"keys", "priorities", b"priorities", "seq", b"seq"]) -> None: ...
+
+global___SetRetentionRequest = SetRetentionRequest
+
+@typing.final
+class SetRetentionResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    results: builtins.bytes
+    @property
+    def as_of_event(self) -> global___Cursor: ...
+    def __init__(
+        self,
+        *,
+        results: builtins.bytes = ...,
+        as_of_event: global___Cursor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "results", b"results"]) -> None: ...
+
+global___SetRetentionResponse = SetRetentionResponse
+
+@typing.final
+class PinRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_ID_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    UNPIN_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
+    cache_id: builtins.int
+    group: builtins.int
+    tier: kvtier.v1.common_pb2.Tier.ValueType
+    """the tier whose copy is pinned; it must be READY there"""
+    keys: builtins.bytes
+    unpin: builtins.bool
+    seq: builtins.int
+    def __init__(
+        self,
+        *,
+        cache_id: builtins.int = ...,
+        group: builtins.int = ...,
+        tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
+        keys: builtins.bytes = ...,
+        unpin: builtins.bool = ...,
+        seq: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "group", b"group", "keys", b"keys", "seq", b"seq", "tier", b"tier", "unpin", b"unpin"]) -> None: ...
+
+global___PinRequest = PinRequest
+
+@typing.final
+class PinResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: builtins.int
+    AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    results: builtins.bytes
+    @property
+    def as_of_event(self) -> global___Cursor: ...
+    def __init__(
+        self,
+        *,
+        results: builtins.bytes = ...,
+        as_of_event: global___Cursor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "results", b"results"]) -> None: ...
+
+global___PinResponse = PinResponse
+
+@typing.final
+class ResetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_ID_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
+    cache_id: builtins.int
+    force: builtins.bool
+    dry_run: builtins.bool
+    """counts, and changes nothing"""
+    seq: builtins.int
+    def __init__(
+        self,
+        *,
+        cache_id: builtins.int = ...,
+        force: builtins.bool = ...,
+        dry_run: builtins.bool = ...,
+        seq: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "dry_run", b"dry_run", "force", b"force", "seq", b"seq"]) -> None: ...
+
+global___ResetRequest = ResetRequest
+
+@typing.final
+class ResetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DROPPED_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    dropped: builtins.int
+    kept: builtins.int
+    """leased or pinned, or an ancestor of such a block"""
+    @property
+    def as_of_event(self) -> global___Cursor: ...
+    def __init__(
+        self,
+        *,
+        dropped: builtins.int = ...,
+        kept: builtins.int = ...,
+        as_of_event: global___Cursor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "dropped", b"dropped", "kept", b"kept"]) -> None: ...
+
+global___ResetResponse = ResetResponse
 
 @typing.final
 class ListBlocksRequest(google.protobuf.message.Message):
@@ -547,6 +818,7 @@ class ListBlocksResponse(google.protobuf.message.Message):
     PRIORITIES_FIELD_NUMBER: builtins.int
     NEXT_PAGE_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
     keys: builtins.bytes
     """in the order in which they were indexed, parents before children"""
     parents: builtins.bytes
@@ -555,6 +827,8 @@ class ListBlocksResponse(google.protobuf.message.Message):
     priorities: builtins.bytes
     next_page: builtins.int
     """0 = this was the last"""
+    pinned: builtins.bytes
+    """a bit set of tiers, one byte a block"""
     @property
     def as_of_event(self) -> global___Cursor: ...
     def __init__(
@@ -566,8 +840,9 @@ class ListBlocksResponse(google.protobuf.message.Message):
         priorities: builtins.bytes = ...,
         next_page: builtins.int = ...,
         as_of_event: global___Cursor | None = ...,
+        pinned: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "keys", b"keys", "next_page", b"next_page", "parents", b"parents", "priorities", b"priorities", "residency", b"residency"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "keys", b"keys", "next_page", b"next_page", "parents", b"parents", "pinned", b"pinned", "priorities", b"priorities", "residency", b"residency"]) -> None: ...
 
 global___ListBlocksResponse = ListBlocksResponse

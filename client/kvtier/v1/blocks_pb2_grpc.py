@@ -74,6 +74,21 @@ class BlocksStub(object):
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.DropRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.DropResponse.FromString,
                 _registered_method=True)
+        self.SetRetention = channel.unary_unary(
+                '/kvtier.v1.Blocks/SetRetention',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.SetRetentionRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.SetRetentionResponse.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvtier.v1.Blocks/Pin',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.PinRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Reset = channel.unary_unary(
+                '/kvtier.v1.Blocks/Reset',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.ResetRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.ResetResponse.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/kvtier.v1.Blocks/List',
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.ListBlocksRequest.SerializeToString,
@@ -142,6 +157,27 @@ class BlocksServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRetention(self, request, context):
+        """New priorities and durations for stored blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Keeps blocks in a tier until they are unpinned or the daemon ends, whoever asked for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reset(self, request, context):
+        """Forgets all blocks of the cache. FAILED_PRECONDITION while any is leased or pinned, unless forced: then the rest goes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """All indexed blocks, in pages, consistent at as_of_event as long as every page carries the same one.
         """
@@ -191,6 +227,21 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Drop,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.DropRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.DropResponse.SerializeToString,
+            ),
+            'SetRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRetention,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.SetRetentionRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.SetRetentionResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.PinRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.PinResponse.SerializeToString,
+            ),
+            'Reset': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reset,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.ResetRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.ResetResponse.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -414,6 +465,87 @@ class Blocks(object):
             '/kvtier.v1.Blocks/Drop',
             kvtier_dot_v1_dot_blocks__pb2.DropRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.DropResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/SetRetention',
+            kvtier_dot_v1_dot_blocks__pb2.SetRetentionRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.SetRetentionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/Pin',
+            kvtier_dot_v1_dot_blocks__pb2.PinRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/Reset',
+            kvtier_dot_v1_dot_blocks__pb2.ResetRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.ResetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -75,6 +75,24 @@ class BlocksStub:
     ]
     """Forgets blocks and everything below them, in every tier."""
 
+    SetRetention: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.SetRetentionRequest,
+        kvtier.v1.blocks_pb2.SetRetentionResponse,
+    ]
+    """New priorities and durations for stored blocks."""
+
+    Pin: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.PinRequest,
+        kvtier.v1.blocks_pb2.PinResponse,
+    ]
+    """Keeps blocks in a tier until they are unpinned or the daemon ends, whoever asked for it."""
+
+    Reset: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.ResetRequest,
+        kvtier.v1.blocks_pb2.ResetResponse,
+    ]
+    """Forgets all blocks of the cache. FAILED_PRECONDITION while any is leased or pinned, unless forced: then the rest goes."""
+
     List: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.ListBlocksRequest,
         kvtier.v1.blocks_pb2.ListBlocksResponse,
@@ -133,6 +151,24 @@ class BlocksAsyncStub:
         kvtier.v1.blocks_pb2.DropResponse,
     ]
     """Forgets blocks and everything below them, in every tier."""
+
+    SetRetention: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.SetRetentionRequest,
+        kvtier.v1.blocks_pb2.SetRetentionResponse,
+    ]
+    """New priorities and durations for stored blocks."""
+
+    Pin: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.PinRequest,
+        kvtier.v1.blocks_pb2.PinResponse,
+    ]
+    """Keeps blocks in a tier until they are unpinned or the daemon ends, whoever asked for it."""
+
+    Reset: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.ResetRequest,
+        kvtier.v1.blocks_pb2.ResetResponse,
+    ]
+    """Forgets all blocks of the cache. FAILED_PRECONDITION while any is leased or pinned, unless forced: then the rest goes."""
 
     List: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.ListBlocksRequest,
@@ -208,6 +244,30 @@ class BlocksServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.blocks_pb2.DropResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.DropResponse]]:
         """Forgets blocks and everything below them, in every tier."""
+
+    @abc.abstractmethod
+    def SetRetention(
+        self,
+        request: kvtier.v1.blocks_pb2.SetRetentionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.blocks_pb2.SetRetentionResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.SetRetentionResponse]]:
+        """New priorities and durations for stored blocks."""
+
+    @abc.abstractmethod
+    def Pin(
+        self,
+        request: kvtier.v1.blocks_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.blocks_pb2.PinResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.PinResponse]]:
+        """Keeps blocks in a tier until they are unpinned or the daemon ends, whoever asked for it."""
+
+    @abc.abstractmethod
+    def Reset(
+        self,
+        request: kvtier.v1.blocks_pb2.ResetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.blocks_pb2.ResetResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.ResetResponse]]:
+        """Forgets all blocks of the cache. FAILED_PRECONDITION while any is leased or pinned, unless forced: then the rest goes."""
 
     @abc.abstractmethod
     def List(

@@ -7,11 +7,45 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import kvtier.v1.common_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _WritePolicy:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _WritePolicyEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_WritePolicy.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    WRITE_POLICY_UNSPECIFIED: _WritePolicy.ValueType  # 0
+    """the daemon's default"""
+    WRITE_POLICY_BACK: _WritePolicy.ValueType  # 1
+    """copied down when its slot is wanted, or ahead of that to keep slots clean"""
+    WRITE_POLICY_THROUGH: _WritePolicy.ValueType  # 2
+    """copied down to the lowest tier as soon as it is committed"""
+    WRITE_POLICY_SELECTIVE: _WritePolicy.ValueType  # 3
+    """copied down at its second use; dropped instead of demoted before"""
+
+class WritePolicy(_WritePolicy, metaclass=_WritePolicyEnumTypeWrapper): ...
+
+WRITE_POLICY_UNSPECIFIED: WritePolicy.ValueType  # 0
+"""the daemon's default"""
+WRITE_POLICY_BACK: WritePolicy.ValueType  # 1
+"""copied down when its slot is wanted, or ahead of that to keep slots clean"""
+WRITE_POLICY_THROUGH: WritePolicy.ValueType  # 2
+"""copied down to the lowest tier as soon as it is committed"""
+WRITE_POLICY_SELECTIVE: WritePolicy.ValueType  # 3
+"""copied down at its second use; dropped instead of demoted before"""
+global___WritePolicy = WritePolicy
 
 @typing.final
 class PoolSpec(google.protobuf.message.Message):
@@ -104,17 +138,80 @@ class TierBudget(google.protobuf.message.Message):
 
     TIER_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    GROUP_BYTES_FIELD_NUMBER: builtins.int
     tier: kvtier.v1.common_pb2.Tier.ValueType
     bytes: builtins.int
+    @property
+    def group_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """by hand, one a window group; none: split by the spec. Their sum is at most bytes"""
+
     def __init__(
         self,
         *,
         tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
         bytes: builtins.int = ...,
+        group_bytes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "group_bytes", b"group_bytes", "tier", b"tier"]) -> None: ...
 
 global___TierBudget = TierBudget
+
+@typing.final
+class EdgeThreshold(google.protobuf.message.Message):
+    """A block goes down from a tier to another if and only if its effective priority is at least this."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FROM_FIELD_NUMBER: builtins.int
+    TO_FIELD_NUMBER: builtins.int
+    MIN_PRIORITY_FIELD_NUMBER: builtins.int
+    to: kvtier.v1.common_pb2.Tier.ValueType
+    min_priority: builtins.int
+    """0 to 101; 101 = never"""
+    def __init__(
+        self,
+        *,
+        to: kvtier.v1.common_pb2.Tier.ValueType = ...,
+        min_priority: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["from", b"from", "min_priority", b"min_priority", "to", b"to"]) -> None: ...
+
+global___EdgeThreshold = EdgeThreshold
+
+@typing.final
+class CacheOptions(google.protobuf.message.Message):
+    """How a cache behaves. Fixed while it lives and remembered with it; not part of the fingerprint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WRITE_POLICY_FIELD_NUMBER: builtins.int
+    EVICTION_FIELD_NUMBER: builtins.int
+    EVENT_HASH_FIELD_NUMBER: builtins.int
+    KEEP_TOKENS_FIELD_NUMBER: builtins.int
+    THRESHOLDS_FIELD_NUMBER: builtins.int
+    write_policy: global___WritePolicy.ValueType
+    eviction: builtins.str
+    """"": the daemon's default; else the name of a policy, e.g. "lru" """
+    event_hash: builtins.str
+    """"": blocks are named by their keys alone; v1_block_key, v2_sha256, v2_sha256_64 besides"""
+    keep_tokens: builtins.bool
+    """token ids are kept, and sent to watchers that may see them"""
+    @property
+    def thresholds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EdgeThreshold]:
+        """those not named: the daemon's defaults"""
+
+    def __init__(
+        self,
+        *,
+        write_policy: global___WritePolicy.ValueType = ...,
+        eviction: builtins.str = ...,
+        event_hash: builtins.str = ...,
+        keep_tokens: builtins.bool = ...,
+        thresholds: collections.abc.Iterable[global___EdgeThreshold] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["event_hash", b"event_hash", "eviction", b"eviction", "keep_tokens", b"keep_tokens", "thresholds", b"thresholds", "write_policy", b"write_policy"]) -> None: ...
+
+global___CacheOptions = CacheOptions
 
 @typing.final
 class OpenRequest(google.protobuf.message.Message):
@@ -124,14 +221,21 @@ class OpenRequest(google.protobuf.message.Message):
     SPEC_FIELD_NUMBER: builtins.int
     BUDGETS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """1 to 128 of [A-Za-z0-9._-], first a letter or a digit"""
     seq: builtins.int
     @property
-    def spec(self) -> global___CacheSpec: ...
+    def spec(self) -> global___CacheSpec:
+        """unset: the cache must exist (NOT_FOUND)"""
+
     @property
     def budgets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierBudget]:
         """none: all that is left of every tier"""
+
+    @property
+    def options(self) -> global___CacheOptions:
+        """unset: the cache's own, or the daemon's defaults for a new one"""
 
     def __init__(
         self,
@@ -140,9 +244,10 @@ class OpenRequest(google.protobuf.message.Message):
         spec: global___CacheSpec | None = ...,
         budgets: collections.abc.Iterable[global___TierBudget] | None = ...,
         seq: builtins.int = ...,
+        options: global___CacheOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budgets", b"budgets", "name", b"name", "seq", b"seq", "spec", b"spec"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budgets", b"budgets", "name", b"name", "options", b"options", "seq", b"seq", "spec", b"spec"]) -> None: ...
 
 global___OpenRequest = OpenRequest
 
@@ -230,18 +335,26 @@ class GroupTierInfo(google.protobuf.message.Message):
     TIER_FIELD_NUMBER: builtins.int
     SLOTS_FIELD_NUMBER: builtins.int
     SLOT_BYTES_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
     tier: kvtier.v1.common_pb2.Tier.ValueType
     slots: builtins.int
     slot_bytes: builtins.int
     """stride of a slot in this tier"""
+    tokens: builtins.int
+    """slots * tokens_per_block"""
+    bytes: builtins.int
+    """slots * slot_bytes"""
     def __init__(
         self,
         *,
         tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
         slots: builtins.int = ...,
         slot_bytes: builtins.int = ...,
+        tokens: builtins.int = ...,
+        bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["slot_bytes", b"slot_bytes", "slots", b"slots", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "slot_bytes", b"slot_bytes", "slots", b"slots", "tier", b"tier", "tokens", b"tokens"]) -> None: ...
 
 global___GroupTierInfo = GroupTierInfo
 
@@ -280,6 +393,9 @@ class CacheInfo(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
+    IDLE_NS_FIELD_NUMBER: builtins.int
+    COLD_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
     fingerprint: builtins.bytes
@@ -288,10 +404,16 @@ class CacheInfo(google.protobuf.message.Message):
     """indexed"""
     sessions: builtins.int
     """that have it open"""
+    idle_ns: builtins.int
+    """since when no session has it open; 0 = one has"""
+    cold: builtins.bool
+    """idle for longer than idle_ttl: only its disk tier is left until it is opened again"""
     @property
     def spec(self) -> global___CacheSpec: ...
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupInfo]: ...
+    @property
+    def options(self) -> global___CacheOptions: ...
     def __init__(
         self,
         *,
@@ -302,8 +424,55 @@ class CacheInfo(google.protobuf.message.Message):
         groups: collections.abc.Iterable[global___GroupInfo] | None = ...,
         blocks: builtins.int = ...,
         sessions: builtins.int = ...,
+        options: global___CacheOptions | None = ...,
+        idle_ns: builtins.int = ...,
+        cold: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "fingerprint", b"fingerprint", "groups", b"groups", "name", b"name", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "cold", b"cold", "fingerprint", b"fingerprint", "groups", b"groups", "idle_ns", b"idle_ns", "name", b"name", "options", b"options", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
 
 global___CacheInfo = CacheInfo
+
+@typing.final
+class RemoveCacheRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    force: builtins.bool
+    dry_run: builtins.bool
+    """says what would go, and changes nothing"""
+    seq: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        force: builtins.bool = ...,
+        dry_run: builtins.bool = ...,
+        seq: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dry_run", b"dry_run", "force", b"force", "name", b"name", "seq", b"seq"]) -> None: ...
+
+global___RemoveCacheRequest = RemoveCacheRequest
+
+@typing.final
+class RemoveCacheResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    FREED_FIELD_NUMBER: builtins.int
+    blocks: builtins.int
+    @property
+    def freed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierBudget]: ...
+    def __init__(
+        self,
+        *,
+        blocks: builtins.int = ...,
+        freed: collections.abc.Iterable[global___TierBudget] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "freed", b"freed"]) -> None: ...
+
+global___RemoveCacheResponse = RemoveCacheResponse

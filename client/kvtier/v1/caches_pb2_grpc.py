@@ -49,6 +49,11 @@ class CachesStub(object):
                 request_serializer=kvtier_dot_v1_dot_caches__pb2.ListCachesRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_caches__pb2.ListCachesResponse.FromString,
                 _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/kvtier.v1.Caches/Remove',
+                request_serializer=kvtier_dot_v1_dot_caches__pb2.RemoveCacheRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_caches__pb2.RemoveCacheResponse.FromString,
+                _registered_method=True)
 
 
 class CachesServicer(object):
@@ -77,6 +82,14 @@ class CachesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Remove(self, request, context):
+        """Forgets a cache: its blocks, its budgets and its bytes on disk. FAILED_PRECONDITION while a session has it open,
+        unless forced: then those sessions' leases there must have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CachesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_CachesServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=kvtier_dot_v1_dot_caches__pb2.ListCachesRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_caches__pb2.ListCachesResponse.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=kvtier_dot_v1_dot_caches__pb2.RemoveCacheRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_caches__pb2.RemoveCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +195,33 @@ class Caches(object):
             '/kvtier.v1.Caches/List',
             kvtier_dot_v1_dot_caches__pb2.ListCachesRequest.SerializeToString,
             kvtier_dot_v1_dot_caches__pb2.ListCachesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Caches/Remove',
+            kvtier_dot_v1_dot_caches__pb2.RemoveCacheRequest.SerializeToString,
+            kvtier_dot_v1_dot_caches__pb2.RemoveCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

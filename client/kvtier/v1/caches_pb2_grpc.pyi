@@ -41,6 +41,14 @@ class CachesStub:
         kvtier.v1.caches_pb2.ListCachesResponse,
     ]
 
+    Remove: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.caches_pb2.RemoveCacheRequest,
+        kvtier.v1.caches_pb2.RemoveCacheResponse,
+    ]
+    """Forgets a cache: its blocks, its budgets and its bytes on disk. FAILED_PRECONDITION while a session has it open,
+    unless forced: then those sessions' leases there must have ended.
+    """
+
 class CachesAsyncStub:
     Open: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.caches_pb2.OpenRequest,
@@ -63,6 +71,14 @@ class CachesAsyncStub:
         kvtier.v1.caches_pb2.ListCachesRequest,
         kvtier.v1.caches_pb2.ListCachesResponse,
     ]
+
+    Remove: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.caches_pb2.RemoveCacheRequest,
+        kvtier.v1.caches_pb2.RemoveCacheResponse,
+    ]
+    """Forgets a cache: its blocks, its budgets and its bytes on disk. FAILED_PRECONDITION while a session has it open,
+    unless forced: then those sessions' leases there must have ended.
+    """
 
 class CachesServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -92,5 +108,15 @@ class CachesServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.caches_pb2.ListCachesRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.caches_pb2.ListCachesResponse, collections.abc.Awaitable[kvtier.v1.caches_pb2.ListCachesResponse]]: ...
+
+    @abc.abstractmethod
+    def Remove(
+        self,
+        request: kvtier.v1.caches_pb2.RemoveCacheRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.caches_pb2.RemoveCacheResponse, collections.abc.Awaitable[kvtier.v1.caches_pb2.RemoveCacheResponse]]:
+        """Forgets a cache: its blocks, its budgets and its bytes on disk. FAILED_PRECONDITION while a session has it open,
+        unless forced: then those sessions' leases there must have ended.
+        """
 
 def add_CachesServicer_to_server(servicer: CachesServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

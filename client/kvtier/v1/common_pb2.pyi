@@ -146,6 +146,10 @@ class _BlockResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """move: the copy failed; the source is as it was"""
     BLOCK_RESULT_PARENT_CONFLICT: _BlockResult.ValueType  # 7
     """commit: an equal key is indexed under another parent; the slot stays blank and leased"""
+    BLOCK_RESULT_NOT_READY: _BlockResult.ValueType  # 8
+    """pin: it has no READY copy in the tier"""
+    BLOCK_RESULT_OVER_CAP: _BlockResult.ValueType  # 9
+    """pin: the cache's cap on pinned slots of the tier is reached"""
 
 class BlockResult(_BlockResult, metaclass=_BlockResultEnumTypeWrapper):
     """One block's answer inside a call that was accepted as a whole."""
@@ -165,6 +169,10 @@ BLOCK_RESULT_FAILED: BlockResult.ValueType  # 6
 """move: the copy failed; the source is as it was"""
 BLOCK_RESULT_PARENT_CONFLICT: BlockResult.ValueType  # 7
 """commit: an equal key is indexed under another parent; the slot stays blank and leased"""
+BLOCK_RESULT_NOT_READY: BlockResult.ValueType  # 8
+"""pin: it has no READY copy in the tier"""
+BLOCK_RESULT_OVER_CAP: BlockResult.ValueType  # 9
+"""pin: the cache's cap on pinned slots of the tier is reached"""
 global___BlockResult = BlockResult
 
 @typing.final
