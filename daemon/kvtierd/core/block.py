@@ -67,6 +67,7 @@ class Block:
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
     ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
     ``disk_children``: indexed children with a copy on disk, or on the way there.
+    ``duration_ms`` and ``deadline_ns``: of its own priority; 0 = for ever, and 0 = its clock stands.
     ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
     """
 
@@ -75,8 +76,10 @@ class Block:
         "children",
         "claims",
         "copies",
+        "deadline_ns",
         "depth",
         "disk_children",
+        "duration_ms",
         "id",
         "indexed",
         "key",
@@ -93,6 +96,8 @@ class Block:
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children: dict[Block, None] = {}
         self.own_priority = priority
+        self.duration_ms = 0
+        self.deadline_ns = 0
         self.priority = priority
         self.child_priorities: dict[int, int] = {}
         self.last_use = 0

@@ -25,13 +25,19 @@ class SlotRef:
 
 @dataclass(slots=True, frozen=True)
 class MoveItem:
-    """One block of a move. ``dst`` is None where a disk slot is retired: its index record goes, nothing is copied."""
+    """One block of a move. ``dst`` is None where a disk slot is retired: its index record goes, nothing is copied.
+
+    ``duration_ms``: of its retention, 0 = for ever. ``deadline_ns``: wall time at which its own priority falls, 0 where
+    its clock does not run (see ``core/retention.py``). A record on disk keeps both.
+    """
 
     key: Key
     parent: Key | None
     priority: int
     src: SlotId
     dst: SlotId | None
+    duration_ms: int = 0
+    deadline_ns: int = 0
 
 
 @dataclass(slots=True, frozen=True)

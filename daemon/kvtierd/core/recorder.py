@@ -159,4 +159,4 @@ class Recorder:
 def move_item(block: Block, src: SlotId, dst: SlotId | None) -> MoveItem:
     """The wire of a move: what the mover needs to know of a block."""
     parent: Key | None = block.parent_key
-    return MoveItem(block.key, parent, block.own_priority, src, dst)
+    return MoveItem(block.key, parent, block.own_priority, src, dst, block.duration_ms, block.deadline_ns)

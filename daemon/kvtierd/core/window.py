@@ -25,12 +25,14 @@ from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
 
 @dataclass(slots=True, frozen=True)
 class Recovered:
-    """A block found on disk at start."""
+    """A block found on disk at start. ``duration_ms`` and ``deadline_ns`` as its ``MoveItem`` had them."""
 
     slot: SlotId
     key: Key
     parent: Key | None
     priority: int
+    duration_ms: int = 0
+    deadline_ns: int = 0
 
 
 class WindowManager:
