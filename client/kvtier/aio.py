@@ -11,13 +11,13 @@ from kvtier.abi import attach as protocol
 from kvtier.abi.errors import FieldError
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
-from kvtier.errors import InvalidArgument
+from kvtier.errors import InvalidArgument, NotFound
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
-from kvtier.stats import CacheInfo, DaemonStats
+from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
-from kvtier.wire import cache_info, daemon_stats
+from kvtier.wire import cache_info, daemon_stats, lease_info
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 
@@ -141,6 +141,41 @@ class AsyncClient:
 
         reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
         return [cache_info(each) for each in reply.caches]
+
+    async def leases(
+        self, *, cache: str | None = None, session_id: int | None = None, timeout: float | None = None
+    ) -> list[LeaseInfo]:
+        """Every lease there is, or those of a cache or a session, the oldest first.
+
+        Raises :class:`kvtier.errors.NotFound` where there is no such cache.
+        """
+        request = admin_pb2.LeasesRequest(cache=cache or "", session_id=session_id or 0)
+
+        async def attempt(link: Link, seconds: float) -> admin_pb2.LeasesResponse:
+            return await link.stubs.admin.Leases(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+
+        reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
+        return [lease_info(each) for each in reply.leases]
+
+    async def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:
+        """Ends a session as if its process were gone: what it holds is given back, its connections are closed.
+
+        For a client that hangs. One that still runs finds its leases lost (:class:`kvtier.errors.LeaseLost`), and the
+        generations changed of whatever it still copies. ``dry_run`` says what would be given back.
+
+        Raises :class:`kvtier.errors.NotFound` where there is no such session (any more).
+        """
+        request = admin_pb2.KickRequest(session_id=session_id, dry_run=dry_run, seq=self._session.next_seq())
+        boot = self._session.welcome.boot
+
+        async def attempt(link: Link, seconds: float) -> admin_pb2.KickResponse:
+            if link.welcome.boot != boot:  # the number is, or will be, somebody else's
+                message = f"session_id = {session_id}: it ended with the daemon, which has restarted"
+                raise NotFound(message, reason="NO_SUCH_SESSION")
+            return await link.stubs.admin.Kick(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+
+        reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
+        return KickReport(reply.leases, reply.slots)
 
     async def close(self) -> None:
         """Says goodbye, which ends the session and its leases. Later calls raise :class:`ClientClosed`."""

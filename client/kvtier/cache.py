@@ -253,7 +253,8 @@ class Cache:
 
         async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
             if link.session != lease.binding.session:
-                raise LeaseLost("the daemon restarted before the blocks were committed", reason="LEASE_LOST")
+                message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
+                raise LeaseLost(message, reason="LEASE_LOST")
             return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
 
         reply = await self._session.call(attempt, self._deadline(timeout))

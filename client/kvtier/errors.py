@@ -84,7 +84,7 @@ class SpecMismatch(InvalidArgument):
 
 
 class NotFound(CallerError):
-    """No such cache or group."""
+    """No such cache, group or session."""
 
 
 class TooShort(NotFound):
@@ -100,7 +100,8 @@ class LeaseError(CallerError):
 
 
 class LeaseLost(LeaseError):
-    """The lease died with the daemon that granted it: its slots belong to others now. Acquire again."""
+    """The lease ended with its session: the daemon restarted, or an operator kicked the session. Its slots belong to
+    others now. Acquire again."""
 
 
 class PermissionDenied(CallerError):

@@ -59,7 +59,8 @@ class Lease:
         if self.released:
             raise LeaseError("the lease is released", reason="RELEASED")
         if self.cache.session_number != self.binding.session:
-            raise LeaseLost("the lease died with the daemon's session that granted it", reason="LEASE_LOST")
+            message = "the lease ended with the session it was granted in: the daemon restarted, or it was kicked"
+            raise LeaseLost(message, reason="LEASE_LOST")
 
     async def release(self) -> None:
         """Gives the slots back. Raises :class:`LeaseError` where that was done before."""

@@ -72,6 +72,36 @@ class SessionStats:
 
 
 @dataclass(slots=True, frozen=True)
+class LeaseInfo:
+    """One lease and whose it is. ``age_ns``: since it was granted.
+
+    ``blank_slots`` are leased to write, ``held_blocks`` to read. ``orphaned``: the connection of its session broke and
+    its process lives.
+    """
+
+    lease_id: int
+    cache: str
+    group: int
+    tier: Tier
+    blank_slots: int
+    held_blocks: int
+    orphaned: bool
+    age_ns: int
+    session_id: int
+    pid: int
+    uid: int
+    command: str
+
+
+@dataclass(slots=True, frozen=True)
+class KickReport:
+    """What was given back, or would be."""
+
+    leases: int
+    slots: int
+
+
+@dataclass(slots=True, frozen=True)
 class DaemonStats:
     """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch."""
 

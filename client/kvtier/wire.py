@@ -14,6 +14,7 @@ from kvtier.stats import (
     EdgeStats,
     GroupInfo,
     GroupTier,
+    LeaseInfo,
     SessionStats,
     TierStats,
 )
@@ -183,6 +184,23 @@ def _edge_stats(message: admin_pb2.EdgeStats) -> EdgeStats:
         queue_ns=message.queue_ns,
         copy_ns=message.copy_ns,
         degraded=message.degraded,
+    )
+
+
+def lease_info(message: admin_pb2.LeaseInfo) -> LeaseInfo:
+    return LeaseInfo(
+        lease_id=message.lease_id,
+        cache=message.cache,
+        group=message.group,
+        tier=tier_from_wire(message.tier),
+        blank_slots=message.blank_slots,
+        held_blocks=message.held_blocks,
+        orphaned=message.orphaned,
+        age_ns=message.age_ns,
+        session_id=message.session_id,
+        pid=message.pid,
+        uid=message.uid,
+        command=message.command,
     )
 
 

@@ -116,16 +116,19 @@ class KickRequest(google.protobuf.message.Message):
 
     SESSION_ID_FIELD_NUMBER: builtins.int
     DRY_RUN_FIELD_NUMBER: builtins.int
+    SEQ_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     dry_run: builtins.bool
     """says what would be given back, and changes nothing"""
+    seq: builtins.int
     def __init__(
         self,
         *,
         session_id: builtins.int = ...,
         dry_run: builtins.bool = ...,
+        seq: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dry_run", b"dry_run", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dry_run", b"dry_run", "seq", b"seq", "session_id", b"session_id"]) -> None: ...
 
 global___KickRequest = KickRequest
 

@@ -22,7 +22,7 @@ from kvtierd.core.outcome import Holder, MoveResult, Outcome, Refusal, RefusalRe
 from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.slots import SlotState
-from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
+from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, ReserveTicket, Ticket
 from kvtierd.core.window import Recovered, WindowManager
 
 __all__ = [
@@ -154,6 +154,7 @@ class BlockManager:
         self._moving: dict[MoveId, GroupId] = {}
         self._of_session: dict[SessionId, dict[LeaseId, None]] = {}
         self._last_lease = 0
+        self._unstamped: list[Lease] = []
         self._last_ticket = 0
         self.windows = {
             shape.group: WindowManager(
@@ -214,7 +215,7 @@ class BlockManager:
         windows = list(self.windows.values())
         held_by: dict[SessionId, int] = {}
         for lease in self.leases.values():
-            held_by[lease.session] = held_by.get(lease.session, 0) + len(lease.blank) + len(lease.held)
+            held_by[lease.session] = held_by.get(lease.session, 0) + lease.slots
         return ManagerStats(
             blocks=sum(len(w.state.index) for w in windows),
             tiers={tier: self._tier_count([w.state for w in windows], tier) for tier in self.tiers},
@@ -252,6 +253,14 @@ class BlockManager:
 
     def session_leases(self, session: SessionId) -> int:
         return len(self._of_session.get(session, ()))
+
+    def held_by(self, session: SessionId) -> int:
+        """Slots under the session's leases."""
+        return sum(lease.slots for lease in self._leases_of(session))
+
+    def lease_records(self) -> list[LeaseRecord]:
+        """Every lease there is, the oldest first."""
+        return [LeaseRecord.of(lease) for lease in self.leases.values()]
 
     def take_disk_uses(self) -> dict[GroupId, list[Key]]:
         """Disk blocks used since the last call, by group, in the order of their last use: for the disk to remember."""
@@ -456,6 +465,9 @@ class BlockManager:
 
     def _take(self, now: int) -> Outcome:
         outcome = self._recorder.take(now, self._capacity)
+        for lease in self._unstamped:
+            lease.granted_at = now
+        self._unstamped.clear()
         for grant in outcome.grants:
             self.tickets.pop(grant.ticket, None)
         for refusal in outcome.refusals:
@@ -476,6 +488,7 @@ class BlockManager:
         self._last_lease += 1
         lease = Lease(LeaseId(self._last_lease), session, state.group, tier)
         self.leases[lease.id] = lease
+        self._unstamped.append(lease)
         self._of_session.setdefault(session, {})[lease.id] = None
         return lease
 
@@ -503,7 +516,7 @@ class BlockManager:
         held: dict[SessionId, int] = {}
         for lease in self.leases.values():
             if lease.tier is ticket.tier:
-                held[lease.session] = held.get(lease.session, 0) + len(lease.blank) + len(lease.held)
+                held[lease.session] = held.get(lease.session, 0) + lease.slots
         holders = sorted((Holder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots)
         return Refusal(ticket.id, reason, ticket.tier, wanted, free, tuple(holders), matched)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.ids import GroupId, LeaseId, SessionId, SlotId, TicketId, Tier
@@ -10,7 +11,10 @@ from kvtierd.core.ids import GroupId, LeaseId, SessionId, SlotId, TicketId, Tier
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A session's hold on slots of one tier: blank ones to write, blocks to read."""
+    """A session's hold on slots of one tier: blank ones to write, blocks to read.
+
+    ``granted_at``: the ``now`` of the call that granted it.
+    """
 
     id: LeaseId
     session: SessionId
@@ -19,6 +23,39 @@ class Lease:
     blank: dict[SlotId, None] = field(default_factory=dict)
     held: list[tuple[Block, Copy]] = field(default_factory=list)
     orphaned: bool = False
+    granted_at: int = 0
+
+    @property
+    def slots(self) -> int:
+        """How many it holds."""
+        return len(self.blank) + len(self.held)
+
+
+@dataclass(slots=True, frozen=True)
+class LeaseRecord:
+    """A lease as others see it. ``granted_at``: wall clock, nanoseconds."""
+
+    id: LeaseId
+    session: SessionId
+    group: GroupId
+    tier: Tier
+    blank_slots: int
+    held_blocks: int
+    orphaned: bool
+    granted_at: int
+
+    @classmethod
+    def of(cls, lease: Lease) -> Self:
+        return cls(
+            id=lease.id,
+            session=lease.session,
+            group=lease.group,
+            tier=lease.tier,
+            blank_slots=len(lease.blank),
+            held_blocks=len(lease.held),
+            orphaned=lease.orphaned,
+            granted_at=lease.granted_at,
+        )
 
 
 @dataclass(slots=True, eq=False)

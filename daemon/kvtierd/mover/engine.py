@@ -31,6 +31,7 @@ from kvtierd.core.manager import (
     Recovered,
 )
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal
+from kvtierd.core.tickets import LeaseRecord
 from kvtierd.mover.edges import Edges
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime
@@ -222,6 +223,9 @@ class Engine:
     def stats(self, cache_id: CacheId) -> ManagerStats:
         return self._find(cache_id).manager.stats()
 
+    def leases(self, cache_id: CacheId) -> list[LeaseRecord]:
+        return self._find(cache_id).manager.lease_records()
+
     # sessions, over all caches
 
     def orphan_session(self, session: SessionId) -> None:
@@ -238,6 +242,10 @@ class Engine:
 
     def session_leases(self, session: SessionId) -> int:
         return sum(cache.manager.session_leases(session) for cache in self._caches.values())
+
+    def held_by(self, session: SessionId) -> int:
+        """Slots under its leases, over all caches."""
+        return sum(cache.manager.held_by(session) for cache in self._caches.values())
 
     # how it goes
 

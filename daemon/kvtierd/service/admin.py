@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Final
 
-from kvtier.v1 import admin_pb2
+import grpc
+
+from kvtier.v1 import admin_pb2, common_pb2
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.manager import ManagerStats, TierCount
 from kvtierd.core.slots import SlotState
+from kvtierd.core.tickets import LeaseRecord
 from kvtierd.mover.engine import Engine
-from kvtierd.service import wire
+from kvtierd.service import validate, wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.errors import CallRefused
 from kvtierd.service.hub import EventHub
 from kvtierd.service.sessions import Session, SessionRegistry
+
+OLD_LEASE_S: Final = 3600
+"""A request of an engine takes seconds; a lease this old is more likely forgotten than needed, and health names it."""
 
 
 class AdminService:
@@ -38,7 +45,7 @@ class AdminService:
         self._start_time_ns: Final = time.time_ns()
 
     def verbs(self) -> Mapping[str, Verb]:
-        return {"Stats": self.stats}
+        return {"Stats": self.stats, "Leases": self.leases, "Kick": self.kick}
 
     async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
         stats = {cache.id: self._engine.stats(cache.id) for cache in self._catalog}
@@ -56,7 +63,65 @@ class AdminService:
             watchers=self._hub.watchers,
             caches=[self._cache(cache, stats[cache.id]) for cache in self._catalog],
             sessions=[self._session(one, held.get(one.id, 0)) for one in self._sessions],
-            problems=[*self._engine.problems(), *self._degraded(stats)],
+            problems=[*self._engine.problems(), *self._degraded(stats), *self._old_leases()],
+        )
+
+    async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
+        found = sorted(self._leases(self._wanted_caches(request.cache)), key=lambda lease: lease[1].granted_at)
+        now = time.time_ns()
+        return admin_pb2.LeasesResponse(
+            leases=[
+                self._lease(cache, lease, now) for cache, lease in found if request.session_id in (0, lease.session)
+            ]
+        )
+
+    async def kick(self, session: Session, request: admin_pb2.KickRequest) -> admin_pb2.KickResponse:
+        """The numbers are those of this moment: nothing is granted or given back between the count and the end."""
+        kicked = self._sessions.get(SessionId(request.session_id))
+        if kicked is None:
+            raise _not_found("NO_SUCH_SESSION", "session_id", str(request.session_id), "there is no such session")
+        held = admin_pb2.KickResponse(
+            leases=self._engine.session_leases(kicked.id), slots=self._engine.held_by(kicked.id)
+        )
+        if not request.dry_run:
+            self._sessions.end(kicked, f"kicked by session {session.id}, pid {session.peer.pid}")
+        return held
+
+    def _wanted_caches(self, name: str) -> Iterable[Cache]:
+        if not name:
+            return self._catalog
+        cache = self._catalog.named(validate.cache_name(name, "cache"))
+        if cache is None:
+            raise _not_found("UNKNOWN_CACHE", "cache", name, "there is no such cache")
+        return [cache]
+
+    def _leases(self, caches: Iterable[Cache]) -> Iterator[tuple[Cache, LeaseRecord]]:
+        return ((cache, lease) for cache in caches for lease in self._engine.leases(cache.id))
+
+    def _old_leases(self) -> Iterator[str]:
+        now = time.time_ns()
+        for cache, lease in self._leases(self._catalog):
+            if (age_s := (now - lease.granted_at) // 10**9) >= OLD_LEASE_S:
+                pid, command = self._sessions.owner_of(lease.session)
+                slots = lease.blank_slots + lease.held_blocks
+                owner = f"session {lease.session}, pid {pid} {command}"
+                yield f"cache {cache.name}: {slots} {lease.tier} slots are leased since {age_s} s by {owner}"
+
+    def _lease(self, cache: Cache, lease: LeaseRecord, now: int) -> admin_pb2.LeaseInfo:
+        holder = self._sessions.get(lease.session)
+        return admin_pb2.LeaseInfo(
+            lease_id=lease.id,
+            cache=cache.name,
+            group=lease.group,
+            tier=wire.TIER_TO_WIRE[lease.tier],
+            blank_slots=lease.blank_slots,
+            held_blocks=lease.held_blocks,
+            orphaned=lease.orphaned,
+            age_ns=max(0, now - lease.granted_at),
+            session_id=lease.session,
+            pid=holder.peer.pid if holder else 0,
+            uid=holder.peer.uid if holder else 0,
+            command=holder.peer.command if holder else "",
         )
 
     def _degraded(self, stats: Mapping[CacheId, ManagerStats]) -> Iterator[str]:
@@ -126,3 +191,8 @@ def _tier(tier: Tier, count: TierCount) -> admin_pb2.TierStats:
         quarantined=count.states[SlotState.QUARANTINED],
         held=count.held,
     )
+
+
+def _not_found(reason: str, field: str, value: str, says: str) -> CallRefused:
+    detail = common_pb2.ErrorDetail(reason=reason, field=field, value=value)
+    return CallRefused(grpc.StatusCode.NOT_FOUND, f"{field} = {value}: {says}", detail)

@@ -45,7 +45,7 @@ class Dispatcher:
         verbs: Mapping[str, Verb],
         streams: Mapping[str, StreamVerb] | None = None,
     ) -> grpc.GenericRpcHandler:
-        """The methods of a service that have a verb; the others are UNIMPLEMENTED. Raises KeyError for a verb of no method."""
+        """The methods that have a verb; others are UNIMPLEMENTED. Raises KeyError for a verb of no method."""
         streams = streams or {}
         if not {*verbs, *streams} <= set(service.methods_by_name):
             raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")

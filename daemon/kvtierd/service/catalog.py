@@ -114,6 +114,9 @@ class Catalog:
     def get(self, cache: CacheId) -> Cache | None:
         return self._by_id.get(cache)
 
+    def named(self, name: str) -> Cache | None:
+        return self._by_name.get(name)
+
     def descriptors(self, cache: CacheId, *, write: bool) -> Mapping[str, int] | None:
         """See :class:`kvtierd.service.attach.Arenas`."""
         found = self._by_id.get(cache)

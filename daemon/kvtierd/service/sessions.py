@@ -155,6 +155,9 @@ class SessionRegistry:
         require_attached(session)
         return session
 
+    def get(self, session: SessionId) -> Session | None:
+        return self._by_id.get(session)
+
     def owner_of(self, session: SessionId) -> tuple[int, str]:
         """Pid and command, (0, "") for a session that has ended."""
         found = self._by_id.get(session)

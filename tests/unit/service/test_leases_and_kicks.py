@@ -1,0 +1,169 @@
+"""What an operator sees of leases, and how one is ended for a client that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvtier import LeaseLost, NotFound, Tier, connect
+from kvtier.v1 import admin_pb2, blocks_pb2
+from kvtierd.service import admin
+from kvtierd.service.daemon import Daemon
+from tests.unit.service.rig import DEVICE, HOST, SPEC, Client, attached, chain, config, running
+
+Code = grpc.StatusCode
+
+
+@pytest.fixture
+async def daemon(short_dir: Path) -> AsyncIterator[Daemon]:
+    async with running(config(short_dir, device=8, host=16)) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+async def operator(daemon: Daemon) -> AsyncIterator[Client]:
+    async with attached(daemon) as client:
+        yield client
+
+
+@pytest.fixture
+async def engine(daemon: Daemon) -> AsyncIterator[Client]:
+    async with attached(daemon) as client:
+        yield client
+
+
+async def leases(operator: Client, cache: str = "", session_id: int = 0) -> list[admin_pb2.LeaseInfo]:
+    request = admin_pb2.LeasesRequest(cache=cache, session_id=session_id)
+    return list((await operator.call(operator.admin.Leases, request)).leases)
+
+
+async def kick(operator: Client, session_id: int, *, dry_run: bool = False) -> tuple[int, int]:
+    request = admin_pb2.KickRequest(session_id=session_id, dry_run=dry_run)
+    reply = await operator.call(operator.admin.Kick, request)
+    return reply.leases, reply.slots
+
+
+async def free(operator: Client) -> int:
+    stats = await operator.call(operator.admin.Stats, admin_pb2.StatsRequest())
+    return int(stats.caches[0].tiers[0].free)
+
+
+async def test_a_lease_says_what_is_held_by_whom_since_when(operator: Client, engine: Client) -> None:
+    cache = await engine.open()
+    written = await engine.put(cache, chain(2), release=False)
+    blank = await engine.reserve(cache, 3, HOST)
+    first, second = await leases(operator)
+    assert (first.lease_id, second.lease_id) == (written, blank.lease_id), "not the oldest first"
+    assert (first.tier, first.blank_slots, first.held_blocks) == (DEVICE, 0, 2)
+    assert (second.tier, second.blank_slots, second.held_blocks) == (HOST, 3, 0)
+    assert first.age_ns >= second.age_ns
+    for lease in (first, second):
+        assert (lease.cache, lease.group, lease.orphaned) == ("cache", 0, False)
+        assert (lease.session_id, lease.pid, lease.uid) == (engine.welcome.session_id, os.getpid(), os.getuid())
+        assert lease.command
+    await engine.release(cache, written)
+    assert [lease.lease_id for lease in await leases(operator)] == [blank.lease_id]
+
+
+async def test_an_acquired_chain_is_a_lease_as_old_as_its_grant(operator: Client, engine: Client) -> None:
+    cache = await engine.open()
+    await engine.put(cache, chain(2))
+    blank = await engine.reserve(cache, 1)
+    request = blocks_pb2.AcquireRequest(cache_id=cache, tier=DEVICE, chains=[blocks_pb2.Chain(keys=b"".join(chain(2)))])
+    await engine.call(engine.blocks.Acquire, request)
+    reserved, acquired = await leases(operator)
+    assert (reserved.lease_id, acquired.held_blocks) == (blank.lease_id, 2)
+    assert 0 < acquired.age_ns <= reserved.age_ns < 60e9
+
+
+async def test_leases_of_one_cache_or_one_session(operator: Client, engine: Client) -> None:
+    small: dict[int, int] = {DEVICE: 4 * SPEC.record_bytes(0)}
+    one, two = await engine.open("one", small), await engine.open("two", small)
+    await operator.open("one", small)
+    await engine.reserve(one, 1)
+    await engine.reserve(two, 1)
+    await operator.reserve(one, 1)
+    mine = operator.welcome.session_id
+    assert [lease.cache for lease in await leases(operator)] == ["one", "two", "one"]
+    assert [lease.session_id for lease in await leases(operator, "one")] == [engine.welcome.session_id, mine]
+    assert [lease.cache for lease in await leases(operator, session_id=mine)] == ["one"]
+    assert await leases(operator, session_id=999) == []
+    for name, code in (("three", Code.NOT_FOUND), ("no/name", Code.INVALID_ARGUMENT)):
+        refused, detail = await operator.refusal(operator.admin.Leases, admin_pb2.LeasesRequest(cache=name))
+        assert (refused, detail.field, detail.value) == (code, "cache", name)
+
+
+async def test_a_kicked_session_is_gone_with_all_that_it_held(operator: Client, engine: Client) -> None:
+    cache = await engine.open()
+    await operator.open()
+    await engine.put(cache, chain(2), release=False)
+    await engine.reserve(cache, 3)
+    kicked = engine.welcome.session_id
+    assert await kick(operator, kicked, dry_run=True) == (2, 5)
+    assert await free(operator) == 3, "a dry run changed something"
+    assert await kick(operator, kicked) == (2, 5)
+    assert (await free(operator), await leases(operator)) == (6, [])
+    assert await engine.socket.receive() == (b"", []), "its attach connection is still open"
+    code, detail = await engine.refusal(engine.admin.Stats, admin_pb2.StatsRequest())
+    assert (code, detail.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
+    refused, detail = await operator.refusal(operator.admin.Kick, admin_pb2.KickRequest(session_id=kicked))
+    assert (refused, detail.reason, detail.field) == (Code.NOT_FOUND, "NO_SUCH_SESSION", "session_id")
+
+
+async def test_a_repeated_kick_is_answered_not_repeated(operator: Client, engine: Client) -> None:
+    cache = await engine.open()
+    await engine.reserve(cache, 3)
+    request = admin_pb2.KickRequest(session_id=engine.welcome.session_id, seq=7)
+    first, second = [await operator.call(operator.admin.Kick, request) for _ in range(2)]
+    assert (first.slots, first) == (3, second)
+
+
+async def test_a_kicked_client_library_says_so_and_goes_on(daemon: Daemon) -> None:
+    async with await connect(daemon.address) as operator, await connect(daemon.address) as client:
+        cache = await client.open_cache("cache", SPEC)
+        lease = await cache.reserve(2, Tier.DEVICE)
+        before = client.session_id
+        (seen,) = await operator.leases(session_id=before)
+        assert (seen.cache, seen.tier, seen.blank_slots, seen.pid) == ("cache", Tier.DEVICE, 2, os.getpid())
+        assert (await operator.kick(before, dry_run=True)).slots == 2
+        assert (await operator.kick(before)).leases == 1
+        with pytest.raises(LeaseLost, match="kicked"):
+            await lease.commit(chain(2))
+        assert client.session_id != before
+        async with cache.reserve(8, Tier.DEVICE):
+            assert [each.session_id for each in await operator.leases()] == [client.session_id]
+        with pytest.raises(NotFound, match="no such session"):
+            await operator.kick(before)
+
+
+async def test_a_session_of_an_earlier_daemon_is_not_kicked_in_another_s_place(short_dir: Path) -> None:
+    """Numbers begin anew with every daemon: one noted before a restart names somebody else after it."""
+    settings = config(short_dir)
+    async with running(settings) as first:
+        operator = await connect(first.address)
+    async with operator:
+        kicking = asyncio.ensure_future(operator.kick(1))
+        async with running(settings):
+            with pytest.raises(NotFound, match="restarted"):
+                await kicking
+            (session,) = (await operator.stats()).sessions
+            assert session.session_id == operator.session_id == 1
+
+
+async def test_a_lease_that_grows_old_shows_in_health(
+    operator: Client, engine: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = await engine.open()
+    await engine.reserve(cache, 3)
+    stats = await operator.call(operator.admin.Stats, admin_pb2.StatsRequest())
+    assert list(stats.problems) == []
+    monkeypatch.setattr(admin, "OLD_LEASE_S", 0)
+    stats = await operator.call(operator.admin.Stats, admin_pb2.StatsRequest())
+    (problem,) = stats.problems
+    for part in ("cache cache", "3 device slots", f"session {engine.welcome.session_id}", f"pid {os.getpid()}"):
+        assert part in problem
