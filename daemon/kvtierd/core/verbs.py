@@ -1,0 +1,105 @@
+"""What the block manager's verbs take and what they answer at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvtierd.core.flights import Edge, EdgeRecord
+from kvtierd.core.ids import Key, SessionId, SlotId, Tier
+from kvtierd.core.slots import SlotState
+
+
+class BlockResult(IntEnum):
+    """One block's answer. Values are the wire's (``kvtier.v1.BlockResult``)."""
+
+    OK = 0
+    EXISTS = 1
+    PARENT_MISSING = 2
+    NOT_FOUND = 3
+    HELD = 4
+    NO_ROOM = 5
+    FAILED = 6
+    PARENT_CONFLICT = 7
+
+
+@dataclass(slots=True, frozen=True)
+class Match:
+    """The longest stored prefix: its length and each block's residency set."""
+
+    blocks: int
+    residency: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Location:
+    """``slots``: by tier; None where the residency set lacks it."""
+
+    residency: int
+    slots: tuple[SlotId | None, SlotId | None, SlotId | None]
+
+
+@dataclass(slots=True, frozen=True)
+class ListingRow:
+    key: Key
+    parent: Key | None
+    residency: int
+    priority: int
+
+
+@dataclass(slots=True, frozen=True)
+class Listing:
+    """``next_page``: where to go on; 0 = nowhere."""
+
+    rows: tuple[ListingRow, ...]
+    next_page: int
+
+
+@dataclass(slots=True, frozen=True)
+class CommitItem:
+    slot: SlotId
+    key: Key
+    parent: Key | None
+    priority: int
+
+
+@dataclass(slots=True, frozen=True)
+class ChainRequest:
+    """Keys of a chain, the root first. Fewer than ``min_blocks`` of it are of no use."""
+
+    keys: Sequence[Key]
+    min_blocks: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class DropReport:
+    """``dropped``: blocks gone, subtrees included."""
+
+    results: tuple[BlockResult, ...]
+    dropped: int
+
+
+@dataclass(slots=True, frozen=True)
+class TierCount:
+    """Slots by state, which sum to ``capacity``; ``held``: under a lease or a fetch, blank and orphaned ones
+    included."""
+
+    capacity: int
+    states: Mapping[SlotState, int]
+    held: int
+
+
+@dataclass(slots=True, frozen=True)
+class ManagerStats:
+    """``held_by``: slots by session. Sums over the groups of the cache."""
+
+    blocks: int
+    tiers: Mapping[Tier, TierCount]
+    edges: Mapping[Edge, EdgeRecord]
+    hits: Mapping[Tier, int]
+    misses: int
+    stored: int
+    removed: int
+    waiting: int
+    held_by: Mapping[SessionId, int]
