@@ -169,9 +169,9 @@ def _takes_parents_for_leaves(right: Method) -> Method:
 
 def _leaves_children_behind(right: Method) -> Method:
     def remove(state: GroupState, block: Block, cause: Cause) -> None:
-        children, block.children = block.children, {}
+        children, block.first_child = block.first_child, None
         right(state, block, cause)
-        block.children = children
+        block.first_child = children
 
     return remove
 
@@ -196,7 +196,7 @@ def _touches_parents_first(right: Method) -> Method:
         for member in sorted(chains, key=lambda block: (block.depth, block.id)):
             right(state, [member])
             for ancestor in member.ancestors():
-                ancestor.last_use -= 1
+                ancestor.used(ancestor.last_use - 1)
                 state.reconsider(ancestor)
 
     return touch

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtierd.core.ids import BlockId, Key, SlotId, Tier
 
 if TYPE_CHECKING:
     from kvtierd.core.tickets import FetchTicket
+
+
+_USE_BITS: Final = 56
+_LAST_USE: Final = (1 << _USE_BITS) - 1
 
 
 class Phase(IntEnum):
@@ -31,10 +35,10 @@ class Copy:
 
     ``holds``: leases on it. ``reads``: copies in flight that read it. While either is positive its slot is neither
     reused nor given up. ``waiters``: fetches waiting for it to become READY.
-    ``listed``: the candidate lists it stands on, as a bit set.
+    ``listed``: the candidate lists it stands on, as a bit set, at the rank ``ranked``.
     """
 
-    __slots__ = ("holds", "listed", "phase", "reads", "sinks", "slot", "waiters")
+    __slots__ = ("holds", "listed", "phase", "ranked", "reads", "sinks", "slot", "waiters")
 
     def __init__(self, slot: SlotId, phase: Phase) -> None:
         self.slot = slot
@@ -43,7 +47,8 @@ class Copy:
         self.reads = 0
         self.sinks = 0
         self.listed = 0
-        self.waiters: list[FetchTicket] = []
+        self.ranked = 0
+        self.waiters: tuple[FetchTicket, ...] = ()
 
     @property
     def valid(self) -> bool:
@@ -62,9 +67,11 @@ class Copy:
 
 
 class Block:
-    """One block of a window group.
+    """One block of a window group. There are millions, so it has no container of its own that most do without.
 
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
+    ``top_children``: how many children have just that priority, where its own is lower.
+    ``rank``: eviction order, lowest first: priority, then last use; unique, and comparable only inside a group.
     ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
     ``disk_children``: indexed children with a copy on disk, or on the way there.
     ``duration_ms`` and ``deadline_ns``: of its own priority; 0 = for ever, and 0 = its clock stands.
@@ -72,21 +79,23 @@ class Block:
     """
 
     __slots__ = (
-        "child_priorities",
-        "children",
         "claims",
         "copies",
         "deadline_ns",
         "depth",
         "disk_children",
         "duration_ms",
+        "first_child",
         "id",
         "indexed",
         "key",
-        "last_use",
+        "next_sibling",
         "own_priority",
         "parent",
+        "previous_sibling",
         "priority",
+        "rank",
+        "top_children",
     )
 
     def __init__(self, id: BlockId, key: Key, parent: Block | None, priority: int) -> None:
@@ -94,13 +103,15 @@ class Block:
         self.key = key
         self.parent = parent
         self.depth: int = parent.depth + 1 if parent is not None else 0
-        self.children: dict[Block, None] = {}
+        self.first_child: Block | None = None
+        self.next_sibling: Block | None = None
+        self.previous_sibling: Block | None = None
         self.own_priority = priority
         self.duration_ms = 0
         self.deadline_ns = 0
         self.priority = priority
-        self.child_priorities: dict[int, int] = {}
-        self.last_use = 0
+        self.top_children = 0
+        self.rank = priority << _USE_BITS
         self.copies: list[Copy | None] = [None, None, None]
         self.claims = 0
         self.disk_children = 0
@@ -121,9 +132,43 @@ class Block:
     def parent_key(self) -> Key | None:
         return self.parent.key if self.parent is not None else None
 
-    def rank(self) -> int:
-        """Eviction order, lowest first: priority, then last use. Comparable only inside a group."""
-        return self.priority << 56 | self.last_use
+    @property
+    def last_use(self) -> int:
+        return self.rank & _LAST_USE
+
+    def used(self, clock: int) -> None:
+        """``clock``: rises with every use in the group."""
+        self.rank = self.priority << _USE_BITS | clock
+
+    def reprioritise(self, priority: int) -> None:
+        """Sets the effective priority."""
+        self.priority = priority
+        self.rank = priority << _USE_BITS | self.last_use
+
+    @property
+    def children(self) -> Iterator[Block]:
+        child = self.first_child
+        while child is not None:
+            following = child.next_sibling
+            yield child
+            child = following
+
+    def add_child(self, child: Block) -> None:
+        following = self.first_child
+        child.next_sibling = following
+        if following is not None:
+            following.previous_sibling = child
+        self.first_child = child
+
+    def remove_child(self, child: Block) -> None:
+        before, after = child.previous_sibling, child.next_sibling
+        if before is not None:
+            before.next_sibling = after
+        else:
+            self.first_child = after
+        if after is not None:
+            after.previous_sibling = before
+        child.previous_sibling = child.next_sibling = None
 
     def ancestors(self) -> Iterator[Block]:
         """From the parent up."""

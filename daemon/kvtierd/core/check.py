@@ -135,10 +135,11 @@ class _Checker:
         """5: effective priority is the highest of own and children's; no parent ranks under its child."""
         for block in self.state.index:
             children = [child.priority for child in block.children]
-            _require(Counter(children) == block.child_priorities, 5, f"block {block.id} miscounts child priorities")
+            top = children.count(block.priority) if block.priority > block.own_priority else 0
+            _require(block.top_children == top, 5, f"block {block.id} miscounts the children that give it its priority")
             _require(block.priority == max([block.own_priority, *children]), 5, f"block {block.id}: priority")
             for child in block.children:
-                _require(child.rank() < block.rank(), 5, f"block {block.id} ranks under its child {child.id}")
+                _require(child.rank < block.rank, 5, f"block {block.id} ranks under its child {child.id}")
 
     def disk_closure(self) -> None:
         """5: the disk is prefix-closed by itself."""
@@ -212,8 +213,8 @@ class _Checker:
                 for name in ("redundant", "demotable", "clean", "leaf")
             }
             for name, blocks in expected.items():
-                evictor = getattr(lists, name)
-                right = len(evictor) == len(blocks) and all(block in evictor for block in blocks)
+                offered = list(getattr(lists, name))
+                right = len(offered) == len(blocks) and all(block in blocks for block in offered)
                 _require(right, 4, f"{tier}: the {name} candidates are wrong")
 
     def _belongs(self, block: Block, tier: Tier, name: str) -> bool:
@@ -232,7 +233,7 @@ class _Checker:
             "redundant": redundant,
             "demotable": bool(below) and not redundant and (low or kept),
             "clean": low,
-            "leaf": not block.children and all(c is None or c is copy for c in block.copies),
+            "leaf": block.first_child is None and all(c is None or c is copy for c in block.copies),
         }[name]
 
     def queues(self) -> None:

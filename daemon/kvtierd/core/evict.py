@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvtierd.core.block import Block
 
+Listed = Callable[[Block], bool]
+"""Whether a block is a candidate now: its own record says so, and an evictor need not remember it again."""
+
 
 class Evictor(Protocol):
-    """An ordered set of candidates. The window manager decides who is a candidate; an evictor only who goes first."""
+    """An ordered set of candidates. The window manager decides who is a candidate; an evictor only who goes first.
+
+    Made with a :data:`Listed` of its list. A block that was offered and is listed is a candidate.
+    """
 
     def offer(self, block: Block) -> None:
-        """Adds the block, or takes note that its rank may have changed."""
+        """The block becomes a candidate, or is one whose rank has changed."""
 
     def withdraw(self, block: Block) -> None:
-        """Removes the block; nothing happens if it is not a candidate."""
+        """It is a candidate no more."""
 
     def victim(self) -> Block | None:
         """The candidate to go first. It stays a candidate until withdrawn."""
 
-    def __contains__(self, block: Block) -> bool: ...
-
-    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Block]:
+        """Every candidate once, in any order: for the checker."""
 
 
 class PriorityLru:
@@ -32,35 +38,30 @@ class PriorityLru:
     of it is stale, so memory stays within a small factor of the candidates.
     """
 
-    __slots__ = ("_heap", "_ranks")
+    __slots__ = ("_heap", "_listed", "_rebuild_at")
 
-    def __init__(self) -> None:
-        self._ranks: dict[Block, int] = {}
-        self._heap: list[tuple[int, int, Block]] = []
+    def __init__(self, listed: Listed) -> None:
+        self._listed = listed
+        self._heap: list[tuple[int, Block]] = []
+        self._rebuild_at = 64
 
     def offer(self, block: Block) -> None:
-        rank = block.rank()
-        if self._ranks.get(block) == rank:
-            return
-        self._ranks[block] = rank
-        heapq.heappush(self._heap, (rank, block.id, block))
-        if len(self._heap) > 4 * len(self._ranks) + 64:
-            self._heap = [(rank, block.id, block) for block, rank in self._ranks.items()]
+        heapq.heappush(self._heap, (block.rank, block))
+        if len(self._heap) > self._rebuild_at:
+            self._heap = [(block.rank, block) for block in self]
             heapq.heapify(self._heap)
+            self._rebuild_at = 2 * len(self._heap) + 64
 
     def withdraw(self, block: Block) -> None:
-        self._ranks.pop(block, None)
+        """Nothing: its entry is stale now."""
 
     def victim(self) -> Block | None:
         while self._heap:
-            rank, _, block = self._heap[0]
-            if self._ranks.get(block) == rank:
+            rank, block = self._heap[0]
+            if block.rank == rank and self._listed(block):
                 return block
             heapq.heappop(self._heap)
         return None
 
-    def __contains__(self, block: Block) -> bool:
-        return block in self._ranks
-
-    def __len__(self) -> int:
-        return len(self._ranks)
+    def __iter__(self) -> Iterator[Block]:
+        return iter({block: None for rank, block in self._heap if block.rank == rank and self._listed(block)})

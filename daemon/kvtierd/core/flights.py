@@ -85,7 +85,7 @@ class Flights:
         for position, flight in enumerate(flights):
             self._land(flight, position in result.failed, position in result.corrupt, self._transfer(flight, result))
             waiters.extend(flight.copy.waiters)
-            flight.copy.waiters = []
+            flight.copy.waiters = ()
         return waiters
 
     def _transfer(self, flight: Flight, result: MoveResult) -> Transfer:

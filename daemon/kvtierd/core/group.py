@@ -12,7 +12,7 @@ from typing import Final
 from kvtierd.core.block import Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import Cause, EventType
-from kvtierd.core.evict import Evictor
+from kvtierd.core.evict import Evictor, Listed
 from kvtierd.core.ids import BlockId, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
@@ -44,11 +44,11 @@ class Candidates:
 
     __slots__ = ("_by_bit", "clean", "demotable", "leaf", "redundant")
 
-    def __init__(self, make: Callable[[], Evictor]) -> None:
-        self.redundant = make()
-        self.demotable = make()
-        self.clean = make()
-        self.leaf = make()
+    def __init__(self, tier: Tier, make: Callable[[Listed], Evictor]) -> None:
+        self.redundant = make(_on_list(tier, REDUNDANT))
+        self.demotable = make(_on_list(tier, DEMOTABLE))
+        self.clean = make(_on_list(tier, CLEAN))
+        self.leaf = make(_on_list(tier, LEAF))
         self._by_bit = (
             (REDUNDANT, self.redundant),
             (DEMOTABLE, self.demotable),
@@ -58,22 +58,31 @@ class Candidates:
 
     def put(self, block: Block, copy: Copy, lists: int) -> None:
         """Puts the block on exactly these lists, at its present rank."""
-        involved = copy.listed | lists
-        if involved == 0:
+        before, rank = copy.listed, block.rank
+        unchanged = before if rank == copy.ranked else 0
+        if lists == unchanged:
             return
+        copy.listed, copy.ranked = lists, rank
         for bit, evictor in self._by_bit:
-            if lists & bit:
+            if lists & ~unchanged & bit:
                 evictor.offer(block)
-            elif involved & bit:
+            elif before & ~lists & bit:
                 evictor.withdraw(block)
-        copy.listed = lists
+
+
+def _on_list(tier: Tier, bit: int) -> Listed:
+    def listed(block: Block) -> bool:
+        copy = block.copies[tier]
+        return copy is not None and copy.listed & bit != 0
+
+    return listed
 
 
 class GroupState:
     """State of one window group. Every public method leaves the candidates exact."""
 
     def __init__(
-        self, shape: GroupShape, recorder: Recorder, policy: Policy, make_evictor: Callable[[], Evictor]
+        self, shape: GroupShape, recorder: Recorder, policy: Policy, make_evictor: Callable[[Listed], Evictor]
     ) -> None:
         self.group = shape.group
         self.shape = shape
@@ -83,7 +92,7 @@ class GroupState:
         self.above = {tier: tuple(t for t in self.tiers if t < tier) for tier in self.tiers}
         self.below = {tier: tuple(t for t in self.tiers if t > tier) for tier in self.tiers}
         self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
-        self.candidates = {tier: Candidates(make_evictor) for tier in self.tiers}
+        self.candidates = {tier: Candidates(tier, make_evictor) for tier in self.tiers}
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
         self.offline: set[Tier] = set()
@@ -127,7 +136,7 @@ class GroupState:
             lists |= REDUNDANT
         elif self.below[tier] and (low or block.priority >= self._floor[tier]):
             lists |= DEMOTABLE
-        if residency == bit and not block.children and block.copies.count(None) == 2:
+        if residency == bit and block.first_child is None and block.copies.count(None) == 2:
             lists |= LEAF
         return lists
 
@@ -337,7 +346,7 @@ class GroupState:
         for block in sorted(touched, key=lambda block: block.depth, reverse=True):
             if block.indexed:
                 self._clock += 1
-                block.last_use = self._clock
+                block.used(self._clock)
                 self.reconsider(block)
                 if block.copies[Tier.DISK] is not None:
                     self._used_on_disk.pop(block, None)
@@ -358,10 +367,10 @@ class GroupState:
         block = Block(BlockId(self._last_block), key, parent, priority)
         block.indexed = True
         self._clock += 1
-        block.last_use = self._clock
+        block.used(self._clock)
         self.index.add(block)
         if parent is not None:
-            parent.children[block] = None
+            parent.add_child(block)
         self._enter(tier, slot, SlotState.READY)
         self._attach(block, tier, Copy(slot, Phase.READY))
         if tier is not Tier.DISK:
@@ -374,7 +383,7 @@ class GroupState:
 
     def remove(self, block: Block, cause: Cause) -> None:
         """Takes a block without indexed children out of the index and gives up its copies."""
-        if block.children:
+        if block.first_child is not None:
             raise InvariantViolation(f"block {block.id} is removed before its children")
         for tier in self.tiers:
             if block.copies[tier] is not None:
@@ -384,7 +393,7 @@ class GroupState:
         self.removed += 1
         self.recorder.change(EventType.REMOVED, cause, self.group, block)
         if block.parent is not None:
-            del block.parent.children[block]
+            block.parent.remove_child(block)
             self._reprioritise(block.parent, block.priority, None, cause)
             self.reconsider(block.parent)
 
@@ -441,7 +450,7 @@ class GroupState:
                 use[block.parent] = max(use[block.parent], use[block])
         for block in sorted(use, key=lambda block: (use[block], -block.depth)):
             self._clock += 1
-            block.last_use = self._clock
+            block.used(self._clock)
             self.reconsider(block)
 
     def lose_tier(self, tier: Tier, cause: Cause) -> None:
@@ -464,18 +473,31 @@ class GroupState:
     def _reprioritise(self, parent: Block | None, old: int | None, new: int | None, cause: Cause) -> None:
         """A child's effective priority went from ``old`` to ``new`` (None: not a child): carries it upwards."""
         while parent is not None:
-            counts = parent.child_priorities
-            if old is not None:
-                counts[old] -= 1
-                if counts[old] == 0:
-                    del counts[old]
-            if new is not None:
-                counts[new] = counts.get(new, 0) + 1
-            effective = max(parent.own_priority, max(counts, default=0))
+            effective = self._effective(parent, old, new)
             if effective == parent.priority:
                 return
             old, new = parent.priority, effective
-            parent.priority = effective
+            parent.reprioritise(effective)
             self.recorder.change(EventType.UPDATED, cause, self.group, parent)
             self.reconsider(parent)
             parent = parent.parent
+
+    @staticmethod
+    def _effective(parent: Block, old: int | None, new: int | None) -> int:
+        """The parent's effective priority after a child's change. Its children are looked through only where the last
+        of those that gave it its priority has gone."""
+        if old is not None and old == parent.priority > parent.own_priority:
+            parent.top_children -= 1
+        if new is not None and new > parent.priority:
+            parent.top_children = 1
+            return new
+        if new is not None and new == parent.priority > parent.own_priority:
+            parent.top_children += 1
+        if parent.top_children or parent.priority == parent.own_priority:
+            return parent.priority
+        priorities = [child.priority for child in parent.children]
+        highest = max(priorities, default=0)
+        if highest <= parent.own_priority:
+            return parent.own_priority
+        parent.top_children = priorities.count(highest)
+        return highest

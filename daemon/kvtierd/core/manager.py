@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, ForeignLease, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.events import Cause, EventSequencer
-from kvtierd.core.evict import Evictor, PriorityLru
+from kvtierd.core.evict import Evictor, Listed, PriorityLru
 from kvtierd.core.flights import Edge, EdgeRecord
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import KEY_BYTES, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
@@ -61,7 +61,7 @@ class BlockManager:
         shapes: Sequence[GroupShape],
         sequencer: EventSequencer,
         policy: Policy | None = None,
-        make_evictor: Callable[[], Evictor] = PriorityLru,
+        make_evictor: Callable[[Listed], Evictor] = PriorityLru,
     ) -> None:
         self.cache = cache
         self._recorder = Recorder(cache, sequencer)

@@ -204,7 +204,7 @@ class Room:
         first."""
         state = self._state
         stuck = [b for b in state.index if (c := b.copies[tier]) is not None and c.still and b.claims == 0]
-        for block in sorted(stuck, key=Block.rank):
+        for block in sorted(stuck, key=lambda block: block.rank):
             members = state.subtree(block)
             if all(self._unused(member) for member in members):
                 for member in reversed(members):

@@ -6,6 +6,7 @@ it starts.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable
 from enum import IntEnum
 
@@ -31,14 +32,17 @@ class SlotState(IntEnum):
 
 
 class SlotTable:
-    """Knows states, not blocks. Slots are handed out last freed first."""
+    """Knows states, not blocks. Slots are handed out last freed first, fresh ones from the lowest number up.
+
+    Four bytes a free slot: a tier may have millions.
+    """
 
     __slots__ = ("_counts", "_free", "_states", "capacity")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._states = bytearray(capacity)
-        self._free = [SlotId(slot) for slot in range(capacity - 1, -1, -1)]
+        self._free = array("I", range(capacity - 1, -1, -1))
         self._counts = [0] * len(SlotState)
         self._counts[SlotState.FREE] = capacity
 
@@ -58,7 +62,7 @@ class SlotTable:
 
     def take(self, state: SlotState) -> SlotId:
         """A free slot, now in ``state``. The caller has checked that there is one."""
-        slot = self._free.pop()
+        slot = SlotId(self._free.pop())
         self._move(slot, SlotState.FREE, state)
         return slot
 
@@ -66,7 +70,7 @@ class SlotTable:
         """Puts these free slots in ``state``: what a recovered disk already holds."""
         for slot in slots:
             self._move(slot, SlotState.FREE, state)
-        self._free = [slot for slot in self._free if self._states[slot] == SlotState.FREE]
+        self._free = array("I", (slot for slot in self._free if self._states[slot] == SlotState.FREE))
 
     def change(self, slot: SlotId, to: SlotState) -> None:
         """Any change between states that are not FREE."""
@@ -84,9 +88,9 @@ class SlotTable:
 
     def shut(self) -> None:
         """Takes every free slot out of use."""
-        for slot in self._free:
+        for slot in self.free_slots():
             self._move(slot, SlotState.FREE, SlotState.QUARANTINED)
-        self._free.clear()
+        self._free = array("I")
 
     def reopen(self, bad: Collection[SlotId]) -> None:
         """Puts quarantined slots back in use, but not these."""
@@ -97,7 +101,7 @@ class SlotTable:
 
     def free_slots(self) -> tuple[SlotId, ...]:
         """For the checker."""
-        return tuple(self._free)
+        return tuple(map(SlotId, self._free))
 
     def _move(self, slot: SlotId, was: SlotState, to: SlotState) -> None:
         if self._states[slot] != was:

@@ -11,7 +11,7 @@ from typing import assert_never
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import Cause, EventType
-from kvtierd.core.evict import Evictor
+from kvtierd.core.evict import Evictor, Listed
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SessionId, SlotId, Tier
@@ -48,7 +48,7 @@ class WindowManager:
         shape: GroupShape,
         recorder: Recorder,
         policy: Policy,
-        make_evictor: Callable[[], Evictor],
+        make_evictor: Callable[[Listed], Evictor],
         new_lease: Callable[[SessionId, GroupState, Tier], Lease],
         refusal: Callable[[Ticket, RefusalReason, int, int, int], Refusal],
     ) -> None:
@@ -284,7 +284,7 @@ class WindowManager:
             self.state.stay(block, ticket.tier)
         ticket.copies.append(copy)
         if not copy.valid:
-            copy.waiters.append(ticket)
+            copy.waiters = (*copy.waiters, ticket)
             ticket.pending += 1
 
     def _present(self, block: Block, tier: Tier) -> Copy:
@@ -363,8 +363,7 @@ class WindowManager:
                 self.state.unclaim(block)
         else:
             for copy in ticket.copies:
-                if ticket in copy.waiters:
-                    copy.waiters.remove(ticket)
+                copy.waiters = tuple(waiter for waiter in copy.waiters if waiter is not ticket)
             self._drop_holds(ticket, 0)
         ticket.blocks, ticket.copies = [], []
         ticket.waiting = False
