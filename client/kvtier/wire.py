@@ -78,6 +78,7 @@ def spec_to_wire(spec: CacheSpec) -> caches_pb2.CacheSpec:
                         kv_heads=pool.kv_heads,
                         head_size=pool.head_size,
                         kv_factor=pool.kv_factor,
+                        dtype=pool.dtype,
                     )
                     for pool in group.pools
                 ],
@@ -97,7 +98,7 @@ def spec_from_wire(message: caches_pb2.CacheSpec) -> CacheSpec:
         groups=tuple(
             WindowGroupSpec(
                 window_tokens=group.window_tokens,
-                pools=tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor) for p in group.pools),
+                pools=tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor, p.dtype) for p in group.pools),
             )
             for group in message.groups
         ),

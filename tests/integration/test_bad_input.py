@@ -162,8 +162,8 @@ def spec(**changes: Any) -> caches_pb2.CacheSpec:
     return message
 
 
-def group(**pool: int) -> caches_pb2.WindowGroupSpec:
-    good = {"layers": 1, "kv_heads": 1, "head_size": 8, "kv_factor": 2}
+def group(**pool: Any) -> caches_pb2.WindowGroupSpec:
+    good: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_size": 8, "kv_factor": 2}
     return caches_pb2.WindowGroupSpec(pools=[caches_pb2.PoolSpec(**(good | pool))])
 
 
@@ -398,8 +398,11 @@ CASES = {
             ("a rank beyond the world", spec(rank=3, world_size=2), "rank", "3"),
             ("an empty world", spec(world_size=0), "world_size", "0"),
             ("no groups", spec(groups=[]), "groups", "0"),
-            ("two groups", spec(groups=[group(), group()]), "groups", "2"),
-            ("a sliding window", spec(groups=[sliding(64)]), "groups[0].window_tokens", "64"),
+            ("two groups alike", spec(groups=[group(), group()]), "groups[1].window_tokens", "0"),
+            ("two windows alike", spec(groups=[sliding(64), group(), sliding(64)]), "groups[2].window_tokens", "64"),
+            ("an endless window", spec(groups=[sliding(2**31)]), "groups[0].window_tokens", str(2**31)),
+            ("seventeen groups", spec(groups=[sliding(tokens) for tokens in range(17)]), "groups", "17"),
+            ("a pool of a dtype of its own", spec(groups=[group(dtype="fp8")]), "groups[0].pools[0].dtype", "fp8"),
             ("no pools", spec(groups=[caches_pb2.WindowGroupSpec()]), "groups[0].pools", "0"),
             ("no layers", spec(groups=[group(layers=0)]), "groups[0].pools[0].layers", "0"),
             ("minus one head", spec(groups=[group(kv_heads=MAX32)]), "groups[0].pools[0].kv_heads", str(MAX32)),

@@ -1,16 +1,18 @@
 """What a cache's bytes mean: the specification, its sizes and its fingerprint.
 
-Fingerprint, version 1: SHA-256 over, without padding, integers little-endian::
+Fingerprint: SHA-256 over, without padding, integers little-endian::
 
     16 bytes  b"kvtier.cachespec"
-    u32       version = 1
+    u32       version: 1 where every pool has the cache's dtype, else 2
     u32 + n   length of the model name in UTF-8, the name
     u32 + n   length of the dtype name, the name
     u32 x 4   tokens_per_block, rank, world_size, number of groups
     a group:  u32 window_tokens, u32 number of pools
     a pool:   u32 layers, u32 kv_heads, u32 head_size, u32 kv_factor
+              in version 2 also u32 + n, length of the pool's dtype name, the name
 
-Two caches may exchange bytes only where their fingerprints are equal.
+Two caches may exchange bytes only where their fingerprints are equal. A specification has one fingerprint for ever: a
+later version is only ever used for what the earlier ones cannot say.
 """
 
 from __future__ import annotations
@@ -40,9 +42,14 @@ FINGERPRINT_BYTES: Final = 32
 MAX_BLOCK_BYTES: Final = 1 << 30
 """Largest block of a group, over all its pools."""
 
-_FINGERPRINT_VERSION: Final = 1
+MAX_GROUPS: Final = 16
+MAX_POOLS: Final = 64
+"""Of one window group."""
+
+_ONE_DTYPE: Final = 1
+_DTYPE_A_POOL: Final = 2
 _MAX_MODEL_BYTES: Final = 256
-_MAX_POOLS: Final = 64
+_MAX_WINDOW_TOKENS: Final = 2**31 - 1
 _POOL_LIMITS: Final[Mapping[str, tuple[int, int]]] = {
     "layers": (1, 4096),
     "kv_heads": (1, 4096),
@@ -64,17 +71,22 @@ def padded(nbytes: int) -> int:
 
 @dataclass(slots=True, frozen=True)
 class PoolSpec:
-    """KV of the layers that share one KV-head configuration. ``kv_factor`` 2 = keys and values, 1 = keys only (MLA)."""
+    """What the layers of one KV-head configuration keep of a token, or an extra of it, such as block scales.
+
+    ``kv_factor`` 2 = keys and values, 1 = keys only (MLA). ``dtype`` "" = the cache's. Of 4-bit KV the data are a pool
+    of uint8 with half the head size, and their scales a pool of float8_e4m3 with a sixteenth.
+    """
 
     layers: int
     kv_heads: int
     head_size: int
     kv_factor: int = 2
+    dtype: str = ""
 
 
 @dataclass(slots=True, frozen=True)
 class WindowGroupSpec:
-    """All pools of one attention window size. ``window_tokens`` 0 = full attention."""
+    """All pools of one attention window size. ``window_tokens`` 0 = full attention, else a sliding window."""
 
     window_tokens: int = 0
     pools: tuple[PoolSpec, ...] = ()
@@ -111,25 +123,30 @@ class CacheSpec:
     def validate(self) -> None:
         """Raises :class:`SpecError` naming the first field at fault."""
         _check_name("model", self.model, _MAX_MODEL_BYTES)
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
-            raise SpecError("dtype", self.dtype, f"one of {', '.join(DTYPE_BYTES)}")
+        _check_dtype("dtype", self.dtype)
         require_int("tokens_per_block", self.tokens_per_block, 1, _MAX_TOKENS_PER_BLOCK, SpecError)
         require_int("world_size", self.world_size, 1, _MAX_WORLD_SIZE, SpecError)
         require_int("rank", self.rank, 0, self.world_size - 1, SpecError)
-        if len(self.groups) != 1:
-            raise SpecError("groups", len(self.groups), "exactly one group: this version has no window groups yet")
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise SpecError("groups", len(self.groups), f"1 to {MAX_GROUPS} groups")
+        windows: dict[int, int] = {}
         for index, group in enumerate(self.groups):
             self._validate_group(index, group)
+            first = windows.setdefault(group.window_tokens, index)
+            if first != index:
+                limit = f"another window than groups[{first}]: what has the same window is one group"
+                raise SpecError(f"groups[{index}].window_tokens", group.window_tokens, limit)
 
     def _validate_group(self, index: int, group: WindowGroupSpec) -> None:
         where = f"groups[{index}]"
-        if group.window_tokens != 0:
-            raise SpecError(f"{where}.window_tokens", group.window_tokens, "0: this version has full attention only")
-        if not 1 <= len(group.pools) <= _MAX_POOLS:
-            raise SpecError(f"{where}.pools", len(group.pools), f"1 to {_MAX_POOLS} pools")
+        require_int(f"{where}.window_tokens", group.window_tokens, 0, _MAX_WINDOW_TOKENS, SpecError)
+        if not 1 <= len(group.pools) <= MAX_POOLS:
+            raise SpecError(f"{where}.pools", len(group.pools), f"1 to {MAX_POOLS} pools")
         for number, pool in enumerate(group.pools):
             for name, (low, high) in _POOL_LIMITS.items():
                 require_int(f"{where}.pools[{number}].{name}", getattr(pool, name), low, high, SpecError)
+            if pool.dtype != "":
+                _check_dtype(f"{where}.pools[{number}].dtype", pool.dtype)
         if self.block_bytes(index) > MAX_BLOCK_BYTES:
             raise SpecError(where, self.block_bytes(index), f"at most {MAX_BLOCK_BYTES} bytes a block")
 
@@ -137,7 +154,7 @@ class CacheSpec:
         """Bytes of a block in a pool: layers x kv_factor x kv_heads x head_size x tokens_per_block x dtype bytes."""
         shape = self.groups[group].pools[pool]
         values = shape.layers * shape.kv_factor * shape.kv_heads * shape.head_size * self.tokens_per_block
-        return values * DTYPE_BYTES[self.dtype]
+        return values * DTYPE_BYTES[shape.dtype or self.dtype]
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block: its parts in all pools, without padding."""
@@ -153,21 +170,23 @@ class CacheSpec:
         return hashlib.sha256(b"".join(self._canonical())).digest()
 
     def _canonical(self) -> Iterator[bytes]:
+        one_dtype = all(pool.dtype in ("", self.dtype) for group in self.groups for pool in group.pools)
         yield b"kvtier.cachespec"
-        yield struct.pack("<I", _FINGERPRINT_VERSION)
-        for text in (self.model.encode(), self.dtype.encode()):
-            yield struct.pack("<I", len(text)) + text
+        yield struct.pack("<I", _ONE_DTYPE if one_dtype else _DTYPE_A_POOL)
+        yield from (_counted(self.model), _counted(self.dtype))
         yield struct.pack("<4I", self.tokens_per_block, self.rank, self.world_size, len(self.groups))
         for group in self.groups:
             yield struct.pack("<2I", group.window_tokens, len(group.pools))
             for pool in group.pools:
                 yield struct.pack("<4I", pool.layers, pool.kv_heads, pool.head_size, pool.kv_factor)
+                if not one_dtype:
+                    yield _counted(pool.dtype or self.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; :meth:`from_dict` reads them back to an equal specification."""
         values: dict[str, Any] = asdict(self)
         values["groups"] = [
-            {"window_tokens": group.window_tokens, "pools": [asdict(pool) for pool in group.pools]}
+            {"window_tokens": group.window_tokens, "pools": [_pool_to_dict(pool) for pool in group.pools]}
             for group in self.groups
         ]
         return values
@@ -182,7 +201,7 @@ class CacheSpec:
             group = _strict_fields(where, group_values, WindowGroupSpec)
             pools = _strict_list(f"{where}.pools", group["pools"])
             group["pools"] = tuple(
-                PoolSpec(**_strict_fields(f"{where}.pools[{number}]", pool, PoolSpec))
+                PoolSpec(**_strict_fields(f"{where}.pools[{number}]", pool, PoolSpec, optional="dtype"))
                 for number, pool in enumerate(pools)
             )
             groups.append(WindowGroupSpec(**group))
@@ -200,9 +219,25 @@ def _check_name(field: str, value: object, max_bytes: int) -> None:
         raise SpecError(field, value, limit)
 
 
-def _strict_fields(where: str, values: object, cls: type[Any]) -> dict[str, Any]:
+def _check_dtype(field: str, value: object) -> None:
+    if not isinstance(value, str) or value not in DTYPE_BYTES:
+        raise SpecError(field, value, f"one of {', '.join(DTYPE_BYTES)}")
+
+
+def _counted(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<I", len(encoded)) + encoded
+
+
+def _pool_to_dict(pool: PoolSpec) -> dict[str, Any]:
+    """Without a dtype where it is the cache's: so these were written before pools had one of their own."""
+    values = asdict(pool)
+    return values if pool.dtype else {name: value for name, value in values.items() if name != "dtype"}
+
+
+def _strict_fields(where: str, values: object, cls: type[Any], optional: str | None = None) -> dict[str, Any]:
     names = {field.name for field in fields(cls)}
-    if not isinstance(values, dict) or set(values) != names:
+    if not isinstance(values, dict) or not names - {optional} <= set(values) <= names:
         raise SpecError(where, values, f"an object with exactly the fields {', '.join(sorted(names))}")
     return dict(values)
 

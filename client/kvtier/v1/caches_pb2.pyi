@@ -49,7 +49,7 @@ global___WritePolicy = WritePolicy
 
 @typing.final
 class PoolSpec(google.protobuf.message.Message):
-    """KV of the layers that share one KV-head configuration.
+    """KV of the layers that share one KV-head configuration, or an extra of it.
     Bytes a block = layers * kv_factor * kv_heads * head_size * tokens_per_block * size of dtype.
     """
 
@@ -59,11 +59,14 @@ class PoolSpec(google.protobuf.message.Message):
     KV_HEADS_FIELD_NUMBER: builtins.int
     HEAD_SIZE_FIELD_NUMBER: builtins.int
     KV_FACTOR_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
     layers: builtins.int
     kv_heads: builtins.int
     head_size: builtins.int
     kv_factor: builtins.int
     """2 = keys and values, 1 = keys only (MLA)"""
+    dtype: builtins.str
+    """"": the cache's. An extra pool, of scales for example, has one of its own"""
     def __init__(
         self,
         *,
@@ -71,14 +74,15 @@ class PoolSpec(google.protobuf.message.Message):
         kv_heads: builtins.int = ...,
         head_size: builtins.int = ...,
         kv_factor: builtins.int = ...,
+        dtype: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["head_size", b"head_size", "kv_factor", b"kv_factor", "kv_heads", b"kv_heads", "layers", b"layers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "head_size", b"head_size", "kv_factor", b"kv_factor", "kv_heads", b"kv_heads", "layers", b"layers"]) -> None: ...
 
 global___PoolSpec = PoolSpec
 
 @typing.final
 class WindowGroupSpec(google.protobuf.message.Message):
-    """All pools of one attention window size."""
+    """All pools of one attention window size, which no other group of the cache has."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -81,7 +81,7 @@ class BlocksService:
     async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validate.tier("tier", request.tier, _leasable(cache))
-        wanted = validate.count("count", request.count, 1, cache.slots[tier])
+        wanted = validate.count("count", request.count, 1, cache.slots[tier][group])
         wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)

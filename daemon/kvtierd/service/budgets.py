@@ -7,35 +7,47 @@ the disk for the disk, in the state directory for the memory tiers.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
 from kvtier.abi.layout import MAX_SLOTS
-from kvtier.abi.spec import CacheSpec, padded
+from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import common_pb2
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
+from kvtierd.service.split import least_bytes, most_bytes, split
 from kvtierd.tiers.base import DamagedDirectory
 from kvtierd.tiers.disk.files import io_errors, make_private_directory
 from kvtierd.tiers.disk.superblock import read_superblock, write_superblock
 
-Slots = Mapping[Tier, int]
-"""Slots by tier, of the one window group; tiers that the cache lacks are absent."""
-
-GROUP: Final = GroupId(0)
-"""The one window group that a cache has for now (``CacheSpec.validate`` sees to it)."""
+Slots = Mapping[Tier, tuple[int, ...]]
+"""Slots by tier, one count a window group and none of them 0; tiers that the cache lacks are absent."""
 
 _KIND: Final = "budgets"
+_VERSION: Final = 2
+"""Of the remembered slots: a list by tier. Version 1, which does not say so, has one number: of the one group."""
 
 
-def slot_bytes(spec: CacheSpec) -> dict[Tier, int]:
-    """What a slot takes of each tier: on the device its pools' parts, elsewhere one record; padded alike."""
-    pools = range(len(spec.groups[GROUP].pools))
-    device = sum(padded(spec.pool_bytes(GROUP, pool)) for pool in pools)
-    return {Tier.DEVICE: device, Tier.HOST: spec.record_bytes(GROUP), Tier.DISK: spec.record_bytes(GROUP)}
+@dataclass(slots=True, frozen=True)
+class TierBudget:
+    """What a cache asks of a tier. ``group_bytes``: by hand, one a window group; none = split by the specification."""
+
+    nbytes: int
+    group_bytes: tuple[int, ...] = ()
+
+
+def group_slots(slots: Slots, group: GroupId) -> dict[Tier, int]:
+    """One group's slots by tier."""
+    return {tier: counts[group] for tier, counts in slots.items()}
+
+
+def tier_bytes(spec: CacheSpec, counts: tuple[int, ...]) -> int:
+    """What the slots of all groups take of a tier. A slot takes as much of each: its parts, padded alike."""
+    return sum(count * spec.record_bytes(group) for group, count in enumerate(counts))
 
 
 class Budgets:
@@ -56,40 +68,72 @@ class Budgets:
 
     def take(self, spec: CacheSpec, slots: Slots) -> None:
         """Must fit: see :meth:`slots_for`."""
-        for tier, count in slots.items():
-            self._taken[tier] += count * slot_bytes(spec)[tier]
+        for tier, counts in slots.items():
+            self._taken[tier] += tier_bytes(spec, counts)
 
     def give_back(self, spec: CacheSpec, slots: Slots) -> None:
-        for tier, count in slots.items():
-            self._taken[tier] -= count * slot_bytes(spec)[tier]
+        for tier, counts in slots.items():
+            self._taken[tier] -= tier_bytes(spec, counts)
 
-    def slots_for(self, spec: CacheSpec, asked: Mapping[Tier, int]) -> dict[Tier, int]:
-        """Slots for budgets in bytes; none asked = all that is left of every tier.
+    def slots_for(self, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> dict[Tier, tuple[int, ...]]:
+        """Slots for budgets; none asked = all that is left of every tier.
 
-        Raises RESOURCE_EXHAUSTED where more is asked than is left, INVALID_ARGUMENT for less than a slot.
+        Raises RESOURCE_EXHAUSTED where more is asked than is left, INVALID_ARGUMENT as :func:`slots_of`.
         """
-        each = slot_bytes(spec)
         if not asked:
-            found = {tier: min(self.left(tier) // each[tier], MAX_SLOTS) for tier in self.tiers}
-            found = {tier: count for tier, count in found.items() if count}
-            if not found:
-                raise _exhausted(self.tiers[0], 1, 0, f"{self.left(self.tiers[0])} bytes of it are left")
-            return found
-        return {tier: self._asked_slots(tier, size, each[tier]) for tier, size in asked.items()}
+            return self._all_left(spec)
+        for tier, budget in asked.items():
+            if budget.nbytes > self.left(tier):
+                wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier)))
+                says = f"{budget.nbytes} bytes of it were asked for, {self.left(tier)} are left"
+                raise _exhausted(tier, wanted, free, says)
+        return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
 
-    def _asked_slots(self, tier: Tier, size: int, each: int) -> int:
-        if size > self.left(tier):
-            says = f"{size} bytes of it were asked for, {self.left(tier)} are left"
-            raise _exhausted(tier, min(size // each, MAX_SLOTS), self.left(tier) // each, says)
-        count = size // each
-        if not 1 <= count <= MAX_SLOTS:
+    def _all_left(self, spec: CacheSpec) -> dict[Tier, tuple[int, ...]]:
+        shares = {tier: share_of(spec, self.left(tier)) for tier in self.tiers}
+        found = {tier: share for tier, share in shares.items() if share}
+        if not found:
+            top = self.tiers[0]
+            says = f"{self.left(top)} bytes of it are left, {least_bytes(spec)} are a slot for each window group"
+            raise _exhausted(top, len(spec.groups), 0, says)
+        return found
+
+
+def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
+    """Slots by group for so many bytes; empty where that is less than a slot for each."""
+    return split(spec, nbytes) if nbytes >= least_bytes(spec) else ()
+
+
+def slots_of(spec: CacheSpec, tier: Tier, budget: TierBudget) -> tuple[int, ...]:
+    """Slots by group for a tier's budget, whatever is left of the tier.
+
+    Raises INVALID_ARGUMENT for less than a slot for each group, or more than it could use.
+    """
+    field, groups = f"budgets[{tier}]", len(spec.groups)
+    if not least_bytes(spec) <= budget.nbytes <= most_bytes(spec):
+        limit = f"{least_bytes(spec)} to {most_bytes(spec)} bytes: 1 to {MAX_SLOTS} slots for each window group"
+        raise bad_argument(field, budget.nbytes, limit)
+    if not budget.group_bytes:
+        return split(spec, budget.nbytes)
+    if len(budget.group_bytes) != groups:
+        raise bad_argument(
+            f"{field}.group_bytes", f"{len(budget.group_bytes)} of them", f"{groups}, one a window group"
+        )
+    if sum(budget.group_bytes) > budget.nbytes:
+        says = f"together at most the tier's {budget.nbytes} bytes"
+        raise bad_argument(f"{field}.group_bytes", sum(budget.group_bytes), says)
+    for group, nbytes in enumerate(budget.group_bytes):
+        each = spec.record_bytes(group)
+        if not each <= nbytes <= each * MAX_SLOTS:
             limit = f"{each} to {each * MAX_SLOTS} bytes, 1 to {MAX_SLOTS} slots of {each} bytes"
-            raise bad_argument(f"budgets[{tier}]", size, limit)
-        return count
+            raise bad_argument(f"{field}.group_bytes[{group}]", nbytes, limit)
+    return tuple(nbytes // spec.record_bytes(group) for group, nbytes in enumerate(budget.group_bytes))
 
 
 def _exhausted(tier: Tier, wanted: int, free: int, says: str) -> CallRefused:
-    detail = common_pb2.ErrorDetail(reason="TIER_FULL", tier=wire.TIER_TO_WIRE[tier], wanted=wanted, free=free)
+    detail = common_pb2.ErrorDetail(
+        reason="TIER_FULL", tier=wire.TIER_TO_WIRE[tier], wanted=min(wanted, MAX_SLOTS), free=min(free, MAX_SLOTS)
+    )
     return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the {tier} tier is given out: {says}", detail)
 
 
@@ -102,19 +146,23 @@ class RememberedSlots:
     def __init__(self, path: Path) -> None:
         self._path = path
         content = read_superblock(path, _KIND)
-        self._slots: dict[str, dict[str, int]] = {} if content is None else _checked(path, content)
+        self._slots: dict[str, dict[str, tuple[int, ...]]] = {} if content is None else _checked(path, content)
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._slots)
 
-    def get(self, name: str) -> dict[Tier, int] | None:
+    def get(self, name: str) -> dict[Tier, tuple[int, ...]] | None:
         slots = self._slots.get(name)
-        return None if slots is None else {Tier[tier.upper()]: count for tier, count in slots.items()}
+        return None if slots is None else {Tier[tier.upper()]: counts for tier, counts in slots.items()}
+
+    def groups(self, name: str) -> int:
+        """How many window groups the cache has."""
+        return max(map(len, self._slots[name].values()), default=1)
 
     def put(self, name: str, slots: Slots) -> None:
         """Raises TierIOError."""
-        self._replace(self._slots | {name: {str(tier): count for tier, count in slots.items()}})
+        self._replace(self._slots | {name: {str(tier): counts for tier, counts in slots.items()}})
 
     def forget_gone(self, stored: Collection[str] | None) -> None:
         """Only caches that can still come back are left. ``stored``: those on disk; None while there is no disk tier,
@@ -122,21 +170,28 @@ class RememberedSlots:
         names = {name for name, slots in self._slots.items() if str(Tier.DISK) in slots} if stored is None else stored
         self._replace({name: slots for name, slots in self._slots.items() if name in names})
 
-    def _replace(self, slots: dict[str, dict[str, int]]) -> None:
+    def _replace(self, slots: dict[str, dict[str, tuple[int, ...]]]) -> None:
         if slots == self._slots:
             return
         with io_errors(f"cannot write {self._path}"):
             make_private_directory(self._path)
-            write_superblock(self._path, _KIND, {"caches": slots})
+            write_superblock(self._path, _KIND, {"version": _VERSION, "caches": slots})
         self._slots = slots
 
 
-def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:
     names = {str(tier) for tier in Tier}
+    version = content.get("version", 1)
+    if version not in (1, _VERSION):
+        raise DamagedDirectory(path, f"its budgets are of version {version}; this daemon reads 1 and {_VERSION}")
     try:
         return {
-            str(name): {tier: int(count) for tier, count in slots.items() if tier in names}
+            str(name): {tier: _counts(value, version) for tier, value in slots.items() if tier in names}
             for name, slots in content["caches"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedDirectory(path, f"its budgets make no sense: {error!r}") from error
+
+
+def _counts(value: Any, version: int) -> tuple[int, ...]:
+    return (int(value),) if version == 1 else tuple(int(count) for count in value)

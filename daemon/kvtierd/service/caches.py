@@ -11,7 +11,7 @@ from kvtier.abi.spec import CacheSpec, SpecError
 from kvtier.v1 import caches_pb2, common_pb2
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.service import validate, wire
-from kvtierd.service.budgets import GROUP, slot_bytes
+from kvtierd.service.budgets import TierBudget
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Cache, Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, unknown_cache
@@ -62,31 +62,40 @@ class CachesService:
     async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:
         return caches_pb2.ListCachesResponse(caches=[self._info(cache) for cache in self._catalog])
 
-    def _budgets(self, request: caches_pb2.OpenRequest) -> dict[Tier, int]:
-        budgets: dict[Tier, int] = {}
+    def _budgets(self, request: caches_pb2.OpenRequest) -> dict[Tier, TierBudget]:
+        budgets: dict[Tier, TierBudget] = {}
         for index, budget in enumerate(request.budgets):
             tier = validate.tier(f"budgets[{index}].tier", budget.tier, self._tiers)
             if tier in budgets:
                 raise bad_argument(f"budgets[{index}].tier", str(tier), "each tier once")
-            budgets[tier] = budget.bytes
+            budgets[tier] = TierBudget(budget.bytes, tuple(budget.group_bytes))
         return budgets
 
     def _info(self, cache: Cache) -> caches_pb2.CacheInfo:
-        each = slot_bytes(cache.spec)
-        tiers = [
-            caches_pb2.GroupTierInfo(tier=wire.TIER_TO_WIRE[tier], slots=slots, slot_bytes=each[tier])
-            for tier, slots in sorted(cache.slots.items())
-        ]
-        window_tokens = cache.spec.groups[GROUP].window_tokens
         return caches_pb2.CacheInfo(
             cache_id=cache.id,
             name=cache.name,
             spec=wire.spec(cache.spec),
             fingerprint=cache.fingerprint,
-            groups=[caches_pb2.GroupInfo(group=GROUP, window_tokens=window_tokens, tiers=tiers)],
+            groups=[_group_info(cache, group) for group in range(len(cache.spec.groups))],
             blocks=cache.runtime.manager.stats().blocks,
             sessions=sum(cache.id in session.caches for session in self._sessions),
         )
+
+
+def _group_info(cache: Cache, group: int) -> caches_pb2.GroupInfo:
+    each = cache.spec.record_bytes(group)
+    tiers = [
+        caches_pb2.GroupTierInfo(
+            tier=wire.TIER_TO_WIRE[tier],
+            slots=counts[group],
+            slot_bytes=each,
+            tokens=counts[group] * cache.spec.tokens_per_block,
+            bytes=counts[group] * each,
+        )
+        for tier, counts in sorted(cache.slots.items())
+    ]
+    return caches_pb2.GroupInfo(group=group, window_tokens=cache.spec.groups[group].window_tokens, tiers=tiers)
 
 
 def _valid(spec: CacheSpec) -> CacheSpec:

@@ -22,13 +22,22 @@ from kvtierd.core.manager import BlockManager, Recovered
 from kvtierd.core.policy import GroupShape
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.service.budgets import GROUP, Budgets, RememberedSlots, Slots, slot_bytes
+from kvtierd.service.budgets import (
+    Budgets,
+    RememberedSlots,
+    Slots,
+    TierBudget,
+    group_slots,
+    share_of,
+    slots_of,
+    tier_bytes,
+)
 from kvtierd.service.errors import bad_argument
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.device import Chaos, StandInDevice
-from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery
+from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery, StoredCache
 from kvtierd.tiers.host import HostStore
 
 T = TypeVar("T")
@@ -38,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Cache:
-    """An open cache. ``slots``: by tier, only tiers it has."""
+    """An open cache. ``slots``: by tier, only tiers it has, and by group."""
 
     runtime: CacheRuntime
     fingerprint: bytes
@@ -122,15 +131,15 @@ class Catalog:
         found = self._by_id.get(cache)
         return None if found is None else found.runtime.arena.fds(write=write)
 
-    async def open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, int]) -> tuple[Cache, bool]:
-        """The cache of this name, and whether it was made for this call. ``asked``: bytes by tier, none = what is left.
+    async def open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> tuple[Cache, bool]:
+        """The cache of this name, and whether it was made for this call. ``asked``: none = what is left of every tier.
 
         Once begun it goes on, whatever becomes of the caller: half a cache is no use to anybody.
         Raises INVALID_ARGUMENT (another spec, other budgets), RESOURCE_EXHAUSTED.
         """
         return await asyncio.shield(self._spawn(self._open(name, spec, asked), f"open-{name}"))
 
-    async def _open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, int]) -> tuple[Cache, bool]:
+    async def _open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> tuple[Cache, bool]:
         async with self._opening:
             cache = self._by_name.get(name)
             if cache is None:
@@ -151,7 +160,7 @@ class Catalog:
         self._announce_gone(remembered.names - names)
         await asyncio.to_thread(remembered.forget_gone, names if disk is not None else None)
         for position, cache in enumerate(stored):
-            slots = self._slots_of_stored(cache.name, cache.spec, cache.slots[GROUP], len(stored) - position)
+            slots = self._slots_of_stored(cache, len(stored) - position)
             await self._make(cache.name, cache.spec, slots, stored=True)
 
     def _announce_gone(self, names: Collection[str]) -> None:
@@ -159,7 +168,8 @@ class Catalog:
         for name in sorted(names):
             cache_id = CacheId(next(self._ids))
             self._names[cache_id] = name
-            self._engine.announce_gone(cache_id, GROUP, unclean=self._identity.unclean)
+            for group in range(self._stores.remembered.groups(name)):
+                self._engine.announce_gone(cache_id, GroupId(group), unclean=self._identity.unclean)
 
     async def close(self) -> None:
         """After the engine's shutdown: lets go of all memory and of the disk."""
@@ -173,18 +183,19 @@ class Catalog:
         if self._stores.disk is not None:
             self._stores.disk.close()
 
-    def _slots_of_stored(self, name: str, spec: CacheSpec, disk_slots: int, sharing: int) -> dict[Tier, int]:
+    def _slots_of_stored(self, cache: StoredCache, sharing: int) -> dict[Tier, tuple[int, ...]]:
         """``sharing``: how many caches, this one included, are still to be given a share where none is remembered."""
-        budgets, each = self._stores.budgets, slot_bytes(spec)
-        wanted = disk_slots * each[Tier.DISK]
+        budgets, spec = self._stores.budgets, cache.spec
+        on_disk = tuple(cache.slots[group] for group in sorted(cache.slots))
+        wanted = tier_bytes(spec, on_disk)
         if wanted > budgets.left(Tier.DISK):
-            limit = f"at least {wanted} more than its other caches take: the stored cache {name} has that much"
+            limit = f"at least {wanted} more than its other caches take: the stored cache {cache.name} has that much"
             raise TierConfigError("disk_bytes", budgets.left(Tier.DISK), limit)
-        remembered = self._stores.remembered.get(name)
-        slots = {Tier.DISK: disk_slots}
+        remembered = self._stores.remembered.get(cache.name)
+        slots = {Tier.DISK: on_disk}
         for tier in (Tier.DEVICE, Tier.HOST):
-            most = budgets.left(tier) // each[tier]
-            share = min(most, remembered.get(tier, 0)) if remembered is not None else most // sharing
+            had = remembered.get(tier, ()) if remembered is not None else share_of(spec, budgets.left(tier) // sharing)
+            share = had if tier_bytes(spec, had) <= budgets.left(tier) else share_of(spec, budgets.left(tier))
             if share:
                 slots[tier] = share
         return slots
@@ -209,8 +220,7 @@ class Catalog:
 
     def _introduce(self, name: str, spec: CacheSpec, slots: Slots, parts: _Parts, stored: bool) -> Cache:
         cache_id = CacheId(next(self._ids))
-        shape = GroupShape(GROUP, slots, {tier: size for tier, size in slot_bytes(spec).items() if tier in slots})
-        manager = BlockManager(cache_id, [shape], self._sequencer)
+        manager = BlockManager(cache_id, _shapes(spec, slots), self._sequencer)
         runtime = CacheRuntime(cache_id, name, spec, manager, parts.arena, parts.host, parts.device, parts.disk)
         cache = Cache(runtime, spec.fingerprint(), dict(slots))
         self._names[cache_id] = name
@@ -225,7 +235,8 @@ class Catalog:
     def _make_parts(self, name: str, spec: CacheSpec, slots: Slots, stored: bool) -> _Parts:
         """Blocks. Memory first, since unlike a disk store it is gone again without a trace if the rest fails."""
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
-        layout = ArenaLayout.plan(spec, {(GROUP, tier): slots[tier] for tier in slots})
+        places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
+        layout = ArenaLayout.plan(spec, places)
         arena = Arena.create(name, layout, identity)
         try:
             if not stored:
@@ -249,13 +260,20 @@ class Catalog:
             return None
         if stored:
             return root.open_cache(name)
-        return root.create(name, spec, {GROUP: slots[Tier.DISK]})
+        return root.create(name, spec, {GroupId(group): count for group, count in enumerate(slots[Tier.DISK])})
 
     def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _shapes(spec: CacheSpec, slots: Slots) -> list[GroupShape]:
+    groups = [GroupId(group) for group in range(len(spec.groups))]
+    return [
+        GroupShape(group, group_slots(slots, group), dict.fromkeys(slots, spec.record_bytes(group))) for group in groups
+    ]
 
 
 def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
@@ -265,14 +283,13 @@ def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
     }
 
 
-def _require_same(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, int]) -> None:
+def _require_same(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
     if cache.fingerprint != spec.fingerprint():
         difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
         limit = f"{getattr(cache.spec, difference)!r}, as cache {cache.name} has"
         raise bad_argument(f"spec.{difference}", getattr(spec, difference), limit, reason="SPEC_MISMATCH")
-    each = slot_bytes(spec)
-    for tier, size in asked.items():
-        has = cache.slots.get(tier, 0)
-        if size // each[tier] != has:
-            limit = f"{has * each[tier]} bytes, as cache {cache.name} has; or no budgets at all"
-            raise bad_argument(f"budgets[{tier}]", size, limit, reason="BUDGET_MISMATCH")
+    for tier, budget in asked.items():
+        has = cache.slots.get(tier, ())
+        if slots_of(spec, tier, budget) != has:
+            limit = f"{tier_bytes(spec, has)} bytes, as cache {cache.name} has; or no budgets at all"
+            raise bad_argument(f"budgets[{tier}]", budget.nbytes, limit, reason="BUDGET_MISMATCH")

@@ -10,10 +10,10 @@ from typing import Final
 import grpc
 
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
+from kvtierd.core.ids import GroupId
 from kvtierd.core.manager import ListingRow
 from kvtierd.mover.engine import Engine
 from kvtierd.service import validate, wire
-from kvtierd.service.budgets import GROUP
 from kvtierd.service.calls import StreamVerb
 from kvtierd.service.catalog import Cache, Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
@@ -85,20 +85,26 @@ class EventsService:
         for cache in list(self._catalog):
             if not wanted.wants_cache(cache.name):
                 continue
-            page = 0
-            while True:
-                listing = self._engine.listing(cache.id, GROUP, page, SLICE_BLOCKS)
-                if listing.rows:
-                    yield self._slice(cursor, cache, listing.rows)
-                    await asyncio.sleep(0)  # a stream that always has room would not let go of the loop
-                page = listing.next_page
-                if not page:
-                    break
+            for group in range(len(cache.spec.groups)):
+                async with aclosing(self._slices_of_group(cursor, cache, GroupId(group))) as slices:
+                    async for batch in slices:
+                        yield batch
 
-    def _slice(self, cursor: int, cache: Cache, rows: tuple[ListingRow, ...]) -> bytes:
+    async def _slices_of_group(self, cursor: int, cache: Cache, group: GroupId) -> AsyncGenerator[bytes, None]:
+        page = 0
+        while True:
+            listing = self._engine.listing(cache.id, group, page, SLICE_BLOCKS)
+            if listing.rows:
+                yield self._slice(cursor, cache, group, listing.rows)
+                await asyncio.sleep(0)  # a stream that always has room would not let go of the loop
+            page = listing.next_page
+            if not page:
+                break
+
+    def _slice(self, cursor: int, cache: Cache, group: GroupId, rows: tuple[ListingRow, ...]) -> bytes:
         slice = events_pb2.SnapshotSlice(
             cache=cache.name,
-            group=GROUP,
+            group=group,
             keys=b"".join(row.key for row in rows),
             parents=wire.parents(row.parent for row in rows),
             residency=bytes(row.residency for row in rows),

@@ -41,7 +41,11 @@ def spec(value: CacheSpec) -> caches_pb2.CacheSpec:
                 window_tokens=group.window_tokens,
                 pools=[
                     caches_pb2.PoolSpec(
-                        layers=pool.layers, kv_heads=pool.kv_heads, head_size=pool.head_size, kv_factor=pool.kv_factor
+                        layers=pool.layers,
+                        kv_heads=pool.kv_heads,
+                        head_size=pool.head_size,
+                        kv_factor=pool.kv_factor,
+                        dtype=pool.dtype,
                     )
                     for pool in group.pools
                 ],
@@ -62,7 +66,7 @@ def spec_from_wire(value: caches_pb2.CacheSpec) -> CacheSpec:
         groups=tuple(
             WindowGroupSpec(
                 window_tokens=group.window_tokens,
-                pools=tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor) for p in group.pools),
+                pools=tuple(PoolSpec(p.layers, p.kv_heads, p.head_size, p.kv_factor, p.dtype) for p in group.pools),
             )
             for group in value.groups
         ),

@@ -31,23 +31,26 @@ from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 MIB = 1 << 20
 IDENTITY = ArenaIdentity(fingerprint=bytes(range(32)), epoch=3, boot=5, pid=4321)
 
+pools = st.builds(
+    PoolSpec,
+    layers=st.integers(1, 3),
+    kv_heads=st.integers(1, 3),
+    head_size=st.integers(1, 200),
+    kv_factor=st.integers(1, 2),
+    dtype=st.sampled_from(["", "uint8", "float32"]),
+)
 groups = st.builds(
     WindowGroupSpec,
-    window_tokens=st.sampled_from([0, 1024]),
-    pools=st.lists(
-        st.builds(PoolSpec, layers=st.integers(1, 3), kv_heads=st.integers(1, 3), head_size=st.integers(1, 200)),
-        min_size=1,
-        max_size=3,
-    ).map(tuple),
+    window_tokens=st.sampled_from([0, 64, 1000, 1024]),
+    pools=st.lists(pools, min_size=1, max_size=3).map(tuple),
 )
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[CacheSpec, ArenaLayout]:
-    """Several groups and windows on purpose: the layout is ready for them before the rest of kvtier is."""
-    spec = CacheSpec(
-        "m", "float16", draw(st.integers(1, 16)), groups=tuple(draw(st.lists(groups, min_size=1, max_size=3)))
-    )
+    several = st.lists(groups, min_size=1, max_size=3, unique_by=lambda group: group.window_tokens)
+    spec = CacheSpec("m", "float16", draw(st.integers(1, 16)), groups=tuple(draw(several)))
+    spec.validate()
     places = [(group, tier) for group in range(len(spec.groups)) for tier in (DEVICE, HOST, DISK)]
     slots = draw(st.dictionaries(st.sampled_from(places), st.integers(0, 20)))
     return spec, ArenaLayout.plan(spec, slots)

@@ -20,16 +20,23 @@ pools = st.builds(
     kv_heads=st.integers(1, 16),
     head_size=st.integers(1, 256),
     kv_factor=st.integers(1, 2),
+    dtype=st.sampled_from(["", *sorted(DTYPE_BYTES)]),
+)
+groups = st.lists(
+    st.builds(WindowGroupSpec, st.integers(0, 2**31 - 1), st.lists(pools, min_size=1, max_size=4).map(tuple)),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda group: group.window_tokens,
 )
 specs = st.builds(
-    lambda model, dtype, tokens, rank, pools: CacheSpec(
-        model, dtype, tokens, rank, world_size=8, groups=(WindowGroupSpec(pools=tuple(pools)),)
+    lambda model, dtype, tokens, rank, groups: CacheSpec(
+        model, dtype, tokens, rank, world_size=8, groups=tuple(groups)
     ),
     model=st.text(st.characters(min_codepoint=33, max_codepoint=0x24F, categories=("L", "N", "P")), min_size=1),
     dtype=st.sampled_from(sorted(DTYPE_BYTES)),
     tokens=st.integers(1, 64),
     rank=st.integers(0, 7),
-    pools=st.lists(pools, min_size=1, max_size=4),
+    groups=groups,
 ).filter(lambda spec: len(spec.model.encode()) <= 256)
 
 
@@ -40,6 +47,24 @@ def with_pool(**changes: Any) -> CacheSpec:
 
 def test_sizes_of_a_known_model() -> None:
     assert LLAMA.pool_bytes(0, 0) == LLAMA.block_bytes(0) == LLAMA.record_bytes(0) == 2 * 1024 * 1024
+
+
+def test_an_odd_block_is_sized_to_the_byte() -> None:
+    """Multi-head latent attention in fp8: 61 layers of one compressed vector of 576 a token."""
+    spec = CacheSpec.single("deepseek-r1", "float8_e4m3", 32, layers=61, kv_heads=1, head_size=576, kv_factor=1)
+    assert spec.block_bytes(0) == 61 * 576 * 32 == 1_124_352
+    assert spec.block_bytes(0) % PAGE != 0
+    assert spec.record_bytes(0) == 275 * PAGE
+
+
+def test_scales_are_a_pool_of_their_own_dtype() -> None:
+    """4-bit KV: two values a byte, and a float8 scale for each 16 of them."""
+    data = PoolSpec(32, 8, 64, dtype="uint8")
+    scales = PoolSpec(32, 8, 8, dtype="float8_e4m3")
+    spec = CacheSpec("m", "bfloat16", 32, groups=(WindowGroupSpec(pools=(data, scales)),))
+    spec.validate()
+    values = 32 * 2 * 8 * 128 * 32
+    assert [spec.pool_bytes(0, pool) for pool in (0, 1)] == [values // 2, values // 16]
 
 
 def test_record_pads_each_pool_on_its_own() -> None:
@@ -73,6 +98,42 @@ def test_fingerprint_is_the_documented_encoding() -> None:
     assert LLAMA.fingerprint().hex() == "b16c9d97f72fe93351cc2ba4535c26cf0a9ab3e5001a3f2fdef8be7285d02352"
 
 
+def test_fingerprint_of_pools_with_their_own_dtype_is_the_documented_encoding() -> None:
+    encoded = (
+        b"kvtier.cachespec"
+        + struct.pack("<I", 2)
+        + struct.pack("<I", 1)
+        + b"m"
+        + struct.pack("<I", 5)
+        + b"uint8"
+        + struct.pack("<4I", 16, 0, 1, 2)
+        + struct.pack("<2I", 0, 2)
+        + struct.pack("<4I", 4, 3, 2, 1)
+        + struct.pack("<I", 5)
+        + b"uint8"
+        + struct.pack("<4I", 4, 3, 1, 1)
+        + struct.pack("<I", 7)
+        + b"float32"
+        + struct.pack("<2I", 1024, 1)
+        + struct.pack("<4I", 1, 1, 1, 2)
+        + struct.pack("<I", 5)
+        + b"uint8"
+    )
+    first = WindowGroupSpec(0, (PoolSpec(4, 3, 2, 1), PoolSpec(4, 3, 1, 1, "float32")))
+    spec = CacheSpec("m", "uint8", 16, groups=(first, WindowGroupSpec(1024, (PoolSpec(1, 1, 1),))))
+    assert spec.fingerprint() == hashlib.sha256(encoded).digest()
+
+
+def test_a_pool_that_names_the_cache_s_dtype_says_nothing_new() -> None:
+    assert with_pool(dtype="bfloat16").fingerprint() == LLAMA.fingerprint()
+
+
+def test_specs_written_before_pools_had_a_dtype_are_read() -> None:
+    values = LLAMA.to_dict()
+    assert set(values["groups"][0]["pools"][0]) == {"layers", "kv_heads", "head_size", "kv_factor"}
+    assert CacheSpec.from_dict(values) == LLAMA
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -85,6 +146,9 @@ def test_fingerprint_is_the_documented_encoding() -> None:
         with_pool(kv_heads=4),
         with_pool(head_size=64),
         with_pool(kv_factor=1),
+        with_pool(dtype="float16"),
+        dataclasses.replace(LLAMA, groups=(WindowGroupSpec(4096, LLAMA.groups[0].pools),)),
+        dataclasses.replace(LLAMA, groups=(*LLAMA.groups, WindowGroupSpec(4096, LLAMA.groups[0].pools))),
         dataclasses.replace(LLAMA, groups=(WindowGroupSpec(pools=LLAMA.groups[0].pools * 2),)),
     ],
 )
@@ -115,14 +179,21 @@ def test_json_round_trip_keeps_spec_and_fingerprint(spec: CacheSpec) -> None:
         (dataclasses.replace(LLAMA, world_size=0), "world_size"),
         (dataclasses.replace(LLAMA, rank=1), "rank"),
         (dataclasses.replace(LLAMA, groups=()), "groups"),
-        (dataclasses.replace(LLAMA, groups=LLAMA.groups * 2), "groups"),
-        (dataclasses.replace(LLAMA, groups=(WindowGroupSpec(4096, LLAMA.groups[0].pools),)), "groups[0].window_tokens"),
+        (dataclasses.replace(LLAMA, groups=LLAMA.groups * 2), "groups[1].window_tokens"),
+        (dataclasses.replace(LLAMA, groups=LLAMA.groups * 17), "groups"),
+        (dataclasses.replace(LLAMA, groups=(WindowGroupSpec(-1, LLAMA.groups[0].pools),)), "groups[0].window_tokens"),
+        (
+            dataclasses.replace(LLAMA, groups=(WindowGroupSpec(2**31, LLAMA.groups[0].pools),)),
+            "groups[0].window_tokens",
+        ),
         (dataclasses.replace(LLAMA, groups=(WindowGroupSpec(pools=()),)), "groups[0].pools"),
         (dataclasses.replace(LLAMA, groups=(WindowGroupSpec(pools=LLAMA.groups[0].pools * 65),)), "groups[0].pools"),
         (with_pool(layers=0), "groups[0].pools[0].layers"),
         (with_pool(kv_heads=-1), "groups[0].pools[0].kv_heads"),
         (with_pool(head_size=1.5), "groups[0].pools[0].head_size"),
         (with_pool(kv_factor=3), "groups[0].pools[0].kv_factor"),
+        (with_pool(dtype="fp8"), "groups[0].pools[0].dtype"),
+        (with_pool(dtype=None), "groups[0].pools[0].dtype"),
         (with_pool(layers=4096, kv_heads=4096, head_size=65536), "groups[0]"),
     ],
 )

@@ -7,36 +7,74 @@ import pytest
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import Tier
-from kvtierd.service.budgets import Budgets, RememberedSlots, slot_bytes
+from kvtierd.service.budgets import Budgets, RememberedSlots, TierBudget, tier_bytes
 from kvtierd.service.errors import CallRefused
 from kvtierd.tiers.base import DamagedDirectory
-from kvtierd.tiers.disk.superblock import SUPERBLOCK
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, write_superblock
 
 SPEC = CacheSpec("m", "uint8", 16, groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, 100), PoolSpec(1, 2, 200))),))
+EACH = SPEC.record_bytes(0)
+
+WINDOWS = CacheSpec(
+    "m",
+    "uint8",
+    16,
+    groups=(
+        WindowGroupSpec(0, (PoolSpec(1, 1, 128),)),  # a page a slot
+        WindowGroupSpec(100, (PoolSpec(2, 1, 128),)),  # two pages, seven blocks cover the window
+    ),
+)
+PAGE, TWO = WINDOWS.record_bytes(0), WINDOWS.record_bytes(1)
 
 
 def test_a_slot_takes_padded_parts_in_every_tier() -> None:
-    assert slot_bytes(SPEC) == dict.fromkeys(Tier, 4096 + 4 * 4096)
+    assert tier_bytes(SPEC, (3,)) == 3 * (4096 + 4 * 4096)
+    assert tier_bytes(WINDOWS, (3, 2)) == 3 * 4096 + 2 * 8192
 
 
 def test_nothing_asked_means_all_that_is_left() -> None:
-    each = slot_bytes(SPEC)[Tier.HOST]
-    budgets = Budgets({Tier.DEVICE: 3 * each, Tier.HOST: 5 * each + 100})
-    assert budgets.slots_for(SPEC, {}) == {Tier.DEVICE: 3, Tier.HOST: 5}
-    budgets.take(SPEC, {Tier.DEVICE: 3, Tier.HOST: 1})
-    assert budgets.slots_for(SPEC, {}) == {Tier.HOST: 4}
-    budgets.take(SPEC, {Tier.HOST: 4})
+    budgets = Budgets({Tier.DEVICE: 3 * EACH, Tier.HOST: 5 * EACH + 100})
+    assert budgets.slots_for(SPEC, {}) == {Tier.DEVICE: (3,), Tier.HOST: (5,)}
+    budgets.take(SPEC, {Tier.DEVICE: (3,), Tier.HOST: (1,)})
+    assert budgets.slots_for(SPEC, {}) == {Tier.HOST: (4,)}
+    budgets.take(SPEC, {Tier.HOST: (4,)})
     with pytest.raises(CallRefused) as refused:
         budgets.slots_for(SPEC, {})
     assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    budgets.give_back(SPEC, {Tier.HOST: 4})
-    assert budgets.slots_for(SPEC, {}) == {Tier.HOST: 4}
+    budgets.give_back(SPEC, {Tier.HOST: (4,)})
+    assert budgets.slots_for(SPEC, {}) == {Tier.HOST: (4,)}
+
+
+def test_a_tier_without_a_slot_for_each_group_is_not_given() -> None:
+    budgets = Budgets({Tier.DEVICE: PAGE + TWO - 1, Tier.HOST: PAGE + TWO})
+    assert budgets.slots_for(WINDOWS, {}) == {Tier.HOST: (1, 1)}
 
 
 def test_what_is_asked_is_given_in_whole_slots() -> None:
-    each = slot_bytes(SPEC)[Tier.HOST]
-    budgets = Budgets({Tier.DEVICE: 3 * each, Tier.HOST: 5 * each})
-    assert budgets.slots_for(SPEC, {Tier.HOST: 2 * each + 1}) == {Tier.HOST: 2}
+    budgets = Budgets({Tier.DEVICE: 3 * EACH, Tier.HOST: 5 * EACH})
+    assert budgets.slots_for(SPEC, {Tier.HOST: TierBudget(2 * EACH + 1)}) == {Tier.HOST: (2,)}
+
+
+def test_groups_are_given_what_was_asked_by_hand() -> None:
+    budgets = Budgets({Tier.HOST: 1 << 20})
+    asked = TierBudget(1 << 20, (5 * PAGE, 3 * TWO + 1))
+    assert budgets.slots_for(WINDOWS, {Tier.HOST: asked}) == {Tier.HOST: (5, 3)}
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "field"),
+    [
+        ((1 << 19,), "budgets[host].group_bytes"),
+        ((1 << 19, 1 << 18, 1 << 18), "budgets[host].group_bytes"),
+        ((1 << 19, (1 << 19) + 1), "budgets[host].group_bytes"),
+        ((1 << 19, TWO - 1), "budgets[host].group_bytes[1]"),
+        ((0, 1 << 19), "budgets[host].group_bytes[0]"),
+    ],
+)
+def test_shares_by_hand_that_cannot_be(by_hand: tuple[int, ...], field: str) -> None:
+    with pytest.raises(CallRefused) as refused:
+        Budgets({Tier.HOST: 1 << 20}).slots_for(WINDOWS, {Tier.HOST: TierBudget(1 << 20, by_hand)})
+    assert (refused.value.code, refused.value.detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
 @pytest.mark.parametrize(
@@ -51,32 +89,48 @@ def test_what_is_asked_is_given_in_whole_slots() -> None:
 def test_budgets_that_cannot_be_given(size: int, code: grpc.StatusCode, reason: str) -> None:
     budgets = Budgets({Tier.HOST: 1 << 20})
     with pytest.raises(CallRefused) as refused:
-        budgets.slots_for(SPEC, {Tier.HOST: size})
+        budgets.slots_for(SPEC, {Tier.HOST: TierBudget(size)})
     assert (refused.value.code, refused.value.detail.reason) == (code, reason)
     assert budgets.left(Tier.HOST) == 1 << 20
 
 
 def test_slots_are_remembered_over_a_restart(tmp_path: Path) -> None:
-    RememberedSlots(tmp_path / "caches").put("one", {Tier.HOST: 3, Tier.DISK: 9})
+    RememberedSlots(tmp_path / "caches").put("one", {Tier.HOST: (3, 4), Tier.DISK: (9, 1)})
     again = RememberedSlots(tmp_path / "caches")
-    assert again.get("one") == {Tier.HOST: 3, Tier.DISK: 9}
+    assert again.get("one") == {Tier.HOST: (3, 4), Tier.DISK: (9, 1)}
+    assert again.groups("one") == 2
     assert again.get("two") is None
+
+
+def test_slots_remembered_before_there_were_groups_are_read(tmp_path: Path) -> None:
+    write_superblock(tmp_path, "budgets", {"caches": {"old": {"host": 3, "disk": 9}}})
+    remembered = RememberedSlots(tmp_path)
+    assert remembered.get("old") == {Tier.HOST: (3,), Tier.DISK: (9,)}
+    remembered.put("new", {Tier.HOST: (1, 2)})
+    again = RememberedSlots(tmp_path)
+    assert (again.get("old"), again.get("new")) == ({Tier.HOST: (3,), Tier.DISK: (9,)}, {Tier.HOST: (1, 2)})
+
+
+def test_slots_remembered_by_a_later_daemon_are_refused(tmp_path: Path) -> None:
+    write_superblock(tmp_path, "budgets", {"version": 3, "caches": {}})
+    with pytest.raises(DamagedDirectory, match="version 3"):
+        RememberedSlots(tmp_path)
 
 
 @pytest.mark.parametrize(("stored", "left"), [({"stored"}, {"stored"}), (None, {"stored", "unmade"}), (set(), set())])
 def test_caches_that_cannot_come_back_are_forgotten(tmp_path: Path, stored: set[str] | None, left: set[str]) -> None:
     """Without a disk tier nobody can tell which of those with disk slots are there."""
     remembered = RememberedSlots(tmp_path)
-    remembered.put("stored", {Tier.DEVICE: 1, Tier.DISK: 9})
-    remembered.put("unmade", {Tier.DEVICE: 1, Tier.DISK: 9})
-    remembered.put("volatile", {Tier.DEVICE: 1, Tier.HOST: 9})
+    remembered.put("stored", {Tier.DEVICE: (1,), Tier.DISK: (9,)})
+    remembered.put("unmade", {Tier.DEVICE: (1,), Tier.DISK: (9,)})
+    remembered.put("volatile", {Tier.DEVICE: (1,), Tier.HOST: (9,)})
     assert remembered.names == {"stored", "unmade", "volatile"}
     remembered.forget_gone(stored)
     assert RememberedSlots(tmp_path).names == left
 
 
 def test_damaged_memory_is_refused(tmp_path: Path) -> None:
-    RememberedSlots(tmp_path).put("one", {Tier.HOST: 3})
+    RememberedSlots(tmp_path).put("one", {Tier.HOST: (3,)})
     (tmp_path / SUPERBLOCK).write_bytes((tmp_path / SUPERBLOCK).read_bytes().replace(b"3", b"4"))
     with pytest.raises(DamagedDirectory):
         RememberedSlots(tmp_path)

@@ -108,7 +108,7 @@ async def test_without_the_disk_tier_its_caches_rest(short_dir: Path) -> None:
 async def test_a_cache_that_died_in_the_making_is_announced_as_gone_once(short_dir: Path) -> None:
     """Its slots are remembered before its files are made."""
     await with_caches(short_dir)
-    RememberedSlots(short_dir / "state" / "caches").put("half", {Tier.DEVICE: 3, Tier.DISK: 20})
+    RememberedSlots(short_dir / "state" / "caches").put("half", {Tier.DEVICE: (3,), Tier.DISK: (20,)})
     assert [await last_event(short_dir) for _ in range(3)] == [1, 1, 1]
 
 
