@@ -22,10 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape
 from kvtierd.tiers.disk.index import Changes, Index, index_bytes
-from kvtierd.tiers.disk.records import encode_record
+from kvtierd.tiers.disk.records import Place, encode_record
 from kvtierd.tiers.disk.recovery import recover_group
 from kvtierd.tiers.disk.store import create_files
 
@@ -111,7 +112,7 @@ def measure_writes(directory: Path, block_bytes: int, slot_count: int, adjacent:
     def one_round(lot: list[int], leaving: list[tuple[GroupId, Key, SlotId]]) -> None:
         keys = [key(next(names)) for _ in lot]
         writes = [
-            DiskWrite(GROUP, SlotId(slot), name, None, 35, [part])
+            DiskWrite(GROUP, SlotId(slot), name, None, Traits(35), [part])
             for slot, name, part in zip(lot, keys, parts, strict=True)
         ]
         started = time.perf_counter()
@@ -166,7 +167,12 @@ def measure_recovery(directory: Path, blocks: int) -> RecoveryResult:
     slots, uses = rng.permutation(blocks).tolist(), (1 + rng.permutation(blocks)).tolist()
     keys = [key(number) for number in range(blocks)]
     puts = [
-        (name, encode_record(slots[n], keys[n - 1] if n % 16 else None, 35, uses[n], shape.record_bytes, bytes(16)))
+        (
+            name,
+            encode_record(
+                Place(slots[n], uses[n], shape.record_bytes, bytes(16)), keys[n - 1] if n % 16 else None, Traits(35)
+            ),
+        )
         for n, name in enumerate(keys)
     ]
     for start in range(0, blocks, 4096):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.manager import Recovered
+from kvtierd.core.traits import Traits
 from tests.simulation.memory import POISON, ROT, Content, is_block
 from tests.simulation.violation import require
 
@@ -19,7 +20,7 @@ from tests.simulation.violation import require
 class Record:
     slot: SlotId
     parent: Key | None
-    priority: int
+    traits: Traits
     last_use: int
 
 
@@ -27,7 +28,7 @@ class Record:
 class Write:
     key: Key
     parent: Key | None
-    priority: int
+    traits: Traits
     slot: SlotId
     content: Content
 
@@ -62,7 +63,7 @@ class Disk:
             if write.key in self.records:
                 self._delete(write.key)
             self._clock += 1
-            self.records[write.key] = Record(write.slot, write.parent, write.priority, self._clock)
+            self.records[write.key] = Record(write.slot, write.parent, write.traits, self._clock)
             self._holders[write.slot] = write.key
         return refused
 
@@ -101,7 +102,7 @@ class Disk:
         while ready:
             _, key = heapq.heappop(ready)
             record = self.records[key]
-            order.append(Recovered(record.slot, key, record.parent, record.priority))
+            order.append(Recovered(record.slot, key, record.parent, record.traits))
             for child in children.get(key, ()):
                 heapq.heappush(ready, (self.records[child].last_use, child))
         for key in self.records.keys() - {record.key for record in order}:

@@ -154,7 +154,7 @@ class Mover:
             if position not in journey.failed:
                 content = self._copied(journey, position, item)
                 self._store.put_payload(_slot(item), content)
-                writes[item.key] = Write(item.key, item.parent, item.priority, _slot(item), content)
+                writes[item.key] = Write(item.key, item.parent, item.traits, _slot(item), content)
         refused = self._store.commit(list(writes.values()), ())
         journey.failed |= {n for n, item in enumerate(journey.move.items) if item.key in refused}
 

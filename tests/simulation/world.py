@@ -91,7 +91,7 @@ class World:
         shape = GroupShape(GROUP, self.slots, dict.fromkeys(self.slots, SLOT_BYTES))
         self.core = BlockManager(CACHE, [shape], self._sequencer, self.setup.policy)
         recovered = self.disk.recover() if self.disk else []
-        self.own_priority.update((record.key, record.priority) for record in recovered)
+        self.own_priority.update((record.key, record.traits.priority) for record in recovered)
         self.seen["recovered"] += len(recovered)
         bad = self.disk.bad if self.disk else set()
         self._carry_out(

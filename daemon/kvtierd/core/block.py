@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
 from kvtierd.core.ids import BlockId, Key, SlotId, Tier
+from kvtierd.core.traits import Traits
 
 if TYPE_CHECKING:
     from kvtierd.core.tickets import FetchTicket
@@ -74,7 +75,7 @@ class Block:
     ``rank``: eviction order, lowest first: priority, then last use; unique, and comparable only inside a group.
     ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
     ``disk_children``: indexed children with a copy on disk, or on the way there.
-    ``duration_ms`` and ``deadline_ns``: of its own priority; 0 = for ever, and 0 = its clock stands.
+    ``duration_ms``, ``deadline_ns`` and ``label``: as in :class:`Traits`.
     ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
     """
 
@@ -89,6 +90,7 @@ class Block:
         "id",
         "indexed",
         "key",
+        "label",
         "next_sibling",
         "own_priority",
         "parent",
@@ -98,7 +100,7 @@ class Block:
         "top_children",
     )
 
-    def __init__(self, id: BlockId, key: Key, parent: Block | None, priority: int) -> None:
+    def __init__(self, id: BlockId, key: Key, parent: Block | None, traits: Traits) -> None:
         self.id = id
         self.key = key
         self.parent = parent
@@ -106,12 +108,12 @@ class Block:
         self.first_child: Block | None = None
         self.next_sibling: Block | None = None
         self.previous_sibling: Block | None = None
-        self.own_priority = priority
-        self.duration_ms = 0
-        self.deadline_ns = 0
-        self.priority = priority
+        self.own_priority = self.priority = traits.priority
+        self.duration_ms = traits.duration_ms
+        self.deadline_ns = traits.deadline_ns
+        self.label = traits.label
         self.top_children = 0
-        self.rank = priority << _USE_BITS
+        self.rank = traits.priority << _USE_BITS
         self.copies: list[Copy | None] = [None, None, None]
         self.claims = 0
         self.disk_children = 0
@@ -127,6 +129,11 @@ class Block:
                 mask |= bit
             bit <<= 1
         return mask
+
+    @property
+    def traits(self) -> Traits:
+        """As they are now."""
+        return Traits(self.own_priority, self.duration_ms, self.deadline_ns, self.label)
 
     @property
     def parent_key(self) -> Key | None:

@@ -19,6 +19,7 @@ from kvtierd.core.outcome import SlotRef
 from kvtierd.core.policy import MAX_PRIORITY, GroupShape, Policy
 from kvtierd.core.recorder import Recorder, Transfer, move_item
 from kvtierd.core.slots import SlotState, SlotTable
+from kvtierd.core.traits import Traits
 
 NEVER_KEPT: Final = MAX_PRIORITY + 1
 """A threshold no priority reaches: there is no tier below."""
@@ -359,12 +360,12 @@ class GroupState:
 
     # -- existence -------------------------------------------------------------------------------------------------
 
-    def insert(self, key: Key, parent: Block | None, priority: int, tier: Tier, slot: SlotId, cause: Cause) -> Block:
+    def insert(self, key: Key, parent: Block | None, traits: Traits, tier: Tier, slot: SlotId, cause: Cause) -> Block:
         """Indexes a new block whose bytes are READY in a slot that is not FREE."""
         if parent is not None and not parent.indexed:
             raise InvariantViolation(f"block {parent.id} gets a child but is not indexed")
         self._last_block += 1
-        block = Block(BlockId(self._last_block), key, parent, priority)
+        block = Block(BlockId(self._last_block), key, parent, traits)
         block.indexed = True
         self._clock += 1
         block.used(self._clock)

@@ -21,6 +21,7 @@ from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, ReserveTicket, Ticket
+from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label
 from kvtierd.core.verbs import (
     BlockResult,
     ChainRequest,
@@ -227,7 +228,7 @@ class BlockManager:
         parent = index.get(item.parent) if item.parent is not None else None
         if parent is None and item.parent is not None:
             return BlockResult.PARENT_MISSING
-        touched.append(window.commit(lease, item.slot, item.key, parent, item.priority))
+        touched.append(window.commit(lease, item.slot, item.key, parent, item.traits))
         return BlockResult.OK
 
     def acquire(
@@ -487,3 +488,12 @@ class BlockManager:
                 raise BadArgument("parents", item.key.hex(), "a block is not its own parent")
             if not MIN_PRIORITY <= item.priority <= MAX_PRIORITY:
                 raise BadArgument("priorities", item.priority, f"{MIN_PRIORITY} to {MAX_PRIORITY}")
+            if item.label is not None:
+                _check_label(item.label)
+
+
+def _check_label(label: Label) -> None:
+    if len(label.event_hash) not in EVENT_HASH_BYTES:
+        raise BadArgument("event_hashes", f"{len(label.event_hash)} bytes", "0, 8 or 32 bytes a block")
+    if len(label.tokens) > MAX_TOKEN_BYTES:
+        raise BadArgument("tokens", f"{len(label.tokens)} bytes", f"at most {MAX_TOKEN_BYTES} bytes a block")

@@ -12,6 +12,7 @@ from enum import Enum
 
 from kvtierd.core.events import Cause, Event
 from kvtierd.core.ids import GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.traits import Traits
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,17 +28,14 @@ class SlotRef:
 class MoveItem:
     """One block of a move. ``dst`` is None where a disk slot is retired: its index record goes, nothing is copied.
 
-    ``duration_ms``: of its retention, 0 = for ever. ``deadline_ns``: wall time at which its own priority falls, 0 where
-    its clock does not run (see ``core/retention.py``). A record on disk keeps both.
+    A record on disk keeps its ``traits``.
     """
 
     key: Key
     parent: Key | None
-    priority: int
+    traits: Traits
     src: SlotId
     dst: SlotId | None
-    duration_ms: int = 0
-    deadline_ns: int = 0
 
 
 @dataclass(slots=True, frozen=True)

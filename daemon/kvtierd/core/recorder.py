@@ -7,7 +7,7 @@ from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, GroupId, Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ids import CacheId, GroupId, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
 
 MAX_EVENT_BLOCKS: Final = 256
@@ -158,5 +158,4 @@ class Recorder:
 
 def move_item(block: Block, src: SlotId, dst: SlotId | None) -> MoveItem:
     """The wire of a move: what the mover needs to know of a block."""
-    parent: Key | None = block.parent_key
-    return MoveItem(block.key, parent, block.own_priority, src, dst, block.duration_ms, block.deadline_ns)
+    return MoveItem(block.key, block.parent_key, block.traits, src, dst)

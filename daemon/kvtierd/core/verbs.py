@@ -9,6 +9,7 @@ from enum import IntEnum
 from kvtierd.core.flights import Edge, EdgeRecord
 from kvtierd.core.ids import Key, SessionId, SlotId, Tier
 from kvtierd.core.slots import SlotState
+from kvtierd.core.traits import Label, Traits
 
 
 class BlockResult(IntEnum):
@@ -62,6 +63,12 @@ class CommitItem:
     key: Key
     parent: Key | None
     priority: int
+    duration_ms: int = 0
+    label: Label | None = None
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(self.priority, self.duration_ms, 0, self.label)
 
 
 @dataclass(slots=True, frozen=True)

@@ -21,18 +21,17 @@ from kvtierd.core.recorder import Recorder
 from kvtierd.core.room import Prospect, Room
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
+from kvtierd.core.traits import Traits
 
 
 @dataclass(slots=True, frozen=True)
 class Recovered:
-    """A block found on disk at start. ``duration_ms`` and ``deadline_ns`` as its ``MoveItem`` had them."""
+    """A block found on disk at start, its traits as its ``MoveItem`` had them."""
 
     slot: SlotId
     key: Key
     parent: Key | None
-    priority: int
-    duration_ms: int = 0
-    deadline_ns: int = 0
+    traits: Traits
 
 
 class WindowManager:
@@ -115,8 +114,8 @@ class WindowManager:
                 return
         self._queues[ticket.tier].append(ticket)
 
-    def commit(self, lease: Lease, slot: SlotId, key: Key, parent: Block | None, priority: int) -> Block:
-        block = self.state.insert(key, parent, priority, lease.tier, slot, Cause.COMMIT)
+    def commit(self, lease: Lease, slot: SlotId, key: Key, parent: Block | None, traits: Traits) -> Block:
+        block = self.state.insert(key, parent, traits, lease.tier, slot, Cause.COMMIT)
         del lease.blank[slot]
         lease.held.append((block, self.state.hold(block, lease.tier, lease.session)))
         return block
@@ -432,7 +431,7 @@ class WindowManager:
             parent = state.index.get(record.parent) if record.parent is not None else None
             if parent is None and record.parent is not None:
                 raise InvariantViolation(f"recovered slot {record.slot} has a parent that was not recovered before it")
-            blocks.append(state.insert(record.key, parent, record.priority, Tier.DISK, record.slot, Cause.RECOVERED))
+            blocks.append(state.insert(record.key, parent, record.traits, Tier.DISK, record.slot, Cause.RECOVERED))
         state.order_by_use(blocks)
 
     def drop(self, block: Block) -> int | None:

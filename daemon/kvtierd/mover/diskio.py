@@ -22,7 +22,7 @@ def write(batch: Batch) -> Faults:
             retires.append((move.group, item.key, item.src))
             continue
         parts = runtime.memory(move.src).padded_parts(move.group, item.src)
-        writes.append(DiskWrite(move.group, item.dst, item.key, item.parent, item.priority, parts))
+        writes.append(DiskWrite(move.group, item.dst, item.key, item.parent, item.traits, parts))
         places.append(place)
     failed = runtime.store.write(writes, retires)
     return Faults(failed=frozenset(places[index] for index in failed))

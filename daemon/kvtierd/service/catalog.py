@@ -278,7 +278,7 @@ def _shapes(spec: CacheSpec, slots: Slots) -> list[GroupShape]:
 
 def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
     return {
-        group: [Recovered(record.slot, record.key, record.parent, record.priority) for record in records]
+        group: [Recovered(record.slot, record.key, record.parent, record.traits) for record in records]
         for group, records in found.records.items()
     }
 

@@ -13,6 +13,7 @@ from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, Commit
 from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome, Refusal, SlotRef
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.slots import SlotState
+from kvtierd.core.traits import Traits
 
 GROUP: Final = GroupId(0)
 ALICE: Final = SessionId(1)
@@ -68,7 +69,7 @@ class Bench:
         self.refusals: dict[TicketId, Refusal] = {}
         found = {
             GROUP: [
-                Recovered(SlotId(slot), key(name), None if parent is None else key(parent), priority)
+                Recovered(SlotId(slot), key(name), None if parent is None else key(parent), Traits(priority))
                 for slot, (name, parent, priority) in enumerate(recovered)
             ]
         }

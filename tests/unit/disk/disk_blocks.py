@@ -13,6 +13,7 @@ import numpy as np
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, Recovery, SlabShape
 from kvtierd.tiers.disk.index import index_bytes
@@ -51,10 +52,11 @@ def block(
     priority: int = 35,
     group: GroupId = GROUP,
     sizes: Sequence[int] = PARTS,
+    traits: Traits | None = None,
 ) -> DiskWrite:
-    """A write of the block called ``name``."""
+    """A write of the block called ``name``; ``traits`` instead of ``priority`` where it has more."""
     above = None if parent is None else key(parent)
-    return DiskWrite(group, SlotId(slot), key(name), above, priority, payload(key(name), sizes))
+    return DiskWrite(group, SlotId(slot), key(name), above, traits or Traits(priority), payload(key(name), sizes))
 
 
 def fetch(name: int | str, slot: int, group: GroupId = GROUP) -> DiskRead:

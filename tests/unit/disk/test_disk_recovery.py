@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.core.ids import Key, SlotId
+from kvtierd.core.traits import Traits
 from kvtierd.tiers.disk import DiskRecord, SlabShape
 from kvtierd.tiers.disk.index import Stored
-from kvtierd.tiers.disk.records import encode_recency, encode_record, encode_touches
+from kvtierd.tiers.disk.records import Place, encode_recency, encode_record, encode_touches
 from kvtierd.tiers.disk.recovery import Recovered, recover_group
 from tests.unit.disk.disk_blocks import GROUP, block, key, names, new_store, open_store, reopened, verdicts
 
@@ -33,7 +34,7 @@ class Row:
     @property
     def value(self) -> bytes:
         above = None if self.parent is None else key(self.parent)
-        return encode_record(SlotId(self.slot), above, 35, self.last_use, self.size, CHECKSUM)
+        return encode_record(Place(SlotId(self.slot), self.last_use, self.size, CHECKSUM), above, Traits(35))
 
 
 def stored(
@@ -72,8 +73,8 @@ def test_nothing_is_recovered_from_nothing() -> None:
 def test_a_record_is_given_back_as_it_was_written() -> None:
     found = recover_group(stored([Row("a", 3, last_use=7), Row("b", 5, "a", last_use=9)]), SHAPE)
     assert found.records == [
-        DiskRecord(SlotId(3), key("a"), None, 35, 7),
-        DiskRecord(SlotId(5), key("b"), key("a"), 35, 9),
+        DiskRecord(SlotId(3), key("a"), None, Traits(35), 7),
+        DiskRecord(SlotId(5), key("b"), key("a"), Traits(35), 9),
     ]
     assert found.table.key_at(SlotId(5)) == key("b")
     assert found.table.slot_of(key("a")) == 3
@@ -106,7 +107,7 @@ def test_blocks_on_quarantined_slots_are_dropped_with_their_descendants() -> Non
 
 def test_records_of_an_unknown_version_are_dropped() -> None:
     whole = stored([Row("a", 0)])
-    for value in (b"", whole.records[0][:-1], whole.records[0] + b"\0", b"\x02" + whole.records[0][1:]):
+    for value in (b"", whole.records[0][:-1], whole.records[0] + b"\0", b"\x03" + whole.records[0][1:]):
         found = recover_group(
             Stored([key("a")], [value], whole.recency, whole.touches, whole.quarantined),
             SHAPE,
@@ -200,7 +201,10 @@ def test_recovering_again_gives_the_same(tmp_path: Path) -> None:
 def test_keys_parents_and_checksums_that_end_in_zeros_are_whole() -> None:
     """numpy's fixed-width strings would cut them."""
     parent, child, digest = Key(b"\x01" + bytes(31)), Key(bytes(32)), b"\x02" + bytes(15)
-    values = [encode_record(SlotId(slot), above, 35, 1, 4096, digest) for slot, above in ((3, None), (4, parent))]
+    values = [
+        encode_record(Place(SlotId(slot), 1, 4096, digest), above, Traits(35))
+        for slot, above in ((3, None), (4, parent))
+    ]
     found = recover_group(Stored([parent, child], values, [], [], frozenset()), SHAPE)
     assert [(record.key, record.parent) for record in found.records] == [(parent, None), (child, parent)]
     assert [found.table.key_at(SlotId(slot)) for slot in (3, 4, 5)] == [parent, child, None]

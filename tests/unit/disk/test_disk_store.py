@@ -12,6 +12,7 @@ import pytest
 
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes, TierConfigError, TierError
 from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape
 from kvtierd.tiers.disk.index import Index, index_bytes
@@ -69,10 +70,10 @@ def test_one_read_may_ask_for_a_block_twice(store: DiskStore) -> None:
 def test_everything_is_there_after_reopening(store: DiskStore, tmp_path: Path) -> None:
     store.write([block(1, 3, priority=90), block(2, 4, 1), block(3, 7, 2, priority=0)])
     with reopened(store, tmp_path / "store") as (again, recovery):
-        assert [record[:4] for record in recovery.records[GROUP]] == [
-            (3, key(1), None, 90),
-            (4, key(2), key(1), 35),
-            (7, key(3), key(2), 0),
+        assert [tuple(record[:4]) for record in recovery.records[GROUP]] == [
+            (3, key(1), None, Traits(90)),
+            (4, key(2), key(1), Traits(35)),
+            (7, key(3), key(2), Traits(0)),
         ]
         assert recovery.dropped == 0
         assert recovery.quarantined == {GROUP: frozenset()}
@@ -338,8 +339,8 @@ def test_memory_to_read_into_must_be_writable_and_memory_to_write_from_need_not_
         (replace(block(1, 3), slot=SlotId(-1)), "slot = -1: 0 to 15"),
         (replace(block(1, 3), key=Key(b"short")), "32 bytes"),
         (replace(block(1, 3), parent=Key(b"short")), "parent"),
-        (replace(block(1, 3), priority=101), "priority = 101: 0 to 100"),
-        (replace(block(1, 3), priority=-1), "priority = -1"),
+        (block(1, 3, priority=101), "priority = 101: 0 to 100"),
+        (block(1, 3, priority=-1), "priority = -1"),
         (replace(block(1, 3), group=GroupId(1)), "group = 1"),
     ],
 )

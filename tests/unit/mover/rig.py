@@ -19,12 +19,13 @@ from kvtierd.core.ids import CacheId, GroupId, Key, MoveId, SessionId, SlotId, T
 from kvtierd.core.manager import BlockManager, ChainRequest, CommitItem
 from kvtierd.core.outcome import Grant, Move, MoveItem, Refusal
 from kvtierd.core.policy import GroupShape
+from kvtierd.core.traits import Traits
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.device import Chaos, StandInDevice
-from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, ReadReport
+from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, ReadReport, Restatement
 from kvtierd.tiers.host import HostStore
 
 GROUP = GroupId(0)
@@ -72,9 +73,10 @@ class StubbornDisk(DiskStore):
         writes: Sequence[DiskWrite],
         retire: Sequence[tuple[GroupId, Key, SlotId]] = (),
         touches: Sequence[tuple[GroupId, bytes]] = (),
+        restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
         self._pass()
-        return self._inner.write(writes, retire, touches)
+        return self._inner.write(writes, retire, touches, restate)
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
         self._pass()
@@ -197,7 +199,7 @@ def move(number: int, src: Tier, dst: Tier | None, items: Iterable[tuple[int, in
         dst,
         cause=Cause.CAPACITY,
         items=tuple(
-            MoveItem(key(block), None, 35, SlotId(source), None if target is None else SlotId(target))
+            MoveItem(key(block), None, Traits(35), SlotId(source), None if target is None else SlotId(target))
             for block, source, target in items
         ),
     )

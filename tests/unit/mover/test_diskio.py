@@ -10,7 +10,7 @@ from kvtierd.core.outcome import Move
 from kvtierd.mover import diskio
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Faults, Piece
-from kvtierd.tiers.disk import DiskWrite
+from kvtierd.tiers.disk import DiskWrite, Restatement
 from tests.unit.mover.rig import House, StubbornDisk, fill, holds, key, move
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -26,9 +26,10 @@ class PickyDisk(StubbornDisk):
         writes: Sequence[DiskWrite],
         retire: Sequence[tuple[GroupId, Key, SlotId]] = (),
         touches: Sequence[tuple[GroupId, bytes]] = (),
+        restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
         taken = [write for write in writes if write.key not in self.refuses]
-        assert not super().write(taken, retire, touches)
+        assert not super().write(taken, retire, touches, restate)
         return frozenset(number for number, write in enumerate(writes) if write not in taken)
 
 

@@ -5,7 +5,16 @@ A :class:`DiskRoot` is the directory, a :class:`DiskStore` one cache in it. Ever
 
 from kvtierd.tiers.disk.root import DiskRoot, StoredCache
 from kvtierd.tiers.disk.store import DiskStore
-from kvtierd.tiers.disk.values import DiskRead, DiskRecord, DiskWrite, ReadReport, Recovery, Retirement, SlabShape
+from kvtierd.tiers.disk.values import (
+    DiskRead,
+    DiskRecord,
+    DiskWrite,
+    ReadReport,
+    Recovery,
+    Restatement,
+    Retirement,
+    SlabShape,
+)
 
 __all__ = [
     "DiskRead",
@@ -15,6 +24,7 @@ __all__ = [
     "DiskWrite",
     "ReadReport",
     "Recovery",
+    "Restatement",
     "Retirement",
     "SlabShape",
     "StoredCache",

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
+from kvtierd.core.traits import Traits
 from kvtierd.tiers.disk.index import Changes
-from kvtierd.tiers.disk.records import encode_record, encode_touches
+from kvtierd.tiers.disk.records import Place, encode_record, encode_touches
 from kvtierd.tiers.disk.table import GroupTable
 from kvtierd.tiers.disk.values import DiskWrite
 
@@ -37,12 +38,17 @@ class Batch:
         table = self._tables[write.group]
         counter = table.take_counters(1)
         size = sum(part.nbytes for part in write.parts)
-        record = encode_record(write.slot, write.parent, write.priority, counter, size, checksum)
+        record = encode_record(Place(write.slot, counter, size, checksum), write.parent, write.traits)
         changes = self.changes[write.group]
         changes.puts.append((write.key, record))
         changes.lift.append(write.slot)
         self._puts[write.group, write.key] = (write.slot, checksum)
         self._uses.append((write.group, (write.slot,), counter))
+
+    def restate(self, group: GroupId, key: Key, traits: Traits) -> None:
+        """Gives a stored block, or one that is put, another priority, duration and deadline."""
+        if self._slot_of(group, key) is not None:
+            self.changes[group].restate.append((key, traits))
 
     def touch(self, group: GroupId, packed: bytes) -> None:
         """Notes that these keys were used, in this order and after all puts so far; those not on disk are ignored."""

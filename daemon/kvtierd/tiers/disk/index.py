@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Final, Self
 import lmdb
 
 from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.files import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
-from kvtierd.tiers.disk.records import Counters, encode_recency, sequence_key, slot_key
+from kvtierd.tiers.disk.records import Counters, encode_recency, restated, sequence_key, slot_key
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -36,9 +37,9 @@ _log = logging.getLogger(__name__)
 def index_bytes(slots: int) -> int:
     """Map size for ``slots`` records, all groups together.
 
-    A record takes 114 bytes in a page that random keys leave about two thirds full; recency and the log of touches
-    add at most 40. One transaction may rewrite all pages and LMDB reuses none freed by the two before it: replacing
-    everything at once, over and over, was measured to reach 475 bytes a slot.
+    A record without label takes 130 bytes in a page that random keys leave about two thirds full; recency and the log
+    of touches add at most 40. One transaction may rewrite all pages and LMDB reuses none freed by the two before it:
+    replacing everything at once, over and over, was measured to reach 475 bytes a slot.
     """
     return _BASE_BYTES + _BYTES_PER_SLOT * slots
 
@@ -49,6 +50,7 @@ class Changes:
 
     deletes: list[Key] = field(default_factory=list)
     puts: list[tuple[Key, bytes]] = field(default_factory=list)
+    restate: list[tuple[Key, Traits]] = field(default_factory=list)
     touches: list[bytes] = field(default_factory=list)
     recency: Counters | None = None
     """Replaces the recency and all touches so far; ``touches`` come after it."""
@@ -206,6 +208,10 @@ def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> None:
         txn.delete(key, db=dbs.records)
     for key, record in sorted(change.puts):
         txn.put(key, record, db=dbs.records)
+    for key, traits in change.restate:
+        stored = txn.get(key, db=dbs.records)
+        if stored is not None:
+            txn.put(key, restated(stored, traits), db=dbs.records)
     if change.recency is not None:
         txn.drop(dbs.touches, delete=False)
         for place, value in encode_recency(change.recency):

@@ -3,9 +3,12 @@
 ==================  ===================  ==========================================================================
 database            key                  value
 ==================  ===================  ==========================================================================
-records-<group>     the block key, 32    ``record``, 72 bytes: u8 version = 1, u8 flags (bit 0: has a parent), u8
-                                         priority, u8 0, u32 slot, u64 last use when written, u64 bytes of the
-                                         record in the slab, 16 bytes checksum, 32 bytes parent (zeros if none)
+records-<group>     the block key, 32    ``record``: u8 version = 2, u8 flags (bit 0: has a parent), u8 priority,
+                                         u8 length of the event hash, u32 slot, u64 last use when written, u64
+                                         bytes of the record in the slab, 16 bytes checksum, 32 bytes parent (zeros
+                                         if none), u32 length of the tokens, u32 duration in ms, u64 deadline in
+                                         ns; then the event hash and the tokens.
+                                         Version 1 ended after the parent and had no hash
 touches-<group>     u64 big-endian,      ``touches``: u8 version = 1, 7 bytes 0, u64 first, then u32 slots: the n-th
                     rising               slot was used at ``first`` + n
 recency-<group>     u32 big-endian,      ``recency``: u64 last use of up to ``RECENCY_SLOTS`` slots from this one on;
@@ -22,15 +25,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.core.ids import KEY_BYTES, Key, SlotId
+from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label, Traits
 from kvtierd.tiers.disk.checksum import CHECKSUM_BYTES
 
-VERSION: Final = 1
+VERSION: Final = 2
 RECENCY_SLOTS: Final = 240
 TOUCHES_PER_VALUE: Final = 470
 
@@ -38,36 +43,98 @@ Counters = NDArray[np.uint64]
 Slots = NDArray[np.uint32]
 
 _HAS_PARENT: Final = 1
-_RECORD: Final = struct.Struct(f"<BBBxIQQ{CHECKSUM_BYTES}s{KEY_BYTES}s")
+_NO_LABEL: Final = Label()
+_FIRST_VERSION: Final = 1
+_FIRST_BYTES: Final = 72
+_HEAD: Final = struct.Struct(f"<BBBBIQQ{CHECKSUM_BYTES}s{KEY_BYTES}sIIQ")
+HEAD_BYTES: Final = _HEAD.size
+_TOUCHES_VERSION: Final = 1
 _TOUCHES: Final = struct.Struct("<B7xQ")
-RECORD_BYTES: Final = _RECORD.size
 
 RECORD_DTYPE: Final = np.dtype(
     [
         ("version", "u1"),
         ("flags", "u1"),
         ("priority", "u1"),
-        ("zero", "u1"),
+        ("hash_bytes", "u1"),
         ("slot", "<u4"),
         ("last_use", "<u8"),
         ("size", "<u8"),
         ("checksum", f"V{CHECKSUM_BYTES}"),
         ("parent", f"V{KEY_BYTES}"),
+        ("token_bytes", "<u4"),
+        ("duration_ms", "<u4"),
+        ("deadline_ns", "<u8"),
     ]
 )
-"""``record`` as a numpy row, to decode a whole index at once."""
+"""The head of ``record`` as a numpy row, to decode a whole index at once."""
 
 
-def encode_record(slot: SlotId, parent: Key | None, priority: int, last_use: int, size: int, checksum: bytes) -> bytes:
-    flags = 0 if parent is None else _HAS_PARENT
-    return _RECORD.pack(VERSION, flags, priority, slot, last_use, size, checksum, parent or b"")
+@dataclass(slots=True, frozen=True)
+class Place:
+    """Where a block's bytes lie: ``size`` of them in ``slot``, last used at counter ``last_use`` when written."""
+
+    slot: SlotId
+    last_use: int
+    size: int
+    checksum: bytes
+
+
+def encode_record(place: Place, parent: Key | None, traits: Traits) -> bytes:
+    label = traits.label or _NO_LABEL
+    head = _HEAD.pack(
+        VERSION,
+        0 if parent is None else _HAS_PARENT,
+        traits.priority,
+        len(label.event_hash),
+        place.slot,
+        place.last_use,
+        place.size,
+        place.checksum,
+        parent or b"",
+        len(label.tokens),
+        traits.duration_ms,
+        traits.deadline_ns,
+    )
+    return head + label.event_hash + label.tokens
+
+
+def restated(value: bytes, traits: Traits) -> bytes:
+    """``record`` with another priority, duration and deadline; its label stays, whatever ``traits`` say."""
+    if value[:1] == bytes([_FIRST_VERSION]):
+        value = value[:3] + b"\0" + value[4:].ljust(HEAD_BYTES - 4, b"\0")
+    ending = struct.pack("<IQ", traits.duration_ms, traits.deadline_ns)
+    return (
+        bytes([VERSION, value[1], traits.priority]) + value[3 : HEAD_BYTES - len(ending)] + ending + value[HEAD_BYTES:]
+    )
 
 
 def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
-    """One ``RECORD_DTYPE`` row a value. A value of another length becomes a row of version 0, which is no version."""
-    if any(len(value) != RECORD_BYTES for value in values):
-        values = [value if len(value) == RECORD_BYTES else bytes(RECORD_BYTES) for value in values]
-    return np.frombuffer(b"".join(values), dtype=RECORD_DTYPE)
+    """One ``RECORD_DTYPE`` row a value, those of older versions with zeros for what they lack.
+
+    A value of another version, or of another length than it says, becomes a row of zeros, whose version is none.
+    """
+    lengths = np.fromiter(map(len, values), np.int64, len(values))
+    rows = np.frombuffer(
+        b"".join([value[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for value in values]), RECORD_DTYPE
+    ).copy()
+    first = (rows["version"] == _FIRST_VERSION) & (lengths == _FIRST_BYTES)
+    rows["hash_bytes"][first] = 0  # padding, then
+    hash_bytes, token_bytes = rows["hash_bytes"].astype(np.int64), rows["token_bytes"].astype(np.int64)
+    sizes_fit = np.isin(hash_bytes, EVENT_HASH_BYTES) & (token_bytes <= MAX_TOKEN_BYTES)
+    whole = (rows["version"] == VERSION) & sizes_fit & (lengths == HEAD_BYTES + hash_bytes + token_bytes)
+    rows[~(first | whole)] = np.zeros((), RECORD_DTYPE)
+    return rows
+
+
+def traits_of(rows: NDArray[Any], values: Sequence[bytes]) -> list[Traits]:
+    """Of each row, whose value is at the same place. Rows of version 0 have none: leave them out."""
+    labels: list[Label | None] = [None] * len(rows)
+    for place in np.flatnonzero(rows["hash_bytes"].astype(np.int64) + rows["token_bytes"]).tolist():
+        value, split = values[place], HEAD_BYTES + int(rows["hash_bytes"][place])
+        labels[place] = Label(value[HEAD_BYTES:split], value[split:])
+    columns = (rows[name].tolist() for name in ("priority", "duration_ms", "deadline_ns"))
+    return list(map(Traits, *columns, labels))
 
 
 def parents_of(rows: NDArray[Any]) -> list[Key | None]:
@@ -79,12 +146,12 @@ def encode_touches(slots: Sequence[SlotId], first: int) -> Iterator[bytes]:
     """``slots`` in the order of their use, the first at counter ``first``, in as many values as they need."""
     for start in range(0, len(slots), TOUCHES_PER_VALUE):
         run = np.asarray(slots[start : start + TOUCHES_PER_VALUE], dtype="<u4")
-        yield _TOUCHES.pack(VERSION, first + start) + run.tobytes()
+        yield _TOUCHES.pack(_TOUCHES_VERSION, first + start) + run.tobytes()
 
 
 def decode_touches(value: bytes) -> tuple[Slots, Counters]:
     """Slots and the counter each was used at; empty if the value is of another version or torn."""
-    if len(value) < _TOUCHES.size or value[0] != VERSION or (len(value) - _TOUCHES.size) % 4:
+    if len(value) < _TOUCHES.size or value[0] != _TOUCHES_VERSION or (len(value) - _TOUCHES.size) % 4:
         return np.empty(0, np.uint32), np.empty(0, np.uint64)
     _, first = _TOUCHES.unpack_from(value)
     slots = np.frombuffer(value, dtype="<u4", offset=_TOUCHES.size)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvtierd.core.ids import Key
 from kvtierd.tiers.disk.index import Stored
-from kvtierd.tiers.disk.records import VERSION, Counters, decode_recency, decode_records, decode_touches, parents_of
+from kvtierd.tiers.disk.records import Counters, decode_recency, decode_records, decode_touches, parents_of, traits_of
 from kvtierd.tiers.disk.table import GroupTable
 from kvtierd.tiers.disk.values import DiskRecord, SlabShape
 
@@ -44,7 +44,8 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     keys = [keys[place] for place in order]
     parents = [parents[place] for place in order]
     uses = last_use[rows["slot"]].tolist()
-    records = list(map(DiskRecord, rows["slot"].tolist(), keys, parents, rows["priority"].tolist(), uses))
+    traits = traits_of(rows, [stored.records[row] for row in by_use[order].tolist()])
+    records = list(map(DiskRecord, rows["slot"].tolist(), keys, parents, traits, uses))
     table = GroupTable(shape.slots)
     table.fill(keys, rows["slot"], rows["checksum"], last_use)
     served = set(keys)
@@ -66,7 +67,7 @@ def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
 
 def _sound(rows: NDArray[Any], stored: Stored, shape: SlabShape) -> NDArray[np.intp]:
     """Rows that can be read and lie on a slot that may be used; of several on one slot the one written last."""
-    usable = (rows["version"] == VERSION) & (rows["slot"] < shape.slots) & (rows["size"] == shape.record_bytes)
+    usable = (rows["version"] > 0) & (rows["slot"] < shape.slots) & (rows["size"] == shape.record_bytes)
     if stored.quarantined:
         usable &= ~np.isin(rows["slot"], list(stored.quarantined))
     candidates = np.flatnonzero(usable)

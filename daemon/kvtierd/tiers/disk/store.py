@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
+from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Traits
 from kvtierd.tiers.base import TierConfigError, TierError, TierIOError
 from kvtierd.tiers.disk.batch import Batch
 from kvtierd.tiers.disk.checksum import checksum
@@ -20,10 +21,10 @@ from kvtierd.tiers.disk.index import Changes, Index
 from kvtierd.tiers.disk.recovery import recover_group
 from kvtierd.tiers.disk.slab import Piece, Slab, create_slab, require_aligned
 from kvtierd.tiers.disk.table import GroupTable
-from kvtierd.tiers.disk.values import DiskRead, DiskWrite, ReadReport, Recovery, Retirement, SlabShape
+from kvtierd.tiers.disk.values import DiskRead, DiskWrite, ReadReport, Recovery, Restatement, Retirement, SlabShape
 
 INDEX: Final = "index"
-_MAX_PRIORITY: Final = 100
+_LIMITS: Final = {"priority": 100, "duration_ms": (1 << 32) - 1, "deadline_ns": (1 << 63) - 1}
 _MIN_TOUCH_BYTES: Final = 64 << 10
 _TOUCH_BYTES_PER_SLOT: Final = 16
 
@@ -109,25 +110,27 @@ class DiskStore:
         writes: Sequence[DiskWrite],
         retire: Sequence[Retirement] = (),
         touches: Sequence[tuple[GroupId, bytes]] = (),
+        restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
         """Stores blocks, forgets others and notes uses, in one transaction; durable when this returns.
 
         ``retire``: a block that is not (any more) in the slot given is left alone. A write of a block that has
         another slot moves it. ``touches``: packed keys, 32 bytes each, in the order of their use and later than the
-        writes; those not on disk are ignored. Returns the indices of writes that failed: their slots hold nothing. A
-        block whose parent is not on disk fails too. If the transaction fails, so do all writes; where there is
+        writes; those not on disk are ignored. ``restate``: what now holds of blocks on disk, those written included;
+        others are ignored. Returns the indices of writes that failed: their slots hold nothing. A block whose parent is
+        not on disk fails too. If the transaction fails, so do all writes; where there is
         something to retire, or nothing to write, that is a :class:`TierIOError`, and what was to be retired is still
         there. :class:`TierConfigError` for malformed arguments and :class:`InvariantViolation` for a slot that holds
         a block are raised before anything has changed.
         """
         with self._writing:
             self._check(writes)
-            self._check_keys(retire, touches)
+            self._check_others(retire, touches, restate)
             failed = self._write_payloads(writes)
             failed |= self._without_parent(writes, failed, retire)
             stored = [write for number, write in enumerate(writes) if number not in failed]
             try:
-                self._commit(self._plan(stored, retire, touches))
+                self._commit(self._plan(stored, retire, touches, restate))
             except TierIOError:
                 if retire or not writes:
                     raise
@@ -193,8 +196,7 @@ class DiskStore:
             self._check_place(write, writable=False)
             if write.parent is not None and len(write.parent) != KEY_BYTES:
                 raise TierConfigError("parent", write.parent.hex(), f"{KEY_BYTES} bytes")
-            if not 0 <= write.priority <= _MAX_PRIORITY:
-                raise TierConfigError("priority", write.priority, f"0 to {_MAX_PRIORITY}")
+            _check_traits(write.traits)
             holder = table.key_at(write.slot)
             if holder is not None:
                 raise InvariantViolation(f"disk slot {write.slot} still holds block {holder.hex()}")
@@ -203,13 +205,21 @@ class DiskStore:
         if len(slots) < len(writes) or len(keys) < len(writes):
             raise InvariantViolation("two writes of one batch to the same disk slot or of the same block")
 
-    def _check_keys(self, retire: Sequence[Retirement], touches: Sequence[tuple[GroupId, bytes]]) -> None:
+    def _check_others(
+        self,
+        retire: Sequence[Retirement],
+        touches: Sequence[tuple[GroupId, bytes]],
+        restate: Sequence[Restatement],
+    ) -> None:
         for group, _, _ in retire:
             self._table(group)
         for group, packed in touches:
             self._table(group)
             if len(packed) % KEY_BYTES:
                 raise TierConfigError("touches", f"{len(packed)} bytes", f"a multiple of {KEY_BYTES}")
+        for group, _, traits in restate:
+            self._table(group)
+            _check_traits(traits)
 
     def _write_payloads(self, writes: Sequence[DiskWrite]) -> set[int]:
         """Indices of writes whose bytes did not reach the medium."""
@@ -258,12 +268,15 @@ class DiskStore:
         writes: Sequence[DiskWrite],
         retire: Sequence[Retirement],
         touches: Sequence[tuple[GroupId, bytes]],
+        restate: Sequence[Restatement],
     ) -> Batch:
         batch = Batch(self._tables)
         for group, key in self._effective(retire):
             batch.discard(group, key)
         for write in writes:
             batch.put(write, checksum(write.parts, write.key, self._fingerprint))
+        for group, key, traits in restate:
+            batch.restate(group, key, traits)
         for group, packed in touches:
             batch.touch(group, packed)
             if self._index.touch_bytes(group) > max(
@@ -289,3 +302,14 @@ class DiskStore:
         self._doubtful.clear()
         self._corrupt -= corrupt
         batch.apply()
+
+
+def _check_traits(traits: Traits) -> None:
+    for field, most in _LIMITS.items():
+        if not 0 <= getattr(traits, field) <= most:
+            raise TierConfigError(field, getattr(traits, field), f"0 to {most}")
+    if traits.label is not None:
+        if len(traits.label.event_hash) not in EVENT_HASH_BYTES:
+            raise TierConfigError("event_hash", f"{len(traits.label.event_hash)} bytes", "0, 8 or 32 bytes")
+        if len(traits.label.tokens) > MAX_TOKEN_BYTES:
+            raise TierConfigError("tokens", f"{len(traits.label.tokens)} bytes", f"at most {MAX_TOKEN_BYTES} bytes")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes
 
 
@@ -30,12 +31,15 @@ class DiskWrite:
     slot: SlotId
     key: Key
     parent: Key | None
-    priority: int
+    traits: Traits
     parts: Sequence[Bytes]
 
 
 Retirement = tuple[GroupId, Key, SlotId]
 """A block to forget, if that is the slot it is in."""
+
+Restatement = tuple[GroupId, Key, Traits]
+"""A block whose priority, duration and deadline are others now. Its label stays as it was written."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +70,7 @@ class DiskRecord(NamedTuple):
     slot: SlotId
     key: Key
     parent: Key | None
-    priority: int
+    traits: Traits
     last_use: int
 
 
