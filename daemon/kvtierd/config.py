@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from kvtier.abi.attach import DEFAULT_ADDRESS
 from kvtierd.core.ids import Tier
+from kvtierd.rights import EVERY_CACHE, SHORTHAND_RIGHTS, AllowRule
 
 ENV_PREFIX: Final = "KVTIERD_"
 _MAX_BYTES: Final = 1 << 50
@@ -56,7 +57,10 @@ class Config(BaseSettings):
     host_bytes: TierBytes = Field(ByteSize(0), description="Size of the host tier. 0 = none, at most 1 PiB.")
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier. 0 = none, at most 1 PiB.")
     allow_uids: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] = Field(
-        (), description="User ids that may attach besides root and the daemon's own. Default: none."
+        (), description="User ids that may read, write and watch every cache: a short [[allow]] rule. Default: none."
+    )
+    allow: tuple[AllowRule, ...] = Field(
+        (), description="Who may do what with which caches, besides root and the daemon's own user. Default: nobody."
     )
     max_sessions: int = Field(1024, ge=1, le=65536, description="Sessions at a time, 1 to 65536.")
     wait_seconds: float = Field(
@@ -87,6 +91,14 @@ class Config(BaseSettings):
         """Sizes of the tiers that exist, the highest first."""
         sizes = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
         return {tier: int(size) for tier, size in sizes.items() if size > 0}
+
+    @property
+    def rules(self) -> tuple[AllowRule, ...]:
+        """All rules, the shorthand's included."""
+        if not self.allow_uids:
+            return self.allow
+        everybody = AllowRule(uids=self.allow_uids, caches=(EVERY_CACHE,), verbs=tuple(SHORTHAND_RIGHTS))
+        return (everybody, *self.allow)
 
     @property
     def disk_path(self) -> Path:

@@ -14,17 +14,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
 
-from kvtier import Tier
+from kvtier import AsyncClient, Event, KvtierError, Tier, connect
 from kvtier.abi import attach
 from kvtier.rpc_errors import fault_of
 from kvtier.session import Stubs
-from kvtier.v1 import admin_pb2, events_pb2
-from tests.integration.blocks import SPEC, chain
+from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
+from kvtier.wire import tier_to_wire
+from tests.integration.blocks import SPEC, chain, sizes
 from tests.integration.raw import AttachSocket, attached, channel_to
 from tests.integration.waiting import PATIENCE_S
 
@@ -146,6 +148,85 @@ async def be_foreign(address: str, token: str, fds: Mapping[str, int]) -> None:
     await _stay()
 
 
+async def be_somebody(address: str, uid: int, gids: Sequence[int], tries: Sequence[tuple[str, str]]) -> None:
+    """As another user: tries things, each with a cache, and tells how each ended."""
+    os.setgroups(list(gids))
+    os.setgid(gids[0])
+    os.setuid(uid)
+    try:
+        client = await connect(address)
+    except KvtierError as error:
+        _say(attached=error.reason, told=str(error))
+    else:
+        async with client:
+            _say(attached="welcome", ended=[await _try(client, what, cache) for what, cache in tries])
+    await _stay()
+
+
+async def _try(client: AsyncClient, what: str, cache: str) -> str:
+    try:
+        return await _TRIES[what](client, cache)
+    except KvtierError as error:
+        return f"{error.reason}: {error}"
+
+
+async def _opens(client: AsyncClient, name: str, *, write: bool) -> str:
+    await (await client.open_cache(name, SPEC, budgets=sizes(host=4), write=write)).close()
+    return "done"
+
+
+async def _reads(client: AsyncClient, name: str) -> str:
+    cache = await client.open_cache(name, SPEC, write=False)
+    return f"{len(await cache.get(chain('stored', 2), tier=Tier.HOST))} blocks"
+
+
+async def _reserves(client: AsyncClient, name: str) -> str:
+    cache = await client.open_cache(name, SPEC, write=False)
+    link = await client._session.link(None)
+    request = blocks_pb2.ReserveRequest(cache_id=cache.info.cache_id, tier=tier_to_wire(Tier.HOST), count=1)
+    return await _answer(link.stubs.blocks.Reserve(request, metadata=link.metadata))
+
+
+async def _answer(call: Awaitable[Any]) -> str:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return f"{fault_of(error).reason}: {fault_of(error).message}"
+    return "done"
+
+
+async def _lists(client: AsyncClient, _: str) -> str:
+    return ",".join(sorted(cache.name for cache in await client.caches()))
+
+
+async def _asks_for_stats(client: AsyncClient, _: str) -> str:
+    return ",".join(sorted(cache.name for cache in (await client.stats()).caches))
+
+
+async def _watches(client: AsyncClient, caches: str) -> str:
+    """Everything there ever was, up to the first event of a cache called ``last``."""
+    seen: set[str] = set()
+    watch = client.watch(oldest=True, caches=[name for name in caches.split(",") if name])
+    async for item in watch:
+        assert isinstance(item, Event), item
+        seen.add(item.cache)
+        if item.cache == "last":
+            break
+    await watch.aclose()
+    return ",".join(sorted(seen))
+
+
+_TRIES: Mapping[str, Callable[[AsyncClient, str], Awaitable[str]]] = {
+    "open": partial(_opens, write=False),
+    "open writable": partial(_opens, write=True),
+    "read": _reads,
+    "reserve": _reserves,
+    "list": _lists,
+    "stats": _asks_for_stats,
+    "watch": _watches,
+}
+
+
 def _connect(address: str, name: str) -> str:
     kind = socket.SOCK_SEQPACKET if name == attach.ATTACH_SOCKET else socket.SOCK_STREAM
     with socket.socket(socket.AF_UNIX, kind) as sock:
@@ -174,7 +255,7 @@ async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
 
 
 _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
-    part.__name__: part for part in (hold, steal, stare, be_foreign)
+    part.__name__: part for part in (hold, steal, stare, be_foreign, be_somebody)
 }
 
 

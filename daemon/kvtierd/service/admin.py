@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Final
 
@@ -15,7 +15,9 @@ from kvtierd.core.manager import ManagerStats, TierCount
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import LeaseRecord
 from kvtierd.mover.engine import Engine
+from kvtierd.rights import Right
 from kvtierd.service import validate, wire
+from kvtierd.service.access import Access
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Cache, Catalog
@@ -33,12 +35,14 @@ class AdminService:
         engine: Engine,
         catalog: Catalog,
         sessions: SessionRegistry,
+        access: Access,
         hub: EventHub,
         identity: DaemonIdentity,
     ) -> None:
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
+        self._access: Final = access
         self._hub: Final = hub
         self._identity: Final = identity
         self._version: Final = version("kvtier")
@@ -48,7 +52,8 @@ class AdminService:
         return {"Stats": self.stats, "Leases": self.leases, "Kick": self.kick}
 
     async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
-        stats = {cache.id: self._engine.stats(cache.id) for cache in self._catalog}
+        caches = [cache for cache in self._catalog if self._access.may(session, Right.ADMIN, cache.name)]
+        stats = {cache.id: self._engine.stats(cache.id) for cache in caches}
         held: dict[SessionId, int] = {}
         for one in stats.values():
             for holder, slots in one.held_by.items():
@@ -61,9 +66,9 @@ class AdminService:
             start_time_ns=self._start_time_ns,
             last_event_id=self._engine.last_event,
             watchers=self._hub.watchers,
-            caches=[self._cache(cache, stats[cache.id]) for cache in self._catalog],
+            caches=[self._cache(cache, stats[cache.id]) for cache in caches],
             sessions=[self._session(one, held.get(one.id, 0)) for one in self._sessions],
-            problems=[*self._engine.problems(), *self._degraded(stats), *self._old_leases()],
+            problems=[*self._engine.problems(), *self._degraded(caches, stats), *self._old_leases(caches)],
         )
 
     async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
@@ -98,9 +103,9 @@ class AdminService:
     def _leases(self, caches: Iterable[Cache]) -> Iterator[tuple[Cache, LeaseRecord]]:
         return ((cache, lease) for cache in caches for lease in self._engine.leases(cache.id))
 
-    def _old_leases(self) -> Iterator[str]:
+    def _old_leases(self, caches: Iterable[Cache]) -> Iterator[str]:
         now = time.time_ns()
-        for cache, lease in self._leases(self._catalog):
+        for cache, lease in self._leases(caches):
             if (age_s := (now - lease.granted_at) // 10**9) >= OLD_LEASE_S:
                 pid, command = self._sessions.owner_of(lease.session)
                 slots = lease.blank_slots + lease.held_blocks
@@ -124,9 +129,9 @@ class AdminService:
             command=holder.peer.command if holder else "",
         )
 
-    def _degraded(self, stats: Mapping[CacheId, ManagerStats]) -> Iterator[str]:
+    def _degraded(self, caches: Sequence[Cache], stats: Mapping[CacheId, ManagerStats]) -> Iterator[str]:
         now = time.time_ns()
-        for cache in self._catalog:
+        for cache in caches:
             for (src, dst), record in sorted(stats[cache.id].edges.items()):
                 if (left := (record.degraded_until - now) / 1e9) > 0:
                     again = f"{record.failures} blocks could not be moved; tried again in {left:.1f} s"

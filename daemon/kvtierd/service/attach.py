@@ -10,13 +10,15 @@ import array
 import asyncio
 import logging
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvtier.abi import attach
 from kvtierd.core.ids import CacheId
+from kvtierd.rights import Right
+from kvtierd.service.access import Access, denied
 from kvtierd.service.peer import UnknownPeer, credentials, identify
 from kvtierd.service.sessions import AttachRefused, Session, SessionRegistry
 
@@ -34,6 +36,10 @@ class Arenas(Protocol):
         """By segment name, in the protocol's order, owned by the arena; None if there is no such cache."""
         ...
 
+    def name_of(self, cache: CacheId) -> str:
+        """Of one that there is."""
+        ...
+
 
 @dataclass(slots=True, frozen=True)
 class DaemonIdentity:
@@ -45,20 +51,20 @@ class DaemonIdentity:
 
 
 class AttachServer:
-    """Serves a ``SOCK_SEQPACKET`` socket. ``uids``: who may attach."""
+    """Serves a ``SOCK_SEQPACKET`` socket."""
 
     def __init__(
         self,
         sessions: SessionRegistry,
         arenas: Arenas,
         identity: DaemonIdentity,
-        uids: Collection[int],
+        access: Access,
         max_connections: int,
     ) -> None:
         self._sessions = sessions
         self._arenas = arenas
         self._identity = identity
-        self._uids = frozenset(uids)
+        self._access = access
         self._max_connections = max_connections
         self._connections: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
@@ -130,9 +136,9 @@ class AttachServer:
 
     def _admit(self, sock: socket.socket, hello: attach.Hello) -> Session:
         """Raises :class:`AttachRefused`, but only after the hello: an answer sent before it could be lost with it."""
-        uid = credentials(sock).uid
-        if uid not in self._uids:
-            raise AttachRefused("PERMISSION_DENIED", f"uid {uid} may not attach to this daemon")
+        user = credentials(sock).user
+        if not self._access.admits(user):
+            raise AttachRefused("PERMISSION_DENIED", f"no rule of the daemon's names {user}")
         try:
             peer = identify(sock)
         except UnknownPeer as error:
@@ -152,8 +158,15 @@ class AttachServer:
         elif cache not in session.caches:
             message = f"cache_id = {cache}: this session has not opened the cache"
             _send(sock, attach.Failure("CACHE_NOT_OPENED", message))
+        elif (why := self._forbids(session, cache, write=request.write)) is not None:
+            _send(sock, attach.Failure("PERMISSION_DENIED", why))
         else:
             _send(sock, attach.Mapped(tuple(fds)), list(fds.values()))
+
+    def _forbids(self, session: Session, cache: CacheId, *, write: bool) -> str | None:
+        """Why this session may not map the cache so."""
+        right, name = Right.WRITE if write else Right.READ, self._arenas.name_of(cache)
+        return None if self._access.may(session, right, name) else denied(right, name, session.identity).message
 
 
 async def _hear_hello(sock: socket.socket) -> attach.Hello:

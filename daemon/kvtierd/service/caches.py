@@ -10,7 +10,9 @@ import grpc
 from kvtier.abi.spec import CacheSpec, SpecError
 from kvtier.v1 import caches_pb2, common_pb2
 from kvtierd.core.ids import CacheId, Tier
+from kvtierd.rights import Right
 from kvtierd.service import validate, wire
+from kvtierd.service.access import Access
 from kvtierd.service.budgets import TierBudget
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Cache, Catalog
@@ -31,8 +33,9 @@ def opened(catalog: Catalog, session: Session, cache_id: int) -> Cache:
 class CachesService:
     """``tiers``: that are configured."""
 
-    def __init__(self, catalog: Catalog, sessions: SessionRegistry, tiers: tuple[Tier, ...]) -> None:
+    def __init__(self, catalog: Catalog, sessions: SessionRegistry, access: Access, tiers: tuple[Tier, ...]) -> None:
         self._catalog: Final = catalog
+        self._access: Final = access
         self._sessions: Final = sessions
         self._tiers: Final = tiers
 
@@ -42,6 +45,8 @@ class CachesService:
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
         name = validate.cache_name(request.name)
         spec = _valid(wire.spec_from_wire(request.spec))
+        if self._catalog.named(name) is None:
+            self._access.require_on(session, Right.WRITE, name)
         cache, created = await self._catalog.open(name, spec, self._budgets(request))
         require_attached(session)
         session.caches[cache.id] += 1
@@ -60,7 +65,8 @@ class CachesService:
         return caches_pb2.CloseResponse()
 
     async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:
-        return caches_pb2.ListCachesResponse(caches=[self._info(cache) for cache in self._catalog])
+        readable = (cache for cache in self._catalog if self._access.may(session, Right.READ, cache.name))
+        return caches_pb2.ListCachesResponse(caches=[self._info(cache) for cache in readable])
 
     def _budgets(self, request: caches_pb2.OpenRequest) -> dict[Tier, TierBudget]:
         budgets: dict[Tier, TierBudget] = {}

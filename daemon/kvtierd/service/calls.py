@@ -1,4 +1,5 @@
-"""Every unary call of ``kvtier.v1`` passes through here: who calls, has it been answered already, how does it fail.
+"""Every unary call of ``kvtier.v1`` passes through here: who calls, may they, has it been answered
+already, how does it fail.
 
 A verb is a coroutine from a session and a request to a reply; it refuses by raising. That a verb mutates follows from
 its request having a ``seq`` field, so no verb can forget to be repeatable.
@@ -17,6 +18,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from kvtierd.service.access import NEEDS, Access
 from kvtierd.service.errors import Translator, bad_argument, shutting_down
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
@@ -30,8 +32,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class Dispatcher:
     """Makes gRPC handlers of verbs."""
 
-    def __init__(self, sessions: SessionRegistry, translate: Translator) -> None:
+    def __init__(self, sessions: SessionRegistry, access: Access, translate: Translator) -> None:
         self._sessions: Final = sessions
+        self._access: Final = access
         self._translate: Final = translate
         self._stopping = False
 
@@ -45,7 +48,10 @@ class Dispatcher:
         verbs: Mapping[str, Verb],
         streams: Mapping[str, StreamVerb] | None = None,
     ) -> grpc.GenericRpcHandler:
-        """The methods that have a verb; others are UNIMPLEMENTED. Raises KeyError for a verb of no method."""
+        """The methods of a service that have a verb; the others are UNIMPLEMENTED.
+
+        Raises KeyError for a verb of no method, or of one that stands in no table of rights.
+        """
         streams = streams or {}
         if not {*verbs, *streams} <= set(service.methods_by_name):
             raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")
@@ -63,6 +69,7 @@ class Dispatcher:
     def _unary(self, method: MethodDescriptor, verb: Verb) -> Callable[[bytes, _Context], Awaitable[Message]]:
         parse = _parser(method)
         mutates = "seq" in method.input_type.fields_by_name
+        needs = NEEDS[method.full_name]
         name = method.full_name.encode()
 
         async def call(raw: bytes, context: _Context) -> Message:
@@ -71,6 +78,7 @@ class Dispatcher:
                     raise shutting_down()
                 session = self._sessions.authenticate(context.invocation_metadata())
                 request = parse(raw)
+                self._access.require(session, needs, request)
                 if not mutates or not request.seq:
                     return await verb(session, request)
                 digest = xxhash.xxh3_128_digest(name + raw)
@@ -83,11 +91,14 @@ class Dispatcher:
 
     def _stream(self, method: MethodDescriptor, verb: StreamVerb) -> Callable[[bytes, _Context], Awaitable[None]]:
         parse = _parser(method)
+        needs = NEEDS[method.full_name]
 
         async def call(raw: bytes, context: _Context) -> None:
             try:
                 session = self._sessions.authenticate(context.invocation_metadata())
-                async with aclosing(verb(session, parse(raw))) as replies:
+                request = parse(raw)
+                self._access.require(session, needs, request)
+                async with aclosing(verb(session, request)) as replies:
                     async for reply in replies:
                         await context.write(reply)
                 return

@@ -131,6 +131,10 @@ class Catalog:
         found = self._by_id.get(cache)
         return None if found is None else found.runtime.arena.fds(write=write)
 
+    def name_of(self, cache: CacheId) -> str:
+        """See :class:`kvtierd.service.attach.Arenas`."""
+        return self._by_id[cache].name
+
     async def open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> tuple[Cache, bool]:
         """The cache of this name, and whether it was made for this call. ``asked``: none = what is left of every tier.
 

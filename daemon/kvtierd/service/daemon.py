@@ -13,6 +13,8 @@ from typing import Final, Self
 from kvtierd.config import Config
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.mover.engine import Engine
+from kvtierd.rights import Rights
+from kvtierd.service.access import Access
 from kvtierd.service.admin import AdminService
 from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.blocks import BlocksService
@@ -90,11 +92,11 @@ class Daemon:
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, config.max_sessions)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
         self._translator: Final = Translator(self._sessions.owner_of)
-        self._dispatcher: Final = Dispatcher(self._sessions, self._translator)
+        self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
+        self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator)
         self._rpc: Final = RpcServer(self._dispatcher, self._services())
-        uids = {0, os.getuid(), *config.allow_uids}
         connections = config.max_sessions + SPARE_CONNECTIONS
-        self._attach: Final = AttachServer(self._sessions, self._catalog, self._identity, uids, connections)
+        self._attach: Final = AttachServer(self._sessions, self._catalog, self._identity, self._access, connections)
 
     @classmethod
     async def start(cls, config: Config) -> Self:
@@ -151,12 +153,14 @@ class Daemon:
         tiers = tuple(config.tier_bytes)
         describe = self._translator.detail
         blocks = BlocksService(self._engine, self._catalog, epoch, config.wait_seconds, describe)
-        events = EventsService(self._hub, self._engine, self._catalog, config.heartbeat_seconds)
+        events = EventsService(self._hub, self._engine, self._catalog, self._access, config.heartbeat_seconds)
         return Services(
-            caches=CachesService(self._catalog, self._sessions, tiers).verbs(),
+            caches=CachesService(self._catalog, self._sessions, self._access, tiers).verbs(),
             blocks=blocks.verbs(),
             events=events.streams(),
-            admin=AdminService(self._engine, self._catalog, self._sessions, self._hub, self._identity).verbs(),
+            admin=AdminService(
+                self._engine, self._catalog, self._sessions, self._access, self._hub, self._identity
+            ).verbs(),
         )
 
     def _holds_something(self, session: SessionId) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -13,7 +13,9 @@ from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import GroupId
 from kvtierd.core.manager import ListingRow
 from kvtierd.mover.engine import Engine
+from kvtierd.rights import Right
 from kvtierd.service import validate, wire
+from kvtierd.service.access import Access
 from kvtierd.service.calls import StreamVerb
 from kvtierd.service.catalog import Cache, Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
@@ -27,17 +29,18 @@ SLICE_BLOCKS: Final = 1024
 class EventsService:
     """``heartbeat_s``: for watchers that do not say."""
 
-    def __init__(self, hub: EventHub, engine: Engine, catalog: Catalog, heartbeat_s: float) -> None:
+    def __init__(self, hub: EventHub, engine: Engine, catalog: Catalog, access: Access, heartbeat_s: float) -> None:
         self._hub: Final = hub
         self._engine: Final = engine
         self._catalog: Final = catalog
+        self._access: Final = access
         self._heartbeat_s: Final = heartbeat_s
 
     def streams(self) -> Mapping[str, StreamVerb]:
         return {"Watch": self.watch}
 
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
-        wanted = _filter(request.filter)
+        wanted = _filter(request.filter, self._visible(session, request.filter.caches))
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s)
         start = request.WhichOneof("start")
         cursor = self._hub.last
@@ -61,6 +64,14 @@ class EventsService:
                     yield batch
         finally:
             self._hub.watchers -= 1
+
+    def _visible(self, session: Session, named: Sequence[str]) -> Callable[[str], bool] | None:
+        """Events of other caches are filtered away; those asked for by name are refused instead."""
+        for name in named:
+            self._access.require_on(session, Right.WATCH, name)
+        if Right.WATCH in self._access.rights.everywhere(session.identity):
+            return None
+        return lambda name: self._access.may(session, Right.WATCH, name)
 
     def _resume_at(self, since: blocks_pb2.Cursor) -> int:
         """The id after which to go on. Raises INVALID_ARGUMENT for the future, OUT_OF_RANGE for what is not held."""
@@ -115,7 +126,7 @@ class EventsService:
         ).SerializeToString()
 
 
-def _filter(message: events_pb2.WatchFilter) -> EventFilter:
+def _filter(message: events_pb2.WatchFilter, visible: Callable[[str], bool] | None) -> EventFilter:
     for index, kind in enumerate(message.types):
         if kind not in events_pb2.EventType.values() or not kind:
             raise bad_argument(f"filter.types[{index}]", kind, "an event type")
@@ -125,6 +136,5 @@ def _filter(message: events_pb2.WatchFilter) -> EventFilter:
     for index, name in enumerate(message.caches):
         validate.cache_name(name, f"filter.caches[{index}]")
     every = tuple(wire.TIER_TO_WIRE)
-    return EventFilter.of(
-        message, [validate.tier(f"filter.tiers[{index}]", tier, every) for index, tier in enumerate(message.tiers)]
-    )
+    tiers = [validate.tier(f"filter.tiers[{index}]", tier, every) for index, tier in enumerate(message.tiers)]
+    return EventFilter.of(message, tiers, visible)

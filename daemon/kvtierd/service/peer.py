@@ -11,10 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvtierd.rights import User
+
+_SO_PEERGROUPS: Final = 59
+"""Linux 4.13: the peer's supplementary groups, as the kernel noted them when it connected."""
+
 _SO_PEERPIDFD: Final = 77
 """Linux 6.5: the peer's pidfd, taken by the kernel at connect, so that its pid cannot have been reused meanwhile."""
 
 _UCRED: Final = struct.Struct("iII")
+_GID: Final = struct.Struct("I")
+_MAX_GROUPS: Final = 256
+"""As many as the standard library reads of a socket option. Of a peer with more only the primary one counts."""
 _MAX_COMMAND: Final = 256
 
 
@@ -27,7 +35,7 @@ class Credentials:
     """As the kernel noted them when the peer connected."""
 
     pid: int
-    uid: int
+    user: User
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -35,9 +43,13 @@ class Peer:
     """A live process. Owns ``pidfd``, which is readable once the process has ended."""
 
     pid: int
-    uid: int
+    user: User
     pidfd: int
     command: str
+
+    @property
+    def uid(self) -> int:
+        return self.user.uid
 
     def is_gone(self) -> bool:
         poll = select.poll()
@@ -49,8 +61,18 @@ class Peer:
 
 
 def credentials(sock: socket.socket) -> Credentials:
-    pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Credentials(pid, uid)
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return Credentials(pid, User(uid, frozenset({gid, *_groups(sock)})))
+
+
+def _groups(sock: socket.socket) -> list[int]:
+    try:
+        packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS * _GID.size)
+    except OSError as error:
+        if error.errno not in (errno.ERANGE, errno.ENOPROTOOPT):
+            raise
+        return []
+    return [gid for (gid,) in _GID.iter_unpack(packed)]
 
 
 def identify(sock: socket.socket) -> Peer:
@@ -59,7 +81,7 @@ def identify(sock: socket.socket) -> Peer:
     if who.pid == 0:
         raise UnknownPeer("the client's process is not visible from the daemon's pid namespace")
     pidfd = _open_pidfd(sock, who)
-    return Peer(who.pid, who.uid, pidfd, _command(who.pid))
+    return Peer(who.pid, who.user, pidfd, _command(who.pid))
 
 
 def _open_pidfd(sock: socket.socket, who: Credentials) -> int:

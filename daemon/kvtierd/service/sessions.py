@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 
 from kvtier.abi.attach import SESSION_METADATA_KEY
 from kvtierd.core.ids import CacheId, SessionId
+from kvtierd.rights import Identity
 from kvtierd.service.errors import CallRefused, refused
 from kvtierd.service.peer import Peer
 from kvtierd.service.replies import ReplyMemory
@@ -64,6 +65,10 @@ class Session:
     caches: Counter[CacheId] = field(default_factory=Counter)
     replies: ReplyMemory[Message] = field(default_factory=ReplyMemory)
     ended: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        return self.peer.user
 
     @property
     def attached(self) -> bool:

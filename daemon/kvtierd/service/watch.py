@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,36 +18,43 @@ UNCLEAN_STOP: Final = "unclean-stop"
 
 @dataclass(slots=True, frozen=True)
 class EventFilter:
-    """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same."""
+    """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same.
+
+    ``visible``: of which caches the watcher may see events; None = of all.
+    """
 
     types: frozenset[int]
     causes: frozenset[int]
     caches: frozenset[str]
     tiers: frozenset[int]
     tier_bits: int
+    visible: Callable[[str], bool] | None
 
     @classmethod
-    def of(cls, message: events_pb2.WatchFilter, tiers: list[Tier]) -> EventFilter:
+    def of(
+        cls, message: events_pb2.WatchFilter, tiers: list[Tier], visible: Callable[[str], bool] | None = None
+    ) -> EventFilter:
         return cls(
             types=frozenset(message.types),
             causes=frozenset(message.causes),
             caches=frozenset(message.caches),
             tiers=frozenset(message.tiers),
             tier_bits=sum(tier.bit for tier in set(tiers)),
+            visible=visible,
         )
 
     @property
     def lets_all_through(self) -> bool:
-        return not (self.types or self.causes or self.caches or self.tiers)
+        return not (self.types or self.causes or self.caches or self.tiers or self.visible)
 
     def wants_cache(self, name: str) -> bool:
-        return not self.caches or name in self.caches
+        return (not self.caches or name in self.caches) and (self.visible is None or self.visible(name))
 
     def wants(self, event: events_pb2.Event) -> bool:
         return (
             (not self.types or event.type in self.types)
             and (not self.causes or event.cause in self.causes)
-            and (not self.caches or event.cache in self.caches)
+            and self.wants_cache(event.cache)
             and (not self.tiers or self._touches_tiers(event))
         )
 

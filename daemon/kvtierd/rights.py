@@ -1,0 +1,156 @@
+"""Rights: who may do what with which caches. Nobody may do anything that no rule allows.
+
+A rule of the configuration (``[[allow]]``) names users, groups or certificates, caches and verbs. Root and the daemon's
+own user have every right on every cache; that needs no rule. Rules only ever add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Annotated, Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, from_json
+
+EVERY_CACHE: Final = "*"
+_DECISIONS: Final = 4096
+"""Remembered; a stranger who asks for names that do not exist costs time, not memory."""
+
+
+class Right(StrEnum):
+    """What a rule's ``verbs`` may list."""
+
+    READ = "read"
+    """Look up, acquire and map what is stored."""
+    WRITE = "write"
+    """Create the cache; store, move, pin and drop blocks; map its memory writable."""
+    WATCH = "watch"
+    """See its events."""
+    TOKENS = "tokens"
+    """See token ids in them, where the cache keeps any."""
+    ADMIN = "admin"
+    """Statistics, leases, kicks, forced resets, removal."""
+
+
+ALL_RIGHTS: Final = frozenset(Right)
+SHORTHAND_RIGHTS: Final = frozenset({Right.READ, Right.WRITE, Right.WATCH})
+"""What ``allow_uids`` gives on every cache."""
+
+
+@dataclass(slots=True, frozen=True)
+class User:
+    """A process of this host, as the kernel noted it when it connected. ``gids``: primary and supplementary."""
+
+    uid: int
+    gids: frozenset[int]
+
+    def __str__(self) -> str:
+        return f"uid {self.uid} (gids {', '.join(map(str, sorted(self.gids)))})"
+
+
+@dataclass(slots=True, frozen=True)
+class Certificate:
+    """A client that TLS has verified. ``names``: its certificate's common name and alternative names."""
+
+    names: frozenset[str]
+
+    def __str__(self) -> str:
+        return f"certificate {', '.join(sorted(self.names))}"
+
+
+@dataclass(slots=True, frozen=True)
+class Anonymous:
+    """Whoever connected over TCP without TLS: from this host, but nobody knows who."""
+
+    def __str__(self) -> str:
+        return "an anonymous client of the loopback interface"
+
+
+Identity = User | Certificate | Anonymous
+"""Who is at the other end, as the transport proves it."""
+
+_Id = Annotated[int, Field(ge=0, lt=2**32 - 1)]
+_Text = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class AllowRule(BaseModel):
+    """One ``[[allow]]`` table; as one flag, or one element in the environment, a JSON object of the same keys.
+
+    It holds for whoever is named by any of ``uids``, ``gids``, ``subjects`` (a certificate's common name, or one of its
+    alternative names, exactly) or ``anonymous`` (TCP without TLS). ``caches``: names, or shell patterns of names.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    uids: tuple[_Id, ...] = ()
+    gids: tuple[_Id, ...] = ()
+    subjects: tuple[_Text, ...] = ()
+    anonymous: bool = False
+    caches: tuple[_Text, ...] = Field(min_length=1)
+    verbs: tuple[Right, ...] = Field(min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return from_json(value)
+        except ValueError as error:
+            raise PydanticCustomError("json", "must be a JSON object: {why}", {"why": str(error)}) from error
+
+    @model_validator(mode="after")
+    def _somebody(self) -> Self:
+        if not (self.uids or self.gids or self.subjects or self.anonymous):
+            raise ValueError("names nobody: give uids, gids, subjects or anonymous")
+        return self
+
+    def names(self, who: Identity) -> bool:
+        match who:
+            case User(uid, gids):
+                return uid in self.uids or not gids.isdisjoint(self.gids)
+            case Certificate(names):
+                return not names.isdisjoint(self.subjects)
+            case Anonymous():
+                return self.anonymous
+
+
+class Rights:
+    """Decides. ``owner_uid``: the daemon's own."""
+
+    def __init__(self, rules: Iterable[AllowRule], owner_uid: int) -> None:
+        self._rules: Final = tuple(rules)
+        self._owners: Final = frozenset({0, owner_uid})
+        self.on: Final = lru_cache(_DECISIONS)(self._decide)
+        """Of somebody, on the cache of a name, whether or not there is one."""
+
+    def may(self, who: Identity, right: Right, cache: str) -> bool:
+        return right in self.on(who, cache)
+
+    def somewhere(self, who: Identity) -> frozenset[Right]:
+        """Rights on at least one name."""
+        if self._owns(who):
+            return ALL_RIGHTS
+        return frozenset(right for rule in self._rules if rule.names(who) for right in rule.verbs)
+
+    def everywhere(self, who: Identity) -> frozenset[Right]:
+        """Rights on every cache there is or will be."""
+        if self._owns(who):
+            return ALL_RIGHTS
+        rules = (rule for rule in self._rules if EVERY_CACHE in rule.caches and rule.names(who))
+        return frozenset(right for rule in rules for right in rule.verbs)
+
+    def _decide(self, who: Identity, cache: str) -> frozenset[Right]:
+        if self._owns(who):
+            return ALL_RIGHTS
+        rules = (rule for rule in self._rules if rule.names(who))
+        return frozenset(
+            right for rule in rules if any(fnmatchcase(cache, name) for name in rule.caches) for right in rule.verbs
+        )
+
+    def _owns(self, who: Identity) -> bool:
+        return isinstance(who, User) and who.uid in self._owners

@@ -1,0 +1,146 @@
+"""Users of the host with some rights: what each may do, and what each is told of the rest.
+
+Runs as root only, since only root can become somebody else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvtier import Tier, connect
+from tests.integration.actors import NOBODY, Actor
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+READERS = 4711
+"""A group that only rules know."""
+
+RULES = f"""
+[[allow]]
+uids = [{NOBODY}]
+caches = ["mine", "new-*"]
+verbs = ["read", "write"]
+[[allow]]
+gids = [{READERS}]
+caches = ["shared", "last"]
+verbs = ["read", "watch"]
+[[allow]]
+gids = [{READERS}]
+caches = ["shared"]
+verbs = ["admin"]
+"""
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon, request: pytest.FixtureRequest) -> DaemonProcess:
+    directory = request.getfixturevalue("tmp_path")
+    (directory / "kvtierd.toml").write_text(RULES)
+    daemon = start_daemon("--config", str(directory / "kvtierd.toml"), host=32)
+    daemon.home.chmod(0o755)
+    os.chmod(daemon.address, 0o755)
+    for path in daemon.sockets:
+        path.chmod(0o666)
+    return daemon
+
+
+async def fill(daemon: DaemonProcess) -> None:
+    """Root's caches, each with two blocks."""
+    async with await connect(daemon.address) as client:
+        for name in ("secret", "mine", "shared", "last"):
+            cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
+            await cache.put(chain("stored", 2), blocks(chain("stored", 2)), tier=Tier.HOST)
+
+
+def somebody(daemon: DaemonProcess, gids: Sequence[int], *tries: tuple[str, str]) -> dict[str, Any]:
+    with Actor("be_somebody", address=daemon.address, uid=NOBODY, gids=gids, tries=tries) as actor:
+        return actor.says()
+
+
+def ended(daemon: DaemonProcess, gids: Sequence[int], *tries: tuple[str, str]) -> list[str]:
+    told = somebody(daemon, gids, *tries)
+    assert told["attached"] == "welcome", told
+    answers: list[str] = told["ended"]
+    return answers
+
+
+async def test_whom_no_rule_names_may_not_even_attach(start_daemon: StartDaemon, daemon: DaemonProcess) -> None:
+    private = start_daemon(host=4)
+    private.home.chmod(0o755)
+    os.chmod(private.address, 0o755)
+    for path in private.sockets:
+        path.chmod(0o666)
+    told = somebody(private, [NOBODY])
+    assert told["attached"] == "PERMISSION_DENIED"
+    assert f"uid {NOBODY}" in told["told"]
+    assert somebody(daemon, [NOBODY])["attached"] == "welcome"
+
+
+async def test_a_user_has_the_caches_of_their_rules_and_no_others(daemon: DaemonProcess) -> None:
+    await fill(daemon)
+    answers = ended(
+        daemon,
+        [NOBODY],
+        ("open writable", "mine"),
+        ("read", "mine"),
+        ("reserve", "mine"),
+        ("open writable", "new-one"),
+        ("list", ""),
+        ("open", "secret"),
+        ("open", "other"),
+        ("stats", ""),
+        ("watch", ""),
+        ("watch", "mine"),
+    )
+    assert answers[:5] == ["done", "2 blocks", "done", "done", "mine,new-one"]
+    assert all(answer.startswith("NO_RIGHT: ") for answer in answers[5:]), answers
+    who = f"uid {NOBODY} (gids {NOBODY})"
+    assert answers[5] == (
+        f"NO_RIGHT: the right to read on cache secret is missing: no rule of the daemon's gives it to {who}"
+    )
+    assert "the right to admin on any cache" in answers[7]
+    # What there is cannot be told from what there is not.
+    assert answers[6] == answers[5].replace("secret", "other")
+
+
+async def test_a_supplementary_group_counts_and_reading_is_not_writing(daemon: DaemonProcess) -> None:
+    await fill(daemon)
+    answers = ended(
+        daemon,
+        [1, READERS],
+        ("read", "shared"),
+        ("open writable", "shared"),
+        ("reserve", "shared"),
+        ("open", "mine"),
+        ("list", ""),
+    )
+    assert answers[0] == "2 blocks"
+    assert answers[1].startswith("PERMISSION_DENIED: the right to write on cache shared is missing")
+    assert answers[2].startswith("NO_RIGHT: the right to write on cache shared is missing")
+    assert answers[3] == "done", "a rule for the user holds in every group"
+    assert answers[4] == "last,mine,shared"
+
+
+async def test_a_cache_that_is_not_there_is_created_by_those_who_may_write_it(start_daemon: StartDaemon) -> None:
+    rule = f'{{"uids": [{NOBODY}], "caches": ["*"], "verbs": ["read"]}}'
+    daemon = start_daemon("--allow", rule, host=8)
+    daemon.home.chmod(0o755)
+    os.chmod(daemon.address, 0o755)
+    for path in daemon.sockets:
+        path.chmod(0o666)
+    (answer,) = ended(daemon, [NOBODY], ("open", "new"))
+    assert answer.startswith("NO_RIGHT: the right to write on cache new is missing")
+
+
+async def test_a_watcher_sees_its_caches_and_all_ids_are_accounted_for(daemon: DaemonProcess) -> None:
+    await fill(daemon)
+    watched, named, stats = ended(daemon, [READERS], ("watch", ""), ("watch", "shared,mine"), ("stats", ""))
+    # The client reports a gap as an item of its own, which the actor does not accept: nothing is missing between.
+    assert watched == "last,shared"
+    assert named.startswith("NO_RIGHT: the right to watch on cache mine is missing")
+    assert stats == "shared"
