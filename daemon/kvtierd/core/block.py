@@ -73,6 +73,7 @@ class Block:
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
     ``top_children``: how many children have just that priority, where its own is lower.
     ``rank``: eviction order, lowest first: priority, then last use; unique, and comparable only inside a group.
+    ``residency``: the tiers whose copy is valid, as a bit set.
     ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
     ``disk_children``: indexed children with a copy on disk, or on the way there.
     ``duration_ms``, ``deadline_ns`` and ``label``: as in :class:`Traits`.
@@ -97,6 +98,7 @@ class Block:
         "previous_sibling",
         "priority",
         "rank",
+        "residency",
         "top_children",
     )
 
@@ -115,20 +117,10 @@ class Block:
         self.top_children = 0
         self.rank = traits.priority << _USE_BITS
         self.copies: list[Copy | None] = [None, None, None]
+        self.residency = 0
         self.claims = 0
         self.disk_children = 0
         self.indexed = False
-
-    @property
-    def residency(self) -> int:
-        """The tiers whose copy is valid, as a bit set."""
-        mask = 0
-        bit = 1
-        for copy in self.copies:
-            if copy is not None and copy.phase is not Phase.FILLING:
-                mask |= bit
-            bit <<= 1
-        return mask
 
     @property
     def traits(self) -> Traits:

@@ -124,6 +124,8 @@ class _Checker:
         for block in self.state.index:
             _require(block.indexed, 5, f"block {block.id} is in the index but does not know")
             _require(block.residency != 0, 5, f"block {block.id} is indexed and nowhere READY")
+            valid = sum(tier.bit for tier in Tier if (copy := block.copies[tier]) is not None and copy.valid)
+            _require(block.residency == valid, 2, f"block {block.id} says {block.residency}, its copies {valid}")
             parent = block.parent
             if parent is not None:
                 _require(parent.indexed, 5, f"block {block.id} is indexed, its parent {parent.id} is not")
@@ -207,7 +209,7 @@ class _Checker:
     def candidates(self) -> None:
         """4, 5: only what may leave is offered, and all of it."""
         for tier in self.state.tiers:
-            lists = self.state.candidates[tier]
+            lists = self.state.candidates(tier)
             expected = {
                 name: {block for block in self.state.index if self._belongs(block, tier, name)}
                 for name in ("redundant", "demotable", "clean", "leaf")

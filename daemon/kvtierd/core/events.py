@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 
@@ -44,8 +45,7 @@ class Cause(IntEnum):
     RECOVERED = 16
 
 
-@dataclass(slots=True, frozen=True)
-class BlockChange:
+class BlockChange(NamedTuple):
     """One block after the change. ``residency`` is 0 for a removed block."""
 
     key: Key

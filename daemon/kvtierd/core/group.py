@@ -80,7 +80,7 @@ def _on_list(tier: Tier, bit: int) -> Listed:
 
 
 class GroupState:
-    """State of one window group. Every public method leaves the candidates exact."""
+    """State of one window group."""
 
     def __init__(
         self, shape: GroupShape, recorder: Recorder, policy: Policy, make_evictor: Callable[[Listed], Evictor]
@@ -93,7 +93,8 @@ class GroupState:
         self.above = {tier: tuple(t for t in self.tiers if t < tier) for tier in self.tiers}
         self.below = {tier: tuple(t for t in self.tiers if t > tier) for tier in self.tiers}
         self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
-        self.candidates = {tier: Candidates(tier, make_evictor) for tier in self.tiers}
+        self._candidates = {tier: Candidates(tier, make_evictor) for tier in self.tiers}
+        self._unsure: dict[Block, None] = {}
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
         self.offline: set[Tier] = set()
@@ -113,6 +114,18 @@ class GroupState:
     # -- candidates ------------------------------------------------------------------------------------------------
 
     def reconsider(self, block: Block) -> None:
+        """What decides on which lists the block stands has changed, or may have. Most blocks change several times
+        before anybody asks for a victim."""
+        self._unsure[block] = None
+
+    def candidates(self, tier: Tier) -> Candidates:
+        """Who may leave the tier, exactly, until the next change."""
+        unsure = self._unsure
+        while unsure:
+            self._place(unsure.popitem()[0])
+        return self._candidates[tier]
+
+    def _place(self, block: Block) -> None:
         """Puts the block on exactly the candidate lists where it belongs."""
         movable = block.indexed and block.claims == 0
         for tier in self.tiers:
@@ -125,7 +138,7 @@ class GroupState:
                     lists = self._lists(block, tier)
                 elif copy.reads == copy.sinks == 1:
                     lists = DEMOTABLE
-            self.candidates[tier].put(block, copy, lists)
+            self._candidates[tier].put(block, copy, lists)
 
     def _lists(self, block: Block, tier: Tier) -> int:
         """Where a block belongs whose copy in the tier may leave."""
@@ -200,8 +213,7 @@ class GroupState:
         return len(self._retirements)
 
     def _enter(self, tier: Tier, slot: SlotId, state: SlotState) -> None:
-        if self.slots[tier].state(slot) is not state:
-            self.slots[tier].change(slot, state)
+        self.slots[tier].enter(slot, state)
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
@@ -246,6 +258,7 @@ class GroupState:
         if copy is None or copy.phase is not Phase.FILLING:
             raise InvariantViolation(f"block {block.id} arrives in {tier} unplanned")
         copy.phase = Phase.READY
+        block.residency |= tier.bit
         self.slots[tier].change(copy.slot, SlotState.READY)
         if tier is not Tier.DISK:
             self.recorder.end_write(self.ref(tier, copy.slot))
@@ -257,7 +270,8 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block.id} has no copy in {tier}")
         block.copies[tier] = None
-        self.candidates[tier].put(block, copy, 0)
+        block.residency &= ~tier.bit
+        self._candidates[tier].put(block, copy, 0)
         if tier is Tier.DISK and block.indexed and block.parent is not None:
             block.parent.disk_children -= 1
             self.reconsider(block.parent)
@@ -299,6 +313,8 @@ class GroupState:
 
     def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
         block.copies[tier] = copy
+        if copy.valid:
+            block.residency |= tier.bit
         if tier is Tier.DISK and block.parent is not None:
             block.parent.disk_children += 1
             self.reconsider(block.parent)

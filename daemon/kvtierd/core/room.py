@@ -90,7 +90,7 @@ class Room:
 
     def _vacate(self, tier: Tier) -> bool:
         """One slot of the tier is freed, or on its way to be."""
-        state, lists = self._state, self._state.candidates[tier]
+        state, lists = self._state, self._state.candidates(tier)
         if (block := lists.redundant.victim()) is not None:
             state.free_copy(block, tier, Cause.CAPACITY)
             return True

@@ -74,14 +74,19 @@ class SlotTable:
 
     def change(self, slot: SlotId, to: SlotState) -> None:
         """Any change between states that are not FREE."""
-        was = SlotState(self._states[slot])
-        if was is SlotState.FREE or to is SlotState.FREE:
-            raise InvariantViolation(f"slot {slot}: {was.name} to {to.name} by change()")
+        was = self._states[slot]
+        if was == SlotState.FREE or to is SlotState.FREE:
+            raise InvariantViolation(f"slot {slot}: {SlotState(was).name} to {to.name} by change()")
         self._move(slot, was, to)
 
+    def enter(self, slot: SlotId, to: SlotState) -> None:
+        """The same, where it may be in that state already."""
+        if self._states[slot] != to:
+            self.change(slot, to)
+
     def give_back(self, slot: SlotId) -> None:
-        was = SlotState(self._states[slot])
-        if was is SlotState.FREE:
+        was = self._states[slot]
+        if was == SlotState.FREE:
             raise InvariantViolation(f"slot {slot} is freed twice")
         self._move(slot, was, SlotState.FREE)
         self._free.append(slot)
@@ -103,9 +108,9 @@ class SlotTable:
         """For the checker."""
         return tuple(map(SlotId, self._free))
 
-    def _move(self, slot: SlotId, was: SlotState, to: SlotState) -> None:
+    def _move(self, slot: SlotId, was: int, to: SlotState) -> None:
         if self._states[slot] != was:
-            raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not {was.name}")
+            raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not {SlotState(was).name}")
         self._states[slot] = to
         self._counts[was] -= 1
         self._counts[to] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from kvtierd.core.flights import Edge, EdgeRecord
 from kvtierd.core.ids import Key, SessionId, SlotId, Tier
@@ -57,8 +58,7 @@ class Listing:
     next_page: int
 
 
-@dataclass(slots=True, frozen=True)
-class CommitItem:
+class CommitItem(NamedTuple):
     slot: SlotId
     key: Key
     parent: Key | None
