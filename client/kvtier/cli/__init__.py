@@ -1,10 +1,18 @@
-"""The ``kvtier`` command."""
+"""The ``kvtier`` command.
+
+Exit status, of every command: 0 = done; 1 = refused, failed, only partly done, or no daemon answers; 2 = the command
+line makes no sense.
+"""
 
 from __future__ import annotations
 
 import click
 
 # Under other names than their modules, which would be hidden otherwise.
+from kvtier.cli.blocks import move as move_command
+from kvtier.cli.caches import cache as cache_commands
+from kvtier.cli.leases import kick as kick_command
+from kvtier.cli.leases import leases as leases_command
 from kvtier.cli.replay import replay as replay_command
 from kvtier.cli.status import status as status_command
 from kvtier.cli.watch import watch as watch_command
@@ -13,8 +21,19 @@ from kvtier.cli.watch import watch as watch_command
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kvtier")
 def main() -> None:
-    """Look at a kvtier daemon, follow what it does, and put it under real load."""
+    """Look at a kvtier daemon, follow what it does, step in by hand, and put it under real load.
+
+    Exit status: 0 done; 1 refused, failed, only partly done, or no daemon answers; 2 the command line makes no sense.
+    """
 
 
-for command in (watch_command, status_command, replay_command):
+for command in (
+    watch_command,
+    status_command,
+    leases_command,
+    kick_command,
+    move_command,
+    cache_commands,
+    replay_command,
+):
     main.add_command(command)

@@ -1,0 +1,140 @@
+"""An operator steps in by hand: moves, leases, kicks, caches, against a real daemon."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import AsyncClient, Cache, LeaseLost, Tier
+from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.test_cli import DEADLINE_S, KVTIER
+
+
+def kvtier(*arguments: str, status: int = 0, said: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, which must have this exit status and no traceback; ``said``: to its standard input."""
+    done = subprocess.run(
+        [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, input=said or ""
+    )
+    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def answer(*arguments: str, status: int = 0, said: str | None = None) -> Any:
+    return json.loads(kvtier(*arguments, "--json", status=status, said=said).stdout)
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=16))
+
+
+@pytest.fixture
+def at(daemon: DaemonProcess) -> tuple[str, str]:
+    return ("--address", daemon.address)
+
+
+async def where(cache: Cache, keys: Sequence[bytes]) -> list[int]:
+    return [place.residency for place in await cache.locate(keys)]
+
+
+async def test_move_by_key_by_file_and_all(at: tuple[str, str], cache: Cache, tmp_path: Path) -> None:
+    keys = chain(cache.name, 3)
+    await cache.put(keys, blocks(keys))
+    done = answer("move", cache.name, "host", keys[2].hex(), *at)
+    assert (done["verb"], done["blocks"], done["done"], done["not_done"]) == ("move", 1, 1, [])
+    assert await where(cache, keys) == [1, 1, 2]
+
+    listed = tmp_path / "keys"
+    listed.write_text(f"{keys[1].hex()}\n\n{keys[1].hex().upper()}\n")
+    assert answer("move", cache.name, "HOST", "--from", str(listed), *at)["blocks"] == 1
+    assert await where(cache, keys) == [1, 2, 2]
+
+    assert answer("move", cache.name, "disk", "--all", *at)["done"] == 3
+    assert await where(cache, keys) == [4, 4, 4]
+    said = kvtier("move", cache.name, "device", "--from", "-", *at, said=f"{keys[0].hex()}\n").stdout
+    assert "move 1 blocks: 1 ok" in said
+
+
+async def test_what_could_not_be_moved_is_named(at: tuple[str, str], cache: Cache) -> None:
+    keys = chain(cache.name, 2)
+    await cache.put(keys[:1], blocks(keys[:1]))
+    done = answer("move", cache.name, "host", keys[0].hex(), keys[1].hex(), *at, status=1)
+    assert (done["done"], done["not_done"]) == (1, [{"key": keys[1].hex(), "result": "not_found"}])
+    said = kvtier("move", cache.name, "host", keys[1].hex(), *at, status=1).stdout
+    assert f"{keys[1].hex()}  not_found" in said
+
+
+async def test_leases_say_who_holds_what(at: tuple[str, str], client: AsyncClient, cache: Cache) -> None:
+    keys = chain(cache.name, 2)
+    await cache.put(keys, blocks(keys))
+    async with cache.acquire(keys), cache.reserve(3, Tier.HOST):
+        read, written = answer("leases", "--cache", cache.name, *at)
+        assert (read["tier"], read["held_blocks"], read["blank_slots"]) == ("device", 2, 0)
+        assert (written["tier"], written["held_blocks"], written["blank_slots"]) == ("host", 0, 3)
+        assert read["session_id"] == client.session_id
+        assert [lease["cache"] for lease in answer("leases", "--session", str(client.session_id), *at)] == 2 * [
+            cache.name
+        ]
+        assert cache.name in kvtier("leases", *at).stdout
+    assert answer("leases", "--cache", cache.name, *at) == []
+    assert "no leases" in kvtier("leases", "--cache", cache.name, *at).stdout
+
+
+async def test_a_hanging_client_is_kicked(at: tuple[str, str], client: AsyncClient, cache: Cache) -> None:
+    lease = await cache.reserve(4)
+    session = str(client.session_id)
+    dry = answer("kick", session, "--dry-run", *at)
+    assert (dry["leases"], dry["slots"], dry["dry_run"]) == (1, 4, True)
+    assert len(answer("leases", "--session", session, *at)) == 1
+    assert "4 slots given back" in kvtier("kick", session, *at).stdout
+    assert answer("leases", "--session", session, *at) == []
+    with pytest.raises(LeaseLost):
+        await lease.commit(chain(cache.name, 4))
+    assert "no such session" in kvtier("kick", session, *at, status=1).stderr
+
+
+async def test_cache_ls(at: tuple[str, str], cache: Cache) -> None:
+    keys = chain(cache.name, 3)
+    await cache.put(keys, blocks(keys))
+    (info,) = [each for each in answer("cache", "ls", *at) if each["name"] == cache.name]
+    assert (info["model"], info["blocks"], info["sessions"]) == (SPEC.model, 3, 1)
+    assert info["fingerprint"] == SPEC.fingerprint().hex()
+    (group,) = info["groups"]
+    assert group["block_bytes"] == SPEC.block_bytes(0)
+    assert [(tier["tier"], tier["slots"]) for tier in group["tiers"]] == [("device", 8), ("host", 8), ("disk", 16)]
+    assert group["tiers"][2]["bytes"] == 16 * SLOT_BYTES
+    assert cache.name in kvtier("cache", "ls", *at).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["move", "nowhere", "host", "--all"], 1, "no such cache"),
+        (["move", "nowhere", "host"], 2, "name the blocks"),
+        (["move", "nowhere", "host", "--all", 64 * "0"], 2, "name the blocks"),
+        (["move", "nowhere", "attic", "--all"], 2, "device"),
+        (["move", "nowhere", "host", "abc"], 2, "64 hexadecimal digits"),
+        (["move", "nowhere", "host", "--from", "/no/such/file"], 2, "/no/such/file"),
+        (["move", "nowhere", "host", "--from", "-"], 2, "no key in the file"),
+        (["leases", "--cache", "nowhere"], 1, "no such cache"),
+        (["leases", "--session", "0"], 2, "session"),
+        (["kick"], 2, "SESSION"),
+        (["kick", "4000000000"], 1, "no such session"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_what_makes_no_sense_is_refused(at: tuple[str, str], arguments: Sequence[str], status: int, says: str) -> None:
+    assert says in kvtier(*arguments, *at, status=status).stderr
+
+
+def test_no_daemon_is_a_message_here_too(short_dir: Path) -> None:
+    said = kvtier("kick", "1", "--json", "--address", str(short_dir), status=1)
+    assert "no daemon answers" in said.stderr
+    assert said.stdout == ""
