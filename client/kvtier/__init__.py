@@ -6,6 +6,9 @@
         await cache.put(keys, blocks)
         blocks = await cache.get(keys)
 
+    with kvtier.Client() as client:  # the same without an event loop
+        cache = client.open_cache("llama", spec)
+
 Names are imported when they are first used: ``import kvtier.abi`` costs no gRPC.
 """
 
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
     from kvtier.lease import ReadLease, WriteLease
     from kvtier.residency import ResidencyTable
+    from kvtier.sync import Client
     from kvtier.types import BlockResult, Cause, Cursor, EventType, Tier
     from kvtier.watch import Watch
 
@@ -75,6 +79,7 @@ _HOMES = {
     "kvtier.events": ("Event", "Gap", "Heartbeat", "SnapshotEnd", "SnapshotSlice", "SnapshotStart"),
     "kvtier.lease": ("ReadLease", "WriteLease"),
     "kvtier.residency": ("ResidencyTable",),
+    "kvtier.sync": ("Client",),
     "kvtier.types": ("BlockResult", "Cause", "Cursor", "EventType", "Tier"),
     "kvtier.watch": ("Watch",),
 }
@@ -87,6 +92,7 @@ __all__ = [
     "CacheSpec",
     "CallerError",
     "Cause",
+    "Client",
     "ClientClosed",
     "Cursor",
     "CursorCompacted",

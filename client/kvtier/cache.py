@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from grpc.aio import UnaryUnaryMultiCallable
@@ -139,7 +139,7 @@ class Cache:
         )
         return [Location(*row) for row in rows]
 
-    async def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncIterator[Page]:
+    async def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
         page = 0
         while True:
@@ -163,7 +163,7 @@ class Cache:
             if not page:
                 return
 
-    async def blocks(self, *, timeout: float | None = None) -> AsyncIterator[ListedBlock]:
+    async def blocks(self, *, timeout: float | None = None) -> AsyncGenerator[ListedBlock, None]:
         """All indexed blocks. Others may change the cache between the pages: see :meth:`pages`."""
         async for page in self.pages(timeout=timeout):
             for block in page.blocks:

@@ -183,8 +183,12 @@ class Held(Generic[T]):
         self._give_back = give_back
         self._held: list[T] = []
 
+    async def take(self) -> T:
+        """The lease, the caller's to release."""
+        return await self._take()
+
     def __await__(self) -> Generator[Any, None, T]:
-        return self._take().__await__()
+        return self.take().__await__()
 
     async def __aenter__(self) -> T:
         lease = await self._take()

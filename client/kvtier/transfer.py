@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,9 @@ from kvtier.errors import InvalidArgument
 
 INLINE_BYTES: Final = 1 << 20
 """Copies up to this size run on the loop; above it a thread does less harm than the stall."""
+
+copy_in: ContextVar[Callable[[Callable[[], None]], asyncio.Future[None]] | None] = ContextVar("copy_in", default=None)
+"""Where copies of this task run, whatever their size. None: here, or in a thread of the loop's executor."""
 
 Blocks = NDArray[Any] | Sequence[NDArray[Any]]
 """n blocks: one array whose first axis is the block, or a sequence of n arrays. Any dtype and shape."""
@@ -46,11 +50,15 @@ async def run(copy: Callable[[], None], nbytes: int) -> None:
     A cancelled caller still waits for the thread to end, however often it is cancelled: the memory that it reads or
     writes is the caller's, or held by a lease that must not be released before.
     """
-    if nbytes <= INLINE_BYTES:
+    elsewhere = copy_in.get()
+    if elsewhere is not None:
+        copying = elsewhere(copy)
+    elif nbytes <= INLINE_BYTES:
         copy()
         return
-    # Not a task (asyncio.to_thread): those are cancelled, their threads forgotten, when a loop is torn down.
-    copying = asyncio.get_running_loop().run_in_executor(None, copy)
+    else:
+        # Not a task (asyncio.to_thread): those are cancelled, their threads forgotten, when a loop is torn down.
+        copying = asyncio.get_running_loop().run_in_executor(None, copy)
     cancelled: asyncio.CancelledError | None = None
     while not copying.done():
         try:

@@ -1,0 +1,203 @@
+"""A cache for callers without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from numpy.typing import NDArray
+
+from kvtier import cache as inner
+from kvtier import transfer
+from kvtier.abi.spec import CacheSpec
+from kvtier.answers import DropReport, ListedBlock, Location, Match, Page
+from kvtier.arena import Arena
+from kvtier.errors import ClientClosed
+from kvtier.stats import CacheInfo
+from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
+from kvtier.sync.loop import LoopThread
+from kvtier.types import BlockResult, Tier
+from kvtier.wire import Keys, packed_keys, split_keys
+
+T = TypeVar("T")
+
+
+class Cache:
+    """Made by :meth:`kvtier.Client.open_cache`. Verbs, arguments and errors are those of :class:`kvtier.Cache`.
+
+    Arrays are copied in the calling thread.
+    """
+
+    def __init__(self, thread: LoopThread, cache: inner.Cache) -> None:
+        self._thread = thread
+        self._inner: Final = cache
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self._inner.spec
+
+    @property
+    def group(self) -> int:
+        return self._inner.group
+
+    @property
+    def block_bytes(self) -> int:
+        return self._inner.block_bytes
+
+    @property
+    def info(self) -> CacheInfo:
+        """As the daemon described it when it was opened last."""
+        return self._inner.info
+
+    @property
+    def arena(self) -> Arena:
+        """Its memory, as mapped last."""
+        return self._inner.arena
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers it has, the fastest first."""
+        return self._inner.tiers
+
+    @property
+    def session_number(self) -> int:
+        """Rises when the daemon no longer knows the session before: leases of that one are lost."""
+        return self._inner.session_number
+
+    def slots(self, tier: Tier) -> int:
+        """Capacity of a tier in blocks; 0 where the cache does not have it."""
+        return self._inner.slots(tier)
+
+    def lease_tier(self, tier: Tier | None = None) -> Tier:
+        """``tier``, or the fastest one whose slots can be mapped. Raises :class:`InvalidArgument` if there is none."""
+        return self._inner.lease_tier(tier)
+
+    # -- lookups ---------------------------------------------------------------------------------------------------
+
+    def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
+        """See :meth:`kvtier.Cache.match`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.match(packed, timeout=timeout))
+
+    def locate(self, keys: Keys, *, timeout: float | None = None) -> list[Location]:
+        """See :meth:`kvtier.Cache.locate`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.locate(packed, timeout=timeout))
+
+    def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> Iterator[Page]:
+        """See :meth:`kvtier.Cache.pages`."""
+        return self._iterate(self._inner.pages(page_blocks=page_blocks, timeout=timeout))
+
+    def blocks(self, *, timeout: float | None = None) -> Iterator[ListedBlock]:
+        """See :meth:`kvtier.Cache.blocks`."""
+        for page in self.pages(timeout=timeout):
+            yield from page.blocks
+
+    # -- leases ----------------------------------------------------------------------------------------------------
+
+    def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> WriteLease:
+        """``with cache.reserve(4) as lease``: see :meth:`kvtier.Cache.reserve`."""
+        held = self._inner.reserve(count, tier, timeout=timeout)
+        return WriteLease(self._thread, self, self._thread.run(held.take, self._inner.release))
+
+    def acquire(
+        self, keys: Keys, tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+    ) -> ReadLease:
+        """``with cache.acquire(keys) as lease``: see :meth:`kvtier.Cache.acquire`."""
+        held = self._inner.acquire(packed_keys(keys), tier, min_blocks=min_blocks, timeout=timeout)
+        return ReadLease(self._thread, self, self._thread.run(held.take, self._inner.release))
+
+    def acquire_many(
+        self,
+        chains: Iterable[Keys],
+        tier: Tier | None = None,
+        *,
+        min_blocks: int = 0,
+        timeout: float | None = None,
+    ) -> Leases:
+        """One lease a chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
+        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
+        held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, timeout=timeout)
+        leases = self._thread.run(held.take, lambda leases: self._inner.release(*leases))
+        return Leases(self._thread, self, leases)
+
+    def release(self, *leases: Lease[Any], timeout: float | None = None) -> None:
+        """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
+        held = [lease.inner for lease in leases]
+        self._thread.run(lambda: self._inner.release(*held, timeout=timeout))
+
+    # -- placement -------------------------------------------------------------------------------------------------
+
+    def move(self, keys: Keys, to: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+        """See :meth:`kvtier.Cache.move`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.move(packed, to, timeout=timeout))
+
+    def drop(self, keys: Keys, *, timeout: float | None = None) -> DropReport:
+        """See :meth:`kvtier.Cache.drop`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.drop(packed, timeout=timeout))
+
+    # -- arrays ----------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Keys,
+        blocks: transfer.Blocks,
+        *,
+        parent: bytes | None = None,
+        tier: Tier | None = None,
+        priorities: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """Stores a chain: see :meth:`kvtier.Cache.put`."""
+        packed = packed_keys(keys)
+        # Here, since it copies what is not contiguous.
+        sources = transfer.readable(blocks, len(split_keys(packed)), self.block_bytes)
+        return self._thread.run(
+            lambda: self._inner.put(packed, sources, parent=parent, tier=tier, priorities=priorities, timeout=timeout)
+        )
+
+    def get(
+        self,
+        keys: Keys,
+        out: transfer.Blocks | None = None,
+        *,
+        tier: Tier | None = None,
+        timeout: float | None = None,
+    ) -> list[NDArray[Any]]:
+        """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.get(packed, out, tier=tier, timeout=timeout))
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched."""
+        self._thread.run(lambda: self._inner.close(timeout=timeout))
+
+    def release_all(self, *, timeout: float | None = None) -> None:
+        """Gives back every lease that this object granted and that is still held."""
+        self._thread.run(lambda: self._inner.release_all(timeout=timeout))
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        async def step() -> T:
+            return await anext(items)
+
+        try:
+            while True:
+                try:
+                    item = self._thread.run(step)
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            with suppress(ClientClosed):  # it has closed them
+                self._thread.run(items.aclose)

@@ -1,0 +1,156 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+import weakref
+from collections.abc import Collection, Mapping
+from types import TracebackType
+from typing import Final, Self
+
+from kvtier import aio
+from kvtier.abi.spec import CacheSpec
+from kvtier.stats import CacheInfo, DaemonStats
+from kvtier.sync.cache import Cache
+from kvtier.sync.loop import LoopThread
+from kvtier.sync.watch import Watch
+from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.watch import DEFAULT_HEARTBEAT_S
+
+
+class Client:
+    """A synchronous client of the daemon whose runtime directory is ``address``::
+
+        with kvtier.Client() as client:
+            cache = client.open_cache("llama", spec)
+
+    ``address``: by default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``timeout``: seconds that a call may take where
+    it does not say itself. ``wait``: seconds to keep trying while no daemon answers. Raises
+    :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`, :class:`InvalidArgument`.
+
+    Everything is as with :class:`kvtier.AsyncClient`, without ``await``; see there. A closed client, and one used in a
+    forked child, raises :class:`kvtier.errors.ClientClosed`.
+    """
+
+    def __init__(
+        self,
+        address: str | os.PathLike[str] | None = None,
+        *,
+        timeout: float = aio.DEFAULT_TIMEOUT_S,
+        wait: float = 0.0,
+    ) -> None:
+        self._thread: Final = LoopThread("kvtier-client")
+        try:
+            self._client: Final = self._thread.run(
+                lambda: aio.connect(address, timeout=timeout, wait=wait), lambda client: client.close()
+            )
+        except BaseException:
+            self._thread.stop(_nothing)
+            raise
+        _open.add(self)
+
+    @property
+    def address(self) -> str:
+        """The daemon's runtime directory."""
+        return self._client.address
+
+    @property
+    def session_id(self) -> int:
+        """This client's number in the daemon's statistics; another one after the daemon has restarted."""
+        return self._client.session_id
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's epoch at the last attach."""
+        return self._client.epoch
+
+    def open_cache(
+        self,
+        name: str,
+        spec: CacheSpec,
+        *,
+        budgets: Mapping[Tier, int] | None = None,
+        write: bool = True,
+        timeout: float | None = None,
+    ) -> Cache:
+        """See :meth:`kvtier.AsyncClient.open_cache`."""
+        cache = self._thread.run(
+            lambda: self._client.open_cache(name, spec, budgets=budgets, write=write, timeout=timeout),
+            lambda cache: cache.close(),
+        )
+        return Cache(self._thread, cache)
+
+    def watch(
+        self,
+        *,
+        since: Cursor | None = None,
+        oldest: bool = False,
+        snapshot: bool = False,
+        types: Collection[EventType] = (),
+        causes: Collection[Cause] = (),
+        tiers: Collection[Tier] = (),
+        caches: Collection[str] = (),
+        heartbeats: bool = False,
+        heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    ) -> Watch:
+        """Follows events: ``for item in client.watch()``. See :meth:`kvtier.AsyncClient.watch`.
+
+        Another thread ends it with :meth:`Watch.close`.
+        """
+        watch = self._client.watch(
+            since=since,
+            oldest=oldest,
+            snapshot=snapshot,
+            types=types,
+            causes=causes,
+            tiers=tiers,
+            caches=caches,
+            heartbeats=heartbeats,
+            heartbeat_s=heartbeat_s,
+        )
+        return Watch(self._thread, watch)
+
+    def stats(self, *, timeout: float | None = None) -> DaemonStats:
+        """What the daemon knows of itself."""
+        return self._thread.run(lambda: self._client.stats(timeout=timeout))
+
+    def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
+        """All caches that the daemon has open."""
+        return self._thread.run(lambda: self._client.caches(timeout=timeout))
+
+    def close(self) -> None:
+        """Says goodbye, which ends the session and its leases. Calls under way in other threads, and later ones, raise
+        :class:`ClientClosed`. Closing twice is allowed; in a forked child it does nothing."""
+        _open.discard(self)
+        self._thread.stop(self._client.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        client = getattr(self, "_client", None)  # None: it never connected
+        if client is not None and self._thread.running and not self._thread.forked:
+            warnings.warn(f"unclosed client of {client.address}", ResourceWarning, stacklevel=1, source=self)
+            # The garbage collector may run this in any thread, also in the one that would have to be waited for.
+            self._thread.stop_soon(client.close)
+
+
+async def _nothing() -> None:
+    pass
+
+
+_open: Final[weakref.WeakSet[Client]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A daemon thread dies where it stands: before that, sessions still open say goodbye."""
+    for client in list(_open):
+        client.close()

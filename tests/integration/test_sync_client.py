@@ -1,0 +1,218 @@
+"""The synchronous client against a real daemon: verbs, threads, interrupts, ends, forks, and no event loop anywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier import Client, Event, errors, sync
+from kvtier.events import WatchItem
+from kvtier.types import BlockResult, Cause, EventType, Tier
+from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.waiting import PATIENCE_S
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart_sync.py"
+
+
+@pytest.fixture
+def calls(daemon: DaemonProcess) -> Iterator[Client]:
+    with Client(daemon.address) as client:
+        yield client
+
+
+@pytest.fixture
+def cache(calls: Client, name: str) -> sync.Cache:
+    return calls.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
+
+
+def held(client: Client) -> int:
+    """Slots that this client holds, as the daemon sees it."""
+    return next(each.held_slots for each in client.stats().sessions if each.session_id == client.session_id)
+
+
+def eventually_nothing_held(client: Client) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while held(client):
+        assert time.monotonic() < until, "slots stayed held"
+
+
+def test_every_verb(calls: Client, cache: sync.Cache) -> None:
+    keys = chain("verbs", 4)
+    with calls.watch(oldest=True, caches=[cache.name]) as watch:
+        assert cache.put(keys, blocks(keys)) == [BlockResult.OK] * 4
+        assert cache.match([*keys, *chain("else", 1)]).blocks == 4
+        assert_bytes(keys, cache.get(keys))
+        assert [place.residency for place in cache.locate(keys)] == [Tier.DEVICE.bit] * 4
+        assert cache.move(keys[3:], Tier.HOST) == [BlockResult.OK]
+        assert [found.key for found in cache.blocks()] == keys
+        assert [len(page.blocks) for page in cache.pages(page_blocks=3)] == [3, 1]
+        with cache.acquire(keys[:2]) as lease:
+            assert (lease.blocks, lease.matched, lease.unchanged()) == (2, 2, True)
+            assert np.array_equal(np.concatenate(lease.view(1)), block(keys[1]))
+            assert held(calls) == 2
+        with cache.acquire_many([keys[:1], keys], min_blocks=1) as leases:
+            assert [lease.blocks for lease in leases] == [1, 4]
+        tail = chain("verbs", 5)[4:]
+        with cache.reserve(1) as blank:
+            start = 0
+            for part in blank.view(0):
+                part[:] = block(tail[0])[start : start + len(part)]
+                start += len(part)
+            assert blank.commit(tail, parent=keys[3]) == [BlockResult.OK]
+        assert cache.drop(tail).dropped == 1
+        seen = until_removed(watch)
+    assert [event.type for event in seen[:2]] == [EventType.CREATED, EventType.STORED]
+    assert calls.caches()[0].blocks >= 0
+    assert held(calls) == 0
+
+
+def until_removed(watch: Iterator[WatchItem]) -> list[Event]:
+    events = []
+    for item in watch:
+        if isinstance(item, Event):
+            events.append(item)
+            if item.type is EventType.REMOVED and item.cause is Cause.EXPLICIT:
+                break
+    return events
+
+
+def test_errors_are_those_of_the_asynchronous_client(calls: Client, cache: sync.Cache) -> None:
+    with pytest.raises(errors.InvalidArgument, match="keys"):
+        cache.match(b"short")
+    with pytest.raises(errors.TierFull), cache.reserve(8):
+        cache.reserve(8)
+    with pytest.raises(errors.TooShort):
+        cache.acquire(chain("nowhere", 2), min_blocks=1)
+    with pytest.raises(errors.SpecMismatch):
+        calls.open_cache(cache.name, type(SPEC).single("other", "uint8", 16, 1, 1, 64))
+    with pytest.raises(errors.DaemonUnavailable):
+        Client("/nonexistent")
+
+
+def test_threads_share_a_client(calls: Client, cache: sync.Cache) -> None:
+    def work(thread: int) -> None:
+        for turn in range(10):
+            keys = chain(f"thread-{thread}-{turn}", 2)
+            cache.put(keys, blocks(keys))
+            found = cache.get(keys)
+            assert_bytes(keys[: len(found)], found)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert held(calls) == 0
+
+
+def test_ctrl_c_in_a_call_that_waits_leaves_nothing_held(daemon: DaemonProcess, calls: Client, name: str) -> None:
+    mine = calls.open_cache(name, SPEC, budgets=sizes(device=4))
+    with Client(daemon.address) as other:
+        theirs = other.open_cache(name, SPEC)
+        everything = theirs.reserve(3)
+        keys = chain("there", 1)
+        theirs.put(keys, blocks(keys))
+
+        def interrupt() -> None:
+            until = time.monotonic() + PATIENCE_S
+            while not any(each.waiting for each in other.stats().caches if each.name == name):
+                assert time.monotonic() < until
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        # A copy of a block is under way nowhere, so only a lease can be waited for: another's read lease.
+        reading = theirs.acquire(keys)
+        with ThreadPoolExecutor(1) as pool:
+            watching = pool.submit(interrupt)
+            with pytest.raises((KeyboardInterrupt, errors.TierFull)) as ended:
+                mine.reserve(1)
+            if ended.type is errors.TierFull:
+                pytest.skip("refused at once")
+            watching.result(PATIENCE_S)
+        reading.release()
+        everything.release()
+    eventually_nothing_held(calls)
+
+
+def test_another_thread_ends_a_watch(calls: Client, cache: sync.Cache) -> None:
+    watch = calls.watch(caches=[cache.name])
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(list, watch)
+        cache.put(chain("watched", 1), blocks(chain("watched", 1)))
+        watch.close()
+        assert all(isinstance(item, Event) for item in following.result(PATIENCE_S))
+    watch.close()
+    assert list(watch) == []
+
+
+def test_closing_ends_calls_of_other_threads_and_later_ones(daemon: DaemonProcess) -> None:
+    client = Client(daemon.address)
+    watch = client.watch()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, watch)
+        client.stats()
+        client.close()
+        with pytest.raises(errors.ClientClosed):
+            waiting.result(PATIENCE_S)
+    client.close()
+    with pytest.raises(errors.ClientClosed):
+        client.stats()
+
+
+def test_a_client_never_closed_says_so_and_says_goodbye(daemon: DaemonProcess, calls: Client) -> None:
+    client = Client(daemon.address)
+    session = client.session_id
+    with pytest.warns(ResourceWarning, match="unclosed client"):
+        del client
+    until = time.monotonic() + PATIENCE_S
+    while any(each.session_id == session for each in calls.stats().sessions):
+        assert time.monotonic() < until
+
+
+def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(calls: Client, cache: sync.Cache) -> None:
+    with cache.reserve(2) as lease:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                calls.close()
+                with lease:
+                    cache.match(chain("fork", 1))
+            except errors.ClientClosed as error:
+                status = 0 if error.reason == "FORKED" else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert held(calls) == 2
+
+
+def test_a_program_that_forgets_to_close_ends_by_itself(daemon: DaemonProcess, calls: Client) -> None:
+    program = (
+        "import kvtier, sys\n"
+        "client = kvtier.Client(sys.argv[1])\n"
+        "watch = iter(client.watch(oldest=True))\n"
+        "print(client.session_id)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, daemon.address], check=False, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) not in {each.session_id for each in calls.stats().sessions}
+
+
+def test_the_example_runs(daemon: DaemonProcess) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, daemon.address], check=False, capture_output=True, text=True, timeout=PATIENCE_S * 2
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "get: True" in done.stdout

@@ -1,0 +1,218 @@
+"""The loop's thread: results, errors, copies in the calling thread, interrupts that leave nothing, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvtier import transfer
+from kvtier.errors import ClientClosed
+from kvtier.sync.loop import LoopThread
+
+PATIENCE_S = 20
+
+
+async def nothing() -> None:
+    pass
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread("test")
+    yield thread
+    thread.stop(nothing)
+
+
+def interrupt_main() -> None:
+    """What Ctrl-C does."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+async def forever() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def test_a_result_and_an_error_come_back(thread: LoopThread) -> None:
+    async def work() -> str:
+        return threading.current_thread().name
+
+    async def failure() -> None:
+        raise LookupError("of its own")
+
+    assert thread.run(work) == "test"
+    with pytest.raises(LookupError, match="of its own"):
+        thread.run(failure)
+
+
+def test_copies_run_in_the_calling_thread_whatever_their_size(thread: LoopThread) -> None:
+    ran: list[tuple[threading.Thread, int]] = []
+
+    async def work(nbytes: int) -> int:
+        await transfer.run(lambda: ran.append((threading.current_thread(), nbytes)), nbytes)
+        return nbytes
+
+    with ThreadPoolExecutor(4) as pool:
+        sizes = [1, transfer.INLINE_BYTES * 2] * 4
+        assert list(pool.map(lambda nbytes: thread.run(lambda: work(nbytes)), sizes)) == sizes
+        callers = set(pool._threads)
+    assert len(ran) == 8
+    assert {one for one, _ in ran} <= callers
+
+
+def test_an_error_of_a_copy_is_raised_where_the_copy_is_awaited(thread: LoopThread) -> None:
+    def broken() -> None:
+        raise ValueError("a copy")
+
+    async def work() -> str:
+        with pytest.raises(ValueError, match="a copy"):
+            await transfer.run(broken, 1)
+        return "caught"
+
+    assert thread.run(work) == "caught"
+
+
+def test_ctrl_c_cancels_the_call_and_waits_for_its_end(thread: LoopThread) -> None:
+    ended = []
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(interrupt_main)
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(0.01)  # an end that takes several turns
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(work)
+    assert ended == [True]
+
+
+def test_ctrl_c_in_a_copy_ends_the_call_that_waits_for_it(thread: LoopThread) -> None:
+    ended = []
+
+    async def work() -> None:
+        try:
+            await transfer.run(lambda: signal.raise_signal(signal.SIGINT), 1)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(work)
+    assert ended == [True]
+
+
+def test_what_a_call_gets_although_it_was_interrupted_is_undone(thread: LoopThread) -> None:
+    undone = []
+
+    async def stubborn() -> str:
+        interrupt_main()
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            return "lease"  # the answer was there already
+
+        raise AssertionError("never")
+
+    async def undo(result: str) -> None:
+        undone.append(result)
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(stubborn, undo)
+    assert undone == ["lease"]
+
+
+def test_a_second_ctrl_c_does_not_wait_and_the_result_is_still_undone(thread: LoopThread) -> None:
+    undone, let_go = threading.Event(), threading.Event()
+
+    async def stubborn() -> str:
+        interrupt_main()
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            interrupt_main()
+            await asyncio.to_thread(let_go.wait)
+        return "lease"
+
+    async def undo(_: str) -> None:
+        undone.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        thread.run(stubborn, undo)
+    assert not undone.is_set()
+    let_go.set()
+    assert undone.wait(PATIENCE_S)
+
+
+def test_a_stop_ends_what_other_threads_wait_for() -> None:
+    thread, begun = LoopThread("test"), threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        await forever()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(thread.run, work)
+        assert begun.wait(PATIENCE_S)
+        thread.stop(nothing)
+        with pytest.raises(ClientClosed):
+            waiting.result(PATIENCE_S)
+    thread.stop(nothing)
+    with pytest.raises(ClientClosed):
+        thread.run(nothing)
+
+
+def test_threads_that_call_while_it_stops_get_an_answer_or_a_refusal() -> None:
+    thread = LoopThread("test")
+
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    def calls() -> int:
+        made = 0
+        while True:
+            try:
+                made += thread.run(work)
+            except ClientClosed:
+                return made
+
+    with ThreadPoolExecutor(4) as pool:
+        callers = [pool.submit(calls) for _ in range(4)]
+        for _ in range(20):
+            thread.run(work)
+        thread.stop(nothing)
+        for caller in callers:
+            caller.result(PATIENCE_S)
+
+
+def test_its_own_thread_cannot_wait_for_itself(thread: LoopThread) -> None:
+    async def work() -> None:
+        thread.run(nothing)
+
+    with pytest.raises(ClientClosed) as refused:
+        thread.run(work)
+    assert refused.value.reason == "OWN_THREAD"
+
+
+def test_a_forked_child_is_refused_and_its_stop_does_nothing(thread: LoopThread) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: what this is about
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            thread.stop(nothing)
+            thread.run(nothing)
+        except ClientClosed as error:
+            status = 0 if error.reason == "FORKED" else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    thread.run(nothing)
