@@ -12,7 +12,7 @@ from typing import Final, Self
 
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
-from kvtier.stats import CacheInfo, DaemonStats
+from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
 from kvtier.sync.cache import Cache
 from kvtier.sync.loop import LoopThread
 from kvtier.sync.watch import Watch
@@ -119,6 +119,17 @@ class Client:
     def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
         """All caches that the daemon has open."""
         return self._thread.run(lambda: self._client.caches(timeout=timeout))
+
+    def leases(
+        self, *, cache: str | None = None, session_id: int | None = None, timeout: float | None = None
+    ) -> list[LeaseInfo]:
+        """Every lease there is, or those of a cache or a session, the oldest first: see
+        :meth:`kvtier.AsyncClient.leases`."""
+        return self._thread.run(lambda: self._client.leases(cache=cache, session_id=session_id, timeout=timeout))
+
+    def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:
+        """Ends a session as if its process were gone: see :meth:`kvtier.AsyncClient.kick`."""
+        return self._thread.run(lambda: self._client.kick(session_id, dry_run=dry_run, timeout=timeout))
 
     def close(self) -> None:
         """Says goodbye, which ends the session and its leases. Calls under way in other threads, and later ones, raise
