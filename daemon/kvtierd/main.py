@@ -12,13 +12,16 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, get_origin
+from typing import Any, Final, NoReturn
 
 import click
 
-from kvtierd.config import ENV_PREFIX, Config, ConfigError, load
+from kvtierd.config import ENV_PREFIX, Config, ConfigError, LiveConfig, Loaded, read
+from kvtierd.config.describe import as_json, as_toml, reference
+from kvtierd.config.flags import given, with_flags
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.base import TierConfigError, TierError
 
@@ -39,38 +42,58 @@ class _KeyValueFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-def _with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """One flag for each field of the configuration, which also checks its value."""
-    for name, field in reversed(Config.model_fields.items()):
-        flag = f"--{name.replace('_', '-')}"
-        options: dict[str, Any] = {"default": None, "help": field.description}
-        if field.annotation is bool:
-            flag = f"{flag}/--no-{name.replace('_', '-')}"
-        elif get_origin(field.annotation) is tuple:
-            options["multiple"] = True
-        command = click.option(flag, name, **options)(command)
-    return command
-
-
 @click.command()
 @click.option(
     "--config", "file", type=click.Path(path_type=Path), envvar=f"{ENV_PREFIX}CONFIG", help="Configuration file (TOML)."
 )
-@_with_config_flags
-def main(file: Path | None, **flags: Any) -> None:
+@click.option("--check-config", is_flag=True, help="Say whether the configuration is right; start nothing.")
+@click.option("--print-config", is_flag=True, help="Print what is in effect and where it comes from; start nothing.")
+@click.option("--json", "as_json_text", is_flag=True, help="With --print-config: JSON instead of TOML.")
+@click.option("--config-reference", is_flag=True, help="Print docs/configuration.md; start nothing.")
+@with_flags
+def main(
+    file: Path | None, check_config: bool, print_config: bool, as_json_text: bool, config_reference: bool, **flags: Any
+) -> None:
     """Keeps the KV cache of LLM inference engines in tiers of device, host and disk memory.
 
-    Every flag is also a key of the configuration file, and KVTIERD_<KEY> in the environment.
+    Every key is a flag here, a key of the configuration file, and KVTIERD_<KEY> in the environment.
     """
-    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    if as_json_text and not print_config:
+        raise click.UsageError("--json goes with --print-config")
+    if config_reference:
+        click.echo(reference(), nl=False)
+        return
+    sources = Sources(file, given(flags))
     try:
-        config = load(file, given)
+        loaded = sources.read()
     except ConfigError as error:
         _fail(EXIT_BAD_CONFIG, str(error))
+    if print_config:
+        click.echo((as_json if as_json_text else as_toml)(loaded.config, loaded.sources))
+    elif check_config:
+        click.echo("kvtierd: the configuration is right")
+    else:
+        _serve(sources, loaded.config)
+
+
+@dataclass(slots=True, frozen=True)
+class Sources:
+    """What the configuration is read from, at the start and at each reload (besides the environment)."""
+
+    file: Path | None
+    flags: Mapping[str, object]
+
+    def read(self) -> Loaded:
+        """Raises :class:`ConfigError`."""
+        return read(self.file, self.flags)
+
+
+def _serve(sources: Sources, config: Config) -> None:
+    """Until asked to stop. Returns if that was clean, else the process ends here."""
     _set_up_logging(config.log_level)
     _raise_descriptor_limit()
     try:
-        clean = asyncio.run(_run(config))
+        clean = asyncio.run(_run(sources, config))
     except TierConfigError as error:
         _fail(EXIT_BAD_CONFIG, str(error))
     except (TierError, OSError, RuntimeError) as error:
@@ -82,19 +105,37 @@ def main(file: Path | None, **flags: Any) -> None:
         os._exit(EXIT_UNCLEAN)
 
 
-async def _run(config: Config) -> bool:
+async def _run(sources: Sources, config: Config) -> bool:
     """Until a signal asks for the end. Returns whether it ended cleanly."""
-    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stop, reload = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
     daemon = await Daemon.start(config)
+    daemon.live.on_change(lambda now: logging.getLogger().setLevel(now.log_level.upper()))
+    reloading = loop.create_task(_reload_when_asked(reload, sources, daemon.live), name="reload")
     click.echo(f"kvtierd ready pid={os.getpid()} address={daemon.address}")
     sys.stdout.flush()
     await stop.wait()
+    reloading.cancel()
     _log.info("stopping")
     clean = await daemon.stop()
     _log.info("stopped clean=%s", clean)
     return clean
+
+
+async def _reload_when_asked(asked: asyncio.Event, sources: Sources, live: LiveConfig) -> None:
+    """One reload after the other; what is asked for during one is done once more after it."""
+    while True:
+        await asked.wait()
+        asked.clear()
+        try:
+            fresh = await asyncio.to_thread(sources.read)
+        except ConfigError as error:
+            live.refuse(str(error))
+        else:
+            live.reload(fresh.config)
 
 
 def _set_up_logging(level: str) -> None:

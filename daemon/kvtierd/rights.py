@@ -86,12 +86,14 @@ class AllowRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    uids: tuple[_Id, ...] = ()
-    gids: tuple[_Id, ...] = ()
-    subjects: tuple[_Text, ...] = ()
-    anonymous: bool = False
-    caches: tuple[_Text, ...] = Field(min_length=1)
-    verbs: tuple[Right, ...] = Field(min_length=1)
+    uids: tuple[_Id, ...] = Field((), description="Whom it is for: users, by id.")
+    gids: tuple[_Id, ...] = Field((), description="Groups, by id; a process's supplementary groups count.")
+    subjects: tuple[_Text, ...] = Field(
+        (), description="Clients whose certificate has this common or alternative name."
+    )
+    anonymous: bool = Field(False, description="Whoever comes over TCP without TLS.")
+    caches: tuple[_Text, ...] = Field(min_length=1, description="Names of caches, or shell patterns such as `prod-*`.")
+    verbs: tuple[Right, ...] = Field(min_length=1, description="What they may do with them.")
 
     @model_validator(mode="before")
     @classmethod

@@ -55,7 +55,7 @@ BAD_FILES = {
         host_bytes = true       # host_bytes = True: must be bytes
         disk_bytes = 4096.5     # disk_bytes = 4096.5: must be bytes
         max_sessions = "many"   # max_sessions = 'many': Input should be a valid integer
-        wait_seconds = "long"   # wait_seconds = 'long': Input should be a valid number
+        wait_seconds = "long"   # wait_seconds = 'long': must be seconds, 0 or more, or text such as 30s
         log_level = "loud"      # log_level = 'loud': Input should be 'debug'
     """,
     "no sizes": """
@@ -65,13 +65,13 @@ BAD_FILES = {
         event_ring_bytes = "eight"   # event_ring_bytes = 'eight': must be bytes
     """,
     "out of range": """
-        disk_bytes = "1EiB"          # disk_bytes = '1EiB': Input should be less than or equal to 1125899906842624
-        host_bytes = 99999999999999999999999  # host_bytes = 99999999999999999999999: Input should be less than
-        event_ring_bytes = 1         # event_ring_bytes = 1: Input should be greater than or equal to 65536
-        heartbeat_seconds = 0        # heartbeat_seconds = 0: Input should be greater than or equal to 0.01
-        wait_seconds = nan           # wait_seconds = nan: Input should be
-        shutdown_seconds = inf       # shutdown_seconds = inf: Input should be less than or equal to 3600
-        max_sessions = 0             # max_sessions = 0: Input should be greater than or equal to 1
+        disk_bytes = "1EiB"          # disk_bytes = '1EiB': must be 0 to 1PiB
+        host_bytes = 99999999999999999999999  # host_bytes = 99999999999999999999999: must be 0 to 1PiB
+        event_ring_bytes = 1         # event_ring_bytes = 1: must be 64KiB to 64GiB
+        heartbeat_seconds = 0        # heartbeat_seconds = 0: must be 10ms to 1h
+        wait_seconds = nan           # wait_seconds = nan: must be seconds
+        shutdown_seconds = inf       # shutdown_seconds = inf: must be seconds
+        max_sessions = 0             # max_sessions = 0: must be 1 to 65536
         allow_uids = [0, -1]         # allow_uids[1] = -1: Input should be greater than or equal to 0
     """,
     "a key twice": """
@@ -85,6 +85,11 @@ BAD_FILES = {
 """Lines of a file, each with what is to be said of it behind the number sign."""
 
 
+def _names(said: str, path: Path, number: int, words: str) -> bool:
+    """A key is told with its line; what is wrong with the file as such, with whatever place its parser tells."""
+    return f"kvtierd: {path}:{number}: {words}" in said or (f"kvtierd: {path}: {words}" in said and "at line" in words)
+
+
 @pytest.mark.parametrize("text", BAD_FILES.values(), ids=BAD_FILES.keys())
 def test_a_bad_file_is_refused_before_anything_is_touched(short_dir: Path, text: str) -> None:
     path = written(short_dir, text)
@@ -92,8 +97,9 @@ def test_a_bad_file_is_refused_before_anything_is_touched(short_dir: Path, text:
     ended = kvtierd("--config", path, *directories(short_dir))
     assert ended.returncode == BAD_CONFIG, ended
     said = message(ended)
-    expected = [line.partition("#")[2].strip() for line in text.splitlines() if "#" in line]
-    missing = [words for words in expected if f"kvtierd: {path}: {words}" not in said]
+    lines = enumerate(text.splitlines(), 1)
+    expected = [(number, line.partition("#")[2].strip()) for number, line in lines if "#" in line]
+    missing = [words for number, words in expected if not _names(said, path, number, words)]
     assert not missing, said
     assert len(said.splitlines()) == len(expected), said
     assert tree(short_dir) == before
@@ -112,10 +118,10 @@ def test_every_fault_of_every_source_is_named_in_one_go(short_dir: Path) -> None
     ended = kvtierd("--config", path, *flags, env={"KVTIERD_DISK_BYTES": "plenty", "KVTIERD_MAX_SESSIONS": "none"})
     said = message(ended).splitlines()
     assert ended.returncode == BAD_CONFIG
-    assert any(line.startswith(f"kvtierd: {path}: host_bytes = -1: ") for line in said)
+    assert any(line.startswith(f"kvtierd: {path}:1: host_bytes = -1: ") for line in said)
     assert any(line.startswith("kvtierd: environment: KVTIERD_DISK_BYTES = 'plenty': ") for line in said)
     assert any(line.startswith("kvtierd: environment: KVTIERD_MAX_SESSIONS = 'none': ") for line in said)
-    assert any(line.startswith("kvtierd: flag --wait-seconds = '0': ") for line in said)
+    assert any(line.startswith("kvtierd: command line: --wait-seconds = '0': ") for line in said)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", "a directory"])
@@ -133,7 +139,7 @@ def test_a_file_that_cannot_be_read_is_refused(short_dir: Path, content: bytes |
 def test_unknown_variables_are_refused(short_dir: Path) -> None:
     ended = kvtierd(*directories(short_dir), env={"KVTIERD_HOST_BYTE": "4096"})
     assert ended.returncode == BAD_CONFIG
-    assert message(ended) == "kvtierd: environment: KVTIERD_HOST_BYTE: there is no such key"
+    assert message(ended) == ("kvtierd: environment: KVTIERD_HOST_BYTE: there is no such key; did you mean host_bytes?")
 
 
 def test_unknown_flags_and_arguments_are_refused(short_dir: Path) -> None:

@@ -66,7 +66,8 @@ class Access:
     """Rights, asked for sessions."""
 
     def __init__(self, rights: Rights, catalog: Catalog) -> None:
-        self.rights: Final = rights
+        self.rights = rights
+        """May be replaced at any time: they are asked for at every call."""
         self._catalog: Final = catalog
 
     def admits(self, who: Identity) -> bool:

@@ -10,6 +10,7 @@ from typing import Final
 import grpc
 
 from kvtier.v1 import admin_pb2, common_pb2
+from kvtierd.config import LiveConfig
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.manager import ManagerStats, TierCount
 from kvtierd.core.slots import SlotState
@@ -38,6 +39,7 @@ class AdminService:
         access: Access,
         hub: EventHub,
         identity: DaemonIdentity,
+        live: LiveConfig,
     ) -> None:
         self._engine: Final = engine
         self._catalog: Final = catalog
@@ -45,6 +47,7 @@ class AdminService:
         self._access: Final = access
         self._hub: Final = hub
         self._identity: Final = identity
+        self._live: Final = live
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
 
@@ -68,7 +71,12 @@ class AdminService:
             watchers=self._hub.watchers,
             caches=[self._cache(cache, stats[cache.id]) for cache in caches],
             sessions=[self._session(one, held.get(one.id, 0)) for one in self._sessions],
-            problems=[*self._engine.problems(), *self._degraded(caches, stats), *self._old_leases(caches)],
+            problems=[
+                *self._engine.problems(),
+                *self._degraded(caches, stats),
+                *self._old_leases(caches),
+                *self._live.problems,
+            ],
         )
 
     async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:

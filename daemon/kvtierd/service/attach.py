@@ -10,7 +10,7 @@ import array
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -59,7 +59,7 @@ class AttachServer:
         arenas: Arenas,
         identity: DaemonIdentity,
         access: Access,
-        max_connections: int,
+        max_connections: Callable[[], int],
     ) -> None:
         self._sessions = sessions
         self._arenas = arenas
@@ -97,7 +97,7 @@ class AttachServer:
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
 
     def _begin(self, sock: socket.socket) -> None:
-        if len(self._connections) >= self._max_connections:
+        if len(self._connections) >= self._max_connections():
             _log.warning("attach connection dropped why='too many' pid=%d", credentials(sock).pid)
             sock.close()
             return

@@ -28,15 +28,15 @@ MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 
 
 class BlocksService:
-    """``wait_s``: how long a call waits that does not say. ``epoch``: of the cursors given out. ``describe``: says of a
-    refusal who holds what."""
+    """``wait_s``: how long a call waits that does not say, now. ``epoch``: of the cursors given out. ``describe``: says
+    of a refusal who holds what."""
 
     def __init__(
         self,
         engine: Engine,
         catalog: Catalog,
         epoch: int,
-        wait_s: float,
+        wait_s: Callable[[], float],
         describe: Callable[[Refusal], common_pb2.ErrorDetail],
     ) -> None:
         self._engine: Final = engine
@@ -82,7 +82,7 @@ class BlocksService:
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validate.tier("tier", request.tier, _leasable(cache))
         wanted = validate.count("count", request.count, 1, cache.slots[tier][group])
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
         grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
 
@@ -103,7 +103,7 @@ class BlocksService:
     async def acquire(self, session: Session, request: blocks_pb2.AcquireRequest) -> blocks_pb2.AcquireResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validate.tier("tier", request.tier, _leasable(cache))
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
         chains = _chains(request.chains)
         answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
@@ -121,7 +121,7 @@ class BlocksService:
         cache, group = self._place(session, request.cache_id, request.group)
         to = validate.tier("to", request.to, cache.slots)
         keys = validate.keys("keys", request.keys)
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
         grant = await self._engine.move(cache.id, session.id, group, to, keys, wait_s)
         return blocks_pb2.MoveResponse(
             results=self._move_results(cache, group, keys, grant), as_of_event=self._now_cursor()

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Self
 
-from kvtierd.config import Config
+from kvtierd.config import Config, LiveConfig
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Rights
@@ -68,11 +68,11 @@ class _Directories:
 
 
 class Daemon:
-    """Serves from :meth:`start` to :meth:`stop`."""
+    """Serves from :meth:`start` to :meth:`stop`. ``live``: its configuration, to be reloaded through."""
 
     def __init__(self, config: Config, directories: _Directories) -> None:
         state, life = directories.state, directories.state.identity
-        self._config: Final = config
+        self.live: Final = LiveConfig(config)
         self._directories: Final = directories
         self._serving = False
         self._sequencer: Final = DurableSequencer(state)
@@ -89,14 +89,20 @@ class Daemon:
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
         )
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, names)
-        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, config.max_sessions)
+        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._most_sessions)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
+        self.live.on_change(self._change_rights)
         self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator)
         self._rpc: Final = RpcServer(self._dispatcher, self._services())
-        connections = config.max_sessions + SPARE_CONNECTIONS
-        self._attach: Final = AttachServer(self._sessions, self._catalog, self._identity, self._access, connections)
+        self._attach: Final = AttachServer(
+            self._sessions,
+            self._catalog,
+            self._identity,
+            self._access,
+            lambda: self._most_sessions() + SPARE_CONNECTIONS,
+        )
 
     @classmethod
     async def start(cls, config: Config) -> Self:
@@ -132,7 +138,7 @@ class Daemon:
         open, and only the end of the process lets go of them."""
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
-        clean = await self._engine.shutdown(self._config.shutdown_seconds)
+        clean = await self._engine.shutdown(self.live.now.shutdown_seconds)
         self._dispatcher.stop()
         self._hub.close()
         await self._rpc.stop(WATCHES_END_S)
@@ -149,19 +155,25 @@ class Daemon:
         return clean
 
     def _services(self) -> Services:
-        epoch, config = self._identity.epoch, self._config
-        tiers = tuple(config.tier_bytes)
+        epoch, live = self._identity.epoch, self.live
+        tiers = tuple(live.now.tier_bytes)
         describe = self._translator.detail
-        blocks = BlocksService(self._engine, self._catalog, epoch, config.wait_seconds, describe)
-        events = EventsService(self._hub, self._engine, self._catalog, self._access, config.heartbeat_seconds)
+        blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe)
+        events = EventsService(self._hub, self._engine, self._catalog, self._access, lambda: live.now.heartbeat_seconds)
         return Services(
             caches=CachesService(self._catalog, self._sessions, self._access, tiers).verbs(),
             blocks=blocks.verbs(),
             events=events.streams(),
             admin=AdminService(
-                self._engine, self._catalog, self._sessions, self._access, self._hub, self._identity
+                self._engine, self._catalog, self._sessions, self._access, self._hub, self._identity, live
             ).verbs(),
         )
+
+    def _change_rights(self, config: Config) -> None:
+        self._access.rights = Rights(config.rules, os.getuid())
+
+    def _most_sessions(self) -> int:
+        return self.live.now.max_sessions
 
     def _holds_something(self, session: SessionId) -> bool:
         return self._engine.session_leases(session) > 0

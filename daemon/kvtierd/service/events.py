@@ -29,7 +29,9 @@ SLICE_BLOCKS: Final = 1024
 class EventsService:
     """``heartbeat_s``: for watchers that do not say."""
 
-    def __init__(self, hub: EventHub, engine: Engine, catalog: Catalog, access: Access, heartbeat_s: float) -> None:
+    def __init__(
+        self, hub: EventHub, engine: Engine, catalog: Catalog, access: Access, heartbeat_s: Callable[[], float]
+    ) -> None:
         self._hub: Final = hub
         self._engine: Final = engine
         self._catalog: Final = catalog
@@ -41,7 +43,7 @@ class EventsService:
 
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         wanted = _filter(request.filter, self._visible(session, request.filter.caches))
-        heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s)
+        heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
         start = request.WhichOneof("start")
         cursor = self._hub.last
         if start == "oldest" and request.oldest:

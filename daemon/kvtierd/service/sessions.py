@@ -81,7 +81,7 @@ class SessionRegistry:
     ``holds`` tells whether a session holds any slot: at capacity, a detached session that holds nothing gives way.
     """
 
-    def __init__(self, engine: SessionEngine, holds: Callable[[SessionId], bool], capacity: int) -> None:
+    def __init__(self, engine: SessionEngine, holds: Callable[[SessionId], bool], capacity: Callable[[], int]) -> None:
         self._engine = engine
         self._holds = holds
         self._capacity = capacity
@@ -94,9 +94,9 @@ class SessionRegistry:
 
     def begin(self, peer: Peer, connection: asyncio.Task[None]) -> Session:
         """A new session. ``peer`` is its own, or closed. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS)."""
-        if len(self._by_id) >= self._capacity and not self._end_an_idle_one():
+        if len(self._by_id) >= (most := self._capacity()) and not self._end_an_idle_one():
             peer.close()
-            raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {self._capacity} sessions")
+            raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {most} sessions")
         session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
         self._by_token[session.token] = self._by_id[session.id] = session
         asyncio.get_running_loop().add_reader(peer.pidfd, self._process_gone, session)

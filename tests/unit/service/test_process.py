@@ -116,7 +116,7 @@ def test_a_second_daemon_on_any_of_its_directories_is_refused(short_dir: Path, s
         (
             ("--host-bytes", "lots"),
             {},
-            "kvtierd: flag --host-bytes = 'lots': must be bytes",
+            "kvtierd: command line: --host-bytes = 'lots': must be bytes",
         ),
         (("--host-bytes", "1MiB"), {"KVTIERD_HOSTS": "1"}, "kvtierd: environment: KVTIERD_HOSTS: there is no such key"),
     ],

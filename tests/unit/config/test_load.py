@@ -47,8 +47,8 @@ def test_the_disk_is_in_the_state_directory_unless_said_otherwise(tmp_path: Path
         ('host_bytes = "1GiB"\nhost_byte = 3', "host_byte: there is no such key"),
         ("host_bytes = -1", "host_bytes = -1: "),
         ('host_bytes = "many"', "host_bytes = 'many': must be bytes, 0 or more, or text such as 8GiB"),
-        ("host_bytes = 1152921504606846976", "less than or equal to 1125899906842624"),
-        ('host_bytes = "1GiB"\nmax_sessions = 0', "max_sessions = 0: Input should be greater than or equal to 1"),
+        ("host_bytes = 1152921504606846976", "host_bytes = 1152921504606846976: must be 0 to 1PiB"),
+        ('host_bytes = "1GiB"\nmax_sessions = 0', "max_sessions = 0: must be 1 to 65536"),
         ('host_bytes = "1GiB"\nallow_uids = [-1]', "allow_uids[0] = -1"),
         ('host_bytes = "1GiB"\nlog_level = "loud"', "log_level = 'loud'"),
         ("host_bytes = ", "Invalid value"),
@@ -70,9 +70,9 @@ def test_every_fault_is_named_with_its_own_source(tmp_path: Path, monkeypatch: p
         load(file, {"host_bytes": "x"})
     lines = str(refused.value).splitlines()
     assert sorted(line.split(" = ")[0] for line in lines) == [
-        f"{file}: max_sessions",
+        f"{file}:1: max_sessions",
+        "command line: --host-bytes",
         "environment: KVTIERD_WAIT_SECONDS",
-        "flag --host-bytes",
     ]
 
 

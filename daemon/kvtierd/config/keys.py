@@ -1,0 +1,152 @@
+"""Every key of the configuration, by section.
+
+A key has a type, a default, a range and one sentence that says what it does; unit, default and range are not repeated
+in the sentence, they are told from the field. ``LIVE`` marks what a reload can change.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
+from kvtierd.config.kinds import LIVE, Duration, Size
+from kvtierd.core.ids import Tier
+from kvtierd.rights import EVERY_CACHE, SHORTHAND_RIGHTS, AllowRule
+
+ENV_PREFIX: Final = "KVTIERD_"
+
+TierBytes = Annotated[Size, Field(ge=0, le=1 << 50)]
+RingBytes = Annotated[Size, Field(ge=1 << 16, le=1 << 36)]
+
+
+class _Section(BaseModel):
+    """Keys that belong together. The first line of a section's docstring is its title in the reference."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DirectoryKeys(_Section):
+    """Directories"""
+
+    runtime_dir: Path = Field(
+        Path(DEFAULT_ADDRESS), description="Directory of the sockets. Its path is the daemon's address."
+    )
+    state_dir: Path = Field(
+        Path("/var/lib/kvtier"), description="Directory of the daemon's epoch, its event ids and its caches' budgets."
+    )
+    disk_dir: Path | None = Field(
+        None, description="Directory of the disk tier. Where none is set it is `disk` in the state directory."
+    )
+
+    @model_validator(mode="after")
+    def _directories_apart(self) -> Self:
+        # Each is refused at a start where it holds what it did not make: one directory for two would work just once.
+        named = {"runtime_dir": self.runtime_dir, "state_dir": self.state_dir, "disk_dir": self.disk_path}
+        seen: dict[Path, str] = {}
+        for name, path in named.items():
+            absolute = path.absolute()
+            if absolute in seen:
+                raise ValueError(f"{name} = {str(path)!r}: must not be {seen[absolute]}, which is the same directory")
+            seen[absolute] = name
+        socket_path(self.runtime_dir, ATTACH_SOCKET)  # no shorter than the other socket's
+        return self
+
+    @property
+    def disk_path(self) -> Path:
+        return self.disk_dir if self.disk_dir is not None else self.state_dir / "disk"
+
+
+class TierKeys(_Section):
+    """Tiers
+
+    A tier exists if its size is above 0. Any non-empty subset will do.
+    """
+
+    device_bytes: TierBytes = Field(ByteSize(0), description="Size of the device tier.")
+    host_bytes: TierBytes = Field(ByteSize(0), description="Size of the host tier.")
+    disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
+
+    @model_validator(mode="after")
+    def _some_tier(self) -> Self:
+        if not self.tier_bytes:
+            raise ValueError("no tier is configured: set device_bytes, host_bytes or disk_bytes above 0")
+        return self
+
+    @property
+    def tier_bytes(self) -> dict[Tier, int]:
+        """Sizes of the tiers that exist, the highest first."""
+        sizes = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
+        return {tier: int(size) for tier, size in sizes.items() if size > 0}
+
+
+class AccessKeys(_Section):
+    """Access"""
+
+    allow_uids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], LIVE] = Field(
+        (), description="User ids that may read, write and watch every cache: a short `[[allow]]` rule."
+    )
+    allow: Annotated[tuple[AllowRule, ...], LIVE] = Field(
+        (), description="Who may do what with which caches, besides root and the daemon's own user."
+    )
+    max_sessions: Annotated[int, LIVE] = Field(1024, ge=1, le=65536, description="Sessions at a time.")
+
+    @property
+    def rules(self) -> tuple[AllowRule, ...]:
+        """All rules, the shorthand's included."""
+        if not self.allow_uids:
+            return self.allow
+        everybody = AllowRule(uids=self.allow_uids, caches=(EVERY_CACHE,), verbs=tuple(SHORTHAND_RIGHTS))
+        return (everybody, *self.allow)
+
+
+class CallKeys(_Section):
+    """Calls"""
+
+    wait_seconds: Annotated[Duration, LIVE] = Field(
+        30.0, gt=0, le=3600, description="How long a call waits for room if it does not say."
+    )
+    shutdown_seconds: Annotated[Duration, LIVE] = Field(
+        30.0, gt=0, le=3600, description="A clean stop lets moves end for so long at most."
+    )
+
+
+class EventKeys(_Section):
+    """Events"""
+
+    heartbeat_seconds: Annotated[Duration, LIVE] = Field(
+        10.0, ge=0.01, le=3600, description="Quiet after which a watcher that does not say is sent an empty batch."
+    )
+    event_ring_bytes: RingBytes = Field(ByteSize(64 << 20), description="Memory for past events.")
+    event_ring_events: int = Field(1 << 18, ge=1, le=1 << 28, description="Past events kept at most.")
+
+
+class DiagnosisKeys(_Section):
+    """Diagnosis"""
+
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], LIVE] = Field(
+        "info", description="Least level that is logged."
+    )
+    debug_checks: bool = Field(False, description="Check all invariants of the core after every step. Slow.")
+    chaos_seed: int | None = Field(
+        None, ge=0, description="For tests: the device stand-in completes its copies late and out of order."
+    )
+
+
+class Config(DirectoryKeys, TierKeys, AccessKeys, CallKeys, EventKeys, DiagnosisKeys, BaseSettings):
+    """All keys. Made by :func:`kvtierd.config.load.read`, which names the source of every fault."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+
+SECTIONS: Final[tuple[type[BaseModel], ...]] = tuple(base for base in Config.__bases__ if base is not BaseSettings)
+"""In the order in which they are told."""
+
+KEYS: Final[dict[str, FieldInfo]] = {
+    name: field for section in SECTIONS for name, field in section.model_fields.items()
+}
+"""Every key, in that order."""

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from kvtierd.config.kinds import Duration, Size, show_duration, show_size
+
+DURATION = TypeAdapter[float](Duration)
+SIZE = TypeAdapter[int](Size)
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        (30, 30.0),
+        (0.25, 0.25),
+        ("30", 30.0),
+        ("1.5", 1.5),
+        ("30s", 30.0),
+        ("250ms", 0.25),
+        ("5min", 300.0),
+        ("1h30min", 5400.0),
+        ("1h 30min", 5400.0),
+        (" 2 d ", 172800.0),
+    ],
+)
+def test_durations_are_seconds_or_text(said: object, seconds: float) -> None:
+    assert DURATION.validate_python(said) == seconds
+
+
+@pytest.mark.parametrize(
+    "said", ["", "s", "5m", "5 parsecs", "1h30", "-5s", True, None, [1], "nan", "inf", float("nan"), float("inf")]
+)
+def test_what_is_no_duration_is_refused_with_what_would_be(said: object) -> None:
+    with pytest.raises(ValidationError, match="must be seconds, 0 or more, or text such as 30s"):
+        DURATION.validate_python(said)
+
+
+@given(st.integers(0, 10**9).map(lambda milliseconds: milliseconds / 1000))
+def test_a_duration_is_written_so_that_it_is_read_back(seconds: float) -> None:
+    assert DURATION.validate_python(show_duration(seconds)) == pytest.approx(seconds, rel=1e-5)
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_size_is_written_so_that_it_is_read_back(size: int) -> None:
+    assert SIZE.validate_python(show_size(size)) == size
