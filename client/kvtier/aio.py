@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from types import TracebackType
 from typing import Final, Self
 
@@ -17,7 +17,7 @@ from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
-from kvtier.wire import cache_info, daemon_stats, lease_info
+from kvtier.wire import Budgets, cache_info, daemon_stats, lease_info
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 
@@ -72,14 +72,14 @@ class AsyncClient:
         name: str,
         spec: CacheSpec,
         *,
-        budgets: Mapping[Tier, int] | None = None,
+        budgets: Budgets | None = None,
         write: bool = True,
         timeout: float | None = None,
     ) -> Cache:
         """Opens a cache, creating it where it does not exist, and maps its memory.
 
-        ``budgets``: bytes by tier, only heeded at creation (none: all that is left). ``write`` False maps the memory
-        read-only: such a cache object cannot fill slots.
+        ``budgets``: bytes by tier, or one number a window group by tier, only heeded at creation (none: all that is
+        left). ``write`` False maps the memory read-only: such a cache object cannot fill slots.
 
         Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`TierFull` for budgets that are
         not to be had.

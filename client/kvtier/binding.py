@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -16,9 +16,8 @@ from kvtier.arena import Arena
 from kvtier.errors import ClientClosed, DaemonUnavailable, DeadlineExceeded, KvtierError
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
-from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
-from kvtier.wire import budgets_to_wire, cache_info, spec_to_wire
+from kvtier.wire import Budgets, budgets_to_wire, cache_info, spec_to_wire
 
 _GIVE_BACK_S: Final = 1.0
 
@@ -41,7 +40,7 @@ class Binding:
 class Binder:
     """Opens a cache in whatever session the link has, and calls the daemon about it."""
 
-    def __init__(self, session: Session, name: str, spec: CacheSpec, budgets: Mapping[Tier, int], write: bool) -> None:
+    def __init__(self, session: Session, name: str, spec: CacheSpec, budgets: Budgets, write: bool) -> None:
         self.session: Final = session
         self._name = name
         self._spec = spec
@@ -135,11 +134,18 @@ class Binder:
                 self.session.spawn(self._give_back(binding, method, request, leases_of))
             raise
 
-    async def release(self, binding: Binding, lease_ids: Sequence[int], deadline: Deadline) -> None:
-        """Ends leases of a binding, in this order. In another session they have ended already."""
+    async def release(
+        self, binding: Binding, lease_ids: Sequence[int], deadline: Deadline, first_blocks: Sequence[int] = ()
+    ) -> None:
+        """Ends leases of a binding, in this order. In another session they have ended already.
+
+        ``first_blocks``: one a lease; only so many of its first blocks are given back.
+        """
         if not lease_ids:
             return
-        request = blocks_pb2.ReleaseRequest(cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq())
+        request = blocks_pb2.ReleaseRequest(
+            cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq(), first_blocks=first_blocks
+        )
 
         async def attempt(link: Link, seconds: float) -> None:
             if link.session == binding.session:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from grpc.aio import UnaryUnaryMultiCallable
@@ -13,27 +14,19 @@ from numpy.typing import NDArray
 from kvtier import arrays, transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
+from kvtier.across import AcrossGroups
 from kvtier.answers import DropReport, ListedBlock, Location, Match, Page
 from kvtier.arena import Arena
 from kvtier.binding import Binder, Binding, Request, Response, send
-from kvtier.errors import (
-    DaemonError,
-    DaemonUnavailable,
-    DeadlineExceeded,
-    InvalidArgument,
-    KvtierError,
-    LeaseLost,
-    RetryableError,
-    TierOffline,
-    TooShort,
-)
+from kvtier.errors import InvalidArgument, KvtierError, LeaseLost, RetryableError
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
-from kvtier.rpc_errors import tier_full
+from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
 from kvtier.types import DEFAULT_PRIORITY, MAPPED_TIERS, ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import (
+    Budgets,
     Keys,
     cursor_from_wire,
     packed_keys,
@@ -52,6 +45,8 @@ class Cache:
     Every verb takes ``timeout`` in seconds (default: the client's) and raises, besides what it says itself:
     :class:`kvtier.errors.DeadlineExceeded`, :class:`DaemonUnavailable`, :class:`InvalidArgument`. Keys are packed
     bytes or an iterable of 32-byte keys.
+
+    Verbs and sizes are those of one window group, at first that of index 0: see :meth:`in_group` and :attr:`across`.
     """
 
     def __init__(
@@ -59,21 +54,38 @@ class Cache:
         session: Session,
         name: str,
         spec: CacheSpec,
-        budgets: Mapping[Tier, int] | None,
+        budgets: Budgets | None,
         write: bool,
         default_timeout: float,
     ) -> None:
         self.name: Final = name
         self.spec: Final = spec
-        self.group: Final = 0
-        """The one window group that this version has."""
-        self.block_bytes: Final = spec.block_bytes(self.group)
+        self.group = 0
+        """The window group whose verbs these are."""
         self._session = session
         self._binder = Binder(session, name, spec, budgets or {}, write)
         self._default_timeout = default_timeout
         self._leases: set[Lease] = set()
 
     # -- what it is ------------------------------------------------------------------------------------------------
+
+    def in_group(self, group: int) -> Cache:
+        """The same cache, opened once and closed once, with the verbs of another window group."""
+        if not 0 <= group < len(self.spec.groups):
+            raise InvalidArgument("group", group, f"0 to {len(self.spec.groups) - 1}")
+        other = copy.copy(self)
+        other.group = group
+        return other
+
+    @property
+    def across(self) -> AcrossGroups:
+        """The verbs over all window groups at once, for sequences that need their blocks in each."""
+        return AcrossGroups(self, self._binder, self._deadline, self._leases.update)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of the group, over all its pools."""
+        return self.spec.block_bytes(self.group)
 
     @property
     def info(self) -> CacheInfo:
@@ -214,15 +226,21 @@ class Cache:
             return
         for lease in live:
             lease.released = True
-        work = asyncio.ensure_future(self._release(live, self._deadline(timeout)))
         try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            self._session.spawn(_logged(work, "release"))
-            raise
+            await self._to_the_end(self._release(live, self._deadline(timeout)))
         except RetryableError:
             for lease in live:
                 lease.released = False
+            raise
+
+    async def trim(self, lease: ReadLease, blocks: int, timeout: float | None) -> None:
+        """See :meth:`ReadLease.trim`, the way to call it."""
+        lease.trimmed += blocks
+        give_back = self._binder.release(lease.binding, [lease.id], self._deadline(timeout), first_blocks=[blocks])
+        try:
+            await self._to_the_end(give_back)
+        except RetryableError:
+            lease.trimmed -= blocks
             raise
 
     async def commit(
@@ -441,12 +459,21 @@ class Cache:
                 generations=chain.generations,
                 found_in=chain.found_in,
                 matched=chain.matched,
-                error=_refusal(chain, min_blocks) if chain.refusal else None,
+                error=chain_error(chain, min_blocks) if chain.refusal else None,
             )
             for keys, chain in zip(packed, reply.chains, strict=True)
         ]
         self._leases.update(lease for lease in leases if lease.id)
         return leases
+
+    async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
+        """A cancelled caller's work goes on by itself."""
+        work = asyncio.ensure_future(giving_back)
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._session.spawn(_logged(work, "release"))
+            raise
 
     async def _release(self, leases: Sequence[Lease], deadline: Deadline) -> None:
         for binding in {lease.binding for lease in leases}:
@@ -482,20 +509,3 @@ def _packed_priorities(count: int, priorities: int | Sequence[int] | None) -> by
         if not 0 <= value <= MAX_PRIORITY:
             raise InvalidArgument(f"priorities[{index}]", value, f"0 to {MAX_PRIORITY}")
     return bytes(listed)
-
-
-def _refusal(chain: blocks_pb2.AcquiredChain, min_blocks: int) -> KvtierError:
-    """Of a chain that was refused; the reasons are those of a whole call."""
-    message = f"{chain.matched} blocks of the chain are stored, {min_blocks} wanted: {chain.refusal}"
-    if chain.refusal == "TIER_FULL":
-        return tier_full(message, chain.detail)
-    if chain.refusal == "TOO_SHORT":
-        return TooShort(message, matched=chain.matched, reason=chain.refusal)
-    return _REFUSALS.get(chain.refusal, DaemonError)(message, reason=chain.refusal)
-
-
-_REFUSALS: Final[Mapping[str, type[KvtierError]]] = {
-    "DEADLINE": DeadlineExceeded,
-    "TIER_OFFLINE": TierOffline,
-    "CANCELLED": DaemonUnavailable,
-}

@@ -146,10 +146,15 @@ class ReadLease(Lease):
         found_in: bytes,
         matched: int,
         error: KvtierError | None,
+        first_block: int = 0,
     ) -> None:
         super().__init__(cache, binding, tier, lease_id, slots)
         self.keys = tuple(keys)
-        """The prefix that is held."""
+        """Of the blocks that are held."""
+        self.first_block = first_block
+        """Where in the chain they begin: above 0 only in a sliding window group, acquired across groups."""
+        self.trimmed = 0
+        """How many of the first ones have been given back by :meth:`trim`."""
         self.generations = np.array(generations, dtype=np.uint64)
         self.found_in = found_in
         """Residency set at the moment of the match, one byte a block of the prefix."""
@@ -166,13 +171,29 @@ class ReadLease(Lease):
     @property
     def blocks(self) -> int:
         """How many blocks are held."""
-        return len(self.slots)
+        return len(self.slots) - self.trimmed
+
+    async def trim(self, blocks: int, *, timeout: float | None = None) -> None:
+        """Gives back the first ``blocks`` of those held, which a sequence has left behind its window.
+
+        Indices stay what they were. At least one block stays held: :meth:`release` gives back all. Raises
+        :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
+        """
+        self.require_live()
+        if not 1 <= blocks < self.blocks:
+            raise InvalidArgument("blocks", blocks, f"1 to {self.blocks - 1}: of {self.blocks} held, one must stay")
+        await self.cache.trim(self, blocks, timeout)
+
+    def view(self, index: int) -> list[Bytes]:
+        if 0 <= index < self.trimmed:
+            raise LeaseError("the slot is not held any more: the lease was trimmed", reason="GIVEN_BACK")
+        return super().view(index)
 
     def unchanged(self) -> bool:
-        """Whether every slot still holds the block that was acquired. To be asked before and after a copy."""
-        slots = np.array(self.slots, dtype=np.intp)
+        """Whether every slot held still has the block that was acquired. To be asked before and after a copy."""
+        slots = np.array(self.slots[self.trimmed :], dtype=np.intp)
         now = self.arena.generations(self.tier, self.cache.group, slots)
-        return bool(np.array_equal(now, self.generations))
+        return bool(np.array_equal(now, self.generations[self.trimmed :]))
 
 
 class Held(Generic[T]):
@@ -186,6 +207,10 @@ class Held(Generic[T]):
     async def take(self) -> T:
         """The lease, the caller's to release."""
         return await self._take()
+
+    async def give_back(self, lease: T) -> None:
+        """Releases what :meth:`take` returned."""
+        await self._give_back(lease)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.take().__await__()

@@ -12,7 +12,7 @@ from grpc.aio import AioRpcError
 
 from kvtier import errors
 from kvtier.types import Tier
-from kvtier.v1 import common_pb2
+from kvtier.v1 import blocks_pb2, common_pb2
 
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 
@@ -46,6 +46,23 @@ def error_of(fault: Fault) -> errors.KvtierError:
     """The exception for a fault: by its reason where that says more than the status, else by its status."""
     make = _BY_REASON.get(fault.reason) or _BY_CODE.get(fault.code, _plain(errors.DaemonError))
     return make(fault)
+
+
+def chain_error(chain: blocks_pb2.AcquiredChain, min_blocks: int) -> errors.KvtierError:
+    """Of a chain that was refused; the reasons are those of a whole call."""
+    message = f"{chain.matched} blocks of the chain are stored, {min_blocks} wanted: {chain.refusal}"
+    if chain.refusal == "TIER_FULL":
+        return tier_full(message, chain.detail)
+    if chain.refusal == "TOO_SHORT":
+        return errors.TooShort(message, matched=chain.matched, reason=chain.refusal)
+    return _OF_CHAINS.get(chain.refusal, errors.DaemonError)(message, reason=chain.refusal)
+
+
+_OF_CHAINS: Final[Mapping[str, type[errors.KvtierError]]] = {
+    "DEADLINE": errors.DeadlineExceeded,
+    "TIER_OFFLINE": errors.TierOffline,
+    "CANCELLED": errors.DaemonUnavailable,
+}
 
 
 def link_is_broken(fault: Fault) -> bool:

@@ -119,11 +119,13 @@ class DaemonStats:
 
 @dataclass(slots=True, frozen=True)
 class GroupTier:
-    """``slots`` of a window group in a tier, ``slot_bytes`` apart."""
+    """What a window group has of a tier: ``slots``, ``slot_bytes`` apart, in ``tokens`` and in ``bytes``."""
 
     tier: Tier
     slots: int
     slot_bytes: int
+    tokens: int
+    bytes: int
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
@@ -23,6 +23,9 @@ from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys: packed, 32 bytes each, or one by one."""
+
+Budgets = Mapping[Tier, int | Sequence[int]]
+"""Bytes by tier: of all window groups together, which the daemon splits, or one number a group."""
 
 
 def packed_keys(keys: Keys, field: str = "keys") -> bytes:
@@ -105,8 +108,14 @@ def spec_from_wire(message: caches_pb2.CacheSpec) -> CacheSpec:
     )
 
 
-def budgets_to_wire(budgets: Mapping[Tier, int]) -> list[caches_pb2.TierBudget]:
-    return [caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=size) for tier, size in budgets.items()]
+def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
+    return [_budget(tier, asked) for tier, asked in budgets.items()]
+
+
+def _budget(tier: Tier, asked: int | Sequence[int]) -> caches_pb2.TierBudget:
+    if isinstance(asked, int):
+        return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=asked)
+    return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=sum(asked), group_bytes=asked)
 
 
 def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
@@ -119,7 +128,9 @@ def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
             GroupInfo(
                 group=group.group,
                 window_tokens=group.window_tokens,
-                tiers=tuple(GroupTier(tier_from_wire(t.tier), t.slots, t.slot_bytes) for t in group.tiers),
+                tiers=tuple(
+                    GroupTier(tier_from_wire(t.tier), t.slots, t.slot_bytes, t.tokens, t.bytes) for t in group.tiers
+                ),
             )
             for group in message.groups
         ),

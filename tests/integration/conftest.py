@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, connect
+from kvtier import AsyncClient, CacheSpec, Tier, connect
 from tests.integration.blocks import sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
+from tests.integration.models import by_hand
 from tests.integration.raw import RawClient, attached
 
 
@@ -22,14 +23,28 @@ def start_daemon() -> Iterator[StartDaemon]:
     with ExitStack() as stack:
 
         def start(*flags: str, device: int = 0, host: int = 0, disk: int = 0) -> DaemonProcess:
-            home = Path(tempfile.mkdtemp(prefix="kv-"))
-            stack.callback(shutil.rmtree, home)
-            daemon = DaemonProcess(home, sizes(device=device, host=host, disk=disk), flags)
-            daemon.start()
-            stack.callback(daemon.stop)
-            return daemon
+            return _started(stack, sizes(device=device, host=host, disk=disk), flags)
 
         yield start
+
+
+@pytest.fixture
+def start_for() -> Iterator[StartFor]:
+    with ExitStack() as stack:
+
+        def start(spec: CacheSpec, **slots: int) -> DaemonProcess:
+            return _started(stack, {tier: sum(shares) for tier, shares in by_hand(spec, **slots).items()})
+
+        yield start
+
+
+def _started(stack: ExitStack, sizes: Mapping[Tier, int], flags: Sequence[str] = ()) -> DaemonProcess:
+    home = Path(tempfile.mkdtemp(prefix="kv-"))
+    stack.callback(shutil.rmtree, home)
+    daemon = DaemonProcess(home, sizes, flags)
+    daemon.start()
+    stack.callback(daemon.stop)
+    return daemon
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from kvtier.answers import DropReport, ListedBlock, Location, Match, Page
 from kvtier.arena import Arena
 from kvtier.errors import ClientClosed
 from kvtier.stats import CacheInfo
+from kvtier.sync.across import AcrossGroups
 from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
@@ -45,7 +46,17 @@ class Cache:
 
     @property
     def group(self) -> int:
+        """The window group whose verbs these are."""
         return self._inner.group
+
+    def in_group(self, group: int) -> Cache:
+        """The same cache, opened once and closed once, with the verbs of another window group."""
+        return Cache(self._thread, self._inner.in_group(group))
+
+    @property
+    def across(self) -> AcrossGroups:
+        """The verbs over all window groups at once, for sequences that need their blocks in each."""
+        return AcrossGroups(self._thread, self, self._inner.across)
 
     @property
     def block_bytes(self) -> int:

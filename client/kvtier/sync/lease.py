@@ -110,8 +110,22 @@ class ReadLease(Lease[inner.ReadLease]):
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """The prefix that is held."""
+        """Of the blocks that are held."""
         return self.inner.keys
+
+    @property
+    def first_block(self) -> int:
+        """Where in the chain they begin: above 0 only in a sliding window group, acquired across groups."""
+        return self.inner.first_block
+
+    @property
+    def trimmed(self) -> int:
+        """How many of the first ones have been given back by :meth:`trim`."""
+        return self.inner.trimmed
+
+    def trim(self, blocks: int, *, timeout: float | None = None) -> None:
+        """See :meth:`kvtier.lease.ReadLease.trim`."""
+        self._thread.run(lambda: self.inner.trim(blocks, timeout=timeout))
 
     @property
     def generations(self) -> NDArray[np.uint64]:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvtier import aio, cache, lease, sync, watch
+from kvtier import across, aio, cache, lease, sync, watch
 
 TWINS: dict[type, type] = {
     aio.AsyncClient: sync.Client,
     cache.Cache: sync.Cache,
+    across.AcrossGroups: sync.AcrossGroups,
+    across.AcrossLease: sync.AcrossLease,
     lease.WriteLease: sync.WriteLease,
     lease.ReadLease: sync.ReadLease,
     watch.Watch: sync.Watch,
@@ -27,7 +29,11 @@ RENAMED = {
 }
 
 SEAMS = {
-    cache.Cache: {"open", "commit"},  # of its client and of its leases: "the way to call it" is open_cache, WriteLease
+    cache.Cache: {
+        "open",
+        "commit",
+        "trim",
+    },  # of its client and of its leases: "the way to call it" is open_cache, WriteLease
     lease.WriteLease: {"binding"},
     lease.ReadLease: {"binding"},
 }

@@ -1,0 +1,271 @@
+"""All window groups of a cache at once: what a model with several attention windows asks and holds for one sequence.
+
+Keys name blocks of tokens, so a block of a sequence has the same key in every group. Full-attention groups need the
+blocks from the first on, a sliding one only those that its window covers at the end of the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier import transfer
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.binding import Binder, Binding
+from kvtier.errors import InvalidArgument, KvtierError, StaleRead, TooShort
+from kvtier.lease import Held, Lease, ReadLease
+from kvtier.rpc_errors import chain_error
+from kvtier.session import Deadline
+from kvtier.types import BlockResult, Cursor, Tier
+from kvtier.v1 import blocks_pb2
+from kvtier.wire import Keys, cursor_from_wire, packed_keys, split_keys, tier_to_wire
+
+if TYPE_CHECKING:
+    from kvtier.cache import Cache
+
+
+@dataclass(slots=True, frozen=True)
+class GroupSpan:
+    """Blocks ``[first_block, first_block + len(residency))`` of a chain in one window group, a residency byte each."""
+
+    group: int
+    first_block: int
+    residency: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class AcrossMatch:
+    """A prefix of ``blocks`` blocks that every window group can serve, and what each has of it, by index."""
+
+    blocks: int
+    groups: tuple[GroupSpan, ...]
+    as_of: Cursor
+
+
+@dataclass(slots=True, frozen=True)
+class AcrossBlocks:
+    """The arrays of a prefix of ``blocks`` blocks: by window group, those of its last ``len(groups[group])`` blocks."""
+
+    blocks: int
+    groups: Mapping[int, list[NDArray[Any]]]
+
+
+class AcrossLease:
+    """A prefix held in every window group.
+
+    :attr:`groups` has one lease a group, in order, which may be empty. They are ordinary ones: views, generations,
+    and :meth:`ReadLease.trim` for what a sequence has left behind its window.
+    """
+
+    def __init__(self, cache: Cache, keys: Sequence[bytes], groups: Sequence[ReadLease], matched: int) -> None:
+        self._cache: Final = cache
+        self.keys: Final = tuple(keys)
+        """The prefix that is held."""
+        self.groups: Final = tuple(groups)
+        self.matched: Final = matched
+        """Length of the stored prefix at the moment of the match; more than :attr:`blocks` where room was short."""
+        self.error: KvtierError | None = None
+        """What ``acquire`` of this chain alone would have raised; None where it was not refused."""
+
+    @property
+    def blocks(self) -> int:
+        """Length of the prefix."""
+        return len(self.keys)
+
+    @property
+    def refusal(self) -> str:
+        """Why less than ``min_blocks`` was to be had; empty where it was not refused."""
+        return "" if self.error is None else self.error.reason
+
+    def unchanged(self) -> bool:
+        """Whether every slot still holds the block that was acquired. To be asked before and after a copy."""
+        return all(lease.unchanged() for lease in self.groups)
+
+    async def release(self, *, timeout: float | None = None) -> None:
+        """Gives the slots of all groups back, in one call; nothing, where that was done before."""
+        await self._cache.release(*self.groups, timeout=timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.release()
+
+
+class AcrossGroups:
+    """Made by :attr:`kvtier.Cache.across`; verbs, arguments and errors as those of one group."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        binder: Binder,
+        deadline: Callable[[float | None], Deadline],
+        adopt: Callable[[Iterable[Lease]], None],
+    ) -> None:
+        self._cache: Final = cache
+        self._groups: Final = [cache.in_group(group) for group in range(len(cache.spec.groups))]
+        self._binder: Final = binder
+        self._deadline: Final = deadline
+        self._adopt: Final = adopt
+
+    async def match(self, keys: Keys, *, timeout: float | None = None) -> AcrossMatch:
+        """The longest prefix that all groups can serve together. No side effect.
+
+        The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w
+        tokens those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block).
+        """
+        packed = packed_keys(keys)
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Match,
+            lambda binding: blocks_pb2.MatchRequest(cache_id=binding.cache_id, keys=packed, across_groups=True),
+            self._deadline(timeout),
+        )
+        spans = tuple(GroupSpan(span.group, span.first_block, span.residency) for span in reply.groups)
+        return AcrossMatch(reply.blocks, spans, cursor_from_wire(reply.as_of_event))
+
+    def acquire(
+        self, keys: Keys, tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+    ) -> Held[AcrossLease]:
+        """The longest such prefix that can be had, READY in a tier and held in every group.
+
+        ``async with cache.across.acquire(keys) as lease``. Raises as :meth:`kvtier.Cache.acquire`.
+        """
+
+        async def take() -> AcrossLease:
+            (lease,) = await self._acquire([keys], tier, min_blocks, timeout)
+            if lease.error is not None:
+                raise lease.error
+            return lease
+
+        return Held(take, AcrossLease.release)
+
+    def acquire_many(
+        self, chains: Iterable[Keys], tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+    ) -> Held[list[AcrossLease]]:
+        """One lease a chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
+
+        async def release(leases: list[AcrossLease]) -> None:
+            await self._cache.release(*(part for lease in leases for part in lease.groups))
+
+        return Held(lambda: self._acquire(chains, tier, min_blocks, timeout), release)
+
+    async def put(
+        self,
+        keys: Keys,
+        blocks: Mapping[int, transfer.Blocks],
+        *,
+        parent: bytes | None = None,
+        tier: Tier | None = None,
+        priorities: int | Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> dict[int, list[BlockResult]]:
+        """Stores a chain in several groups, one after another: by group, one result an array.
+
+        ``blocks``: by group, the arrays of the last ``len(blocks[group])`` keys; a group that is absent gets nothing. A
+        sliding group wants only the last ones of a sequence, a full one all that are not stored yet. For the rest see
+        :meth:`kvtier.Cache.put`.
+        """
+        chain = split_keys(packed_keys(keys))
+        ranks = priorities if priorities is None or isinstance(priorities, int) else list(priorities)
+        for group, arrays in blocks.items():
+            if group not in range(len(self._groups)):
+                raise InvalidArgument("blocks", group, f"groups 0 to {len(self._groups) - 1}")
+            if len(arrays) > len(chain):
+                raise InvalidArgument(f"blocks[{group}]", f"{len(arrays)} blocks", f"at most {len(chain)}, one a key")
+        results: dict[int, list[BlockResult]] = {}
+        for group, arrays in blocks.items():
+            first = len(chain) - len(arrays)
+            results[group] = await self._groups[group].put(
+                chain[first:],
+                arrays,
+                parent=chain[first - 1] if first else parent,
+                tier=tier,
+                priorities=ranks[first:] if isinstance(ranks, list) else ranks,
+                timeout=timeout,
+            )
+        return results
+
+    async def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
+        """The longest prefix that all groups can serve, copied out of a tier into fresh uint8 arrays.
+
+        In one piece, so what is longer than the tier has room for comes shorter. Raises :class:`TierFull`,
+        :class:`StaleRead`.
+        """
+        try:
+            async with self.acquire(keys, tier, min_blocks=1, timeout=timeout) as lease:
+                rows = {part.cache.group: await _copied(part) for part in lease.groups}
+                return AcrossBlocks(lease.blocks, rows)
+        except TooShort:
+            return AcrossBlocks(0, {group.group: [] for group in self._groups})
+
+    async def _acquire(
+        self, chains: Iterable[Keys], tier: Tier | None, min_blocks: int, timeout: float | None
+    ) -> list[AcrossLease]:
+        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
+        place, seq = self._cache.lease_tier(tier), self._binder.session.next_seq()
+        deadline = self._deadline(timeout)
+        wait_ns = deadline.wait_ns()
+        wanted = [blocks_pb2.Chain(keys=keys, min_blocks=min_blocks) for keys in packed]
+        binding, reply = await self._binder.take(
+            lambda stubs: stubs.blocks.Acquire,
+            lambda binding: blocks_pb2.AcquireRequest(
+                cache_id=binding.cache_id,
+                tier=tier_to_wire(place),
+                chains=wanted,
+                timeout_ns=wait_ns,
+                seq=seq,
+                across_groups=True,
+            ),
+            lambda reply: [part.lease_id for chain in reply.chains for part in chain.groups if part.lease_id],
+            deadline,
+        )
+        leases = [
+            self._lease(binding, place, keys, chain, min_blocks)
+            for keys, chain in zip(packed, reply.chains, strict=True)
+        ]
+        self._adopt(part for lease in leases for part in lease.groups if part.id)
+        return leases
+
+    def _lease(
+        self, binding: Binding, tier: Tier, packed: bytes, chain: blocks_pb2.AcquiredChain, min_blocks: int
+    ) -> AcrossLease:
+        keys = split_keys(packed[: chain.blocks * KEY_BYTES])
+        parts = [
+            ReadLease(
+                self._groups[part.group],
+                binding,
+                tier,
+                part.lease_id,
+                part.slots,
+                keys=keys[part.first_block : part.first_block + len(part.slots)],
+                generations=part.generations,
+                found_in=part.found_in,
+                matched=chain.matched,
+                error=None,
+                first_block=part.first_block,
+            )
+            for part in chain.groups
+        ]
+        lease = AcrossLease(self._cache, keys, parts, chain.matched)
+        lease.error = chain_error(chain, min_blocks) if chain.refusal else None
+        return lease
+
+
+async def _copied(lease: ReadLease) -> list[NDArray[Any]]:
+    cache = lease.cache
+    rows = np.empty((lease.blocks, cache.block_bytes), dtype=np.uint8)
+    if not lease.blocks:
+        return []
+    pools = lease.arena.pools(lease.tier, cache.group)
+    before = lease.unchanged()
+    await transfer.run(lambda: transfer.out_of_slots(pools, lease.slots, list(rows)), rows.nbytes)
+    if not (before and lease.unchanged()):
+        raise StaleRead("a slot changed under its lease", reason="STALE_READ")
+    return list(rows)

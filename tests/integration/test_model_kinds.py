@@ -1,0 +1,116 @@
+"""Models whose blocks are not one pool of round numbers: their bytes through every tier, and what is said of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvtier import BlockResult, Cache, CacheSpec, InvalidArgument, SpecMismatch, Tier, WindowGroupSpec, connect
+from tests.integration.blocks import chain
+from tests.integration.daemon import StartFor
+from tests.integration.models import MODELS, SCALES, VSWA, assert_content, by_hand, content, groups_of
+
+SLOTS = {"device": 6, "host": 8, "disk": 24}
+KEYS = chain("models", 16)
+
+
+@pytest.fixture(params=MODELS)
+def spec(request: pytest.FixtureRequest) -> CacheSpec:
+    return MODELS[request.param]
+
+
+async def fill(cache: Cache) -> None:
+    blocks = content(cache.spec, cache.group, KEYS)
+    assert await cache.put(KEYS, blocks, tier=Tier.DEVICE) == [BlockResult.OK] * len(KEYS)
+
+
+async def test_bytes_are_right_through_every_tier_and_a_restart(start_for: StartFor, spec: CacheSpec) -> None:
+    daemon = start_for(spec, **SLOTS)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("model", spec, budgets=by_hand(spec, **SLOTS))
+        groups = [cache.in_group(group) for group in groups_of(spec)]
+        for group in groups:
+            await fill(group)
+        # They fill more than device and host together; how many went where is the eviction's to say.
+        for tier in (Tier.HOST, Tier.DEVICE):
+            for group in groups:
+                assert_content(spec, group.group, KEYS, await group.get(KEYS, tier=tier))
+        for group in groups:
+            await group.move(KEYS, Tier.DISK)
+        await asyncio.to_thread(daemon.stop)
+        await asyncio.to_thread(daemon.start)
+        for group in groups:
+            assert set((await group.match(KEYS)).residency) == {Tier.DISK.bit}
+            assert_content(spec, group.group, KEYS, await group.get(KEYS))
+        assert not (await client.stats()).problems
+
+
+async def test_views_are_the_pools_of_a_block(start_for: StartFor, spec: CacheSpec) -> None:
+    """What an engine writes pool by pool is what it reads as one block."""
+    daemon = start_for(spec, device=2)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("model", spec)
+        for group in (cache.in_group(group) for group in groups_of(spec)):
+            (data,) = content(spec, group.group, KEYS[:1])
+            async with group.reserve(1) as lease:
+                parts = lease.view(0)
+                assert [part.nbytes for part in parts] == [
+                    spec.pool_bytes(group.group, pool) for pool in range(len(spec.groups[group.group].pools))
+                ]
+                start = 0
+                for part in parts:
+                    part[:] = data[start : start + part.size]
+                    start += part.size
+                await lease.commit(KEYS[:1])
+            assert_content(spec, group.group, KEYS[:1], await group.get(KEYS[:1]))
+
+
+async def test_capacity_is_told_by_tier_and_group_in_blocks_tokens_and_bytes(start_for: StartFor) -> None:
+    daemon = start_for(VSWA, **SLOTS)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("model", VSWA, budgets=by_hand(VSWA, **SLOTS))
+        assert [group.window_tokens for group in cache.info.groups] == [64, 0, 100]
+        for group in groups_of(VSWA):
+            for tier in cache.info.groups[group].tiers:
+                slots = SLOTS[str(tier.tier)]
+                assert (tier.slots, tier.slot_bytes) == (slots, VSWA.record_bytes(group))
+                assert (tier.tokens, tier.bytes) == (slots * 16, slots * VSWA.record_bytes(group))
+            assert cache.in_group(group).slots(Tier.HOST) == SLOTS["host"]
+
+
+async def test_a_budget_is_split_by_what_a_sequence_keeps(start_for: StartFor) -> None:
+    """Windows of 64 and 100 tokens keep 5 and 8 blocks of 16, the full group one for each."""
+    daemon = start_for(VSWA, device=64)
+    async with await connect(daemon.address) as client:
+        whole = 40 * VSWA.record_bytes(1) + 5 * VSWA.record_bytes(0) + 8 * VSWA.record_bytes(2)
+        cache = await client.open_cache("model", VSWA, budgets={Tier.DEVICE: whole})
+        assert [cache.in_group(group).slots(Tier.DEVICE) for group in groups_of(VSWA)] == [5, 40, 8]
+
+
+async def test_groups_of_a_cache_do_not_see_each_other_s_blocks(start_for: StartFor) -> None:
+    daemon = start_for(VSWA, device=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("model", VSWA)
+        second = cache.in_group(1)
+        await second.put(KEYS[:2], content(VSWA, 1, KEYS[:2]))
+        assert ((await cache.match(KEYS)).blocks, (await second.match(KEYS)).blocks) == (0, 2)
+        assert [[row.key async for row in group.blocks()] for group in (cache, second)] == [[], KEYS[:2]]
+        with pytest.raises(InvalidArgument, match="0 to 2"):
+            cache.in_group(3)
+        # They are one cache: closed once, with all that was leased through any of them.
+        await second.reserve(1)
+        await cache.close()
+        assert (await client.stats()).caches[0].tiers[0].held == 0
+
+
+async def test_a_scale_s_dtype_is_part_of_what_bytes_mean(start_for: StartFor) -> None:
+    daemon = start_for(SCALES, device=2, host=2)
+    async with await connect(daemon.address) as client:
+        await client.open_cache("model", SCALES)
+        data, scales = SCALES.groups[0].pools
+        pools = (data, replace(scales, dtype="float8_e5m2"))
+        other = replace(SCALES, groups=(WindowGroupSpec(0, pools),))
+        with pytest.raises(SpecMismatch):
+            await client.open_cache("model", other)
