@@ -77,6 +77,8 @@ class Block:
     ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
     ``disk_children``: indexed children with a copy on disk, or on the way there.
     ``duration_ms``, ``deadline_ns`` and ``label``: as in :class:`Traits`.
+    ``parent``: what it stands on; ``parent_key``: what its committer said. A root stands on nothing, and no block of a
+    sliding group does.
     ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
     """
 
@@ -95,6 +97,7 @@ class Block:
         "next_sibling",
         "own_priority",
         "parent",
+        "parent_key",
         "previous_sibling",
         "priority",
         "rank",
@@ -102,9 +105,10 @@ class Block:
         "top_children",
     )
 
-    def __init__(self, id: BlockId, key: Key, parent: Block | None, traits: Traits) -> None:
+    def __init__(self, id: BlockId, key: Key, parent_key: Key | None, parent: Block | None, traits: Traits) -> None:
         self.id = id
         self.key = key
+        self.parent_key = parent_key
         self.parent = parent
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.first_child: Block | None = None
@@ -126,10 +130,6 @@ class Block:
     def traits(self) -> Traits:
         """As they are now."""
         return Traits(self.own_priority, self.duration_ms, self.deadline_ns, self.label)
-
-    @property
-    def parent_key(self) -> Key | None:
-        return self.parent.key if self.parent is not None else None
 
     @property
     def last_use(self) -> int:

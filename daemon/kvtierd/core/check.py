@@ -13,7 +13,7 @@ from kvtierd.core.group import GroupState
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.slots import SlotState
-from kvtierd.core.tickets import FetchTicket, Lease
+from kvtierd.core.tickets import FetchTicket, Lease, Ticket
 from kvtierd.core.window import WindowManager
 
 
@@ -22,6 +22,8 @@ def check(manager: BlockManager) -> None:
     for group, window in manager.windows.items():
         leases = [lease for lease in manager.leases.values() if lease.group == group]
         fetches = [t for w, t in manager.tickets.values() if w is window and isinstance(t, FetchTicket)]
+        parts = [part for ticket in manager.across.tickets.values() for part in ticket.parts]
+        fetches += [part.fetch for part in parts if part.window is window]
         _Checker(group, window, leases, fetches).run()
 
 
@@ -108,7 +110,7 @@ class _Checker:
         seen: dict[int, Copy] = {}
         for lease in self.leases:
             if lease.tier is tier:
-                seen |= {id(copy): copy for block, copy in lease.held if block.copies[tier] is not copy}
+                seen |= {id(copy): copy for block, copy in lease.held.items() if block.copies[tier] is not copy}
         for ticket in self.fetches:
             if ticket.tier is tier and not ticket.waiting and ticket.hold:
                 pairs = zip(ticket.blocks, ticket.copies, strict=True)
@@ -160,7 +162,7 @@ class _Checker:
         copies: dict[int, tuple[Tier, Copy]] = {}
         claims: Counter[Block] = Counter()
         for lease in self.leases:
-            for _, copy in lease.held:
+            for copy in lease.held.values():
                 held[id(copy)] += 1
                 copies[id(copy)] = (lease.tier, copy)
         for ticket in self.fetches:
@@ -243,5 +245,9 @@ class _Checker:
         for tier in self.state.tiers:
             queue = self.window.queued(tier)
             _require([t.id for t in queue] == sorted(t.id for t in queue), 4, f"{tier}: requests are out of order")
-            if queue and tier not in self.state.offline:
+            if queue and tier not in self.state.offline and not self._waits_elsewhere(queue[0]):
                 _require(self.window.flights.active > 0, 4, f"{tier}: a request waits and nothing is in flight")
+
+    def _waits_elsewhere(self, head: Ticket) -> bool:
+        """It has its room here and is part of a request that does not everywhere."""
+        return isinstance(head, FetchTicket) and head.turn is not None and head.turn.able

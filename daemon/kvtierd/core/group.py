@@ -353,7 +353,7 @@ class GroupState:
         self.reconsider(block)
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Moves recency of these blocks and their whole prefixes, children before parents."""
+        """Moves recency of these blocks and all that they stand on, children before parents, else in this order."""
         touched: dict[Block, None] = {}
         for block in blocks:
             current: Block | None = block
@@ -376,12 +376,21 @@ class GroupState:
 
     # -- existence -------------------------------------------------------------------------------------------------
 
-    def insert(self, key: Key, parent: Block | None, traits: Traits, tier: Tier, slot: SlotId, cause: Cause) -> Block:
-        """Indexes a new block whose bytes are READY in a slot that is not FREE."""
-        if parent is not None and not parent.indexed:
-            raise InvariantViolation(f"block {parent.id} gets a child but is not indexed")
+    def unsupported(self, parent_key: Key | None) -> bool:
+        """What a block under this parent would stand on is not indexed."""
+        return parent_key is not None and not self.shape.sliding and self.index.get(parent_key) is None
+
+    def insert(self, key: Key, parent_key: Key | None, traits: Traits, tier: Tier, slot: SlotId, cause: Cause) -> Block:
+        """Indexes a new block whose bytes are READY in a slot that is not FREE.
+
+        A window slides off the front of its chain, so in a sliding group every block stands for itself: it gets
+        neither parent nor children, and all that follows from those is empty there.
+        """
+        if self.unsupported(parent_key):
+            raise InvariantViolation(f"a block enters {tier} slot {slot} before its parent is indexed")
+        parent = self.index.get(parent_key) if parent_key is not None and not self.shape.sliding else None
         self._last_block += 1
-        block = Block(BlockId(self._last_block), key, parent, traits)
+        block = Block(BlockId(self._last_block), key, parent.key if parent is not None else parent_key, parent, traits)
         block.indexed = True
         self._clock += 1
         block.used(self._clock)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, ForeignLease, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.events import Cause, EventSequencer
@@ -16,6 +17,7 @@ from kvtierd.core.evict import Evictor, Listed, PriorityLru
 from kvtierd.core.flights import Edge, EdgeRecord
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import KEY_BYTES, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.matching import Cover, indexed, match
 from kvtierd.core.outcome import Holder, MoveResult, Outcome, Refusal, RefusalReason
 from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
@@ -23,10 +25,12 @@ from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, ReserveTicket, Ticket
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label
 from kvtierd.core.verbs import (
+    AcrossMatch,
     BlockResult,
     ChainRequest,
     CommitItem,
     DropReport,
+    GroupSpan,
     Listing,
     ListingRow,
     Location,
@@ -37,11 +41,13 @@ from kvtierd.core.verbs import (
 from kvtierd.core.window import Recovered, WindowManager
 
 __all__ = [
+    "AcrossMatch",
     "BlockManager",
     "BlockResult",
     "ChainRequest",
     "CommitItem",
     "DropReport",
+    "GroupSpan",
     "Listing",
     "ListingRow",
     "Location",
@@ -64,6 +70,8 @@ class BlockManager:
         policy: Policy | None = None,
         make_evictor: Callable[[Listed], Evictor] = PriorityLru,
     ) -> None:
+        if len({shape.tokens_per_block for shape in shapes}) > 1:
+            raise BadArgument("tokens_per_block", [s.tokens_per_block for s in shapes], "the same in all groups")
         self.cache = cache
         self._recorder = Recorder(cache, sequencer)
         self.leases: dict[LeaseId, Lease] = {}
@@ -79,6 +87,7 @@ class BlockManager:
             )
             for shape in shapes
         }
+        self.across = AcrossGroups(tuple(self.windows.values()), self._recorder, self._new_lease, self._refusal)
         self.tiers: tuple[Tier, ...] = tuple(sorted({tier for w in self.windows.values() for tier in w.state.tiers}))
         self._capacity = {
             group: tuple((tier, window.state.slots[tier].capacity) for tier in window.state.tiers)
@@ -112,6 +121,15 @@ class BlockManager:
         found = self._window(group).prefix(keys)
         return Match(len(found), tuple(block.residency for block in found))
 
+    def match_across(self, keys: Sequence[Key]) -> AcrossMatch:
+        """The longest prefix of a chain that every group can serve, each with the blocks that it needs for that."""
+        length, covers = match([window.state for window in self.windows.values()], keys, indexed)
+        return AcrossMatch(length, tuple(self._span(cover, length) for cover in covers))
+
+    def _span(self, cover: Cover, length: int) -> GroupSpan:
+        residency = tuple(block.residency for block in cover.blocks(length))
+        return GroupSpan(cover.state.group, cover.state.shape.first_block(length), residency)
+
     def locate(self, group: GroupId, keys: Sequence[Key]) -> list[Location]:
         index = self._window(group).state.index
         return [self._location(index.get(key)) for key in keys]
@@ -141,7 +159,7 @@ class BlockManager:
             misses=sum(w.misses for w in windows),
             stored=sum(w.state.stored for w in windows),
             removed=sum(w.state.removed for w in windows),
-            waiting=sum(w.waiting for w in windows),
+            waiting=sum(w.waiting for w in windows) + self.across.waiting,
             held_by=held_by,
         )
 
@@ -196,7 +214,7 @@ class BlockManager:
         ticket = ReserveTicket(self._next_ticket(), session, tier, count)
         self.tickets[ticket.id] = (window, ticket)
         window.reserve(ticket)
-        window.pump(now)
+        self._pump(now, window)
         return ticket.id, self._take(now)
 
     def commit(
@@ -211,8 +229,8 @@ class BlockManager:
         self._check_items(owned, items)
         touched: list[Block] = []
         results = tuple(self._commit_one(window, owned, item, touched) for item in items)
-        window.state.touch(touched)
-        window.pump(now)
+        window.state.touch(reversed(touched))
+        self._pump(now, window)
         return results, self._take(now)
 
     def _commit_one(self, window: WindowManager, lease: Lease, item: CommitItem, touched: list[Block]) -> BlockResult:
@@ -221,14 +239,12 @@ class BlockManager:
         if existing is not None:
             if existing.parent_key != item.parent:
                 return BlockResult.PARENT_CONFLICT
-            del lease.blank[item.slot]
-            window.state.give_back(lease.tier, item.slot)
+            window.keep(lease, item.slot, existing)
             touched.append(existing)
             return BlockResult.EXISTS
-        parent = index.get(item.parent) if item.parent is not None else None
-        if parent is None and item.parent is not None:
+        if window.state.unsupported(item.parent):
             return BlockResult.PARENT_MISSING
-        touched.append(window.commit(lease, item.slot, item.key, parent, item.traits))
+        touched.append(window.commit(lease, item.slot, item.key, item.parent, item.traits))
         return BlockResult.OK
 
     def acquire(
@@ -238,12 +254,7 @@ class BlockManager:
         claimed before room is made for any, so none evicts another's hit."""
         window = self._window(group)
         self._check_memory_tier(window, tier)
-        if not chains:
-            raise BadArgument("chains", 0, "at least one chain")
-        for position, chain in enumerate(chains):
-            self._check_keys(chain.keys, f"chains[{position}].keys")
-            if not 0 <= chain.min_blocks <= len(chain.keys):
-                raise BadArgument(f"chains[{position}].min_blocks", chain.min_blocks, f"0 to {len(chain.keys)}")
+        self._check_chains(chains)
         tickets = []
         for chain in chains:
             ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
@@ -252,16 +263,42 @@ class BlockManager:
             tickets.append(ticket)
         for ticket in tickets:
             window.fetch(ticket)
-        window.pump(now)
+        self._pump(now, window)
         return tuple(ticket.id for ticket in tickets), self._take(now)
 
-    def release(self, session: SessionId, leases: Sequence[LeaseId], now: int) -> Outcome:
-        """Ends leases, all of them or, on an error, none."""
+    def acquire_across(
+        self, session: SessionId, tier: Tier, chains: Sequence[ChainRequest], now: int
+    ) -> tuple[tuple[TicketId, ...], Outcome]:
+        """Asks for the longest prefix of each chain that all groups can serve, with all that each of them needs for
+        that READY and held in a tier. One answer a chain; all matches of the call are claimed before room is made."""
+        for window in self.windows.values():
+            self._check_memory_tier(window, tier)
+        self._check_chains(chains)
+        tickets = [self.across.match(self._next_ticket(), session, tier, chain, now) for chain in chains]
+        for ticket in tickets:
+            self.across.queue(ticket, now)
+        self._pump_all(now)
+        return tuple(ticket.id for ticket in tickets), self._take(now)
+
+    def release(
+        self, session: SessionId, leases: Sequence[LeaseId], now: int, first_blocks: Sequence[int] = ()
+    ) -> Outcome:
+        """Ends leases, all of them or, on an error, none. ``first_blocks``, one a lease: lets go of only so many
+        blocks of it, those that it got first, and the lease goes on; 0 = all, and its end."""
         if len(set(leases)) != len(leases):
             raise BadArgument("lease_ids", list(leases), "each lease once")
         owned = [self._lease(session, lease) for lease in leases]
-        for lease in owned:
-            self._end(lease)
+        counts = first_blocks or [0] * len(owned)
+        if len(counts) != len(owned):
+            raise BadArgument("first_blocks", len(counts), f"one a lease, {len(owned)}, or none")
+        for lease, count in zip(owned, counts, strict=True):
+            if not 0 <= count <= len(lease.held):
+                raise BadArgument("first_blocks", count, f"0 to {len(lease.held)}, the blocks of lease {lease.id}")
+        for lease, count in zip(owned, counts, strict=True):
+            if count:
+                self.windows[lease.group].release_first(lease, count)
+            else:
+                self._end(lease)
         self._pump_all(now)
         return self._take(now)
 
@@ -282,7 +319,7 @@ class BlockManager:
         for block in blocks:
             window.state.claim(block)
         window.fetch(ticket)
-        window.pump(now)
+        self._pump(now, window)
         return ticket.id, self._take(now)
 
     def drop(self, session: SessionId, group: GroupId, keys: Sequence[Key], now: int) -> tuple[DropReport, Outcome]:
@@ -302,7 +339,7 @@ class BlockManager:
             else:
                 dropped += count
                 results.append(BlockResult.OK)
-        window.pump(now)
+        self._pump(now, window)
         return DropReport(tuple(results), dropped), self._take(now)
 
     # -- tickets and sessions ----------------------------------------------------------------------------------------
@@ -312,7 +349,10 @@ class BlockManager:
         if ticket in self.tickets:
             window, request = self.tickets[ticket]
             window.expire(request)
-            window.pump(now)
+            self._pump(now, window)
+        elif ticket in self.across.tickets:
+            self.across.expire(self.across.tickets[ticket])
+            self._pump_all(now)
         return self._take(now)
 
     def cancel(self, ticket: TicketId, now: int) -> Outcome:
@@ -320,7 +360,10 @@ class BlockManager:
         if ticket in self.tickets:
             window, request = self.tickets.pop(ticket)
             window.withdraw(request)
-            window.pump(now)
+            self._pump(now, window)
+        elif ticket in self.across.tickets:
+            self.across.withdraw(self.across.tickets[ticket])
+            self._pump_all(now)
         return self._take(now)
 
     def orphan_session(self, session: SessionId, now: int) -> Outcome:
@@ -364,6 +407,7 @@ class BlockManager:
     def lose_tier(self, tier: Tier, cause: Cause, now: int) -> Outcome:
         """The tier's bytes are gone and its slots out of use; what is leased there is unreachable and ends at
         release."""
+        self.across.lose_tier(tier)
         for window in self.windows.values():
             if tier in window.state.slots and tier not in window.state.offline:
                 window.lose_tier(tier, cause)
@@ -393,9 +437,21 @@ class BlockManager:
             self._moving[move.id] = move.group
         return outcome
 
-    def _pump_all(self, now: int) -> None:
-        for window in self.windows.values():
+    def _pump(self, now: int, window: WindowManager) -> None:
+        """Serves those who wait in one group, whose state has changed."""
+        if self.across.tickets:
+            self._pump_all(now)
+        else:
             window.pump(now)
+
+    def _pump_all(self, now: int) -> None:
+        """Serves those who wait, until nobody gets anywhere."""
+        self.across.refresh(now)
+        while True:
+            for window in self.windows.values():
+                window.pump(now)
+            if not self.across.advance(now):
+                return
 
     def _next_ticket(self) -> TicketId:
         self._last_ticket += 1
@@ -428,8 +484,12 @@ class BlockManager:
             if request.session == session:
                 del self.tickets[ticket]
                 window.withdraw(request)
+        for joint in [joint for joint in self.across.tickets.values() if joint.session == session]:
+            self.across.withdraw(joint)
 
-    def _refusal(self, ticket: Ticket, reason: RefusalReason, wanted: int, free: int, matched: int) -> Refusal:
+    def _refusal(
+        self, ticket: Ticket | AcrossTicket, reason: RefusalReason, wanted: int, free: int, matched: int
+    ) -> Refusal:
         held: dict[SessionId, int] = {}
         for lease in self.leases.values():
             if lease.tier is ticket.tier:
@@ -472,6 +532,14 @@ class BlockManager:
                 raise BadArgument(field, key.hex(), f"{KEY_BYTES} bytes a key")
         if len(set(keys)) != len(keys):
             raise BadArgument(field, "a key stands twice", "each key once a call")
+
+    def _check_chains(self, chains: Sequence[ChainRequest]) -> None:
+        if not chains:
+            raise BadArgument("chains", 0, "at least one chain")
+        for position, chain in enumerate(chains):
+            self._check_keys(chain.keys, f"chains[{position}].keys")
+            if not 0 <= chain.min_blocks <= len(chain.keys):
+                raise BadArgument(f"chains[{position}].min_blocks", chain.min_blocks, f"0 to {len(chain.keys)}")
 
     def _check_items(self, lease: Lease, items: Sequence[CommitItem]) -> None:
         if not items:

@@ -83,12 +83,25 @@ class Holder:
 
 
 @dataclass(slots=True, frozen=True)
+class GroupGrant:
+    """What is held of a prefix in one group: its blocks from ``first_block`` on, in ``slots`` of the tier asked for."""
+
+    group: GroupId
+    first_block: int
+    lease: LeaseId | None
+    slots: tuple[SlotId, ...]
+    found_in: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
 class Grant:
     """A ticket's answer.
 
     ``lease`` is None where nothing is held (a move, or an acquire that found nothing). ``slots`` are in the tier asked
-    for. ``found_in``: for an acquire, each block's residency set at the moment of the match. ``results`` for a move:
-    True for each requested block that is READY in the tier asked for.
+    for. ``found_in``: for an acquire, each block's residency set at the moment of the match; ``blocks``: the length of
+    the prefix held. ``groups``: for an acquire over all groups, what is held in each; ``lease``, ``slots`` and
+    ``found_in`` are empty then. ``results`` for a move: True for each requested block that is READY in the tier asked
+    for.
     """
 
     ticket: TicketId
@@ -97,6 +110,14 @@ class Grant:
     found_in: tuple[int, ...] = ()
     matched: int = 0
     results: tuple[bool, ...] = ()
+    blocks: int = 0
+    groups: tuple[GroupGrant, ...] = ()
+
+    @property
+    def leases(self) -> tuple[LeaseId, ...]:
+        """All that it leases."""
+        of_groups = (part.lease for part in self.groups)
+        return tuple(lease for lease in (self.lease, *of_groups) if lease is not None)
 
 
 @dataclass(slots=True, frozen=True)

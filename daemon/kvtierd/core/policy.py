@@ -15,11 +15,30 @@ DEFAULT_PRIORITY: Final = 35
 
 @dataclass(slots=True, frozen=True)
 class GroupShape:
-    """Slots and bytes a slot of each tier that a window group has; any non-empty subset of tiers."""
+    """Slots and bytes a slot of each tier that a window group has; any non-empty subset of tiers.
+
+    ``window_tokens``: what attention looks back on, the newest token included; 0 = everything.
+    """
 
     group: GroupId
     slots: Mapping[Tier, int]
     slot_bytes: Mapping[Tier, int]
+    window_tokens: int = 0
+    tokens_per_block: int = 1
+
+    @property
+    def sliding(self) -> bool:
+        return self.window_tokens > 0
+
+    @property
+    def span(self) -> int:
+        """Of a sliding group: how many blocks cover the window of a prefix that ends with a whole block."""
+        return -(-self.window_tokens // self.tokens_per_block)
+
+    def first_block(self, blocks: int) -> int:
+        """The first block that a prefix of so many needs: the one with token ``max(0, blocks * tokens_per_block -
+        window_tokens)``."""
+        return max(0, blocks - self.span) if self.sliding else 0
 
 
 def _default_thresholds() -> dict[Tier, int]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Self
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.ids import GroupId, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
     """A session's hold on slots of one tier: blank ones to write, blocks to read.
 
-    ``granted_at``: the ``now`` of the call that granted it.
+    ``held``: in the order it got them. ``trails``: of a sliding group, by the key of its last block what was committed
+    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it.
     """
 
     id: LeaseId
@@ -21,7 +23,8 @@ class Lease:
     group: GroupId
     tier: Tier
     blank: dict[SlotId, None] = field(default_factory=dict)
-    held: list[tuple[Block, Copy]] = field(default_factory=list)
+    held: dict[Block, Copy] = field(default_factory=dict)
+    trails: dict[Key, deque[Block]] = field(default_factory=dict)
     orphaned: bool = False
     granted_at: int = 0
 
@@ -68,13 +71,25 @@ class ReserveTicket:
     count: int
 
 
+@dataclass(slots=True)
+class Turn:
+    """How a part of a request over several groups stands in its group's queue; looked at where it is the head.
+
+    ``able``: its slots are free. ``room``: nothing can be waited for and so many slots are all it can have.
+    """
+
+    able: bool = False
+    room: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class FetchTicket:
     """Wants blocks READY in a tier.
 
     ``hold``: an acquire, whose blocks are a prefix that is shortened where it cannot be had whole; else a move, whose
     blocks stand each for itself. ``waiting``: its blocks are claimed and it queues for room. After that ``copies`` are
-    the copies it got, held if ``hold``, and ``pending`` those of them still being filled.
+    the copies it got, held if ``hold``, and ``pending`` those of them still being filled. ``turn``: it is one
+    group's part of a request over several (``core/across.py``), which takes, answers and ends all of them together.
     """
 
     id: TicketId
@@ -90,6 +105,7 @@ class FetchTicket:
     waiting: bool = True
     copies: list[Copy] = field(default_factory=list)
     pending: int = 0
+    turn: Turn | None = None
 
 
 Ticket = ReserveTicket | FetchTicket

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from kvtierd.core.flights import Edge, EdgeRecord
-from kvtierd.core.ids import Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.slots import SlotState
 from kvtierd.core.traits import Label, Traits
 
@@ -32,6 +32,23 @@ class Match:
 
     blocks: int
     residency: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class GroupSpan:
+    """What a group holds of a match over several: its blocks from ``first_block`` on, each with its residency set."""
+
+    group: GroupId
+    first_block: int
+    residency: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class AcrossMatch:
+    """The longest prefix that all groups can serve together, and what each has of it."""
+
+    blocks: int
+    groups: tuple[GroupSpan, ...]
 
 
 @dataclass(slots=True, frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import assert_never
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.evict import Evictor, Listed
 from kvtierd.core.flights import Flights
@@ -75,7 +74,9 @@ class WindowManager:
 
     @property
     def waiting(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        """Requests that are this group's alone."""
+        tickets = (ticket for queue in self._queues.values() for ticket in queue)
+        return sum(not isinstance(ticket, FetchTicket) or ticket.turn is None for ticket in tickets)
 
     def queued(self, tier: Tier) -> tuple[Ticket, ...]:
         """For the checker."""
@@ -85,7 +86,7 @@ class WindowManager:
 
     def reserve(self, ticket: ReserveTicket) -> None:
         tier = ticket.tier
-        if ticket.count > self._obtainable(tier):
+        if ticket.count > self.obtainable(tier):
             self._refuse(ticket, RefusalReason.TIER_FULL)
         else:
             self._queues[tier].append(ticket)
@@ -95,15 +96,27 @@ class WindowManager:
 
         What only a failing edge leads from is a miss.
         """
-        ticket.blocks = list(takewhile(lambda block: self._readable(block, ticket.tier, now), self.prefix(keys)))
-        ticket.matched = len(ticket.blocks)
-        ticket.found_in = tuple(block.residency for block in ticket.blocks)
-        self.misses += len(keys) - len(ticket.blocks)
+        blocks = list(takewhile(lambda block: self.readable(block, ticket.tier, now), self.prefix(keys)))
+        ticket.matched = len(blocks)
+        self.claim(ticket, blocks)
+        self.note_match(ticket, len(keys) - len(blocks))
+
+    def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
+        """Nothing of these blocks is given up while the request waits; what it claimed or held before is let go."""
+        found_in = dict(zip(ticket.blocks, ticket.found_in, strict=True))
+        for block in blocks:
+            self.state.claim(block)
+        self.let_go(ticket)
+        ticket.blocks = blocks
+        ticket.found_in = tuple(found_in.get(block, block.residency) for block in blocks)
+        ticket.waiting = True
+
+    def note_match(self, ticket: FetchTicket, missed: int) -> None:
+        """Counts what was found and what was not, and what was found has been used."""
+        self.misses += missed
         for residency in ticket.found_in:
             self.hits[next(tier for tier in self.state.tiers if residency & tier.bit)] += 1
-        self.state.touch(ticket.blocks)
-        for block in ticket.blocks:
-            self.state.claim(block)
+        self.state.touch(reversed(ticket.blocks))
 
     def fetch(self, ticket: FetchTicket) -> None:
         """Queues a fetch whose blocks are claimed; shortens an acquire to what the tier can hold at best."""
@@ -114,21 +127,48 @@ class WindowManager:
                 return
         self._queues[ticket.tier].append(ticket)
 
-    def commit(self, lease: Lease, slot: SlotId, key: Key, parent: Block | None, traits: Traits) -> Block:
-        block = self.state.insert(key, parent, traits, lease.tier, slot, Cause.COMMIT)
+    def commit(self, lease: Lease, slot: SlotId, key: Key, parent_key: Key | None, traits: Traits) -> Block:
+        block = self.state.insert(key, parent_key, traits, lease.tier, slot, Cause.COMMIT)
         del lease.blank[slot]
-        lease.held.append((block, self.state.hold(block, lease.tier, lease.session)))
+        lease.held[block] = self.state.hold(block, lease.tier, lease.session)
+        self._slide(lease, block)
         return block
 
+    def keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
+        """A commit of a block that exists: it stays, and the slot becomes free."""
+        del lease.blank[slot]
+        self.state.give_back(lease.tier, slot)
+        if block not in lease.held:
+            self._slide(lease, block)
+
+    def _slide(self, lease: Lease, block: Block) -> None:
+        """The block is the newest of its chain: what its window does not reach is let go."""
+        if not self.state.shape.sliding:
+            return
+        trail = lease.trails.pop(block.parent_key, None) if block.parent_key is not None else None
+        trail = trail if trail is not None else deque()
+        trail.append(block)
+        lease.trails[block.key] = trail
+        if len(trail) > self.state.shape.span:
+            outside = trail.popleft()
+            copy = lease.held.pop(outside, None)
+            if copy is not None:
+                self.state.unhold(outside, lease.tier, copy)
+
     def release(self, lease: Lease) -> None:
-        """Blank slots become free; blocks lose this hold, tails first, so prefixes outlive their tails."""
+        """Blank slots become free, and blocks lose this hold."""
         for slot in lease.blank:
             self.state.give_back(lease.tier, slot)
         lease.blank.clear()
-        held, lease.held = lease.held, []
-        for block, copy in reversed(held):
+        self.release_first(lease, len(lease.held))
+
+    def release_first(self, lease: Lease, count: int) -> None:
+        """The first blocks that the lease got lose its hold, tails first, so prefixes outlive their tails."""
+        released = list(islice(lease.held.items(), count))[::-1]
+        for block, copy in released:
+            del lease.held[block]
             self.state.unhold(block, lease.tier, copy)
-        self.state.touch(block for block, _ in held if block.indexed)
+        self.state.touch(block for block, _ in released if block.indexed)
 
     def orphan(self, lease: Lease, orphaned: bool) -> None:
         lease.orphaned = orphaned
@@ -140,7 +180,7 @@ class WindowManager:
         if ticket in self._queues[ticket.tier]:
             self._queues[ticket.tier].remove(ticket)
         if isinstance(ticket, FetchTicket):
-            self._let_go(ticket)
+            self.let_go(ticket)
 
     def expire(self, ticket: Ticket) -> None:
         """The request's deadline passed: it gets what there is, or a refusal."""
@@ -156,7 +196,7 @@ class WindowManager:
     def completed(self, result: MoveResult, now: int) -> None:
         for ticket in self.flights.complete(result, now):
             ticket.pending -= 1
-            if ticket.pending == 0 and ticket.copies:
+            if ticket.pending == 0 and ticket.copies and ticket.turn is None:
                 self._finish(ticket, RefusalReason.TOO_SHORT)
 
     def pump(self, now: int) -> None:
@@ -167,23 +207,55 @@ class WindowManager:
                 pass
         self.room.end()
 
+    # -- parts of requests over several groups -----------------------------------------------------------------------
+
+    def enqueue(self, ticket: FetchTicket) -> None:
+        """Behind everybody older: a part may come back into the queue."""
+        queue = self._queues[ticket.tier]
+        place = len(queue)
+        while place and queue[place - 1].id > ticket.id:
+            place -= 1
+        queue.insert(place, ticket)
+
+    def dequeue(self, ticket: FetchTicket) -> None:
+        if ticket in self._queues[ticket.tier]:
+            self._queues[ticket.tier].remove(ticket)
+
+    def heads(self, ticket: FetchTicket) -> bool:
+        """It is the next in its queue."""
+        queue = self._queues[ticket.tier]
+        return bool(queue) and queue[0] is ticket
+
+    def take(self, ticket: FetchTicket) -> None:
+        """It takes its slots; those that it needs are free."""
+        self.dequeue(ticket)
+        self._take(ticket, present_only=False)
+
     # -- serving -----------------------------------------------------------------------------------------------------
 
     def _serve_head(self, tier: Tier, now: int) -> bool:
         """True where the head has been answered or is on its way, and the next one may be looked at."""
         ticket = self._queues[tier][0]
-        if isinstance(ticket, ReserveTicket) and ticket.count > self._obtainable(tier):
+        if isinstance(ticket, ReserveTicket) and ticket.count > self.obtainable(tier):
             self._queues[tier].popleft()
             self._give_up(ticket)
             return True
         self.room.serve(ticket.id)
+        turn = ticket.turn if isinstance(ticket, FetchTicket) else None
+        if turn is not None:
+            turn.able, turn.room = False, None
         wanted = self._wants(ticket)
+        prospect = Prospect.NOW
         if self.room.available(tier) < wanted:
             prospect = self.room.secure(tier, wanted, desperate=True)
             if prospect is Prospect.COMING or (prospect is Prospect.NEVER and self.flights.active > 0):
                 return False
-            if prospect is Prospect.NEVER and not self._settle_for_less(ticket):
-                return True
+        if turn is not None:
+            turn.able = prospect is Prospect.NOW
+            turn.room = self.room.available(tier) if prospect is Prospect.NEVER else None
+            return False  # the other groups' parts have to be able, too
+        if prospect is Prospect.NEVER and not self._settle_for_less(ticket):
+            return True
         self._queues[tier].popleft()
         self._start(ticket, now)
         return True
@@ -315,14 +387,14 @@ class WindowManager:
                 break
             ready += 1
         if ready < max(ticket.min_blocks, 1):
-            self._let_go(ticket)
+            self.let_go(ticket)
             self._refuse(ticket, otherwise)
             return
         self._drop_holds(ticket, ready)
         lease = self._new_lease(ticket.session, self.state, ticket.tier)
-        lease.held = list(zip(ticket.blocks, ticket.copies, strict=True))
-        slots = tuple(copy.slot for _, copy in lease.held)
-        self._recorder.grant(Grant(ticket.id, lease.id, slots, ticket.found_in[:ready], ticket.matched))
+        lease.held = dict(zip(ticket.blocks, ticket.copies, strict=True))
+        slots = tuple(copy.slot for copy in ticket.copies)
+        self._recorder.grant(Grant(ticket.id, lease.id, slots, ticket.found_in[:ready], ticket.matched, blocks=ready))
         ticket.blocks, ticket.copies = [], []
 
     def _answer_move(self, ticket: FetchTicket) -> None:
@@ -331,7 +403,7 @@ class WindowManager:
             block is not None and block.indexed and (c := block.copies[tier]) is not None and c.valid
             for block in ticket.wanted
         )
-        self._let_go(ticket)
+        self.let_go(ticket)
         self._recorder.grant(Grant(ticket.id, None, results=results))
 
     def _give_up(self, ticket: Ticket) -> None:
@@ -344,7 +416,7 @@ class WindowManager:
             if ticket.matched == 0 and ticket.min_blocks == 0:
                 self._recorder.grant(Grant(ticket.id, None))
                 return
-            self._let_go(ticket)
+            self.let_go(ticket)
             self._refuse(ticket, reason)
         else:
             self._refuse(ticket, RefusalReason.TIER_FULL)
@@ -355,7 +427,7 @@ class WindowManager:
         matched = ticket.matched if isinstance(ticket, FetchTicket) else 0
         self._recorder.refuse(self._refusal(ticket, reason, wanted, free, matched))
 
-    def _let_go(self, ticket: FetchTicket) -> None:
+    def let_go(self, ticket: FetchTicket) -> None:
         """Drops the claims or holds of a fetch, whichever it has."""
         if ticket.waiting:
             for block in ticket.blocks:
@@ -365,6 +437,7 @@ class WindowManager:
                 copy.waiters = tuple(waiter for waiter in copy.waiters if waiter is not ticket)
             self._drop_holds(ticket, 0)
         ticket.blocks, ticket.copies = [], []
+        ticket.pending = 0
         ticket.waiting = False
 
     def _drop_holds(self, ticket: FetchTicket, keep: int) -> None:
@@ -377,7 +450,7 @@ class WindowManager:
 
     # -- how much ----------------------------------------------------------------------------------------------------
 
-    def _obtainable(self, tier: Tier) -> int:
+    def obtainable(self, tier: Tier) -> int:
         """Slots that could be had at best: all that no lease holds and that are in use at all."""
         if tier in self.state.offline:
             return 0
@@ -385,13 +458,13 @@ class WindowManager:
         out = sum(slots.count(state) for state in (SlotState.BLANK, SlotState.ORPHANED, SlotState.QUARANTINED))
         return slots.capacity - out - self.state.held[tier]
 
-    def _readable(self, block: Block, tier: Tier, now: int) -> bool:
+    def readable(self, block: Block, tier: Tier, now: int) -> bool:
         """It is in the tier, or on its way there, or a usable edge leads there."""
         return block.copies[tier] is not None or self.flights.usable(self.room.source(block), tier, now)
 
     def _holdable(self, ticket: FetchTicket) -> int:
         """Length of the prefix that the tier could hold at best."""
-        budget = self._obtainable(ticket.tier)
+        budget = self.obtainable(ticket.tier)
         for length, block in enumerate(ticket.blocks):
             copy = block.copies[ticket.tier]
             budget -= copy is None or copy.holds == 0
@@ -426,13 +499,9 @@ class WindowManager:
         state.corrupt[Tier.DISK] |= bad
         state.slots[Tier.DISK].claim(bad, SlotState.QUARANTINED)
         state.slots[Tier.DISK].claim((record.slot for record in recovered), SlotState.FILLING)
-        blocks = []
-        for record in recovered:
-            parent = state.index.get(record.parent) if record.parent is not None else None
-            if parent is None and record.parent is not None:
-                raise InvariantViolation(f"recovered slot {record.slot} has a parent that was not recovered before it")
-            blocks.append(state.insert(record.key, parent, record.traits, Tier.DISK, record.slot, Cause.RECOVERED))
-        state.order_by_use(blocks)
+        state.order_by_use(
+            [state.insert(r.key, r.parent, r.traits, Tier.DISK, r.slot, Cause.RECOVERED) for r in recovered]
+        )
 
     def drop(self, block: Block) -> int | None:
         """Removes a block and everything under it; None, and nothing happens, where any of it is held or claimed."""
@@ -446,5 +515,5 @@ class WindowManager:
         while self._queues[tier]:
             ticket = self._queues[tier].popleft()
             if isinstance(ticket, FetchTicket):
-                self._let_go(ticket)
+                self.let_go(ticket)
             self._refuse(ticket, RefusalReason.TIER_OFFLINE)

@@ -1,0 +1,279 @@
+"""Requests over all window groups of a cache: one prefix, READY and held in every group, or nothing in any.
+
+Such a request has a part in each group's queue, which waits there like any other. It takes its slots in all groups in
+one step, when all of its parts are at the head of their queues and have room. Where a group cannot make room, or loses
+a block, or a copy fails, the whole request is matched anew, for a shorter prefix: what a sliding group needs of that is
+other blocks, not fewer of the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtierd.core.block import Block
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import Key, SessionId, TicketId, Tier
+from kvtierd.core.matching import Cover, Limit, Usable, longest, match
+from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
+from kvtierd.core.recorder import Recorder
+from kvtierd.core.tickets import FetchTicket, Lease, Turn
+from kvtierd.core.verbs import ChainRequest
+from kvtierd.core.window import WindowManager
+
+
+class NewLease(Protocol):
+    def __call__(self, session: SessionId, state: GroupState, tier: Tier, /) -> Lease: ...
+
+
+class MakeRefusal(Protocol):
+    def __call__(
+        self, ticket: AcrossTicket, reason: RefusalReason, wanted: int, free: int, matched: int, /
+    ) -> Refusal: ...
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One group's share: the blocks of the prefix from ``first_block`` on."""
+
+    window: WindowManager
+    fetch: FetchTicket
+    turn: Turn
+    first_block: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class AcrossTicket:
+    """``length``: of the prefix it is after now. ``spoiled``: blocks whose copies for it have failed; it does not try
+    them again."""
+
+    id: TicketId
+    session: SessionId
+    tier: Tier
+    keys: Sequence[Key]
+    min_blocks: int
+    parts: tuple[Part, ...]
+    length: int = 0
+    matched: int = 0
+    spoiled: set[Block] = field(default_factory=set)
+
+    @property
+    def waiting(self) -> bool:
+        """Its blocks are claimed and it queues for room; else it holds them and copies fill its slots."""
+        return self.parts[0].fetch.waiting
+
+    @property
+    def least(self) -> int:
+        """A shorter prefix is no answer."""
+        return max(self.min_blocks, 1)
+
+
+class AcrossGroups:
+    """All requests of a cache over its groups. None waits that could go on: see :meth:`advance`."""
+
+    def __init__(
+        self, windows: Sequence[WindowManager], recorder: Recorder, new_lease: NewLease, refusal: MakeRefusal
+    ) -> None:
+        self._windows = windows
+        self._recorder = recorder
+        self._new_lease = new_lease
+        self._refusal = refusal
+        self.tickets: dict[TicketId, AcrossTicket] = {}
+
+    @property
+    def waiting(self) -> int:
+        return sum(ticket.waiting for ticket in self.tickets.values())
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def match(self, id: TicketId, session: SessionId, tier: Tier, chain: ChainRequest, now: int) -> AcrossTicket:
+        """Claims what the longest usable prefix needs in every group; room for it is made later, by :meth:`queue`."""
+        parts = []
+        for window in self._windows:
+            turn = Turn()
+            parts.append(Part(window, FetchTicket(id, session, tier, True, [], turn=turn), turn))
+        ticket = AcrossTicket(id, session, tier, chain.keys, chain.min_blocks, tuple(parts))
+        self.tickets[id] = ticket
+        ticket.matched, covers = self._match(ticket, len(chain.keys), self._readable(ticket, now))
+        self._claim(ticket, ticket.matched, covers)
+        for part in ticket.parts:
+            part.window.note_match(part.fetch, len(chain.keys) - ticket.matched)
+        return ticket
+
+    def queue(self, ticket: AcrossTicket, now: int) -> None:
+        """Shortens the request to what the tier can hold at best in every group, and lets it wait for that."""
+        tier = ticket.tier
+
+        def unheld(block: Block) -> bool:
+            copy = block.copies[tier]
+            return copy is None or copy.holds == 0
+
+        def within(covers: Sequence[Cover]) -> list[Limit]:
+            pairs = zip(covers, ticket.parts, strict=True)
+            return [cover.affordable(unheld, part.window.obtainable(tier)) for cover, part in pairs]
+
+        if ticket.matched == 0 and ticket.min_blocks == 0:
+            self._grant(ticket)
+        elif ticket.matched < ticket.least:
+            self._refuse(ticket, RefusalReason.TOO_SHORT)
+        elif all(sum(map(unheld, part.fetch.blocks)) <= part.window.obtainable(tier) for part in ticket.parts):
+            self._enqueue(ticket)
+        else:
+            self._shorten(ticket, now, RefusalReason.TIER_FULL, within)
+
+    def expire(self, ticket: AcrossTicket) -> None:
+        """The deadline passed: the answer is the longest prefix that is READY by now."""
+
+        def ready(state: GroupState, block: Block) -> bool:
+            copy = block.copies[ticket.tier]
+            return copy is not None and copy.valid
+
+        length, covers = self._match(ticket, ticket.length, ready)
+        if length < ticket.least:
+            self._refuse(ticket, RefusalReason.DEADLINE)
+            return
+        self._claim(ticket, length, covers)
+        for part in ticket.parts:
+            part.window.take(part.fetch)
+        self._grant(ticket)
+
+    def withdraw(self, ticket: AcrossTicket) -> None:
+        """The caller has gone: nothing stays held, nothing is answered."""
+        del self.tickets[ticket.id]
+        self._let_go(ticket)
+
+    def lose_tier(self, tier: Tier) -> None:
+        """What waits for room there waits in vain."""
+        for ticket in list(self.tickets.values()):
+            if ticket.tier is tier and ticket.waiting:
+                self._refuse(ticket, RefusalReason.TIER_OFFLINE)
+
+    # -- going on ----------------------------------------------------------------------------------------------------
+
+    def refresh(self, now: int) -> None:
+        """Matches anew what lost a block while it waited."""
+        for ticket in list(self.tickets.values()):
+            if ticket.waiting and any(not block.indexed for part in ticket.parts for block in part.fetch.blocks):
+                self._shorten(ticket, now, RefusalReason.TOO_SHORT)
+
+    def advance(self, now: int) -> bool:
+        """Does the next thing that the queues, which have been served, allow. False where there is none."""
+        return any(self._advance(ticket, now) for ticket in list(self.tickets.values()))
+
+    def _advance(self, ticket: AcrossTicket, now: int) -> bool:
+        if not ticket.waiting:
+            if any(part.fetch.pending for part in ticket.parts):
+                return False
+            self._finish(ticket, now)
+            return True
+        heads = [part for part in ticket.parts if part.window.heads(part.fetch)]
+        if any(part.turn.room is not None for part in heads):
+            self._make_do(ticket, now)
+            return True
+        if len(heads) == len(ticket.parts) and all(part.turn.able for part in heads):
+            for part in ticket.parts:
+                part.window.take(part.fetch)
+            return True
+        return False
+
+    def _make_do(self, ticket: AcrossTicket, now: int) -> None:
+        """Nothing more can be had in some group and nothing is in flight there."""
+
+        def within(covers: Sequence[Cover]) -> list[Limit]:
+            return [
+                cover.affordable(lambda block: block.copies[ticket.tier] is None, max(0, part.turn.room))
+                for cover, part in zip(covers, ticket.parts, strict=True)
+                if part.turn.room is not None and part.window.heads(part.fetch)
+            ]
+
+        self._shorten(ticket, now, RefusalReason.TIER_FULL, within)
+
+    def _finish(self, ticket: AcrossTicket, now: int) -> None:
+        """All copies have ended, well or not."""
+        failed = {
+            block
+            for part in ticket.parts
+            for block, copy in zip(part.fetch.blocks, part.fetch.copies, strict=True)
+            if not (block.copies[ticket.tier] is copy and copy.valid)
+        }
+        if not failed:
+            self._grant(ticket)
+            return
+        ticket.spoiled |= failed
+        self._shorten(ticket, now, RefusalReason.TOO_SHORT)
+
+    # -- matching ----------------------------------------------------------------------------------------------------
+
+    def _match(self, ticket: AcrossTicket, bound: int, usable: Usable) -> tuple[int, list[Cover]]:
+        return match([part.window.state for part in ticket.parts], ticket.keys[:bound], usable)
+
+    def _readable(self, ticket: AcrossTicket, now: int) -> Usable:
+        """In the tier, on its way there, or behind a usable edge."""
+        windows = {part.window.state: part.window for part in ticket.parts}
+
+        def readable(state: GroupState, block: Block) -> bool:
+            return block not in ticket.spoiled and windows[state].readable(block, ticket.tier, now)
+
+        return readable
+
+    def _shorten(
+        self,
+        ticket: AcrossTicket,
+        now: int,
+        reason: RefusalReason,
+        limits: Callable[[Sequence[Cover]], list[Limit]] = lambda covers: [],
+    ) -> None:
+        """Goes on for the longest prefix that can still be had, or refuses for this reason."""
+        if any(ticket.tier in part.window.state.offline for part in ticket.parts):
+            self._refuse(ticket, RefusalReason.TIER_OFFLINE)
+            return
+        length, covers = self._match(ticket, ticket.length, self._readable(ticket, now))
+        length = longest(length, [*limits(covers), *(cover.unbroken for cover in covers)])
+        if length < ticket.least:
+            self._refuse(ticket, reason)
+            return
+        self._claim(ticket, length, covers)
+        self._enqueue(ticket)
+
+    def _claim(self, ticket: AcrossTicket, length: int, covers: Sequence[Cover]) -> None:
+        """Claims what the prefix needs and gives up what was claimed or held before."""
+        ticket.length = length
+        for part, cover in zip(ticket.parts, covers, strict=True):
+            part.first_block = cover.state.shape.first_block(length)
+            part.window.claim(part.fetch, cover.blocks(length))
+
+    # -- queues and answers --------------------------------------------------------------------------------------------
+
+    def _enqueue(self, ticket: AcrossTicket) -> None:
+        for part in ticket.parts:
+            part.window.dequeue(part.fetch)
+            part.window.enqueue(part.fetch)
+
+    def _grant(self, ticket: AcrossTicket) -> None:
+        del self.tickets[ticket.id]
+        groups = []
+        for part in ticket.parts:
+            fetch = part.fetch
+            lease = None
+            if fetch.copies:
+                lease = self._new_lease(ticket.session, part.window.state, ticket.tier)
+                lease.held = dict(zip(fetch.blocks, fetch.copies, strict=True))
+            slots = tuple(copy.slot for copy in fetch.copies)
+            groups.append(
+                GroupGrant(
+                    part.window.state.group, part.first_block, lease.id if lease else None, slots, fetch.found_in
+                )
+            )
+        self._recorder.grant(Grant(ticket.id, None, matched=ticket.matched, blocks=ticket.length, groups=tuple(groups)))
+
+    def _refuse(self, ticket: AcrossTicket, reason: RefusalReason) -> None:
+        del self.tickets[ticket.id]
+        self._let_go(ticket)
+        free = min(part.window.state.slots[ticket.tier].free for part in ticket.parts)
+        self._recorder.refuse(self._refusal(ticket, reason, ticket.least, free, ticket.matched))
+
+    def _let_go(self, ticket: AcrossTicket) -> None:
+        for part in ticket.parts:
+            part.window.dequeue(part.fetch)
+            part.window.let_go(part.fetch)

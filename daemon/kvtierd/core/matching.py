@@ -1,0 +1,102 @@
+"""How long a prefix several window groups can serve together.
+
+A prefix of n blocks is usable where every group has what attention over it needs: a full group all of its blocks, a
+sliding one those that its window covers. So a longer prefix may be usable where a shorter one is not, and the answer
+is never the minimum of the groups' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
+
+from kvtierd.core.block import Block
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import Key
+
+Limit = Callable[[int], int]
+"""Of a length: that length, where it will do, else the greatest lower one that may. Asked for falling lengths only."""
+
+Usable = Callable[[GroupState, Block], bool]
+
+
+def longest(bound: int, limits: Sequence[Limit]) -> int:
+    """The greatest length up to ``bound`` that all limits let stand."""
+    length = bound
+    while True:
+        before = length
+        for limit in limits:
+            length = limit(length)
+        if length == before:
+            return length
+
+
+class Cover:
+    """One group's side of a match. Looks at every block once, and at no more of them than it must."""
+
+    def __init__(self, state: GroupState, keys: Sequence[Key], usable: Usable) -> None:
+        self.state = state
+        self._keys = keys
+        self._usable = usable
+        self._found: dict[int, Block] = {}
+        self._low = len(keys)
+        """Every place from here up to the last length asked for has a usable block."""
+
+    def prefix(self, bound: int) -> int:
+        """How many blocks from the root on are usable, ``bound`` at most."""
+        self._low = 0
+        for place, key in enumerate(islice(self._keys, bound)):
+            block = self._get(key)
+            if block is None:
+                return place
+            self._found[place] = block
+        return bound
+
+    def unbroken(self, length: int) -> int:
+        """A :data:`Limit`: no block is missing of what a prefix needs."""
+        self._low = min(self._low, length)
+        while self._low > self.state.shape.first_block(length):
+            self._low -= 1
+            block = self._get(self._keys[self._low])
+            if block is None:
+                length = self._low
+            else:
+                self._found[self._low] = block
+        return length
+
+    def blocks(self, length: int) -> list[Block]:
+        """What a prefix of this length needs, the first first. The length has been found unbroken."""
+        return [self._found[place] for place in range(self.state.shape.first_block(length), length)]
+
+    def affordable(self, costs: Callable[[Block], bool], budget: int) -> Limit:
+        """A :data:`Limit`: of the blocks that a prefix needs no more than ``budget``, 0 or more, cost a slot."""
+        sums: list[int] = []
+
+        def limit(length: int) -> int:
+            if not sums:
+                found = map(self.state.index.get, islice(self._keys, length))
+                sums.extend(accumulate((block is not None and costs(block) for block in found), initial=0))
+            while sums[length] - sums[self.state.shape.first_block(length)] > budget:
+                length -= 1
+            return length
+
+        return limit
+
+    def _get(self, key: Key) -> Block | None:
+        block = self.state.index.get(key)
+        return block if block is not None and self._usable(self.state, block) else None
+
+
+def match(states: Sequence[GroupState], keys: Sequence[Key], usable: Usable) -> tuple[int, list[Cover]]:
+    """The greatest length usable in all groups, and each group's side of it, in this order."""
+    covers = [Cover(state, keys, usable) for state in states]
+    bound = len(keys)
+    for cover in covers:
+        if not cover.state.shape.sliding:
+            bound = cover.prefix(bound)
+    return longest(bound, [cover.unbroken for cover in covers]), covers
+
+
+def indexed(state: GroupState, block: Block) -> bool:
+    """Every block that is found by its key is usable."""
+    return True
