@@ -18,7 +18,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtier.abi.keys import Scope, chain_keys
+    from kvtier.abi.event_hashes import event_hashes
+    from kvtier.abi.keys import MultimodalItem, Scope, chain_keys
     from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
     from kvtier.aio import AsyncClient, connect
     from kvtier.cache import Cache
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
     from kvtier.watch import Watch
 
 _HOMES = {
-    "kvtier.abi.keys": ("Scope", "chain_keys"),
+    "kvtier.abi.event_hashes": ("event_hashes",),
+    "kvtier.abi.keys": ("MultimodalItem", "Scope", "chain_keys"),
     "kvtier.abi.spec": ("CacheSpec", "PoolSpec", "WindowGroupSpec"),
     "kvtier.aio": ("AsyncClient", "connect"),
     "kvtier.cache": ("Cache",),
@@ -108,6 +110,7 @@ __all__ = [
     "KvtierError",
     "LeaseError",
     "LeaseLost",
+    "MultimodalItem",
     "NotFound",
     "PermissionDenied",
     "PoolSpec",
@@ -129,6 +132,7 @@ __all__ = [
     "WriteLease",
     "chain_keys",
     "connect",
+    "event_hashes",
 ]
 
 

@@ -2,14 +2,22 @@
 
 Encoding, integers little-endian::
 
-    key  = SHA-256(parent key, 32 bytes ‖ the block's token ids, u32 each)
+    key  = SHA-256(parent key, 32 bytes ‖ the block's token ids, u32 each ‖ extension)
     the parent key of a chain's first block is its root:
     root = SHA-256(b"kvtier.scope" ‖ u32 version = 1
                    ‖ u8 has_lora ‖ u64 lora_id (0 without)
                    ‖ u8 has_salt ‖ u32 length ‖ salt in UTF-8
-                   ‖ u32 number of multimodal digests ‖ each: u32 length ‖ bytes)
+                   ‖ u32 0)
 
-A root is never a block: it only separates scopes. Keys travel packed, 32 bytes each, without separator.
+The extension is empty for most blocks. One whose tokens have an extra id other than 0, or that an image or a sound
+covers in part, has::
+
+    extension = b"kvtier.block" ‖ u8 has_extra_ids ‖ the extra ids, u64 each, if it has
+                ‖ u32 number of items ‖ each: 32 bytes digest ‖ u64 place in the item of its first token in the block
+                                            ‖ u32 place in the block of that token ‖ u32 how many tokens it has here
+
+So blocks before an item are shared by prompts that differ only in it. A root is never a block: it only separates
+scopes. Keys travel packed, 32 bytes each, without separator.
 """
 
 from __future__ import annotations
@@ -26,10 +34,14 @@ from numpy.typing import NDArray
 from kvtier.abi.errors import FieldError, require_int
 
 KEY_BYTES: Final = 32
+DIGEST_BYTES: Final = 32
 MAX_TOKEN_ID: Final = 2**32 - 1
+MAX_EXTRA_ID: Final = 2**64 - 1
+
+TokenIds = NDArray[np.integer[Any]] | Sequence[int]
 
 _SCOPE_VERSION: Final = 1
-_TOKEN_LIMIT: Final = f"an integer from 0 to {MAX_TOKEN_ID}"
+_EXTENSION: Final = b"kvtier.block"
 
 
 class KeyChainError(FieldError):
@@ -37,16 +49,41 @@ class KeyChainError(FieldError):
 
 
 @dataclass(slots=True, frozen=True)
-class Scope:
-    """What besides the tokens decides a block's bytes. Blocks of different scopes never share a key.
+class MultimodalItem:
+    """An image or a sound: ``digest``, 32 bytes, of what the placeholder tokens ``first_token`` up to, not including,
+    ``first_token + tokens`` of the prompt stand for."""
 
-    ``lora_id``: the adapter, 0 to 2^64-1. ``salt``: keeps tenants apart. ``multimodal``: digests of the images and
-    sounds that the prompt's placeholder tokens stand for, in prompt order.
+    digest: bytes
+    first_token: int
+    tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class Scope:
+    """What besides the tokens decides a block's bytes.
+
+    Blocks of different adapters or salts never share a key. ``lora_id``: the adapter, 0 to 2^64-1. ``salt``: keeps
+    tenants apart. ``multimodal``: the prompt's items in the order of their tokens, which do not overlap; those
+    prompts share the blocks before the first item in which they differ.
     """
 
     lora_id: int | None = None
     salt: str | None = None
-    multimodal: tuple[bytes, ...] = ()
+    multimodal: tuple[MultimodalItem, ...] = ()
+
+
+PLAIN: Final = Scope()
+
+
+@dataclass(slots=True, frozen=True)
+class Covered:
+    """The part of an item that lies in a block: from ``offset`` in the item, ``position`` in the block, so many
+    ``tokens``."""
+
+    digest: bytes
+    offset: int
+    position: int
+    tokens: int
 
 
 def root(scope: Scope) -> bytes:
@@ -59,22 +96,23 @@ def root(scope: Scope) -> bytes:
     digest = hashlib.sha256(b"kvtier.scope" + struct.pack("<I", _SCOPE_VERSION))
     digest.update(struct.pack("<BQ", scope.lora_id is not None, lora))
     digest.update(struct.pack("<BI", scope.salt is not None, len(salt)) + salt)
-    digest.update(struct.pack("<I", len(scope.multimodal)))
-    for item in scope.multimodal:
-        digest.update(struct.pack("<I", len(item)) + item)
+    digest.update(struct.pack("<I", 0))
     return digest.digest()
 
 
 def chain_keys(
-    token_ids: NDArray[np.integer[Any]] | Sequence[int], tokens_per_block: int, scope: Scope = Scope()
+    token_ids: TokenIds, tokens_per_block: int, scope: Scope = PLAIN, extra_ids: TokenIds | None = None
 ) -> bytes:
     """The keys of all full blocks of a prompt, packed: ``len(token_ids) // tokens_per_block`` x 32 bytes.
 
-    The keys of a prefix are a prefix of the keys. Raises :class:`KeyChainError` for token ids that are not integers
-    from 0 to 2^32-1 and for ``tokens_per_block`` < 1.
+    The keys of a prefix are a prefix of the keys. ``extra_ids``: one a token, 0 to 2^64-1, for tokens whose id alone
+    does not say what they stand for (virtual tokens of a prompt tuning); 0 = none. Raises :class:`KeyChainError` for
+    token ids that are not integers from 0 to 2^32-1, for ``tokens_per_block`` < 1, and for a bad scope.
     """
     require_int("tokens_per_block", tokens_per_block, 1, MAX_TOKEN_ID, KeyChainError)
-    payload = memoryview(_as_u32(token_ids).tobytes())
+    tokens = token_array(token_ids)
+    extensions = _extensions(len(tokens), tokens_per_block, scope, extra_ids)
+    payload = memoryview(tokens.tobytes())
     step = tokens_per_block * 4
     sha256 = hashlib.sha256
     parent = root(scope)
@@ -82,9 +120,32 @@ def chain_keys(
     for start in range(0, len(payload) - step + 1, step):
         digest = sha256(parent)
         digest.update(payload[start : start + step])
+        if extensions:
+            digest.update(extensions.get(start // step, b""))
         parent = digest.digest()
         chain.append(parent)
     return b"".join(chain)
+
+
+def covered_blocks(scope: Scope, blocks: int, tokens_per_block: int) -> dict[int, list[Covered]]:
+    """What multimodal items cover of the first ``blocks`` blocks of a prompt, by block; only blocks that they cover.
+
+    Raises :class:`KeyChainError`.
+    """
+    found: dict[int, list[Covered]] = {}
+    free = 0
+    for number, item in enumerate(scope.multimodal):
+        field = f"scope.multimodal[{number}]"
+        if len(item.digest) != DIGEST_BYTES:
+            raise KeyChainError(f"{field}.digest", f"{len(item.digest)} bytes", f"{DIGEST_BYTES} bytes")
+        first = require_int(f"{field}.first_token", item.first_token, free, MAX_TOKEN_ID, KeyChainError)
+        end = free = first + require_int(f"{field}.tokens", item.tokens, 1, MAX_TOKEN_ID, KeyChainError)
+        for block in range(first // tokens_per_block, min(blocks, -(-end // tokens_per_block))):
+            start = block * tokens_per_block
+            here = max(first, start)
+            count = min(end, start + tokens_per_block) - here
+            found.setdefault(block, []).append(Covered(item.digest, here - first, here - start, count))
+    return found
 
 
 def split(packed: bytes) -> list[bytes]:
@@ -103,25 +164,60 @@ def join(keys: Iterable[bytes]) -> bytes:
     return b"".join(listed)
 
 
-def _as_u32(token_ids: NDArray[np.integer[Any]] | Sequence[int]) -> NDArray[np.uint32]:
+def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
+    """Token ids as one-dimensional little-endian u32. Raises :class:`KeyChainError`."""
+    return _as_unsigned("token_ids", token_ids, MAX_TOKEN_ID).astype("<u4")
+
+
+def extra_id_array(extra_ids: TokenIds, tokens: int) -> NDArray[np.uint64]:
+    """Extra ids as one-dimensional little-endian u64, one a token. Raises :class:`KeyChainError`."""
+    ids = _as_unsigned("extra_ids", extra_ids, MAX_EXTRA_ID).astype("<u8")
+    if len(ids) != tokens:
+        raise KeyChainError("extra_ids", f"{len(ids)} ids", f"{tokens}, one a token")
+    return ids
+
+
+def _extensions(tokens: int, tokens_per_block: int, scope: Scope, extra_ids: TokenIds | None) -> dict[int, bytes]:
+    """By block; only blocks that have one."""
+    blocks = tokens // tokens_per_block
+    covered = covered_blocks(scope, blocks, tokens_per_block) if scope.multimodal else {}
+    extra: dict[int, bytes] = {}
+    if extra_ids is not None:
+        rows = extra_id_array(extra_ids, tokens)[: blocks * tokens_per_block].reshape(blocks, tokens_per_block)
+        extra = {block: rows[block].tobytes() for block in np.flatnonzero(rows.any(axis=1)).tolist()}
+    return {
+        block: _EXTENSION
+        + struct.pack("<B", block in extra)
+        + extra.get(block, b"")
+        + struct.pack("<I", len(covered.get(block, ())))
+        + b"".join(
+            part.digest + struct.pack("<QII", part.offset, part.position, part.tokens)
+            for part in covered.get(block, ())
+        )
+        for block in covered.keys() | extra.keys()
+    }
+
+
+def _as_unsigned(field: str, values: TokenIds, most: int) -> NDArray[np.integer[Any]]:
     try:
-        tokens = np.asarray(token_ids)
+        ids = np.asarray(values)
     except ValueError as error:  # sequences of unequal length
-        raise KeyChainError("token_ids", token_ids, "one-dimensional") from error
-    if tokens.ndim != 1:
-        raise KeyChainError("token_ids", f"{tokens.ndim} dimensions", "one-dimensional")
-    if tokens.size == 0:
-        return np.empty(0, dtype="<u4")
-    if tokens.dtype.kind not in "iu":
-        # Floats, bools and integers too large for numpy all end up here: find the one to name.
-        _refuse_first_bad(tokens.tolist() if isinstance(token_ids, np.ndarray) else token_ids)
-        raise KeyChainError("token_ids", f"dtype {tokens.dtype}", "integers")
-    if (tokens.dtype.kind == "i" and tokens.min() < 0) or tokens.max() > MAX_TOKEN_ID:
-        _refuse_first_bad(tokens.tolist())
-    return tokens.astype("<u4")
+        raise KeyChainError(field, values, "one-dimensional") from error
+    if ids.ndim != 1:
+        raise KeyChainError(field, f"{ids.ndim} dimensions", "one-dimensional")
+    if ids.size == 0:
+        return np.empty(0, dtype=np.uint64)
+    if ids.dtype.kind not in "iu":
+        # Floats, bools and integers too large for numpy all end up here: find the one to name. Small integers beside
+        # some from 2^63 on do, too, and are fine.
+        _refuse_first_bad(field, ids.tolist() if isinstance(values, np.ndarray) else values, most)
+        return np.array(values, dtype=np.uint64)
+    if (ids.dtype.kind == "i" and ids.min() < 0) or ids.max() > most:
+        _refuse_first_bad(field, ids.tolist(), most)
+    return ids
 
 
-def _refuse_first_bad(tokens: Sequence[object]) -> None:
-    for index, token in enumerate(tokens):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN_ID:
-            raise KeyChainError(f"token_ids[{index}]", token, _TOKEN_LIMIT)
+def _refuse_first_bad(field: str, values: Sequence[object], most: int) -> None:
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+            raise KeyChainError(f"{field}[{index}]", value, f"an integer from 0 to {most}")

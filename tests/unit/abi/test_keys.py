@@ -8,38 +8,59 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.abi.keys import KeyChainError, Scope, chain_keys, join, root, split
+from kvtier.abi.keys import KeyChainError, MultimodalItem, Scope, chain_keys, join, root, split
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 scopes = st.builds(
     Scope,
     lora_id=st.none() | st.integers(0, 2**64 - 1),
     salt=st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
-    multimodal=st.lists(st.binary(max_size=8), max_size=3).map(tuple),
 )
+CAT, DOG = b"c" * 32, b"d" * 32
+
+
+def little(value: int, size: int) -> bytes:
+    return value.to_bytes(size, "little")
+
+
+def packed(*ids: int) -> bytes:
+    return b"".join(little(token, 4) for token in ids)
 
 
 def test_chain_is_the_documented_encoding() -> None:
     # Written out by hand, so that it depends on nothing of the module.
     scope_bytes = (
-        b"kvtier.scope"
-        + (1).to_bytes(4, "little")
-        + b"\x01"
-        + (7).to_bytes(8, "little")
-        + b"\x01"
-        + (6).to_bytes(4, "little")
-        + b"tenant"
-        + (1).to_bytes(4, "little")
-        + (3).to_bytes(4, "little")
-        + b"cat"
+        b"kvtier.scope" + little(1, 4) + b"\x01" + little(7, 8) + b"\x01" + little(6, 4) + b"tenant" + little(0, 4)
     )
     parent = hashlib.sha256(scope_bytes).digest()
-    first = hashlib.sha256(parent + b"".join(t.to_bytes(4, "little") for t in (1, 2, 3))).digest()
-    second = hashlib.sha256(first + b"".join(t.to_bytes(4, "little") for t in (4, 2**32 - 1, 0))).digest()
+    first = hashlib.sha256(parent + packed(1, 2, 3)).digest()
+    second = hashlib.sha256(first + packed(4, 2**32 - 1, 0)).digest()
 
-    scope = Scope(lora_id=7, salt="tenant", multimodal=(b"cat",))
+    scope = Scope(lora_id=7, salt="tenant")
     assert root(scope) == parent
     assert chain_keys([1, 2, 3, 4, 2**32 - 1, 0, 99], 3, scope) == first + second
+
+
+def test_blocks_under_items_and_extra_ids_have_the_documented_encoding() -> None:
+    # Tokens 3 to 7 are a cat, 8 and 9 a dog; token 5 has an extra id.
+    scope = Scope(multimodal=(MultimodalItem(CAT, 3, 5), MultimodalItem(DOG, 8, 2)))
+    extra = [0, 0, 0, 0, 0, 2**64 - 1, 0, 0, 0, 0, 0, 0]
+
+    def covered(digest: bytes, offset: int, position: int, tokens: int) -> bytes:
+        return digest + little(offset, 8) + little(position, 4) + little(tokens, 4)
+
+    ids = [bytes(8)] * 4
+    ids[1] = little(2**64 - 1, 8)
+    tails = [
+        b"kvtier.block\x00" + little(1, 4) + covered(CAT, 0, 3, 1),
+        b"kvtier.block\x01" + b"".join(ids) + little(1, 4) + covered(CAT, 1, 0, 4),
+        b"kvtier.block\x00" + little(1, 4) + covered(DOG, 0, 0, 2),
+    ]
+    parent, expected = root(scope), b""
+    for start, tail in zip((0, 4, 8), tails, strict=True):
+        parent = hashlib.sha256(parent + packed(*range(start, start + 4)) + tail).digest()
+        expected += parent
+    assert chain_keys(range(12), 4, scope, extra) == expected
 
 
 def test_pinned_vector() -> None:
@@ -69,6 +90,43 @@ def test_one_changed_token_changes_its_block_and_all_after(ids: list[int], step:
 def test_different_scopes_share_no_key(one: Scope, other: Scope) -> None:
     ones, others = split(chain_keys(range(8), 2, one)), split(chain_keys(range(8), 2, other))
     assert (one == other) == (ones == others) == bool({*ones} & {*others})
+
+
+@given(tokens.filter(bool), st.integers(1, 4), st.data())
+def test_blocks_before_an_item_are_shared_and_none_from_there_on(
+    ids: list[int], step: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(ids) - 1))
+    count = data.draw(st.integers(1, len(ids)))
+    chains = [
+        split(chain_keys(ids, step, scope))
+        for scope in (
+            Scope(),
+            Scope(multimodal=(MultimodalItem(CAT, first, count),)),
+            Scope(multimodal=(MultimodalItem(DOG, first, count),)),
+        )
+    ]
+    shared = first // step
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert chains[one][:shared] == chains[other][:shared]
+        assert not {*chains[one][shared:]} & {*chains[other][shared:]}
+
+
+def test_where_an_item_starts_decides() -> None:
+    """The same placeholder tokens, the same image, one token further right."""
+    one, other = (Scope(multimodal=(MultimodalItem(CAT, first, 6),)) for first in (4, 5))
+    assert not {*split(chain_keys([9] * 16, 4, one))[1:]} & {*split(chain_keys([9] * 16, 4, other))[1:]}
+
+
+@given(tokens.filter(bool), st.integers(1, 4), st.data())
+def test_an_extra_id_changes_its_block_and_all_after(ids: list[int], step: int, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(ids) - 1))
+    extra = [0] * len(ids)
+    assert chain_keys(ids, step, Scope(), extra) == chain_keys(ids, step)
+    extra[at] = data.draw(st.integers(1, 2**64 - 1))
+    before, after = split(chain_keys(ids, step)), split(chain_keys(ids, step, Scope(), extra))
+    assert before[: at // step] == after[: at // step]
+    assert all(a != b for a, b in zip(before[at // step :], after[at // step :], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.uint16, np.uint64, np.dtype(">i4")])
@@ -114,11 +172,24 @@ def test_bad_tokens_per_block(step: Any) -> None:
         (Scope(lora_id=-1), "scope.lora_id"),
         (Scope(lora_id=2**64), "scope.lora_id"),
         (Scope(salt="\ud800"), "scope.salt"),
+        (Scope(multimodal=(MultimodalItem(b"cat", 0, 1),)), "scope.multimodal[0].digest"),
+        (Scope(multimodal=(MultimodalItem(CAT, -1, 1),)), "scope.multimodal[0].first_token"),
+        (Scope(multimodal=(MultimodalItem(CAT, 0, 0),)), "scope.multimodal[0].tokens"),
+        (Scope(multimodal=(MultimodalItem(CAT, 0, 3), MultimodalItem(DOG, 2, 3))), "scope.multimodal[1].first_token"),
     ],
 )
 def test_bad_scopes(scope: Scope, field: str) -> None:
     with pytest.raises(KeyChainError) as refused:
-        root(scope)
+        chain_keys(range(8), 4, scope)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"), [([1, 2], "extra_ids"), ([0, 0, 0, -1], "extra_ids[3]"), ([0, 2**64, 0, 0], "extra_ids[1]")]
+)
+def test_bad_extra_ids(extra: list[int], field: str) -> None:
+    with pytest.raises(KeyChainError) as refused:
+        chain_keys(range(4), 4, Scope(), extra)
     assert refused.value.field == field
 
 
