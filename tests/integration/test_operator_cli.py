@@ -138,3 +138,35 @@ def test_no_daemon_is_a_message_here_too(short_dir: Path) -> None:
     said = kvtier("kick", "1", "--json", "--address", str(short_dir), status=1)
     assert "no daemon answers" in said.stderr
     assert said.stdout == ""
+
+
+def test_the_doctor_on_this_machine(daemon: DaemonProcess) -> None:
+    """A real run beside a real daemon. Of what depends on the machine only the form is asserted."""
+    flags = ("--address", daemon.address, "--disk-dir", str(daemon.disk_dir), "--host-bytes", "1MiB")
+    report = answer("doctor", *flags, "--disk-bytes", "64MiB")
+    assert report["level"] in ("ok", "warn")
+    found = {finding["check"]: finding for finding in report["findings"]}
+    for check in (
+        "configuration",
+        "daemon",
+        "socket path",
+        "memory",
+        "shared memory",
+        "disk space",
+        "O_DIRECT",
+        "kernel",
+    ):
+        assert found[check]["level"] == "ok", found[check]
+    assert f"pid {daemon.pid}" in found["daemon"]["found"]
+    assert f"pid {daemon.pid}" in found["file descriptors"]["found"], "its limits are a file away"
+    assert all(finding["advice"] for finding in report["findings"] if finding["level"] != "ok")
+    assert "locked memory" in kvtier("doctor", *flags).stdout
+
+
+def test_the_doctor_fails_where_the_daemon_would(daemon: DaemonProcess) -> None:
+    report = answer("doctor", "--address", daemon.address, "--host-bytes", "plenty", status=1)
+    assert report["level"] == "fail"
+    assert "--host-bytes" in report["findings"][0]["found"]
+    flags = ("--address", daemon.address, "--disk-dir", str(daemon.disk_dir), "--disk-bytes", "900TiB")
+    (space,) = [each for each in answer("doctor", *flags, status=1)["findings"] if each["check"] == "disk space"]
+    assert space["level"] == "fail"

@@ -11,6 +11,7 @@ import click
 # Under other names than their modules, which would be hidden otherwise.
 from kvtier.cli.blocks import move as move_command
 from kvtier.cli.caches import cache as cache_commands
+from kvtier.cli.doctor import doctor as doctor_command
 from kvtier.cli.leases import kick as kick_command
 from kvtier.cli.leases import leases as leases_command
 from kvtier.cli.replay import replay as replay_command
@@ -35,5 +36,6 @@ for command in (
     move_command,
     cache_commands,
     replay_command,
+    doctor_command,
 ):
     main.add_command(command)

@@ -9,8 +9,9 @@ import click
 from rich.table import Table
 
 from kvtier import aio
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run, size, slim_table
+from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run, slim_table
 from kvtier.stats import CacheInfo
+from kvtier.words import size
 
 
 @click.group()

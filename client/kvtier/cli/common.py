@@ -95,21 +95,3 @@ def slim_table(columns: Sequence[str], *, left: Collection[str] = ()) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     return table
-
-
-def size(nbytes: float) -> str:
-    """Bytes as a person reads them: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
-def duration(ns: float) -> str:
-    """Nanoseconds as a person reads them: ``1.2ms``."""
-    for unit in ("ns", "µs", "ms"):
-        if abs(ns) < 1000:
-            return f"{ns:.0f}{unit}" if unit == "ns" else f"{ns:.1f}{unit}"
-        ns /= 1000
-    return f"{ns:.1f}s"

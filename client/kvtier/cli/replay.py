@@ -17,12 +17,13 @@ from rich.table import Table
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run, size
+from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run
 from kvtier.errors import InvalidArgument
 from kvtier.private import PrivateDaemon, TierSlots
 from kvtier.replay.runner import Report
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import Request, read
+from kvtier.words import size
 
 _BLOCK_BYTES_STEP = 16
 _LIMITS = {"tokens_per_block": 65536, "head_size": 65536, "layers": 4096}

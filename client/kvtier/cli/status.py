@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier import aio
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, duration, json_option, run, size
+from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run
 from kvtier.stats import CacheStats, DaemonStats, SessionStats
+from kvtier.words import duration, size
 
 
 @click.command()

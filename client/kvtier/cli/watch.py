@@ -17,10 +17,11 @@ from typing import Any, Final
 import click
 
 from kvtier import aio
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, duration, json_option, run, size
+from kvtier.cli.common import CONNECT_WAIT_S, address_option, json_option, run
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
 from kvtier.watch import Filter, Start
+from kvtier.words import duration, size
 
 _COLOURS: Final[Mapping[EventType, str]] = {
     EventType.CREATED: "cyan",

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import kvtier
 from kvtier.cli import main
-from kvtier.cli.common import duration, explained, size
+from kvtier.cli.common import explained
 from kvtier.cli.replay import table
 from kvtier.cli.status import as_object, report
 from kvtier.cli.watch import CursorType
@@ -22,6 +22,7 @@ from kvtier.errors import Holder, TierFull
 from kvtier.replay.runner import Report
 from kvtier.stats import CacheStats, DaemonStats, EdgeStats, SessionStats, TierStats
 from kvtier.types import Cursor, Tier
+from kvtier.words import duration, size
 
 STATS = DaemonStats(
     version="0.1.0",

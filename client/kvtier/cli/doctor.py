@@ -1,0 +1,81 @@
+"""``kvtier doctor``: what stands between this machine and a daemon that runs well."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.abi import attach
+from kvtier.cli.common import console, json_option, run
+from kvtier.doctor import service
+from kvtier.doctor.examine import examine
+from kvtier.doctor.finding import Finding, Level, worst
+from kvtier.doctor.settings import Settings, read_settings
+
+_COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+
+
+@click.command()
+@click.option(
+    "--config", type=click.Path(path_type=Path), metavar="FILE", envvar="KVTIERD_CONFIG", help="The daemon's file."
+)
+@click.option("--address", metavar="DIR", envvar=attach.ADDRESS_VARIABLE, help="Instead of its runtime directory.")
+@click.option("--disk-dir", metavar="DIR", help="Instead of its directory of the disk tier.")
+@click.option("--device-bytes", metavar="SIZE", help="Instead of its size of the device tier, such as 8GiB.")
+@click.option("--host-bytes", metavar="SIZE", help="Instead of its size of the host tier.")
+@click.option("--disk-bytes", metavar="SIZE", help="Instead of its size of the disk tier.")
+@json_option("One JSON object with the level of the worst finding and all findings.")
+def doctor(
+    config: Path | None,
+    address: str | None,
+    disk_dir: str | None,
+    device_bytes: str | None,
+    host_bytes: str | None,
+    disk_bytes: str | None,
+    as_json: bool,
+) -> None:
+    """Check whether this machine gives the daemon what its configuration needs, and say what to do where it does not.
+
+    The configuration is the daemon's own: what its file, the environment and the options here make of it. Run it as
+    root or as the daemon's user; what others may not see is a warning.
+
+    Exit status 1 where any check fails.
+    """
+    given = {
+        "--config": config,
+        "--runtime-dir": address,
+        "--disk-dir": disk_dir,
+        "--device-bytes": device_bytes,
+        "--host-bytes": host_bytes,
+        "--disk-bytes": disk_bytes,
+    }
+    flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+    state = Path("/var/lib/kvtier")
+    otherwise = Settings(Path(address or attach.DEFAULT_ADDRESS), state, Path(disk_dir) if disk_dir else state / "disk")
+    settings, accepted = read_settings(flags, otherwise)
+    findings = [accepted, *examine(settings, run(service.ask(str(settings.runtime_dir))))]
+    if as_json:
+        click.echo(json.dumps(as_object(findings), indent=2))
+    else:
+        console().print(report(findings))
+    if worst(findings) is Level.FAIL:
+        raise SystemExit(1)
+
+
+def as_object(findings: list[Finding]) -> dict[str, Any]:
+    return {"level": str(worst(findings)), "findings": [dataclasses.asdict(finding) for finding in findings]}
+
+
+def report(findings: list[Finding]) -> Table:
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    for finding in findings:
+        advice = f"\n→ {finding.advice}" if finding.advice else ""
+        level = Text(str(finding.level), style=_COLOURS[finding.level])
+        rows.add_row(level, Text(finding.check, no_wrap=True), Text(f"{finding.found}{advice}"))
+    return rows

@@ -1,0 +1,46 @@
+"""All checks, in the order in which a person would look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvtier.doctor import clock, disk, gpu, kernel, limits, memory, sockets
+from kvtier.doctor.finding import Finding, warn
+from kvtier.doctor.service import Daemon, check_daemon, check_unit, read_unit
+from kvtier.doctor.settings import Settings
+
+
+def examine(settings: Settings, daemon: Daemon) -> Iterator[Finding]:
+    """Reads the machine as it goes. What cannot be read is a warning, and the other checks go on."""
+    pid = daemon.pid or None
+    card = gpu.read()
+    on_card = card.torch is not None and bool(card.torch.devices)
+    in_memory = settings.host_bytes + (0 if on_card else settings.device_bytes)
+    yield check_daemon(daemon)
+    yield check_unit(read_unit())
+    yield sockets.check_path(settings.runtime_dir)
+    yield _seen(sockets.RIGHTS, lambda: sockets.check_rights(sockets.read(settings.runtime_dir)))
+    bounds = limits.read(pid)
+    yield limits.check_memlock(bounds, in_memory)
+    yield limits.check_descriptors(bounds, settings.max_sessions)
+    yield _seen("memory", lambda: memory.check_available(memory.read(pid), in_memory, pid is not None))
+    yield _seen("cgroup memory", lambda: memory.check_cgroup(memory.read(pid), in_memory, pid is not None))
+    yield memory.check_memfd(memory.probe_memfd())
+    if settings.disk_bytes:
+        yield from _disk(settings.disk_dir, settings.disk_bytes)
+    yield kernel.check(kernel.read())
+    yield gpu.check(card, settings.device_bytes)
+    yield clock.check(*clock.read())
+
+
+def _disk(directory: Path, needed: int) -> Iterator[Finding]:
+    yield _seen(disk.SPACE, lambda: disk.check_space(disk.read_space(directory), needed))
+    yield _seen(disk.DIRECT, lambda: disk.check_direct(disk.probe_direct(directory)))
+
+
+def _seen(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except OSError as error:
+        return warn(name, f"could not be looked at: {error}", "run kvtier doctor as root or as the daemon's user")

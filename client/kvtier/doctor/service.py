@@ -1,0 +1,88 @@
+"""The service: what systemd knows of it, and what the daemon says itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final
+
+from kvtier import aio
+from kvtier.doctor.finding import Finding, fail, ok, warn
+from kvtier.errors import KvtierError
+
+UNIT: Final = "kvtierd.service"
+SYSTEMD: Final = "systemd unit"
+DAEMON: Final = "daemon"
+_TIMEOUT_S: Final = 10.0
+_PROPERTIES: Final = ("LoadState", "ActiveState", "SubState", "Result", "NRestarts", "UnitFileState")
+
+
+def read_unit() -> Mapping[str, str] | str:
+    """Its properties; or why there are none."""
+    if shutil.which("systemctl") is None:
+        return "there is no systemctl"
+    try:
+        asked = subprocess.run(
+            ["systemctl", "show", UNIT, f"--property={','.join(_PROPERTIES)}"],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if asked.returncode != 0:
+        return (asked.stderr.strip().splitlines() or [f"systemctl ended with status {asked.returncode}"])[0]
+    return dict(line.split("=", 1) for line in asked.stdout.splitlines() if "=" in line)
+
+
+def check_unit(unit: Mapping[str, str] | str) -> Finding:
+    if isinstance(unit, str):
+        return ok(SYSTEMD, f"not asked: {unit}")
+    state = f"{unit.get('ActiveState', '?')} ({unit.get('SubState', '?')})"
+    if unit.get("LoadState") == "not-found":
+        return ok(SYSTEMD, f"{UNIT} is not installed")
+    if unit.get("LoadState") != "loaded":
+        return fail(SYSTEMD, f"{UNIT} is {unit.get('LoadState', '?')}", f"systemctl status {UNIT}")
+    if unit.get("ActiveState") == "failed":
+        found = f"{UNIT} failed: {unit.get('Result', '?')}"
+        return fail(SYSTEMD, found, f"journalctl -b -u {UNIT}; then: systemctl restart {UNIT}")
+    if unit.get("ActiveState") != "active":
+        return warn(SYSTEMD, f"{UNIT} is {state}", f"systemctl enable --now {UNIT}")
+    if (restarts := int(unit.get("NRestarts") or 0)) > 0:
+        return warn(SYSTEMD, f"{UNIT} is {state}, restarted {restarts} times", f"journalctl -b -u {UNIT} says why")
+    return ok(SYSTEMD, f"{UNIT} is {state}, {unit.get('UnitFileState', '?')}")
+
+
+@dataclass(slots=True, frozen=True)
+class Daemon:
+    """What a daemon that answers says. ``pid`` 0: none does, for the reason ``silence``."""
+
+    pid: int = 0
+    version: str = ""
+    problems: tuple[str, ...] = ()
+    silence: str = ""
+
+
+async def ask(address: str) -> Daemon:
+    try:
+        async with await aio.connect(address) as client:
+            stats = await client.stats()
+    except KvtierError as error:
+        return Daemon(silence=str(error))
+    return Daemon(stats.pid, stats.version, stats.problems)
+
+
+def check_daemon(daemon: Daemon, client_version: str | None = None) -> Finding:
+    if not daemon.pid:
+        return warn(DAEMON, daemon.silence, f"systemctl start {UNIT}, or run kvtierd by hand and read what it says")
+    ours = client_version or version("kvtier")
+    if daemon.problems:
+        return warn(DAEMON, "; ".join(daemon.problems), "kvtier status, and the daemon's log")
+    if daemon.version != ours:
+        found = f"pid {daemon.pid} is version {daemon.version}, this client is {ours}"
+        return warn(DAEMON, found, "restart the daemon after an upgrade")
+    return ok(DAEMON, f"pid {daemon.pid}, version {daemon.version}, healthy")

@@ -1,0 +1,21 @@
+"""Sizes and times as a person reads them."""
+
+from __future__ import annotations
+
+
+def size(nbytes: float) -> str:
+    """Bytes as a person reads them: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def duration(ns: float) -> str:
+    """Nanoseconds as a person reads them: ``1.2ms``."""
+    for unit in ("ns", "µs", "ms"):
+        if abs(ns) < 1000:
+            return f"{ns:.0f}{unit}" if unit == "ns" else f"{ns:.1f}{unit}"
+        ns /= 1000
+    return f"{ns:.1f}s"
