@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lmdb
@@ -84,6 +84,17 @@ def test_a_record_is_given_back_as_it_was_written() -> None:
 def test_blocks_without_their_ancestors_are_dropped() -> None:
     rows = [Row("a", 0), Row("b", 1, "a"), Row("d", 3, "missing"), Row("e", 4, "d"), Row("f", 5, "e")]
     assert sorted(map(str, kept(rows))) == ["a", "b"]
+
+
+def test_blocks_of_a_sliding_group_need_no_ancestors() -> None:
+    rows = [Row("d", 3, "missing", last_use=4), Row("e", 4, "d", last_use=2), Row("a", 0, last_use=3)]
+    found = recover_group(stored(rows), replace(SHAPE, sliding=True))
+    assert [(record.key, record.parent) for record in found.records] == [
+        (key("e"), key("d")),
+        (key("a"), None),
+        (key("d"), key("missing")),
+    ]
+    assert found.dropped == []
 
 
 def test_blocks_that_are_their_own_ancestors_are_dropped() -> None:

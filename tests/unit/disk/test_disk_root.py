@@ -9,10 +9,12 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvtier.abi.spec import WindowGroupSpec
 from kvtierd.core.ids import GroupId
 from kvtierd.tiers.base import (
     DamagedDirectory,
@@ -78,6 +80,24 @@ def test_a_cache_is_there_again_with_its_specification_budget_and_blocks(tmp_pat
     store = root.open_cache("first")
     assert names(store.recover(), [1]) == [1]
     assert verdicts(store, {1: 3}) == {1: "ok"}
+    root.close()
+
+
+def test_the_specification_says_which_groups_slide(tmp_path: Path) -> None:
+    """Block 2's parent is nowhere: of use in a sliding window, and only there."""
+    pools = spec().groups[0].pools
+    several = replace(spec(), groups=(WindowGroupSpec(0, pools), WindowGroupSpec(64, pools)))
+    full, sliding = GroupId(0), GroupId(1)
+    root = open_root(tmp_path)
+    store = root.create("both", several, {full: 4, sliding: 4})
+    assert store.write([block(2, 3, 1, group=full), block(2, 3, 1, group=sliding)]) == {0}
+    root.close()
+    root = open_root(tmp_path)
+    recovery = root.open_cache("both").recover()
+    assert {group: [record.slot for record in records] for group, records in recovery.records.items()} == {
+        full: [],
+        sliding: [3],
+    }
     root.close()
 
 

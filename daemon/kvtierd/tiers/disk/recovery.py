@@ -38,7 +38,7 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     by_use = sound[np.argsort(last_use[slots], kind="stable")]
     keys = [stored.keys[row] for row in by_use.tolist()]
     parents = parents_of(rows[by_use])
-    order = _reachable(keys, parents)
+    order = list(range(len(keys))) if shape.sliding else _reachable(keys, parents)
 
     rows = rows[by_use][order]
     keys = [keys[place] for place in order]

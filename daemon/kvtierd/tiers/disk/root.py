@@ -60,7 +60,10 @@ class _CacheBlock:
     @property
     def shapes(self) -> dict[GroupId, SlabShape]:
         spec = self.cache.spec
-        return {group: SlabShape(spec.record_bytes(group), slots) for group, slots in self.cache.slots.items()}
+        return {
+            group: SlabShape(spec.record_bytes(group), slots, sliding=spec.groups[group].window_tokens > 0)
+            for group, slots in self.cache.slots.items()
+        }
 
 
 class DiskRoot:

@@ -243,7 +243,7 @@ class DiskStore:
         arriving: set[tuple[GroupId, Key]] = set()
 
         def reachable(write: DiskWrite) -> bool:
-            if write.parent is None or (write.group, write.parent) in arriving:
+            if write.parent is None or self._shapes[write.group].sliding or (write.group, write.parent) in arriving:
                 return True
             on_disk = self._tables[write.group].slot_of(write.parent) is not None
             return on_disk and (write.group, write.parent) not in leaving

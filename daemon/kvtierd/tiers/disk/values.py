@@ -13,10 +13,15 @@ from kvtierd.tiers.base import Bytes
 
 @dataclass(slots=True, frozen=True)
 class SlabShape:
-    """One group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each."""
+    """One group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each.
+
+    ``sliding``: of a sliding window, whose blocks are of use without their ancestors. Elsewhere no block is stored, or
+    recovered, whose parent is not.
+    """
 
     record_bytes: int
     slots: int
+    sliding: bool = False
 
     @property
     def nbytes(self) -> int:
