@@ -15,6 +15,7 @@ TESTS: Final = 12
 LONG_TESTS: Final = 100
 
 HAPPENS: Final = (
+    "postponed",
     "STORED COMMIT",
     "STORED RECOVERED",
     "UPDATED CAPACITY",

@@ -48,6 +48,7 @@ class Setup:
         policy = Policy(
             demote_min_priority={Tier.HOST: choose.pick((30, 0, 50)), Tier.DISK: choose.pick((30, 0, 50))},
             reserve_shift=choose.pick((7, 3, 2)),
+            victims_a_call=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),
         )
         return cls(slots or {Tier.HOST: 2}, policy, Forest.draw(choose, choose.between(8, 30)))
@@ -74,6 +75,7 @@ class World:
         self.steps = 0
         self.seen: Counter[str] = Counter()
         self.now = 0
+        self.postponed = False
         self.mirror = Mirror()
         self.disk = Disk(setup.slots[Tier.DISK]) if Tier.DISK in setup.slots else None
         self.own_priority: dict[Key, int] = {}
@@ -254,9 +256,12 @@ class World:
     def drain(self, choose: Chooser) -> None:
         """Everything in flight ends well; after that nobody waits."""
         for _ in range(DRAIN_BOUND):
-            if not self.mover.in_flight:
+            if self.postponed:
+                self.tick()
+            elif self.mover.in_flight:
+                self.report(choose, faults=False)
+            else:
                 break
-            self.report(choose, faults=False)
         require(self.mover.in_flight == 0, "moves beget moves for ever")
         require(not self.clients.requests, "somebody waits though nothing is in flight")
 
@@ -280,6 +285,8 @@ class World:
 
     def _carry_out(self, outcome: Outcome, expired: TicketId | None = None) -> None:
         self.steps += 1
+        self.postponed = outcome.again
+        self.seen["postponed"] += outcome.again
         alone = not self.clients.leases and len(self.clients.requests) == 1
         before = self.mirror.blocks.copy() if outcome.grants else {}
         for ref in outcome.begin_write:

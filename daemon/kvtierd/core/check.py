@@ -246,7 +246,8 @@ class _Checker:
             queue = self.window.queued(tier)
             _require([t.id for t in queue] == sorted(t.id for t in queue), 4, f"{tier}: requests are out of order")
             if queue and tier not in self.state.offline and not self._waits_elsewhere(queue[0]):
-                _require(self.window.flights.active > 0, 4, f"{tier}: a request waits and nothing is in flight")
+                on_the_way = self.window.flights.active > 0 or self.window.room.again
+                _require(on_the_way, 4, f"{tier}: a request waits and nothing is in flight")
 
     def _waits_elsewhere(self, head: Ticket) -> bool:
         """It has its room here and is part of a request that does not everywhere."""

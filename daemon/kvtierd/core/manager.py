@@ -425,7 +425,8 @@ class BlockManager:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _take(self, now: int) -> Outcome:
-        outcome = self._recorder.take(now, self._capacity)
+        again = any(window.room.again for window in self.windows.values())
+        outcome = self._recorder.take(now, self._capacity, again=again)
         for lease in self._unstamped:
             lease.granted_at = now
         self._unstamped.clear()

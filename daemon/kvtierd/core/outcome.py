@@ -147,3 +147,5 @@ class Outcome:
     end_write: tuple[SlotRef, ...] = ()
     owners: tuple[Ownership, ...] = ()
     events: tuple[Event, ...] = ()
+    again: bool = False
+    """There is more to do at once: ``tick`` is to be called when others have had their turn."""

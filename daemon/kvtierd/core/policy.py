@@ -50,11 +50,14 @@ class Policy:
     """``demote_min_priority``: a block goes down to a tier if and only if its effective priority is at least this;
     default as TensorRT-LLM's offload threshold. ``reserve_shift`` and ``reserve_max``: the disk keeps ``min(slots >>
     shift, max)`` slots free ahead of need, since a slot there is free only after its old record's deletion has
-    committed. ``degrade_after`` failures in a row take an edge out of planning for ``degraded_ns``.
+    committed. ``victims_a_call``: so many slots are vacated in one call of the core, which says so if there is more to
+    do; it bounds how long one call takes. ``degrade_after`` failures in a row take an edge out of planning for
+    ``degraded_ns``.
     """
 
     demote_min_priority: Mapping[Tier, int] = field(default_factory=_default_thresholds)
     reserve_shift: int = 7
     reserve_max: int = 64
+    victims_a_call: int = 16
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000

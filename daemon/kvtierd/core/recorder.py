@@ -116,7 +116,7 @@ class Recorder:
     def refuse(self, refusal: Refusal) -> None:
         self._refusals.append(refusal)
 
-    def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Outcome:
+    def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]], *, again: bool = False) -> Outcome:
         """The outcome of the call, its event ids assigned; the recorder is empty again."""
         outcome = Outcome(
             moves=tuple(
@@ -129,6 +129,7 @@ class Recorder:
             end_write=tuple(self._ends),
             owners=tuple(Ownership(ref, session) for ref, session in self._owners.items()),
             events=tuple(self._event(header, changes, now, capacity) for header, changes in self._events),
+            again=again,
         )
         self._reset()
         return outcome

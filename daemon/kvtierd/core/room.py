@@ -34,7 +34,8 @@ class Room:
     """Frees slots of one window group.
 
     Its work is done in rounds, from :meth:`begin` to :meth:`end`: within one, no slot is promised twice and no block
-    is sent down twice, whether the slots it goes to are free already or still on their way.
+    is sent down twice, whether the slots it goes to are free already or still on their way. A round vacates a bounded
+    number of slots; ``again`` says that it came to that bound and that another one would get on.
     ``older_wants(tier, seq)``: slots that requests older than ``seq`` still wait for in the tier.
     """
 
@@ -51,13 +52,21 @@ class Room:
         """Those, and ancestors of theirs, that disk slots are promised to."""
         self._seq = 0
         self._now = 0
+        self._left = 0
+        """How many slots this round may still vacate."""
+        self._postponed = False
+        self._got_on = False
+        self.again = False
 
     def begin(self, now: int) -> None:
         self._promised = dict.fromkeys(self._state.tiers, 0)
         self._coming = dict.fromkeys(self._state.tiers, 0)
         self._now = now
+        self._left = self._state.policy.victims_a_call
+        self._postponed = self._got_on = False
 
     def end(self) -> None:
+        self.again = self._postponed and self._got_on
         for block in self._going:
             self._state.unclaim(block)
         self._going.clear()
@@ -81,15 +90,25 @@ class Room:
             return Prospect.NEVER
         short = count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
         for _ in range(short):
-            if not (self._vacate(tier) or (desperate and self._drop_some_subtree(tier))):
+            if self._left <= 0:
+                self._postponed = True
+                break
+            if not self._vacate(tier, desperate=desperate):
                 return Prospect.NEVER
         if self.available(tier) >= count:
             return Prospect.NOW
         self._promised[tier] += count
         return Prospect.COMING
 
-    def _vacate(self, tier: Tier) -> bool:
+    def _vacate(self, tier: Tier, *, desperate: bool = False) -> bool:
         """One slot of the tier is freed, or on its way to be."""
+        waiting = len(self._going)
+        vacated = self._vacate_one(tier) or (desperate and self._drop_some_subtree(tier))
+        self._left -= vacated  # after the slots below it: a round that cannot vacate those would never get on
+        self._got_on |= vacated and len(self._going) == waiting
+        return vacated
+
+    def _vacate_one(self, tier: Tier) -> bool:
         state, lists = self._state, self._state.candidates(tier)
         if (block := lists.redundant.victim()) is not None:
             state.free_copy(block, tier, Cause.CAPACITY)
@@ -167,7 +186,7 @@ class Room:
         """Keeps a few disk slots free ahead of need: there a slot is free only after a deletion has committed."""
         slots = self._state.slots[Tier.DISK]
         reserve = min(slots.capacity >> self._state.policy.reserve_shift, self._state.policy.reserve_max)
-        while slots.free + slots.retiring < reserve and self._vacate(Tier.DISK):
+        while self._left > 0 and slots.free + slots.retiring < reserve and self._vacate(Tier.DISK):
             pass
 
     def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:

@@ -53,13 +53,15 @@ class EventSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more."""
+    """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more.
+    ``goes_on``: the core has more to do and is called again in the next turn of the loop."""
 
     runtime: CacheRuntime
     tickets: Tickets
     uses: UseLog
     closing: bool = False
     removed: bool = False
+    goes_on: bool = False
 
     @property
     def manager(self) -> BlockManager:
@@ -264,8 +266,11 @@ class Engine:
         return [*self._broken, *self._edges.problems(), *unwritten]
 
     async def settle(self) -> None:
-        """Returns when no move is in flight and no completion undelivered."""
+        """Returns when no move is in flight, no completion undelivered and nothing postponed."""
         await self._edges.idle()
+        while any(cache.goes_on for cache in self._caches.values()):
+            await asyncio.sleep(0)
+            await self._edges.idle()
 
     async def shutdown(self, deadline_s: float) -> bool:
         """Refuses new and waiting tickets, lets moves end for ``deadline_s``, ends the threads.
@@ -321,8 +326,17 @@ class Engine:
             runtime.end_write(ref)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)
+        if outcome.again and not cache.goes_on:
+            cache.goes_on = True
+            self._loop.call_soon(self._go_on, cache)
         if self._debug_checks:
             check(runtime.manager)
+
+    def _go_on(self, cache: _Open) -> None:
+        """What the core postponed, so that nobody had to wait for all of it."""
+        cache.goes_on = False
+        if not cache.removed:
+            self._advance(cache, cache.manager.tick)
 
     async def _answers(
         self,
