@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvtier.lease import ReadLease, WriteLease
     from kvtier.residency import ResidencyTable
     from kvtier.sync import Client
+    from kvtier.transport import TlsFiles
     from kvtier.types import BlockResult, Cause, Cursor, EventType, Tier
     from kvtier.watch import Watch
 
@@ -82,6 +83,7 @@ _HOMES = {
     "kvtier.lease": ("ReadLease", "WriteLease"),
     "kvtier.residency": ("ResidencyTable",),
     "kvtier.sync": ("Client",),
+    "kvtier.transport": ("TlsFiles",),
     "kvtier.types": ("BlockResult", "Cause", "Cursor", "EventType", "Tier"),
     "kvtier.watch": ("Watch",),
 }
@@ -126,6 +128,7 @@ __all__ = [
     "Tier",
     "TierFull",
     "TierOffline",
+    "TlsFiles",
     "TooShort",
     "Watch",
     "WindowGroupSpec",

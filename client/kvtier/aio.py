@@ -14,6 +14,7 @@ from kvtier.cache import Cache
 from kvtier.errors import InvalidArgument, NotFound
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
+from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
@@ -23,18 +24,27 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 
 
 async def connect(
-    address: str | os.PathLike[str] | None = None, *, timeout: float = DEFAULT_TIMEOUT_S, wait: float = 0.0
+    address: str | os.PathLike[str] | None = None,
+    *,
+    tls: TlsFiles | None = None,
+    insecure: bool = False,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    wait: float = 0.0,
 ) -> AsyncClient:
     """A client of the daemon whose runtime directory is ``address`` (``$KVTIER_ADDRESS``, else ``/run/kvtier``)::
 
         async with await kvtier.connect() as client:
             cache = await client.open_cache("llama", spec)
 
+    ``host:port`` or ``tcp://host:port`` is a daemon that listens on TCP: with ``tls``, or on this host, if the daemon
+    allows it, with ``insecure`` True. Over TCP no memory is mapped.
+
     ``timeout``: seconds that a call may take where it does not say itself. ``wait``: seconds to keep trying while no
     daemon answers. Raises :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`,
     :class:`InvalidArgument`.
     """
-    session = Session(os.fspath(address) if address is not None else protocol.default_address())
+    found = os.fspath(address) if address is not None else protocol.default_address()
+    session = Session(found, tls, insecure=insecure)
     await session.open(wait)
     return AsyncClient(session, timeout)
 
@@ -54,7 +64,7 @@ class AsyncClient:
 
     @property
     def address(self) -> str:
-        """The daemon's runtime directory."""
+        """The daemon's runtime directory, or its host and port."""
         return self._session.address
 
     @property

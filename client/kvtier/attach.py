@@ -96,7 +96,7 @@ class AttachConnection:
             raise
         return dict(zip(mapped.fds, answer.fds, strict=True))
 
-    def say_bye(self) -> None:
+    async def say_bye(self) -> None:
         """Ends the session, and gives back all that it holds, instead of leaving it for this process to resume."""
         if not self.closed.is_set():
             with suppress(OSError):  # without a daemon there is no session to end

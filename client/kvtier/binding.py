@@ -13,7 +13,7 @@ from grpc.aio import UnaryUnaryMultiCallable
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
-from kvtier.errors import ClientClosed, DaemonUnavailable, DeadlineExceeded, KvtierError
+from kvtier.errors import CallerError, ClientClosed, DaemonUnavailable, DeadlineExceeded, KvtierError
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
 from kvtier.v1 import blocks_pb2, caches_pb2
@@ -29,12 +29,19 @@ Response = TypeVar("Response")
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Binding:
-    """A cache in one session."""
+    """A cache in one session. ``mapped``: None where the session cannot map memory."""
 
     session: int
     cache_id: int
-    arena: Arena
+    mapped: Arena | None
     info: CacheInfo
+
+    @property
+    def arena(self) -> Arena:
+        """Raises :class:`kvtier.errors.CallerError` (CANNOT_MAP) over TCP."""
+        if self.mapped is None:
+            raise CallerError(f"cache {self.info.name}: its memory is not mapped over TCP", reason="CANNOT_MAP")
+        return self.mapped
 
 
 class Binder:
@@ -81,7 +88,8 @@ class Binder:
             if self._binding is not None:
                 if self._binding.session == link.session:
                     return self._binding
-                self._binding.arena.stale = True
+                if self._binding.mapped is not None:
+                    self._binding.mapped.stale = True
             request = caches_pb2.OpenRequest(
                 name=self._name,
                 spec=spec_to_wire(self._spec),
@@ -89,14 +97,17 @@ class Binder:
                 seq=self.session.next_seq(),
             )
             reply = await send(link, lambda stubs: stubs.caches.Open, request, seconds)
-            fds = await link.attach.map(reply.cache_id, write=self._write)
-            try:
-                arena = Arena(fds, write=self._write, fingerprint=self._spec.fingerprint())
-            finally:
-                for fd in fds.values():
-                    os.close(fd)
-            self._binding = Binding(link.session, reply.cache_id, arena, cache_info(reply.info))
+            mapped = await self._map(link, reply.cache_id) if self.session.can_map else None
+            self._binding = Binding(link.session, reply.cache_id, mapped, cache_info(reply.info))
             return self._binding
+
+    async def _map(self, link: Link, cache_id: int) -> Arena:
+        fds = await link.attach.map(cache_id, write=self._write)
+        try:
+            return Arena(fds, write=self._write, fingerprint=self._spec.fingerprint())
+        finally:
+            for fd in fds.values():
+                os.close(fd)
 
     async def call(
         self,

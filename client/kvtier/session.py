@@ -20,7 +20,6 @@ import grpc
 from grpc.aio import AioRpcError
 
 from kvtier.abi import attach as protocol
-from kvtier.attach import AttachConnection
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -31,6 +30,7 @@ from kvtier.errors import (
     RetryableError,
 )
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
+from kvtier.transport import Attached, Connection, TlsFiles, transport_to
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc
 
 ANSWER_GRACE_S: Final = 1.0
@@ -42,16 +42,6 @@ _ATTACH_TIMEOUT_S: Final = 5.0
 _CLOSE_GRACE_S: Final = 2.0
 _HEAL_GRACE_S: Final = 0.5
 """How long :meth:`Session.close` waits for a broken link, so that it can say goodbye."""
-
-_CHANNEL_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    # Two clients of one process are two sessions: they must not share a connection, nor each other's back-off.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
 
 _JITTER: Final = random.Random()
 
@@ -115,7 +105,7 @@ class Link:
 
     session: int
     welcome: protocol.Welcome
-    attach: AttachConnection
+    attach: Connection
     channel: grpc.aio.Channel
     stubs: Stubs
 
@@ -127,8 +117,10 @@ class Link:
 class Session:
     """Calls go through :meth:`call`; :meth:`close` ends it. Belongs to the loop that opened it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None = None, *, insecure: bool = False) -> None:
+        """See :func:`kvtier.transport.transport_to`."""
         self.address = address
+        self._transport = transport_to(address, tls, insecure=insecure)
         self._link: Link | None = None
         self._linked = asyncio.Event()
         self._fatal: KvtierError | None = None
@@ -157,6 +149,11 @@ class Session:
     def number(self) -> int:
         """The present :attr:`Link.session`, or the last one while the link is down."""
         return self._link.session if self._link else 0
+
+    @property
+    def can_map(self) -> bool:
+        """Whether caches' memory can be mapped: not over TCP."""
+        return self._transport.can_map
 
     @property
     def welcome(self) -> protocol.Welcome:
@@ -249,7 +246,7 @@ class Session:
             await asyncio.wait([self._keeper])
         self._linked.set()
         if self._link is not None:
-            self._link.attach.say_bye()
+            await self._link.attach.say_bye()
             self._link.attach.close()
             await self._link.channel.close()
 
@@ -286,26 +283,24 @@ class Session:
         """A new link; the old session goes on where the daemon knows it."""
         try:
             async with asyncio.timeout(_ATTACH_TIMEOUT_S):
-                attach, welcome = await self._hello(old.welcome.token if old else None)
+                attached = await self._hello(old)
         except TimeoutError as error:
             raise DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from error
-        if old is not None and welcome.resumed:
-            return Link(old.session, welcome, attach, old.channel, old.stubs)
-        path = protocol.socket_path(self.address, protocol.RPC_SOCKET)
-        channel = grpc.aio.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
-        if old is not None:
+        channel = attached.channel
+        if old is not None and old.channel is not channel:
             self.spawn(_close_channel(old.channel))
-        return Link(next(self._numbers), welcome, attach, channel, Stubs.over(channel))
+        number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
+        return Link(number, attached.welcome, attached.connection, channel, Stubs.over(channel))
 
-    async def _hello(self, token: str | None) -> tuple[AttachConnection, protocol.Welcome]:
-        attach = await AttachConnection.open(self.address)
+    async def _hello(self, old: Link | None) -> Attached:
+        if old is None:
+            return await self._transport.attach(None, None)
         try:
-            return attach, await attach.hello(token)
-        except BaseException as error:
-            attach.close()
-            if token is not None and isinstance(error, CallerError) and error.reason == "UNKNOWN_SESSION":
-                return await self._hello(None)
-            raise
+            return await self._transport.attach(old.welcome.token, old.channel)
+        except CallerError as error:
+            if error.reason != "UNKNOWN_SESSION":
+                raise
+            return await self._transport.attach(None, None)
 
 
 async def _close_channel(channel: grpc.aio.Channel) -> None:

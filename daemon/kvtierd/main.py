@@ -115,7 +115,8 @@ async def _run(sources: Sources, config: Config) -> bool:
     daemon = await Daemon.start(config)
     daemon.live.on_change(lambda now: logging.getLogger().setLevel(now.log_level.upper()))
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon.live), name="reload")
-    click.echo(f"kvtierd ready pid={os.getpid()} address={daemon.address}")
+    tcp = f" tcp={daemon.tcp_address}" if daemon.tcp_address else ""
+    click.echo(f"kvtierd ready pid={os.getpid()} address={daemon.address}{tcp}")
     sys.stdout.flush()
     await stop.wait()
     reloading.cancel()

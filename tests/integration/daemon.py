@@ -44,6 +44,8 @@ class DaemonProcess:
         self.flags = list(flags)
         self.variables: dict[str, str] = {}
         """Of its environment, besides this process's, of which nothing that configures a daemon is passed on."""
+        self.tcp_address = ""
+        """Where it listens, as it said; empty where it does not."""
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -96,7 +98,9 @@ class DaemonProcess:
                 self.command(), stdout=subprocess.PIPE, stderr=log, env=environment | self.variables, text=True
             )
         line = self._first_line(self._process)
-        assert line == f"kvtierd ready pid={self.pid} address={self.address}\n", f"{line!r}\n{self.log}"
+        said, _, tcp = line.rstrip("\n").partition(" tcp=")
+        assert said == f"kvtierd ready pid={self.pid} address={self.address}", f"{line!r}\n{self.log}"
+        self.tcp_address = tcp
 
     def terminate(self) -> None:
         """Asks for a clean stop and does not wait for it."""

@@ -248,4 +248,4 @@ def break_connection(client: AsyncClient) -> None:
     """As a network would: neither the client nor the daemon has asked for it."""
     link = client._session._link
     assert link is not None
-    link.attach._sock.shutdown(2)
+    link.attach._sock.shutdown(2)  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
 from kvtierd.config.kinds import LIVE, Duration, Size
 from kvtierd.core.ids import Tier
 from kvtierd.rights import EVERY_CACHE, SHORTHAND_RIGHTS, AllowRule
+from kvtierd.tcp import TcpListener
 
 ENV_PREFIX: Final = "KVTIERD_"
 
@@ -104,6 +105,41 @@ class AccessKeys(_Section):
         return (everybody, *self.allow)
 
 
+class TcpKeys(_Section):
+    """TCP
+
+    For clients on other hosts and in containers. Without TLS only a loopback address may listen, and only if
+    `tcp_insecure` says so.
+    """
+
+    listen_tcp: str | None = Field(None, description="host:port to listen on, port 0 = any that is free.")
+    tls_cert: Path | None = Field(None, description="Certificate chain that clients are shown, PEM.")
+    tls_key: Path | None = Field(None, description="Its private key, PEM.")
+    tls_client_ca: Path | None = Field(None, description="Authorities that must vouch for a client's certificate, PEM.")
+    tcp_insecure: bool = Field(False, description="No TLS: nobody knows who calls, and rules call them `anonymous`.")
+    tcp_grace_seconds: Duration = Field(
+        30.0, ge=0, le=3600, description="A session whose connection broke can be resumed for so long, then it ends."
+    )
+    tcp_heartbeat_seconds: Duration = Field(
+        5.0, ge=0.01, le=3600, description="Time between heartbeats on a session's connection; three missed break it."
+    )
+
+    @model_validator(mode="after")
+    def _sound_tcp(self) -> Self:
+        if self.tcp is None and (self.tls_cert or self.tls_key or self.tls_client_ca or self.tcp_insecure):
+            raise ValueError("keys of TCP are set, but listen_tcp is not")
+        return self
+
+    @property
+    def tcp(self) -> TcpListener | None:
+        """Where to listen for TCP clients. Raises ValueError for what must not be."""
+        if self.listen_tcp is None:
+            return None
+        return TcpListener.of(
+            self.listen_tcp, self.tls_cert, self.tls_key, self.tls_client_ca, insecure=self.tcp_insecure
+        )
+
+
 class CallKeys(_Section):
     """Calls"""
 
@@ -137,7 +173,7 @@ class DiagnosisKeys(_Section):
     )
 
 
-class Config(DirectoryKeys, TierKeys, AccessKeys, CallKeys, EventKeys, DiagnosisKeys, BaseSettings):
+class Config(DirectoryKeys, TierKeys, AccessKeys, TcpKeys, CallKeys, EventKeys, DiagnosisKeys, BaseSettings):
     """All keys. Made by :func:`kvtierd.config.load.read`, which names the source of every fault."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)

@@ -19,6 +19,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from kvtierd.service.access import NEEDS, Access
+from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import Translator, bad_argument, shutting_down
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
@@ -76,7 +77,7 @@ class Dispatcher:
             try:
                 if self._stopping:
                     raise shutting_down()
-                session = self._sessions.authenticate(context.invocation_metadata())
+                session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
                 request = parse(raw)
                 self._access.require(session, needs, request)
                 if not mutates or not request.seq:
@@ -95,7 +96,7 @@ class Dispatcher:
 
         async def call(raw: bytes, context: _Context) -> None:
             try:
-                session = self._sessions.authenticate(context.invocation_metadata())
+                session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
                 request = parse(raw)
                 self._access.require(session, needs, request)
                 async with aclosing(verb(session, request)) as replies:

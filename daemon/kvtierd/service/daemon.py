@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from kvtierd.config import Config, LiveConfig
@@ -25,6 +25,7 @@ from kvtierd.service.catalog import Catalog, Stores
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.hub import EventHub, Limits
+from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import SessionRegistry
@@ -95,7 +96,6 @@ class Daemon:
         self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
         self.live.on_change(self._change_rights)
         self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator)
-        self._rpc: Final = RpcServer(self._dispatcher, self._services())
         self._attach: Final = AttachServer(
             self._sessions,
             self._catalog,
@@ -103,6 +103,11 @@ class Daemon:
             self._access,
             lambda: self._most_sessions() + SPARE_CONNECTIONS,
         )
+        times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
+        self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
+        others = {RemoteSessions.name: self._remote.handler()}
+        self._rpc: Final = RpcServer(self._dispatcher, self._services(), others)
+        self._tcp: str | None = None
 
     @classmethod
     async def start(cls, config: Config) -> Self:
@@ -125,6 +130,9 @@ class Daemon:
         with run.creating_sockets():
             self._rpc.bind(run.rpc_path)
             listener = run.bind_attach()
+        if (tcp := self.live.now.tcp) is not None:
+            self._tcp = replace(tcp, port=self._rpc.listen(tcp)).target
+            _log.info("listening on TCP address=%s tls=%s", self._tcp, tcp.tls is not None)
         await self._rpc.start()
         self._attach.start(listener)
         self._serving = True
@@ -132,6 +140,11 @@ class Daemon:
     @property
     def address(self) -> str:
         return str(self._directories.run.path)
+
+    @property
+    def tcp_address(self) -> str | None:
+        """host:port for TCP clients; None where there are none."""
+        return self._tcp
 
     async def stop(self) -> bool:
         """Within the configured time. False if it was not clean: then threads may still be in the stores, which stay
@@ -141,6 +154,7 @@ class Daemon:
         clean = await self._engine.shutdown(self.live.now.shutdown_seconds)
         self._dispatcher.stop()
         self._hub.close()
+        self._remote.close()
         await self._rpc.stop(WATCHES_END_S)
         self._sessions.close()
         await self._attach.hang_up()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import select
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,16 +42,38 @@ class Credentials:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Peer:
-    """A live process. Owns ``pidfd``, which is readable once the process has ended."""
+    """A live process. Owns ``pidfd``, which is readable once the process has ended.
+
+    Implements :class:`kvtierd.service.sessions.SessionPeer`.
+    """
 
     pid: int
     user: User
     pidfd: int
     command: str
 
+    grace_s: None = None
+    """A detached session of it lives as long as the process does."""
+    transport_identity: None = None
+    """gRPC over a unix socket cannot tell who calls."""
+
+    @property
+    def identity(self) -> User:
+        return self.user
+
     @property
     def uid(self) -> int:
         return self.user.uid
+
+    def is_same(self, other: object) -> bool:
+        return isinstance(other, Peer) and (other.pid, other.uid) == (self.pid, self.uid)
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Calls ``gone`` on the running loop once the process has ended, until :meth:`unwatch`."""
+        asyncio.get_running_loop().add_reader(self.pidfd, gone)
+
+    def unwatch(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.pidfd)
 
     def is_gone(self) -> bool:
         poll = select.poll()

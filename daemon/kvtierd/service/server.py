@@ -1,4 +1,4 @@
-"""The gRPC server: kvtier's services, health and reflection on one private unix socket."""
+"""The gRPC server: kvtier's services, health and reflection on a private unix socket and, if asked for, a TCP port."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2
 from kvtierd.service.calls import Dispatcher, StreamVerb, Verb
+from kvtierd.tcp import TcpListener
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_CALLS: Final = 4096
@@ -49,13 +50,18 @@ class Services:
 class RpcServer:
     """Must be made, started and stopped on the loop that runs the verbs."""
 
-    def __init__(self, dispatcher: Dispatcher, services: Services) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, services: Services, others: Mapping[str, grpc.GenericRpcHandler]
+    ) -> None:
+        """``others``: services by full name that make their own handlers."""
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.HealthServicer()
         self._served: list[str] = []
         for descriptor, verbs in ((_CACHES, services.caches), (_BLOCKS, services.blocks), (_ADMIN, services.admin)):
             self._add(descriptor, dispatcher, verbs, {})
         self._add(_EVENTS, dispatcher, {}, services.events)
+        self._server.add_generic_rpc_handlers(tuple(others.values()))
+        self._served.extend(others)
         add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._served, HEALTH_SERVICE, reflection.SERVICE_NAME], self._server)
 
@@ -72,6 +78,13 @@ class RpcServer:
     def bind(self, path: str) -> None:
         """Raises RuntimeError where the socket cannot be made."""
         self._server.add_insecure_port(f"unix:{path}")
+
+    def listen(self, listener: TcpListener) -> int:
+        """The port. Raises :class:`TierConfigError` for TLS files of no use, RuntimeError where it cannot listen."""
+        credentials = listener.credentials()
+        if credentials is None:
+            return self._server.add_insecure_port(listener.target)
+        return self._server.add_secure_port(listener.target, credentials)
 
     async def start(self) -> None:
         await self._server.start()

@@ -13,6 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final, Protocol
 
@@ -23,7 +24,6 @@ from kvtier.abi.attach import SESSION_METADATA_KEY
 from kvtierd.core.ids import CacheId, SessionId
 from kvtierd.rights import Identity
 from kvtierd.service.errors import CallRefused, refused
-from kvtierd.service.peer import Peer
 from kvtierd.service.replies import ReplyMemory
 
 IDLE_DETACHED_S: Final = 30.0
@@ -42,6 +42,44 @@ class SessionEngine(Protocol):
     def end_session(self, session: SessionId) -> None: ...
 
 
+class SessionPeer(Protocol):
+    """Who is behind a session. ``grace_s``: how long it may stay detached; None: while its process lives."""
+
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def pid(self) -> int:
+        """0 for one that is no process of this host."""
+        ...
+
+    @property
+    def uid(self) -> int: ...
+    @property
+    def command(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def transport_identity(self) -> Identity | None:
+        """What the transport of its calls must prove; None where that cannot prove anything."""
+        ...
+
+    @property
+    def grace_s(self) -> float | None: ...
+
+    def is_same(self, other: SessionPeer) -> bool:
+        """Whether a session of this one may go on with the other."""
+        ...
+
+    def is_gone(self) -> bool: ...
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Has ``gone`` called on the loop once it is, until :meth:`unwatch`."""
+        ...
+
+    def unwatch(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class AttachRefused(Exception):
     """No session for this peer. ``reason`` is stable and machine readable."""
 
@@ -53,22 +91,24 @@ class AttachRefused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """``connection``: the task that serves its attach connection; None while it is detached.
+    """``connection``: the task that serves its attach connection, or its stream; None while it is detached.
+    ``lapse``: what ends it then, sooner or later.
 
     ``caches``: how often the session has each cache open, only those it has.
     """
 
     id: SessionId
     token: str
-    peer: Peer
+    peer: SessionPeer
     connection: asyncio.Task[None] | None
+    lapse: asyncio.TimerHandle | None = None
     caches: Counter[CacheId] = field(default_factory=Counter)
     replies: ReplyMemory[Message] = field(default_factory=ReplyMemory)
     ended: bool = False
 
     @property
     def identity(self) -> Identity:
-        return self.peer.user
+        return self.peer.identity
 
     @property
     def attached(self) -> bool:
@@ -92,19 +132,19 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_id.values())
 
-    def begin(self, peer: Peer, connection: asyncio.Task[None]) -> Session:
+    def begin(self, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
         """A new session. ``peer`` is its own, or closed. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS)."""
         if len(self._by_id) >= (most := self._capacity()) and not self._end_an_idle_one():
             peer.close()
             raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {most} sessions")
         session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
         self._by_token[session.token] = self._by_id[session.id] = session
-        asyncio.get_running_loop().add_reader(peer.pidfd, self._process_gone, session)
+        peer.watch(partial(self.end, session, "its process is gone"))
         _log.info("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
         return session
 
-    def resume(self, token: str, peer: Peer, connection: asyncio.Task[None]) -> Session:
-        """The session of this token, if this is the process that began it; ``peer`` stays the caller's.
+    def resume(self, token: str, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
+        """The session of this token, if this is the peer that began it; ``peer`` stays the caller's.
 
         A connection that the session still has is superseded: the daemon may read its end after the new hello. Raises
         :class:`AttachRefused` (UNKNOWN_SESSION, PERMISSION_DENIED).
@@ -115,8 +155,9 @@ class SessionRegistry:
             session = None
         if session is None:
             raise AttachRefused("UNKNOWN_SESSION", "no session has this token, or it has ended")
-        if (session.peer.pid, session.peer.uid) != (peer.pid, peer.uid):
-            raise AttachRefused("PERMISSION_DENIED", "the session belongs to another process")
+        if not session.peer.is_same(peer):
+            raise AttachRefused("PERMISSION_DENIED", "the session belongs to another process or client")
+        _stop_lapsing(session)
         superseded, session.connection = session.connection, connection
         if superseded is not None:
             superseded.cancel()
@@ -132,7 +173,8 @@ class SessionRegistry:
         session.connection = None
         _log.info("session detached session=%d pid=%d", session.id, session.peer.pid)
         self._engine.orphan_session(session.id)
-        asyncio.get_running_loop().call_later(IDLE_DETACHED_S, self._let_go, session)
+        after_s = IDLE_DETACHED_S if session.peer.grace_s is None else session.peer.grace_s
+        session.lapse = asyncio.get_running_loop().call_later(after_s, self._let_go, session)
 
     def end(self, session: Session, why: str) -> None:
         """Everything the session holds is free again when this returns."""
@@ -147,8 +189,14 @@ class SessionRegistry:
         for session in list(self._by_id.values()):
             self._forget(session)
 
-    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Session:
-        """The attached session whose token is in the call's metadata. Raises UNAUTHENTICATED."""
+    def authenticate(
+        self, metadata: Iterable[tuple[str, str | bytes]] | None, caller: Identity | None = None
+    ) -> Session:
+        """The attached session whose token is in the call's metadata.
+
+        ``caller``: as the call's transport proves it; None: the transport knows nobody, and the token is what counts.
+        Raises UNAUTHENTICATED, and PERMISSION_DENIED where the token came by another's way.
+        """
         token = next((value for key, value in metadata or () if key == SESSION_METADATA_KEY), None)
         if not isinstance(token, str):
             message = f"metadata {SESSION_METADATA_KEY} is missing: attach first"
@@ -157,6 +205,11 @@ class SessionRegistry:
         if session is None:
             message = "no session has this token, or it has ended: attach again"
             raise refused(grpc.StatusCode.UNAUTHENTICATED, "UNKNOWN_SESSION", message)
+        if session.peer.transport_identity != caller:
+            message = (
+                "the token was given to another client: it counts only for calls that come the way its session did"
+            )
+            raise refused(grpc.StatusCode.PERMISSION_DENIED, "FOREIGN_TOKEN", message)
         require_attached(session)
         return session
 
@@ -168,11 +221,10 @@ class SessionRegistry:
         found = self._by_id.get(session)
         return (found.peer.pid, found.peer.command) if found else (0, "")
 
-    def _process_gone(self, session: Session) -> None:
-        self.end(session, "its process is gone")
-
     def _let_go(self, session: Session) -> None:
-        if self._is_idle(session):
+        if session.peer.grace_s is not None:
+            self.end(session, f"detached for {session.peer.grace_s:g} s")
+        elif self._is_idle(session):
             self.end(session, "detached and holding nothing")
 
     def _end_an_idle_one(self) -> bool:
@@ -187,11 +239,18 @@ class SessionRegistry:
     def _forget(self, session: Session) -> None:
         session.ended = True
         del self._by_token[session.token], self._by_id[session.id]
-        asyncio.get_running_loop().remove_reader(session.peer.pidfd)
+        _stop_lapsing(session)
+        session.peer.unwatch()
         session.peer.close()
         connection, session.connection = session.connection, None
         if connection is not None and connection is not asyncio.current_task():
             connection.cancel()
+
+
+def _stop_lapsing(session: Session) -> None:
+    if session.lapse is not None:
+        session.lapse.cancel()
+        session.lapse = None
 
 
 def require_attached(session: Session) -> None:

@@ -1,0 +1,170 @@
+"""The ways to a daemon: its sockets on this host, or TCP.
+
+A transport makes a session's connection, which proves to the daemon that the client is there, and the gRPC channel that
+its calls go through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final, Protocol
+
+import grpc
+
+from kvtier.abi import attach as protocol
+from kvtier.attach import AttachConnection
+from kvtier.errors import InvalidArgument
+from kvtier.stream import StreamConnection
+
+TCP_SCHEME: Final = "tcp://"
+
+_HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
+_CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # Two clients of one process are two sessions: they must not share a connection, nor each other's back-off.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+@dataclass(slots=True, frozen=True)
+class TlsFiles:
+    """PEM files: this client's certificate chain and key, and the authorities that vouch for daemons."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+
+class Connection(Protocol):
+    """A session's own connection. ``closed`` is set when either side hangs up."""
+
+    closed: asyncio.Event
+
+    async def map(self, cache_id: int, *, write: bool) -> dict[str, int]:
+        """A cache's segments: descriptors by name, owned by the caller."""
+        ...
+
+    async def say_bye(self) -> None:
+        """Ends the session with all that it holds."""
+        ...
+
+    def close(self) -> None:
+        """Hangs up. Closing twice is allowed."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class Attached:
+    """A connection that was welcomed, and the channel that goes with it."""
+
+    connection: Connection
+    welcome: protocol.Welcome
+    channel: grpc.aio.Channel
+
+
+class Transport(Protocol):
+    """``can_map``: whether the daemon's memory can be mapped."""
+
+    @property
+    def can_map(self) -> bool: ...
+
+    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+        """A connection that says hello, with the token of an earlier session where there is one.
+
+        ``channel``: that session's, which may be used on. Raises :class:`kvtier.errors.KvtierError`; of a token that
+        the daemon does not know with the reason UNKNOWN_SESSION.
+        """
+        ...
+
+
+class LocalTransport:
+    """Over the sockets in a runtime directory."""
+
+    can_map: Final = True
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+        connection = await AttachConnection.open(self._address)
+        try:
+            welcome = await connection.hello(token)
+        except BaseException:
+            connection.close()
+            raise
+        if channel is None or not welcome.resumed:
+            path = protocol.socket_path(self._address, protocol.RPC_SOCKET)
+            channel = grpc.aio.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
+        return Attached(connection, welcome, channel)
+
+
+class TcpTransport:
+    """Over TCP, where a stream is the session's connection."""
+
+    can_map: Final = False
+
+    def __init__(self, target: str, tls: TlsFiles | None) -> None:
+        self._target = target
+        self._tls = tls
+
+    async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+        """Always with a channel of its own: one that broke may sleep longer than the daemon is away."""
+        channel = self._channel()
+        try:
+            connection, welcome = await StreamConnection.open(channel, token)
+        except BaseException:
+            await channel.close()
+            raise
+        return Attached(connection, welcome, channel)
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(
+            _read("tls.ca", self._tls.ca), _read("tls.key", self._tls.key), _read("tls.cert", self._tls.cert)
+        )
+        return grpc.aio.secure_channel(self._target, credentials, options=_CHANNEL_OPTIONS)
+
+
+def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Transport:
+    """``host:port``, with or without ``tcp://`` before it, is TCP; anything else a runtime directory.
+
+    Raises :class:`InvalidArgument` for TCP without TLS, unless it is to this host and asked for.
+    """
+    found = _HOST_PORT.fullmatch(address.removeprefix(TCP_SCHEME))
+    if found is None:
+        if address.startswith(TCP_SCHEME):
+            raise InvalidArgument("address", address, "tcp://host:port, or tcp://[host]:port for IPv6")
+        if tls is not None or insecure:
+            raise InvalidArgument("address", address, "host:port for tls or insecure: sockets need neither")
+        return LocalTransport(address)
+    host, target = found[1] or found[2], found[0]
+    if tls is None and not insecure:
+        raise InvalidArgument("tls", None, "given for TCP; or insecure=True for a daemon on this host")
+    if tls is not None and insecure:
+        raise InvalidArgument("insecure", insecure, "False where tls is given")
+    if tls is None and not _is_loopback(host):
+        raise InvalidArgument("address", address, "a loopback address where there is no TLS")
+    return TcpTransport(target, tls)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(field, str(path), f"a file that can be read: {error.strerror}") from error

@@ -1,0 +1,234 @@
+"""Sessions over TCP: ``kvtier.v1.Sessions``.
+
+Where ``attach.sock`` has a process to watch, there is only a stream here. While it lives, so does the session; where it
+breaks, the session is detached and ends after a grace period, unless the same client comes back for it. Heartbeats both
+ways make a vanished host a broken stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NoReturn
+
+import grpc
+import grpc.aio
+
+from kvtier.abi.attach import VERSION
+from kvtier.v1 import session_pb2
+from kvtierd.rights import Identity
+from kvtierd.service.access import Access
+from kvtierd.service.attach import DaemonIdentity
+from kvtierd.service.caller import caller_of
+from kvtierd.service.errors import Translator, bad_argument, refused, shutting_down
+from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry
+
+HELLO_TIMEOUT_S: Final = 5.0
+SILENT_BEATS: Final = 3
+"""Heartbeats missed before the other side counts as gone."""
+NO_UID: Final = 2**32 - 1
+"""What is shown for a client that is no process of this host: the kernel's own value for no user."""
+
+_SERVICE: Final = session_pb2.DESCRIPTOR.services_by_name["Sessions"]
+_METHOD: Final = _SERVICE.methods_by_name["Session"]
+
+_log = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class RemotePeer:
+    """A client behind a stream. Implements :class:`kvtierd.service.sessions.SessionPeer`."""
+
+    identity: Identity
+    address: str
+    grace_s: float
+
+    pid: int = 0
+    uid: int = NO_UID
+
+    @property
+    def transport_identity(self) -> Identity:
+        return self.identity
+
+    @property
+    def command(self) -> str:
+        return f"{self.identity} at {self.address}"
+
+    def is_same(self, other: SessionPeer) -> bool:
+        return isinstance(other, RemotePeer) and other.identity == self.identity
+
+    def is_gone(self) -> bool:
+        return False
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """There is no process to see end."""
+
+    def unwatch(self) -> None:
+        """See :meth:`watch`."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+@dataclass(slots=True, frozen=True)
+class StreamTimes:
+    """``grace_s``: how long a session outlives its stream. ``heartbeat_s``: between two heartbeats."""
+
+    grace_s: float
+    heartbeat_s: float
+
+
+class RemoteSessions:
+    """The servicer. Each stream's conversation is a task of its own: what the session has as its connection."""
+
+    name: ClassVar[str] = _SERVICE.full_name
+
+    def __init__(
+        self,
+        sessions: SessionRegistry,
+        access: Access,
+        identity: DaemonIdentity,
+        times: StreamTimes,
+        translate: Translator,
+    ) -> None:
+        self._sessions: Final = sessions
+        self._access: Final = access
+        self._identity: Final = identity
+        self._times: Final = times
+        self._translate: Final = translate
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        method = grpc.stream_stream_rpc_method_handler(
+            self._serve,
+            request_deserializer=session_pb2.SessionRequest.FromString,
+            response_serializer=session_pb2.SessionReply.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(_SERVICE.full_name, {_METHOD.name: method})
+
+    def close(self) -> None:
+        """Ends all streams; their sessions are left to whoever stops the daemon."""
+        self._closed = True
+        for conversation in self._conversations:
+            conversation.cancel()
+
+    async def _serve(self, _: object, context: _Context) -> None:
+        conversation = asyncio.create_task(self._converse(context), name="session-stream")
+        self._conversations.add(conversation)
+        conversation.add_done_callback(self._conversations.discard)
+        try:
+            await asyncio.wait([conversation])
+        finally:
+            conversation.cancel()  # where the call itself was cancelled
+        try:
+            if not conversation.cancelled():
+                return conversation.result()
+            if self._closed:
+                raise shutting_down()
+            raise refused(grpc.StatusCode.ABORTED, "SESSION_ENDED", "the session ended, or another stream has it")
+        except AttachRefused as error:
+            _log.warning("session refused peer=%s reason=%s why=%r", context.peer(), error.reason, error.message)
+            refusal = refused(_CODES[error.reason], error.reason, error.message)
+        except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
+            refusal = self._translate(error)
+        await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+
+    async def _converse(self, context: _Context) -> None:
+        hello = await self._hear_hello(context)
+        session = self._admit(context, hello.token)
+        try:
+            await context.write(session_pb2.SessionReply(welcome=self._welcome(session, resumed=bool(hello.token))))
+            beating = asyncio.create_task(self._beat(context), name="session-heartbeat")
+            try:
+                if await self._listen(context):
+                    self._sessions.end(session, "goodbye")
+            finally:
+                beating.cancel()
+                await asyncio.gather(beating, return_exceptions=True)  # a write to a broken stream fails
+        finally:
+            self._sessions.connection_lost(session, _this_task())
+
+    async def _hear_hello(self, context: _Context) -> session_pb2.Hello:
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                request = await context.read()
+        except TimeoutError:
+            _refuse("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s")
+        if request is grpc.aio.EOF or request.WhichOneof("message") != "hello":
+            _refuse("NO_HELLO", "the first message must be a hello")
+        if request.hello.version != VERSION:
+            raise bad_argument("hello.version", request.hello.version, f"{VERSION}: what this daemon speaks")
+        hello: session_pb2.Hello = request.hello
+        return hello
+
+    def _admit(self, context: _Context, token: str) -> Session:
+        who = caller_of(context)
+        if who is None:
+            _refuse("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
+        if not self._access.admits(who):
+            _refuse("PERMISSION_DENIED", f"no rule of the daemon's names {who}")
+        peer = RemotePeer(who, context.peer(), self._times.grace_s)
+        if token:
+            return self._sessions.resume(token, peer, _this_task())
+        return self._sessions.begin(peer, _this_task())
+
+    def _welcome(self, session: Session, *, resumed: bool) -> session_pb2.Welcome:
+        daemon = self._identity
+        return session_pb2.Welcome(
+            token=session.token,
+            session_id=session.id,
+            resumed=resumed,
+            epoch=daemon.epoch,
+            boot=daemon.boot,
+            pid=daemon.pid,
+            heartbeat_ns=int(self._times.heartbeat_s * 1e9),
+            grace_ns=int(self._times.grace_s * 1e9),
+        )
+
+    async def _beat(self, context: _Context) -> None:
+        while True:
+            await asyncio.sleep(self._times.heartbeat_s)
+            await context.write(session_pb2.SessionReply(heartbeat=session_pb2.Heartbeat()))
+
+    async def _listen(self, context: _Context) -> bool:
+        """Until the stream ends or falls silent. True where it ended with a goodbye."""
+        while True:
+            try:
+                async with asyncio.timeout(SILENT_BEATS * self._times.heartbeat_s):
+                    request = await context.read()
+            except TimeoutError:
+                return False
+            if request is grpc.aio.EOF:
+                return False
+            match request.WhichOneof("message"):
+                case "heartbeat":
+                    continue
+                case "bye":
+                    return True
+                case other:
+                    raise bad_argument("message", other, "a heartbeat or a bye: this stream has said hello already")
+
+
+_CODES: Final = {
+    "NO_HELLO": grpc.StatusCode.INVALID_ARGUMENT,
+    "LOCAL_CLIENT": grpc.StatusCode.FAILED_PRECONDITION,
+    "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
+    "UNKNOWN_SESSION": grpc.StatusCode.NOT_FOUND,
+    "TOO_MANY_SESSIONS": grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def _refuse(reason: str, message: str) -> NoReturn:
+    raise AttachRefused(reason, message)
+
+
+def _this_task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("not inside a task")
+    return task

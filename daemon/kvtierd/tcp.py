@@ -1,0 +1,109 @@
+"""The TCP listener: where it listens and how clients prove who they are.
+
+Clients on other hosts need TLS with a certificate of their own. Without TLS nobody can be told from anybody else:
+that is for the loopback interface alone, and only where the configuration says so in so many words.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import grpc
+
+from kvtierd.tiers.base import TierConfigError
+
+_ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
+
+
+@dataclass(slots=True, frozen=True)
+class TlsFiles:
+    """PEM files: the daemon's certificate chain and key, and the authorities whose clients are let in."""
+
+    cert: Path
+    key: Path
+    client_ca: Path
+
+
+@dataclass(slots=True, frozen=True)
+class TcpListener:
+    """``tls``: None = none, on the loopback interface."""
+
+    host: str
+    port: int
+    tls: TlsFiles | None
+
+    @classmethod
+    def of(cls, address: str, cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool) -> Self:
+        """Raises ValueError, naming the key at fault, for what must not listen."""
+        found = _ADDRESS.fullmatch(address)
+        if found is None or int(found[3]) > 65535:
+            raise ValueError(f"listen_tcp = {address}: must be host:port, or [host]:port for IPv6")
+        host, port = found[1] or found[2], int(found[3])
+        if cert is not None and key is not None and client_ca is not None:
+            if insecure:
+                raise ValueError("tcp_insecure = true: there is TLS; take one or the other away")
+            return cls(host, port, TlsFiles(cert, key, client_ca))
+        files = {"tls_cert": cert, "tls_key": key, "tls_client_ca": client_ca}
+        missing = [name for name, file in files.items() if file is None]
+        if not insecure:
+            raise ValueError(
+                f"listen_tcp = {address}: needs {' and '.join(missing)} for TLS with client certificates, "
+                "or tcp_insecure = true on a loopback address"
+            )
+        if len(missing) < len(files):
+            raise ValueError("tcp_insecure = true: some of the keys of TLS are set; set all of them or none")
+        if not _is_loopback(host):
+            raise ValueError(f"listen_tcp = {address}: without TLS only a loopback address may listen")
+        return cls(host, port, None)
+
+    @property
+    def target(self) -> str:
+        """As gRPC takes it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """Reads the files; None without TLS. Raises :class:`TierConfigError` where they are of no use."""
+        if self.tls is None:
+            return None
+        read = {
+            name: _read(name, file)
+            for name, file in (
+                ("tls_cert", self.tls.cert),
+                ("tls_key", self.tls.key),
+                ("tls_client_ca", self.tls.client_ca),
+            )
+        }
+        self._check(self.tls)
+        pair = (read["tls_key"], read["tls_cert"])
+        return grpc.ssl_server_credentials([pair], read["tls_client_ca"], require_client_auth=True)
+
+    def _check(self, tls: TlsFiles) -> None:
+        """gRPC would only say that it cannot bind."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(tls.cert, tls.key, password=lambda: b"")
+        except (ssl.SSLError, ValueError) as error:
+            raise TierConfigError("tls_cert", tls.cert, f"is no certificate that fits tls_key: {error}") from error
+        try:
+            context.load_verify_locations(tls.client_ca)
+        except ssl.SSLError as error:
+            raise TierConfigError("tls_client_ca", tls.client_ca, f"holds no certificate: {error}") from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read(key: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TierConfigError(key, path, f"cannot be read: {error.strerror}") from error

@@ -1,0 +1,292 @@
+"""Clients over TCP: who they are by their certificate, what their token is worth, and what becomes of them when the
+network does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from kvtier import (
+    AsyncClient,
+    CallerError,
+    DaemonUnavailable,
+    Event,
+    InvalidArgument,
+    PermissionDenied,
+    Tier,
+    TlsFiles,
+    connect,
+)
+from kvtier.abi.attach import SESSION_METADATA_KEY
+from kvtier.rpc_errors import fault_of
+from kvtier.session import Link, Stubs
+from kvtier.transport import LocalTransport, TcpTransport
+from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2, session_pb2_grpc
+from kvtier.wire import spec_to_wire, tier_to_wire
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.seeing import tier_stats
+from tests.integration.waiting import eventually
+from tests.tls import Authority
+
+BEAT_S = 0.05
+GRACE_S = 60.0
+KEYS = chain("stored", 3)
+RULES = """
+[[allow]]
+subjects = ["engine-1", "engine-2.example"]
+caches = ["shared"]
+verbs = ["read", "write", "watch"]
+"""
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def engine(authority: Authority) -> TlsFiles:
+    return authority.issue("first.example", common_name="engine-1")
+
+
+def start(start_daemon: StartDaemon, authority: Authority, directory: Path, *flags: str) -> DaemonProcess:
+    served = authority.issue("127.0.0.1", common_name="daemon")
+    (directory / "kvtierd.toml").write_text(RULES)
+    return start_daemon(
+        *("--config", str(directory / "kvtierd.toml"), "--listen-tcp", "127.0.0.1:0"),
+        *("--tls-cert", str(served.cert), "--tls-key", str(served.key), "--tls-client-ca", str(served.ca)),
+        *("--tcp-heartbeat-seconds", str(BEAT_S), "--tcp-grace-seconds", str(GRACE_S)),
+        *flags,
+        host=8,
+    )
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon, authority: Authority, tmp_path: Path) -> DaemonProcess:
+    return start(start_daemon, authority, tmp_path)
+
+
+async def fill(daemon: DaemonProcess) -> None:
+    """Two caches of the daemon's own user, each with a chain."""
+    async with await connect(daemon.address) as client:
+        for name in ("shared", "private"):
+            cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
+            await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
+
+
+async def reserve(client: AsyncClient, count: int) -> int:
+    """Blank slots of the shared cache, by hand: a client that maps nothing has no use for the verb."""
+    cache = await client.open_cache("shared", SPEC)
+    link = await client._session.link(None)
+    request = blocks_pb2.ReserveRequest(cache_id=cache.info.cache_id, tier=tier_to_wire(Tier.HOST), count=count)
+    return (await link.stubs.blocks.Reserve(request, metadata=link.metadata)).lease_id
+
+
+async def held(daemon: DaemonProcess) -> tuple[int, int]:
+    """Blank and orphaned host slots of the shared cache."""
+    async with await connect(daemon.address) as client:
+        stats = await tier_stats(client, "shared", Tier.HOST)
+        return stats.blank, stats.orphaned
+
+
+async def sessions(daemon: DaemonProcess) -> list[str]:
+    """How TCP sessions are shown."""
+    async with await connect(daemon.address) as client:
+        return [one.command for one in (await client.stats()).sessions if not one.pid]
+
+
+async def test_a_certificate_has_the_rights_of_its_rules(daemon: DaemonProcess, engine: TlsFiles) -> None:
+    await fill(daemon)
+    async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
+        cache = await client.open_cache("shared", SPEC)
+        assert (await cache.match(KEYS)).blocks == len(KEYS)
+        assert [one.name for one in await client.caches()] == ["shared"]
+        async for item in client.watch(oldest=True):
+            assert isinstance(item, Event)
+            assert item.cache == "shared"
+            if KEYS[-1] in item.keys:
+                break
+        for attempt in (client.open_cache("private", SPEC), client.stats()):
+            with pytest.raises(PermissionDenied) as refused:
+                await attempt
+            assert refused.value.reason == "NO_RIGHT"
+            assert "certificate engine-1, first.example" in str(refused.value)
+        (shown,) = await sessions(daemon)
+        assert shown.startswith("certificate engine-1, first.example at ipv4:127.0.0.1:")
+        with pytest.raises(CallerError, match="not mapped over TCP"):
+            _ = cache.arena
+
+
+async def test_alternative_names_count_and_strangers_are_refused(daemon: DaemonProcess, authority: Authority) -> None:
+    async with await connect(daemon.tcp_address, tls=authority.issue("engine-2.example")) as client:
+        assert await client.caches() == []
+    with pytest.raises(PermissionDenied, match="no rule of the daemon's names certificate engine-3"):
+        await connect(daemon.tcp_address, tls=authority.issue("engine-3"))
+
+
+async def test_without_a_certificate_of_the_authority_nobody_gets_in(daemon: DaemonProcess, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    foreign = Authority(tmp_path / "other").issue("first.example", common_name="engine-1")
+    ours = tmp_path / "ca.pem"
+    with pytest.raises(DaemonUnavailable):  # the daemon's certificate is not one that this client trusts
+        await connect(daemon.tcp_address, tls=foreign)
+    with pytest.raises(DaemonUnavailable):  # and the daemon does not trust this client
+        await connect(daemon.tcp_address, tls=TlsFiles(foreign.cert, foreign.key, ours))
+    with pytest.raises(DaemonUnavailable):
+        await connect(daemon.tcp_address, insecure=True)
+
+
+async def test_what_a_client_may_not_ask_for() -> None:
+    files = TlsFiles(Path("c"), Path("k"), Path("a"))
+    for address, options, field in (
+        ("example.com:7000", {"insecure": True}, "address"),
+        ("127.0.0.1:7000", {}, "tls"),
+        ("127.0.0.1:7000", {"insecure": True, "tls": files}, "insecure"),
+        ("tcp://somewhere", {"tls": files}, "address"),
+        ("/run/kvtier", {"tls": files}, "address"),
+        ("127.0.0.1:7000", {"tls": files}, "tls.ca"),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            await connect(address, **options)
+        assert refused.value.field == field
+
+
+async def answer(channel: grpc.aio.Channel, token: str) -> str:
+    try:
+        await Stubs.over(channel).caches.List(
+            caches_pb2.ListCachesRequest(), metadata=((SESSION_METADATA_KEY, token),), timeout=10
+        )
+    except grpc.aio.AioRpcError as error:
+        return fault_of(error).reason
+    return "answered"
+
+
+async def test_a_token_is_worth_nothing_to_anybody_else(
+    daemon: DaemonProcess, authority: Authority, engine: TlsFiles
+) -> None:
+    other = authority.issue("engine-2.example")
+    async with (
+        await connect(daemon.address) as local,
+        await connect(daemon.tcp_address, tls=engine) as first,
+        await connect(daemon.tcp_address, tls=other) as second,
+    ):
+        links: list[Link] = [await client._session.link(None) for client in (local, first, second)]
+        answers = [[await answer(by.channel, of.welcome.token) for of in links] for by in links]
+        assert answers == [["answered" if by is of else "FOREIGN_TOKEN" for of in links] for by in links]
+        # Nor can the session be taken over with it, by either way in.
+        with pytest.raises(PermissionDenied):
+            await TcpTransport(daemon.tcp_address, other).attach(links[1].welcome.token, None)
+        with pytest.raises(PermissionDenied):
+            await LocalTransport(daemon.address).attach(links[1].welcome.token, None)
+        with pytest.raises(PermissionDenied):
+            await TcpTransport(daemon.tcp_address, engine).attach(links[0].welcome.token, None)
+
+
+async def test_a_goodbye_gives_everything_back_at_once(daemon: DaemonProcess, engine: TlsFiles) -> None:
+    await fill(daemon)
+    async with await connect(daemon.tcp_address, tls=engine) as client:
+        await reserve(client, 1)
+        assert await held(daemon) == (1, 0)
+    assert await held(daemon) == (0, 0)
+    assert await sessions(daemon) == []
+
+
+async def test_a_broken_stream_is_resumed_and_keeps_its_leases(daemon: DaemonProcess, engine: TlsFiles) -> None:
+    await fill(daemon)
+    async with await connect(daemon.tcp_address, tls=engine) as client:
+        lease = await reserve(client, 1)
+        link = await client._session.link(None)
+        link.attach.close()
+        cache = await client.open_cache("shared", SPEC)
+        again = await client._session.link(None)
+        assert (again.session, again.welcome.token) == (link.session, link.welcome.token)
+        assert again.welcome.resumed
+        release = blocks_pb2.ReleaseRequest(cache_id=cache.info.cache_id, lease_ids=[lease])
+        await again.stubs.blocks.Release(release, metadata=again.metadata)
+
+
+@asynccontextmanager
+async def mute(daemon: DaemonProcess, tls: TlsFiles) -> AsyncIterator[tuple[grpc.aio.Channel, str, Any]]:
+    """A session whose client says hello and then nothing: a host that has vanished."""
+    credentials = grpc.ssl_channel_credentials(*(path.read_bytes() for path in (tls.ca, tls.key, tls.cert)))
+    async with grpc.aio.secure_channel(daemon.tcp_address, credentials) as channel:
+        stub: Any = session_pb2_grpc.SessionsStub(channel)
+        call = stub.Session()
+        await call.write(session_pb2.SessionRequest(hello=session_pb2.Hello(version=1)))
+        welcome = (await call.read()).welcome
+        yield channel, welcome.token, call
+
+
+async def reserved(channel: grpc.aio.Channel, token: str) -> None:
+    stubs, metadata = Stubs.over(channel), ((SESSION_METADATA_KEY, token),)
+    opened = await stubs.caches.Open(
+        caches_pb2.OpenRequest(name="shared", spec=spec_to_wire(SPEC)), metadata=metadata, timeout=10
+    )
+    request = blocks_pb2.ReserveRequest(cache_id=opened.cache_id, tier=tier_to_wire(Tier.HOST), count=1)
+    await stubs.blocks.Reserve(request, metadata=metadata, timeout=10)
+
+
+async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(
+    daemon: DaemonProcess, engine: TlsFiles
+) -> None:
+    await fill(daemon)
+    async with mute(daemon, engine) as (channel, token, _):
+        await reserved(channel, token)
+        await eventually(lambda: held(daemon), lambda now: now == (0, 1))
+        # The channel still stands: it is the missing heartbeats that tell.
+        assert await answer(channel, token) == "DETACHED_SESSION"
+
+
+async def test_after_the_grace_period_its_slots_are_others(
+    start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
+) -> None:
+    daemon = start(start_daemon, authority, tmp_path, "--tcp-grace-seconds", "0.2")
+    await fill(daemon)
+    async with mute(daemon, engine) as (channel, token, _):
+        await reserved(channel, token)
+        await eventually(lambda: held(daemon), lambda now: now == (0, 0))
+        assert await answer(channel, token) == "UNKNOWN_SESSION"
+        assert await sessions(daemon) == []
+
+
+async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(
+    daemon: DaemonProcess, engine: TlsFiles
+) -> None:
+    await fill(daemon)
+    daemon.flags[daemon.flags.index("127.0.0.1:0")] = daemon.tcp_address
+    async with await connect(daemon.tcp_address, tls=engine) as client:
+        cache = await client.open_cache("shared", SPEC)
+        link = await client._session.link(None)
+        daemon.pause()
+        async with asyncio.timeout(10):
+            await link.attach.closed.wait()
+        daemon.resume()
+        assert (await cache.match(KEYS)).blocks == len(KEYS)
+        await asyncio.to_thread(daemon.stop)
+        await asyncio.to_thread(daemon.start)
+        assert (await cache.match(KEYS)).blocks == 0
+        assert client.epoch == link.welcome.epoch
+
+
+async def test_without_tls_a_rule_may_let_anybody_on_the_loopback_in(start_daemon: StartDaemon) -> None:
+    rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["read"]}'
+    daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)
+    await fill(daemon)
+    async with await connect(daemon.tcp_address, insecure=True) as client:
+        assert [one.name for one in await client.caches()] == ["shared"]
+        with pytest.raises(PermissionDenied, match="an anonymous client"):
+            await client.open_cache("private", SPEC)
+
+
+async def test_without_tls_and_without_a_rule_nobody_gets_in(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=8)
+    with pytest.raises(PermissionDenied, match="no rule of the daemon's names an anonymous client"):
+        await connect(daemon.tcp_address, insecure=True)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtierd.config import ConfigError, load
+from kvtierd.tcp import TcpListener
+from kvtierd.tiers.base import TierConfigError
+from tests.tls import Authority
+
+FILES = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "target"),
+    [
+        ({"listen_tcp": "0.0.0.0:7000", **FILES}, "0.0.0.0:7000"),
+        ({"listen_tcp": "[::]:7000", **FILES}, "[::]:7000"),
+        ({"listen_tcp": "kv.example:0", **FILES}, "kv.example:0"),
+        ({"listen_tcp": "127.0.0.1:7000", "tcp_insecure": True}, "127.0.0.1:7000"),
+        ({"listen_tcp": "localhost:7000", "tcp_insecure": True}, "localhost:7000"),
+        ({"listen_tcp": "[::1]:7000", "tcp_insecure": True}, "[::1]:7000"),
+    ],
+)
+def test_tcp_listens_with_tls_or_on_the_loopback_by_choice(keys: dict[str, object], target: str) -> None:
+    tcp = load(None, {"host_bytes": 4096, **keys}).tcp
+    assert tcp is not None
+    assert tcp.target == target
+    assert (tcp.tls is None) == ("tcp_insecure" in keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"listen_tcp": "0.0.0.0:7000"}, "needs tls_cert and tls_key and tls_client_ca for TLS"),
+        ({"listen_tcp": "127.0.0.1:7000"}, "or tcp_insecure = true on a loopback address"),
+        ({"listen_tcp": "127.0.0.1:7000", "tls_cert": "c", "tls_key": "k"}, "needs tls_client_ca for TLS"),
+        ({"listen_tcp": "0.0.0.0:7000", "tcp_insecure": True}, "without TLS only a loopback address may listen"),
+        ({"listen_tcp": "kv.example:7000", "tcp_insecure": True}, "without TLS only a loopback address may listen"),
+        ({"listen_tcp": "127.0.0.1:7000", "tcp_insecure": True, **FILES}, "take one or the other away"),
+        ({"listen_tcp": "127.0.0.1:7000", "tcp_insecure": True, "tls_key": "k"}, "set all of them or none"),
+        ({"listen_tcp": "7000", **FILES}, "must be host:port"),
+        ({"listen_tcp": "::1:7000", **FILES}, "[host]:port for IPv6"),
+        ({"listen_tcp": "h:70000", **FILES}, "must be host:port"),
+        ({"tcp_insecure": True}, "listen_tcp is not"),
+        ({"tls_cert": "c"}, "listen_tcp is not"),
+    ],
+)
+def test_anything_else_is_refused_at_the_start_with_the_reason(keys: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(None, {"host_bytes": 4096, **keys})
+    assert says in str(refused.value)
+
+
+def test_tls_files_that_are_of_no_use_are_named(tmp_path: Path) -> None:
+    files = Authority(tmp_path).issue("127.0.0.1")
+    (tmp_path / "other").mkdir()
+    foreign = Authority(tmp_path / "other").issue("127.0.0.1")
+    empty = tmp_path / "empty"
+    empty.touch()
+
+    def fault(cert: Path, key: Path, ca: Path) -> str:
+        listener = TcpListener.of("127.0.0.1:0", cert, key, ca, insecure=False)
+        with pytest.raises(TierConfigError) as refused:
+            listener.credentials()
+        return refused.value.field
+
+    assert fault(tmp_path / "missing", files.key, files.ca) == "tls_cert"
+    assert fault(files.cert, tmp_path / "missing", files.ca) == "tls_key"
+    assert fault(files.cert, foreign.key, files.ca) == "tls_cert"
+    assert fault(empty, files.key, files.ca) == "tls_cert"
+    assert fault(files.cert, files.key, empty) == "tls_client_ca"
+    assert TcpListener.of("127.0.0.1:0", files.cert, files.key, files.ca, insecure=False).credentials() is not None
