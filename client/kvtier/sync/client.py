@@ -16,6 +16,7 @@ from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
 from kvtier.sync.cache import Cache
 from kvtier.sync.loop import LoopThread
 from kvtier.sync.watch import Watch
+from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.watch import DEFAULT_HEARTBEAT_S
 
@@ -26,9 +27,10 @@ class Client:
         with kvtier.Client() as client:
             cache = client.open_cache("llama", spec)
 
-    ``address``: by default ``$KVTIER_ADDRESS``, else ``/run/kvtier``. ``timeout``: seconds that a call may take where
-    it does not say itself. ``wait``: seconds to keep trying while no daemon answers. Raises
-    :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`, :class:`InvalidArgument`.
+    ``address``: by default ``$KVTIER_ADDRESS``, else ``/run/kvtier``; ``host:port`` for TCP, with ``tls`` or, on this
+    host, ``insecure``. ``timeout``: seconds that a call may take where it does not say itself. ``wait``: seconds to
+    keep trying while no daemon answers. Raises :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`,
+    :class:`InvalidArgument`.
 
     Everything is as with :class:`kvtier.AsyncClient`, without ``await``; see there. A closed client, and one used in a
     forked child, raises :class:`kvtier.errors.ClientClosed`.
@@ -38,13 +40,16 @@ class Client:
         self,
         address: str | os.PathLike[str] | None = None,
         *,
+        tls: TlsFiles | None = None,
+        insecure: bool = False,
         timeout: float = aio.DEFAULT_TIMEOUT_S,
         wait: float = 0.0,
     ) -> None:
         self._thread: Final = LoopThread("kvtier-client")
         try:
             self._client: Final = self._thread.run(
-                lambda: aio.connect(address, timeout=timeout, wait=wait), lambda client: client.close()
+                lambda: aio.connect(address, tls=tls, insecure=insecure, timeout=timeout, wait=wait),
+                lambda client: client.close(),
             )
         except BaseException:
             self._thread.stop(_nothing)
@@ -53,7 +58,7 @@ class Client:
 
     @property
     def address(self) -> str:
-        """The daemon's runtime directory."""
+        """The daemon's runtime directory, or its host and port."""
         return self._client.address
 
     @property
