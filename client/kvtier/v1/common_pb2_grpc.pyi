@@ -8,7 +8,8 @@ Conventions
   per block    parallel arrays: element i speaks of key i. Small enums travel as one byte a block in a bytes field.
   residency    a bit set of tiers, one byte a block: 1 = device, 2 = host, 4 = disk.
   time         *_ns are nanoseconds; wall times are nanoseconds since the Unix epoch.
-  session      every call of kvtier.v1 carries the metadata entry "kvtier-session": 32 hex digits from attach.sock.
+  session      every call of kvtier.v1 carries the metadata entry "kvtier-session": 32 hex digits from attach.sock,
+               or over TCP from a Sessions.Session stream.
   seq          mutating calls carry a number the session never reuses (0 = none). A call repeated under the same
                number is answered from the daemon's memory, not executed again.
   errors       google.rpc.Status in the trailing metadata "grpc-status-details-bin", with kvtier.v1.ErrorDetail.
