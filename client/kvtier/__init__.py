@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
     from kvtier.lease import ReadLease, WriteLease
+    from kvtier.options import CacheOptions, WritePolicy
     from kvtier.residency import ResidencyTable
     from kvtier.sync import Client
     from kvtier.transport import TlsFiles
@@ -81,6 +82,7 @@ _HOMES = {
     ),
     "kvtier.events": ("Event", "Gap", "Heartbeat", "SnapshotEnd", "SnapshotSlice", "SnapshotStart"),
     "kvtier.lease": ("ReadLease", "WriteLease"),
+    "kvtier.options": ("CacheOptions", "WritePolicy"),
     "kvtier.residency": ("ResidencyTable",),
     "kvtier.sync": ("Client",),
     "kvtier.transport": ("TlsFiles",),
@@ -93,6 +95,7 @@ __all__ = [
     "AsyncClient",
     "BlockResult",
     "Cache",
+    "CacheOptions",
     "CacheSpec",
     "CallerError",
     "Cause",
@@ -133,6 +136,7 @@ __all__ = [
     "Watch",
     "WindowGroupSpec",
     "WriteLease",
+    "WritePolicy",
     "chain_keys",
     "connect",
     "event_hashes",

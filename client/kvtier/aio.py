@@ -12,6 +12,7 @@ from kvtier.abi.errors import FieldError
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
 from kvtier.errors import InvalidArgument, NotFound
+from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
 from kvtier.transport import TlsFiles
@@ -83,13 +84,15 @@ class AsyncClient:
         spec: CacheSpec,
         *,
         budgets: Budgets | None = None,
+        options: CacheOptions | None = None,
         write: bool = True,
         timeout: float | None = None,
     ) -> Cache:
         """Opens a cache, creating it where it does not exist, and maps its memory.
 
         ``budgets``: bytes by tier, or one number a window group by tier, only heeded at creation (none: all that is
-        left). ``write`` False maps the memory read-only: such a cache object cannot fill slots.
+        left). ``options``: how it behaves (none: as it does, or the daemon's defaults). ``write`` False maps the memory
+        read-only: such a cache object cannot fill slots.
 
         Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`TierFull` for budgets that are
         not to be had.
@@ -98,7 +101,7 @@ class AsyncClient:
             spec.validate()
         except FieldError as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from error
-        cache = Cache(self._session, name, spec, budgets, write, self._default_timeout)
+        cache = Cache(self._session, name, spec, budgets, options, write, self._default_timeout)
         await cache.open(timeout)
         return cache
 

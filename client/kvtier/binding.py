@@ -14,10 +14,11 @@ from grpc.aio import UnaryUnaryMultiCallable
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
 from kvtier.errors import CallerError, ClientClosed, DaemonUnavailable, DeadlineExceeded, KvtierError
+from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
 from kvtier.v1 import blocks_pb2, caches_pb2
-from kvtier.wire import Budgets, budgets_to_wire, cache_info, spec_to_wire
+from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
 
 _GIVE_BACK_S: Final = 1.0
 
@@ -47,11 +48,20 @@ class Binding:
 class Binder:
     """Opens a cache in whatever session the link has, and calls the daemon about it."""
 
-    def __init__(self, session: Session, name: str, spec: CacheSpec, budgets: Budgets, write: bool) -> None:
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        spec: CacheSpec,
+        budgets: Budgets,
+        options: CacheOptions | None,
+        write: bool,
+    ) -> None:
         self.session: Final = session
         self._name = name
         self._spec = spec
         self._budgets = dict(budgets)
+        self._options = options
         self._write = write
         self._binding: Binding | None = None
         self._lock = asyncio.Lock()
@@ -95,6 +105,7 @@ class Binder:
                 spec=spec_to_wire(self._spec),
                 budgets=budgets_to_wire(self._budgets),
                 seq=self.session.next_seq(),
+                options=options_to_wire(self._options) if self._options is not None else None,
             )
             reply = await send(link, lambda stubs: stubs.caches.Open, request, seconds)
             mapped = await self._map(link, reply.cache_id) if self.session.can_map else None

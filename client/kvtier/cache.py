@@ -20,6 +20,7 @@ from kvtier.arena import Arena
 from kvtier.binding import Binder, Binding, Request, Response, send
 from kvtier.errors import InvalidArgument, KvtierError, LeaseLost, RetryableError
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
+from kvtier.options import CacheOptions
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
@@ -55,6 +56,7 @@ class Cache:
         name: str,
         spec: CacheSpec,
         budgets: Budgets | None,
+        options: CacheOptions | None,
         write: bool,
         default_timeout: float,
     ) -> None:
@@ -63,7 +65,7 @@ class Cache:
         self.group = 0
         """The window group whose verbs these are."""
         self._session = session
-        self._binder = Binder(session, name, spec, budgets or {}, write)
+        self._binder = Binder(session, name, spec, budgets or {}, options, write)
         self._default_timeout = default_timeout
         self._leases: set[Lease] = set()
 

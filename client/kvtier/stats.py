@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.abi.spec import CacheSpec
+from kvtier.options import CacheOptions
 from kvtier.types import Tier
 
 
@@ -148,3 +149,4 @@ class CacheInfo:
     groups: tuple[GroupInfo, ...]
     blocks: int
     sessions: int
+    options: CacheOptions

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.errors import DaemonError, InvalidArgument
+from kvtier.options import CacheOptions, WritePolicy
 from kvtier.stats import (
     CacheInfo,
     CacheStats,
@@ -118,6 +119,32 @@ def _budget(tier: Tier, asked: int | Sequence[int]) -> caches_pb2.TierBudget:
     return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=sum(asked), group_bytes=asked)
 
 
+def options_to_wire(options: CacheOptions) -> caches_pb2.CacheOptions:
+    return caches_pb2.CacheOptions(
+        write_policy=caches_pb2.WritePolicy.ValueType(options.write_policy),
+        eviction=options.eviction,
+        event_hash=options.event_hash,
+        keep_tokens=options.keep_tokens,
+        thresholds=[
+            caches_pb2.EdgeThreshold(to=tier_to_wire(below), min_priority=least, **{"from": tier_to_wire(above)})
+            for (above, below), least in options.thresholds.items()
+        ],
+    )
+
+
+def options_from_wire(message: caches_pb2.CacheOptions) -> CacheOptions:
+    try:
+        write_policy = WritePolicy(message.write_policy)
+    except ValueError as error:
+        says = f"write policy {message.write_policy} in an answer: this client does not know it"
+        raise DaemonError(says, reason="BAD_ANSWER") from error
+    thresholds = {
+        (tier_from_wire(getattr(each, "from")), tier_from_wire(each.to)): each.min_priority
+        for each in message.thresholds
+    }
+    return CacheOptions(write_policy, message.eviction, message.event_hash, message.keep_tokens, thresholds)
+
+
 def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
     return CacheInfo(
         cache_id=message.cache_id,
@@ -136,6 +163,7 @@ def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
         ),
         blocks=message.blocks,
         sessions=message.sessions,
+        options=options_from_wire(message.options),
     )
 
 

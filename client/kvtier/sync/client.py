@@ -6,12 +6,13 @@ import atexit
 import os
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from types import TracebackType
 from typing import Final, Self
 
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
+from kvtier.options import CacheOptions
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
 from kvtier.sync.cache import Cache
 from kvtier.sync.loop import LoopThread
@@ -19,6 +20,7 @@ from kvtier.sync.watch import Watch
 from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.watch import DEFAULT_HEARTBEAT_S
+from kvtier.wire import Budgets
 
 
 class Client:
@@ -76,13 +78,14 @@ class Client:
         name: str,
         spec: CacheSpec,
         *,
-        budgets: Mapping[Tier, int] | None = None,
+        budgets: Budgets | None = None,
+        options: CacheOptions | None = None,
         write: bool = True,
         timeout: float | None = None,
     ) -> Cache:
         """See :meth:`kvtier.AsyncClient.open_cache`."""
         cache = self._thread.run(
-            lambda: self._client.open_cache(name, spec, budgets=budgets, write=write, timeout=timeout),
+            lambda: self._client.open_cache(name, spec, budgets=budgets, options=options, write=write, timeout=timeout),
             lambda cache: cache.close(),
         )
         return Cache(self._thread, cache)

@@ -11,7 +11,7 @@ from kvtier.abi.spec import CacheSpec, SpecError
 from kvtier.v1 import caches_pb2, common_pb2
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.rights import Right
-from kvtierd.service import validate, wire
+from kvtierd.service import options, validate, wire
 from kvtierd.service.access import Access
 from kvtierd.service.budgets import TierBudget
 from kvtierd.service.calls import Verb
@@ -47,7 +47,8 @@ class CachesService:
         spec = _valid(wire.spec_from_wire(request.spec))
         if self._catalog.named(name) is None:
             self._access.require_on(session, Right.WRITE, name)
-        cache, created = await self._catalog.open(name, spec, self._budgets(request))
+        named = options.wanted(request.options)
+        cache, created = await self._catalog.open(name, spec, self._budgets(request), named)
         require_attached(session)
         session.caches[cache.id] += 1
         return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
@@ -86,6 +87,7 @@ class CachesService:
             groups=[_group_info(cache, group) for group in range(len(cache.spec.groups))],
             blocks=cache.runtime.manager.stats().blocks,
             sessions=sum(cache.id in session.caches for session in self._sessions),
+            options=cache.options.to_wire(),
         )
 
 

@@ -33,6 +33,7 @@ from kvtierd.service.budgets import (
     tier_bytes,
 )
 from kvtierd.service.errors import bad_argument
+from kvtierd.service.options import CacheOptions, Wanted, require_same
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierConfigError
@@ -52,6 +53,7 @@ class Cache:
     runtime: CacheRuntime
     fingerprint: bytes
     slots: Slots
+    options: CacheOptions
 
     @property
     def id(self) -> CacheId:
@@ -74,6 +76,17 @@ class Stores:
     remembered: RememberedSlots
     disk: DiskRoot | None
     chaos: Chaos | None
+
+
+@dataclass(slots=True, frozen=True)
+class _Plan:
+    """A cache that is to be. ``stored``: it is on disk already."""
+
+    name: str
+    spec: CacheSpec
+    slots: Slots
+    options: CacheOptions
+    stored: bool
 
 
 @dataclass(slots=True, frozen=True)
@@ -135,21 +148,26 @@ class Catalog:
         """See :class:`kvtierd.service.attach.Arenas`."""
         return self._by_id[cache].name
 
-    async def open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> tuple[Cache, bool]:
+    async def open(
+        self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget], named: Wanted
+    ) -> tuple[Cache, bool]:
         """The cache of this name, and whether it was made for this call. ``asked``: none = what is left of every tier.
 
         Once begun it goes on, whatever becomes of the caller: half a cache is no use to anybody.
-        Raises INVALID_ARGUMENT (another spec, other budgets), RESOURCE_EXHAUSTED.
+        Raises INVALID_ARGUMENT (another spec, other budgets or options), RESOURCE_EXHAUSTED.
         """
-        return await asyncio.shield(self._spawn(self._open(name, spec, asked), f"open-{name}"))
+        return await asyncio.shield(self._spawn(self._open(name, spec, asked, named), f"open-{name}"))
 
-    async def _open(self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> tuple[Cache, bool]:
+    async def _open(
+        self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget], named: Wanted
+    ) -> tuple[Cache, bool]:
         async with self._opening:
             cache = self._by_name.get(name)
             if cache is None:
                 slots = self._stores.budgets.slots_for(spec, asked)
-                return await self._make(name, spec, slots, stored=False), True
+                return await self._make(_Plan(name, spec, slots, CacheOptions(**named), stored=False)), True
         _require_same(cache, spec, asked)
+        require_same(cache.options, named, name)
         return cache, False
 
     async def restore(self) -> None:
@@ -165,7 +183,7 @@ class Catalog:
         await asyncio.to_thread(remembered.forget_gone, names if disk is not None else None)
         for position, cache in enumerate(stored):
             slots = self._slots_of_stored(cache, len(stored) - position)
-            await self._make(cache.name, cache.spec, slots, stored=True)
+            await self._make(_Plan(cache.name, cache.spec, slots, _stored_options(cache), stored=True))
 
     def _announce_gone(self, names: Collection[str]) -> None:
         """Watchers of an earlier life know blocks of these, and nobody may ever open them again."""
@@ -204,73 +222,82 @@ class Catalog:
                 slots[tier] = share
         return slots
 
-    async def _make(self, name: str, spec: CacheSpec, slots: Slots, *, stored: bool) -> Cache:
-        self._stores.budgets.take(spec, slots)
+    async def _make(self, plan: _Plan) -> Cache:
+        self._stores.budgets.take(plan.spec, plan.slots)
         try:
-            parts = await asyncio.to_thread(self._make_parts, name, spec, slots, stored)
+            parts = await asyncio.to_thread(self._make_parts, plan)
             try:
-                cache = self._introduce(name, spec, slots, parts, stored)
+                cache = self._introduce(plan, parts)
             except BaseException:
                 parts.close()
                 raise
         except BaseException:
-            self._stores.budgets.give_back(spec, slots)
+            self._stores.budgets.give_back(plan.spec, plan.slots)
             raise
-        self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{name}")
-        given = " ".join(f"{tier}={count}" for tier, count in sorted(slots.items()))
+        self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
+        given = " ".join(f"{tier}={'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
         blocks = sum(map(len, parts.recovered.values()))
-        _log.info("cache opened name=%s cache=%d %s recovered=%d", name, cache.id, given, blocks)
+        _log.info("cache opened name=%s cache=%d %s recovered=%d", plan.name, cache.id, given, blocks)
         return cache
 
-    def _introduce(self, name: str, spec: CacheSpec, slots: Slots, parts: _Parts, stored: bool) -> Cache:
+    def _introduce(self, plan: _Plan, parts: _Parts) -> Cache:
         cache_id = CacheId(next(self._ids))
-        manager = BlockManager(cache_id, _shapes(spec, slots), self._sequencer)
-        runtime = CacheRuntime(cache_id, name, spec, manager, parts.arena, parts.host, parts.device, parts.disk)
-        cache = Cache(runtime, spec.fingerprint(), dict(slots))
-        self._names[cache_id] = name
+        manager = BlockManager(cache_id, _shapes(plan.spec, plan.slots), self._sequencer)
+        stores = (parts.arena, parts.host, parts.device, parts.disk)
+        runtime = CacheRuntime(cache_id, plan.name, plan.spec, manager, *stores)
+        cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
+        self._names[cache_id] = plan.name
         self._engine.add_cache(
-            runtime, parts.recovered, parts.quarantined, unclean=self._identity.unclean, restarted=stored
+            runtime, parts.recovered, parts.quarantined, unclean=self._identity.unclean, restarted=plan.stored
         )
         parts.arena.set_state(ArenaState.SERVING)
-        self._by_id[cache_id] = self._by_name[name] = cache
+        self._by_id[cache_id] = self._by_name[plan.name] = cache
         self._parts.append(parts)
         return cache
 
-    def _make_parts(self, name: str, spec: CacheSpec, slots: Slots, stored: bool) -> _Parts:
+    def _make_parts(self, plan: _Plan) -> _Parts:
         """Blocks. Memory first, since unlike a disk store it is gone again without a trace if the rest fails."""
+        spec, slots = plan.spec, plan.slots
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
         places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
-        layout = ArenaLayout.plan(spec, places)
-        arena = Arena.create(name, layout, identity)
+        arena = Arena.create(plan.name, ArenaLayout.plan(spec, places), identity)
         try:
-            if not stored:
-                self._stores.remembered.put(name, slots)  # before anything of it can be announced
-            disk = self._disk_store(name, spec, slots, stored)
+            if not plan.stored:
+                self._stores.remembered.put(plan.name, slots)  # before anything of it can be announced
+            disk = self._disk_store(plan)
         except BaseException:
             arena.close()
             raise
         host = HostStore(arena) if Tier.HOST in slots else None
         device = StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in slots else None
-        if disk is None or not stored:
+        if disk is None or not plan.stored:
             return _Parts(arena, host, device, disk)
         found = disk.recover()
         if found.dropped:
-            _log.warning("records on disk could not be used cache=%s dropped=%d", name, found.dropped)
+            _log.warning("records on disk could not be used cache=%s dropped=%d", plan.name, found.dropped)
         return _Parts(arena, host, device, disk, _recovered(found), found.quarantined)
 
-    def _disk_store(self, name: str, spec: CacheSpec, slots: Slots, stored: bool) -> DiskStore | None:
+    def _disk_store(self, plan: _Plan) -> DiskStore | None:
         root = self._stores.disk
-        if root is None or Tier.DISK not in slots:
+        if root is None or Tier.DISK not in plan.slots:
             return None
-        if stored:
-            return root.open_cache(name)
-        return root.create(name, spec, {GroupId(group): count for group, count in enumerate(slots[Tier.DISK])})
+        if plan.stored:
+            return root.open_cache(plan.name)
+        slots = {GroupId(group): count for group, count in enumerate(plan.slots[Tier.DISK])}
+        return root.create(plan.name, plan.spec, slots, plan.options.to_stored())
 
     def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _stored_options(cache: StoredCache) -> CacheOptions:
+    try:
+        return CacheOptions.from_stored(cache.options)
+    except (TypeError, ValueError) as error:
+        raise TierConfigError(f"options of the stored cache {cache.name}", dict(cache.options), str(error)) from error
 
 
 def _shapes(spec: CacheSpec, slots: Slots) -> list[GroupShape]:

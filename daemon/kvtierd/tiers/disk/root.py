@@ -5,7 +5,7 @@
     SUPERBLOCK            what makes the directory ours
     LOCK                  flock, holds the process id of the daemon that has it
     caches/<name>/
-        SUPERBLOCK        specification, fingerprint and budgets
+        SUPERBLOCK        specification, fingerprint, budgets and options
         group-<n>.slab    payload of window group n
         index/            LMDB
 
@@ -19,9 +19,9 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from kvtier.abi.spec import CacheSpec, SpecError
 from kvtierd.core.ids import GroupId
@@ -45,9 +45,12 @@ _DEFAULT_FLOOR_PART: Final = 20
 
 @dataclass(slots=True, frozen=True)
 class StoredCache:
+    """``options``: JSON values that stand with it and mean something above this room."""
+
     name: str
     spec: CacheSpec
     slots: Mapping[GroupId, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,7 +107,9 @@ class DiskRoot:
         """What is stored here, by name. Raises :class:`DamagedDirectory`."""
         return [block.cache for block in _read_caches(self._path)]
 
-    def create(self, name: str, spec: CacheSpec, slots: Mapping[GroupId, int]) -> DiskStore:
+    def create(
+        self, name: str, spec: CacheSpec, slots: Mapping[GroupId, int], options: Mapping[str, Any] | None = None
+    ) -> DiskStore:
         """Makes a cache with a slab of ``slots`` records a group and returns its store, empty and ready for use.
 
         Raises :class:`TierConfigError` (bad or taken name, slots, or the free-space floor would be passed) before
@@ -116,7 +121,7 @@ class DiskRoot:
         if final.exists():
             raise TierConfigError("name", name, "not the name of a stored cache")
         _check_slots(spec, slots)
-        block = _CacheBlock(StoredCache(name, spec, dict(slots)), index_bytes(sum(slots.values())))
+        block = _CacheBlock(StoredCache(name, spec, dict(slots), dict(options or {})), index_bytes(sum(slots.values())))
         wanted = sum(shape.nbytes for shape in block.shapes.values()) + block.map_bytes
         _require_room(self._path, wanted, self._floor_bytes)
 
@@ -195,7 +200,8 @@ def _read_cache(directory: Path) -> _CacheBlock:
         spec = CacheSpec.from_dict(content["spec"])
         slots = {GroupId(group): int(count) for group, count in enumerate(content["slots"])}
         _check_slots(spec, slots)
-        block = _CacheBlock(StoredCache(content["name"], spec, slots), int(content["index_bytes"]))
+        options = dict(content.get("options", {}))  # older ones have none
+        block = _CacheBlock(StoredCache(content["name"], spec, slots, options), int(content["index_bytes"]))
     except (KeyError, TypeError, ValueError, SpecError, TierConfigError) as error:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} makes no sense: {error!r}") from error
     if block.cache.name != directory.name:
@@ -213,6 +219,7 @@ def _encode(block: _CacheBlock) -> dict[str, object]:
         "fingerprint": spec.fingerprint().hex(),
         "slots": [block.cache.slots[group] for group in sorted(block.cache.slots)],
         "index_bytes": block.map_bytes,
+        "options": dict(block.cache.options),
     }
 
 

@@ -1,0 +1,102 @@
+"""How a cache behaves: chosen when it is made, fixed while it lives, stored with it.
+
+What this daemon cannot do is refused, never ignored: the tables here name all that is in effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any, Final, Self
+
+from kvtier.v1 import caches_pb2
+from kvtierd.service.errors import bad_argument
+
+
+class WritePolicy(StrEnum):
+    """When a block is copied down."""
+
+    BACK = "back"
+
+
+EVICTION_POLICIES: Final = frozenset({"lru"})
+EVENT_HASHES: Final[frozenset[str]] = frozenset()
+"""Hashes by which blocks are named in events besides their keys."""
+
+_WRITE_POLICIES: Final[Mapping[int, WritePolicy]] = {caches_pb2.WRITE_POLICY_BACK: WritePolicy.BACK}
+_TO_WIRE: Final = {policy: value for value, policy in _WRITE_POLICIES.items()}
+
+
+@dataclass(slots=True, frozen=True)
+class CacheOptions:
+    """A cache's own. ``event_hash`` "": events name blocks by their keys alone."""
+
+    write_policy: WritePolicy = WritePolicy.BACK
+    eviction: str = "lru"
+    event_hash: str = ""
+    keep_tokens: bool = False
+
+    def to_wire(self) -> caches_pb2.CacheOptions:
+        return caches_pb2.CacheOptions(
+            write_policy=caches_pb2.WritePolicy.ValueType(_TO_WIRE[self.write_policy]),
+            eviction=self.eviction,
+            event_hash=self.event_hash,
+            keep_tokens=self.keep_tokens,
+        )
+
+    def to_stored(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_stored(cls, values: Mapping[str, Any]) -> Self:
+        """What :meth:`to_stored` wrote; what was not known then has its default. Raises ValueError."""
+        unknown = set(values) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"options that this daemon does not know: {', '.join(sorted(unknown))}")
+        options = cls(**{**values, "write_policy": WritePolicy(values.get("write_policy", WritePolicy.BACK))})
+        if options.eviction not in EVICTION_POLICIES or options.event_hash not in {"", *EVENT_HASHES}:
+            raise ValueError(f"options that this daemon cannot do: {values}")
+        return options
+
+
+Wanted = Mapping[str, Any]
+"""Options that a client named, by field of :class:`CacheOptions`. Those left out: the cache's own, or the defaults."""
+
+
+def wanted(message: caches_pb2.CacheOptions) -> dict[str, Any]:
+    """What a message names, checked. Raises INVALID_ARGUMENT for what this daemon cannot do."""
+    named: dict[str, Any] = {}
+    if message.write_policy:
+        named["write_policy"] = _one_of("write_policy", message.write_policy, _WRITE_POLICIES)
+    if message.eviction:
+        named["eviction"] = _name("eviction", message.eviction, EVICTION_POLICIES)
+    if message.event_hash:
+        named["event_hash"] = _name("event_hash", message.event_hash, EVENT_HASHES)
+    if message.keep_tokens:
+        raise bad_argument("options.keep_tokens", True, "false: this daemon keeps no tokens")
+    if message.thresholds:
+        raise bad_argument("options.thresholds", len(message.thresholds), "none: this daemon has its own only")
+    return named
+
+
+def require_same(options: CacheOptions, named: Wanted, cache: str) -> None:
+    """Raises INVALID_ARGUMENT (OPTIONS_MISMATCH) where a client names what the cache does not have."""
+    for field, value in named.items():
+        has = getattr(options, field)
+        if value != has:
+            limit = f"{has!s}, as cache {cache} has; or no options at all"
+            raise bad_argument(f"options.{field}", value, limit, reason="OPTIONS_MISMATCH")
+
+
+def _one_of(field: str, value: int, known: Mapping[int, WritePolicy]) -> WritePolicy:
+    if value not in known:
+        raise bad_argument(f"options.{field}", value, " or ".join(known.values()))
+    return known[value]
+
+
+def _name(field: str, value: str, known: frozenset[str]) -> str:
+    if value not in known:
+        raise bad_argument(f"options.{field}", value, " or ".join(sorted(known)) or "none: this daemon knows none")
+    return value

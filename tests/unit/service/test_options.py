@@ -1,0 +1,61 @@
+"""How a cache behaves: what is asked, what is stored, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from kvtier.v1 import caches_pb2
+from kvtierd.service.errors import CallRefused
+from kvtierd.service.options import CacheOptions, WritePolicy, require_same, wanted
+
+
+def test_what_is_left_out_asks_for_nothing() -> None:
+    assert wanted(caches_pb2.CacheOptions()) == {}
+    require_same(CacheOptions(), {}, "cache")
+
+
+def test_what_is_named_is_asked_for() -> None:
+    message = caches_pb2.CacheOptions(write_policy=caches_pb2.WRITE_POLICY_BACK, eviction="lru")
+    assert wanted(message) == {"write_policy": WritePolicy.BACK, "eviction": "lru"}
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"write_policy": 77}, "options.write_policy"),
+        ({"eviction": "random"}, "options.eviction"),
+        ({"event_hash": "md5"}, "options.event_hash"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(CallRefused) as refused:
+        wanted(caches_pb2.CacheOptions(**values))
+    assert (refused.value.code, refused.value.detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+def test_other_options_than_the_cache_s_are_refused_by_name() -> None:
+    with pytest.raises(CallRefused) as refused:
+        require_same(CacheOptions(), {"eviction": "other"}, "cache")
+    detail = refused.value.detail
+    assert (detail.reason, detail.field, detail.value) == ("OPTIONS_MISMATCH", "options.eviction", "other")
+
+
+def test_stored_options_are_read_back() -> None:
+    options = CacheOptions()
+    assert CacheOptions.from_stored(json.loads(json.dumps(options.to_stored()))) == options
+
+
+def test_options_stored_before_there_were_any_are_the_defaults() -> None:
+    assert CacheOptions.from_stored({}) == CacheOptions()
+
+
+@pytest.mark.parametrize(
+    ("values", "named"), [({"colour": 1}, "colour"), ({"eviction": "random"}, "random"), ({"write_policy": "up"}, "up")]
+)
+def test_stored_options_of_a_later_daemon_are_refused(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        CacheOptions.from_stored(values)
