@@ -1,0 +1,94 @@
+"""A cache of several window groups on the bench: the same chains in each, one letter a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtierd.core.events import EventSequencer
+from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tier
+from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, CommitItem
+from kvtierd.core.outcome import GroupGrant
+from kvtierd.core.policy import GroupShape
+from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench, key, keys, name_of
+
+FULL, SLIDING = GroupId(0), GroupId(1)
+
+
+class GroupsBench(Bench):
+    """``device``, ``host`` and ``disk``: slots, one a group. ``windows``: in tokens, 0 = full attention."""
+
+    def __init__(
+        self,
+        windows: Sequence[int] = (0, 3),
+        *,
+        device: Sequence[int] = (),
+        host: Sequence[int] = (),
+        disk: Sequence[int] = (),
+        tokens_per_block: int = 1,
+    ) -> None:
+        super().__init__(host=1)
+        shapes = []
+        for group, window in enumerate(windows):
+            slots = {tier: counts[group] for tier, counts in zip(Tier, (device, host, disk), strict=True) if counts}
+            shapes.append(GroupShape(GroupId(group), slots, dict.fromkeys(slots, 4096), window, tokens_per_block))
+        self.core = BlockManager(CacheId(1), shapes, EventSequencer())
+        self.events.clear()
+        self.apply(self.core.open({}, {}, unclean=False, restarted=False, now=self.now))
+
+    def write(self, group: GroupId, names: str, chain: str, tier: Tier = HOST, slots: int = 0) -> LeaseId:
+        """Commits these blocks of a chain, in this order, and keeps the lease; ``slots``: more than it needs."""
+        ticket, outcome = self.core.reserve(ALICE, group, tier, slots or len(names), self.now)
+        self.apply(outcome)
+        grant = self.grants[ticket]
+        assert grant.lease is not None
+        self.add(grant.lease, names, chain)
+        return grant.lease
+
+    def add(self, lease: LeaseId, names: str, chain: str) -> None:
+        """Commits these blocks in blank slots of the lease."""
+        above = dict(zip(chain[1:], chain, strict=False))
+        slots = list(self.core.leases[lease].blank)
+        items = [
+            CommitItem(slot, key(name), key(above[name]) if name in above else None, 35)
+            for slot, name in zip(slots, names, strict=False)
+        ]
+        results, outcome = self.core.commit(ALICE, lease, items, self.now)
+        assert set(results) <= {BlockResult.OK, BlockResult.EXISTS}
+        self.apply(outcome)
+
+    def fill(self, group: GroupId, names: str, chain: str, tier: Tier = HOST) -> None:
+        """Stores these blocks of a chain and lets go of them."""
+        self.release(self.write(group, names, chain, tier))
+
+    def across(
+        self, *chains: str, tier: Tier = DEVICE, min_blocks: int = 0, session: SessionId = ALICE
+    ) -> tuple[TicketId, ...]:
+        requests = [ChainRequest(keys(chain), min_blocks) for chain in chains]
+        tickets, outcome = self.core.acquire_across(session, tier, requests, self.now)
+        self.apply(outcome)
+        return tickets
+
+    def granted(self, ticket: TicketId, chain: str) -> list[str]:
+        """What each group holds of the chain, after its slots have been looked at."""
+        grant = self.grants[ticket]
+        assert (grant.lease, grant.slots) == (None, ())
+        return [self._held(part, chain) for part in grant.groups]
+
+    def _held(self, part: GroupGrant, chain: str) -> str:
+        names = chain[part.first_block : part.first_block + len(part.slots)]
+        assert (part.lease is None) == (names == "")
+        if part.lease is not None:
+            lease = self.core.leases[part.lease]
+            assert [(name_of(b.key), c.slot) for b, c in lease.held.items()] == list(
+                zip(names, part.slots, strict=True)
+            )
+        return names
+
+    def has(self, group: GroupId) -> str:
+        """Names of the group's blocks, sorted."""
+        return "".join(sorted(name_of(row.key) for row in self.core.listing(group, 0, 1000).rows))
+
+    def at(self, group: GroupId, tier: Tier) -> str:
+        """Names of those READY in a tier, sorted."""
+        rows = self.core.listing(group, 0, 1000).rows
+        return "".join(sorted(name_of(row.key) for row in rows if row.residency & tier.bit))

@@ -1,0 +1,265 @@
+"""One prefix over all groups, READY and held: as long as every group can serve it, and nothing anywhere besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtierd.core.errors import BadArgument, TierOffline
+from kvtierd.core.ids import TicketId
+from kvtierd.core.manager import ChainRequest
+from kvtierd.core.outcome import RefusalReason
+from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, HOST, key
+from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
+
+CHAIN = "abcdef"
+
+
+def stored(*, device: tuple[int, int], sliding: str = CHAIN) -> GroupsBench:
+    """All of the chain in the full group, on the host; of the sliding one, which needs three, what is said."""
+    bench = GroupsBench(device=device, host=(8, 8))
+    bench.fill(FULL, CHAIN, CHAIN)
+    bench.fill(SLIDING, sliding, CHAIN)
+    return bench
+
+
+def test_what_is_there_is_granted_at_once() -> None:
+    bench = GroupsBench(host=(6, 6))
+    bench.fill(FULL, CHAIN, CHAIN)
+    bench.fill(SLIDING, "def", CHAIN)
+    (ticket,) = bench.across(CHAIN, tier=HOST)
+    assert bench.granted(ticket, CHAIN) == [CHAIN, "def"]
+    grant = bench.grants[ticket]
+    assert (grant.blocks, grant.matched) == (6, 6)
+    assert [part.found_in for part in grant.groups] == [(HOST.bit,) * 6, (HOST.bit,) * 3]
+    assert len(set(grant.leases)) == 2
+    bench.release(*grant.leases)
+    assert bench.tier(HOST).held == 0
+
+
+def test_every_group_fetches_what_it_needs() -> None:
+    bench = stored(device=(6, 3))
+    (ticket,) = bench.across(CHAIN)
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == [CHAIN, "def"]
+    assert (bench.at(FULL, DEVICE), bench.at(SLIDING, DEVICE)) == (CHAIN, "def")
+
+
+def test_nothing_stored_is_an_empty_grant_or_too_short_as_the_caller_said() -> None:
+    bench = stored(device=(6, 6), sliding="xyz")
+    (ticket,) = bench.across(CHAIN)
+    assert bench.granted(ticket, CHAIN) == ["", ""]
+    (ticket,) = bench.across(CHAIN, min_blocks=1)
+    refusal = bench.refusals[ticket]
+    assert (refusal.reason, refusal.matched, refusal.wanted) == (RefusalReason.TOO_SHORT, 0, 1)
+
+
+def test_a_full_group_that_is_short_of_room_moves_the_window_too() -> None:
+    bench = stored(device=(4, 3))
+    (ticket,) = bench.across(CHAIN)
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == ["abcd", "bcd"]
+    assert bench.grants[ticket].matched == 6
+
+
+def test_a_sliding_group_that_has_no_room_for_its_window_ends_the_prefix_before_it_fills() -> None:
+    bench = stored(device=(6, 2))
+    (ticket,) = bench.across(CHAIN)
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == ["ab", "ab"]
+
+
+def test_a_shorter_prefix_must_be_covered_as_well() -> None:
+    """Room for four in the full group, but the sliding one has nothing of what three or four would need."""
+    bench = stored(device=(4, 3), sliding="adef")
+    (ticket,) = bench.across(CHAIN)
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == ["a", "a"]
+
+
+def test_an_answer_is_never_under_its_minimum_and_then_nothing_is_held() -> None:
+    bench = stored(device=(4, 3))
+    (ticket,) = bench.across(CHAIN, min_blocks=5)
+    refusal = bench.refusals[ticket]
+    assert (refusal.reason, refusal.matched, refusal.wanted) == (RefusalReason.TIER_FULL, 6, 5)
+    assert bench.moves == []
+
+
+def test_leases_of_others_shorten_it_where_they_are() -> None:
+    bench = stored(device=(6, 4))
+    ticket, outcome = bench.core.reserve(BOB, SLIDING, DEVICE, 2, 0)
+    bench.apply(outcome)
+    (ticket,) = bench.across(CHAIN)
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == ["ab", "ab"]
+
+
+def test_slots_are_taken_in_all_groups_in_one_step() -> None:
+    """The sliding group has to make room first; until it has, the full one copies nothing."""
+    bench = stored(device=(6, 3))
+    bench.fill(SLIDING, "xyz", "xyz", DEVICE)
+    (ticket,) = bench.across(CHAIN)
+    assert {(move.group, move.src, move.dst) for move in bench.moves} == {(SLIDING, DEVICE, HOST)}
+    bench.land_one()
+    while any(move.src is DEVICE for move in bench.moves):
+        bench.land_one()
+    assert {(move.group, move.dst) for move in bench.moves} == {(FULL, DEVICE), (SLIDING, DEVICE)}
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == [CHAIN, "def"]
+
+
+def test_who_came_later_waits_behind_it_in_every_group() -> None:
+    bench = stored(device=(6, 3))
+    bench.fill(SLIDING, "xyz", "xyz", DEVICE)
+    (ticket,) = bench.across(CHAIN)
+    later, outcome = bench.core.reserve(BOB, FULL, DEVICE, 1, 0)
+    bench.apply(outcome)
+    assert not bench.answered(later)
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == [CHAIN, "def"]
+    assert bench.answered(later)
+
+
+def test_chains_of_one_call_do_not_evict_each_others_hits() -> None:
+    bench = GroupsBench(device=(4, 2), host=(8, 8))
+    for group in (FULL, SLIDING):
+        bench.fill(group, "x", "x", DEVICE)
+        bench.fill(group, "ab", "ab")
+    first, second = bench.across("ab", "x")
+    bench.land()
+    assert bench.granted(second, "x") == ["x", "x"]
+    assert bench.granted(first, "ab") == ["a", "a"]
+
+
+def test_it_touches_only_what_the_window_covers() -> None:
+    bench = GroupsBench((0, 2), host=(4, 4))
+    for group in (FULL, SLIDING):
+        bench.fill(group, "abcd", "abcd")
+    (ticket,) = bench.across("abcd", tier=HOST)
+    bench.release(*bench.grants[ticket].leases)
+    for group in (FULL, SLIDING):
+        bench.fill(group, "xy", "xy")
+    assert (bench.has(FULL), bench.has(SLIDING)) == ("abxy", "cdxy")
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_copy_shortens_it_and_the_other_group_fetches_what_that_needs() -> None:
+    bench = stored(device=(6, 6))
+    (ticket,) = bench.across(CHAIN)
+    while bench.moves[0].group is not FULL:
+        bench.moves.append(bench.moves.pop(0))
+    bench.land_one(failed="e")
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == ["abcd", "bcd"]
+    held = bench.tier(DEVICE).held
+    assert held == 7
+
+
+def test_a_failed_copy_in_the_window_shortens_the_prefix() -> None:
+    bench = stored(device=(6, 6))
+    (ticket,) = bench.across(CHAIN)
+    while bench.moves[0].group is not SLIDING:
+        bench.moves.append(bench.moves.pop(0))
+    bench.land_one(failed="e")
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == ["abcd", "bcd"]
+
+
+def test_copies_that_keep_failing_end_in_a_refusal() -> None:
+    bench = stored(device=(6, 6))
+    (ticket,) = bench.across(CHAIN)
+    for _ in range(20):
+        bench.fail_all()
+    assert bench.refusals[ticket].reason is RefusalReason.TOO_SHORT
+    assert bench.tier(DEVICE).held == 0
+
+
+def test_at_its_deadline_it_gets_the_prefix_that_is_ready_everywhere() -> None:
+    bench = GroupsBench(device=(6, 6), host=(8, 8))
+    for group in (FULL, SLIDING):
+        bench.fill(group, "abc", CHAIN, DEVICE)
+        bench.fill(group, "def", CHAIN)
+    (ticket,) = bench.across(CHAIN)
+    bench.expire(ticket)
+    assert bench.granted(ticket, CHAIN) == ["abc", "abc"]
+    assert bench.tier(DEVICE).held == 6
+    bench.land()
+    assert bench.tier(DEVICE).held == 6
+
+
+def test_at_its_deadline_it_is_refused_where_no_prefix_is_ready_everywhere() -> None:
+    """The full group has three of it, the sliding one the window of six only."""
+    bench = GroupsBench(device=(6, 6), host=(8, 8))
+    bench.fill(FULL, "abc", CHAIN, DEVICE)
+    bench.fill(FULL, "def", CHAIN)
+    bench.fill(SLIDING, "def", CHAIN, DEVICE)
+    (ticket,) = bench.across(CHAIN)
+    bench.expire(ticket)
+    assert bench.refusals[ticket].reason is RefusalReason.DEADLINE
+    assert bench.tier(DEVICE).held == 0
+    bench.land()
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+@pytest.mark.parametrize("leave", [GroupsBench.cancel, lambda bench, _: bench.end(), lambda bench, _: bench.orphan()])
+def test_who_goes_away_leaves_nothing_held(waiting: bool, leave: Callable[[GroupsBench, TicketId], None]) -> None:
+    bench = stored(device=(6, 3))
+    if waiting:
+        bench.fill(SLIDING, "xyz", "xyz", DEVICE)
+    (ticket,) = bench.across(CHAIN)
+    leave(bench, ticket)
+    assert bench.tier(DEVICE).held == 0
+    bench.land()
+    assert not bench.answered(ticket)
+    for group in (FULL, SLIDING):
+        report, outcome = bench.core.drop(ALICE, group, [key("a")], 0)
+        bench.apply(outcome)
+        assert report.dropped > 0
+
+
+def test_blocks_lost_while_it_waits_shorten_it() -> None:
+    bench = GroupsBench(device=(6, 3), host=(8, 8), disk=(8, 8))
+    bench.fill(FULL, CHAIN, CHAIN)
+    bench.fill(SLIDING, "abcdef", CHAIN)
+    _, outcome = bench.core.move(ALICE, SLIDING, DISK, [key("f")], 0)
+    bench.apply(outcome)
+    bench.land()
+    bench.fill(SLIDING, "xyz", "xyz", DEVICE)
+    (ticket,) = bench.across(CHAIN)
+    bench.lose(DISK)
+    assert not bench.answered(ticket)
+    bench.land()
+    assert bench.granted(ticket, CHAIN) == ["abcde", "cde"]
+
+
+def test_a_lost_tier_refuses_what_waits_for_it() -> None:
+    bench = stored(device=(6, 3))
+    bench.fill(SLIDING, "xyz", "xyz", DEVICE)
+    (waiting,) = bench.across(CHAIN)
+    bench.lose(DEVICE)
+    assert bench.refusals[waiting].reason is RefusalReason.TIER_OFFLINE
+    bench.land()
+    with pytest.raises(TierOffline):
+        bench.across(CHAIN)
+
+
+def test_a_tier_lost_under_its_copies_refuses_it() -> None:
+    bench = stored(device=(6, 3))
+    (filling,) = bench.across(CHAIN)
+    bench.lose(DEVICE)
+    bench.land()
+    assert bench.refusals[filling].reason is RefusalReason.TIER_OFFLINE
+    assert bench.tier(DEVICE).held == 0
+
+
+def test_malformed_chains_change_nothing() -> None:
+    bench = stored(device=(6, 3))
+    for chains in ([], [ChainRequest([])], [ChainRequest([key("a")], 2)]):
+        with pytest.raises(BadArgument):
+            bench.core.acquire_across(ALICE, DEVICE, chains, 0)
+    with pytest.raises(BadArgument):
+        bench.across(CHAIN, tier=DISK)
+    assert bench.core.stats().misses == 0
