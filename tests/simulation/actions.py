@@ -13,6 +13,8 @@ from tests.simulation.world import World
 PRIORITIES: Final = (35, 35, 35, 35, 0, 10, 29, 30, 49, 50, 100)
 """Mostly the default; some on either side of the thresholds of demotion."""
 
+DURATIONS_MS: Final = (0, 0, 0, 0, 500, 2_000, 20_000)
+
 Action = Callable[[World, Chooser], None]
 
 
@@ -53,7 +55,7 @@ def _item(world: World, choose: Chooser, slot: SlotId, key: Key) -> CommitItem:
     parent = world.forest.parent[key]
     if key in world.mirror.blocks and choose.chance(20):
         parent = choose.pick([other for other in world.forest.keys if other != key])
-    return CommitItem(slot, key, parent, choose.pick(PRIORITIES))
+    return CommitItem(slot, key, parent, choose.pick(PRIORITIES), choose.pick(DURATIONS_MS))
 
 
 def acquire(world: World, choose: Chooser) -> None:
@@ -62,8 +64,21 @@ def acquire(world: World, choose: Chooser) -> None:
     chains = []
     for _ in range(choose.between(1, 3)):
         keys = world.forest.chain(choose.pick(world.forest.keys))
-        chains.append(ChainRequest(keys, choose.below(len(keys) + 1) if choose.chance(40) else 0))
+        least = choose.below(len(keys) + 1) if choose.chance(40) else 0
+        retention = _retention(choose, len(keys)) if choose.chance(20) else ((), ())
+        chains.append(ChainRequest(keys, least, *retention))
     world.acquire(_session(world, choose), choose.pick(list(world.memories)), chains)
+
+
+def retain(world: World, choose: Chooser) -> None:
+    stored = list(world.mirror.blocks)
+    keys = choose.some(stored if stored and choose.chance(80) else world.forest.keys, 4)
+    world.retain(_session(world, choose), keys, *_retention(choose, len(keys)))
+
+
+def _retention(choose: Chooser, blocks: int) -> tuple[list[int], list[int]]:
+    """Priorities and durations."""
+    return [choose.pick(PRIORITIES) for _ in range(blocks)], [choose.pick(DURATIONS_MS) for _ in range(blocks)]
 
 
 def release(world: World, choose: Chooser) -> None:
@@ -157,7 +172,8 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     move: 40,
     scribble: 20,
     drop: 10,
-    tick: 10,
+    retain: 12,
+    tick: 20,
     expire: 15,
     cancel: 10,
     orphan: 6,

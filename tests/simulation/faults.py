@@ -20,6 +20,7 @@ from kvtierd.core.ids import MoveId, SessionId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import MoveResult
 from kvtierd.core.recorder import Recorder, Transfer
+from kvtierd.core.retention import Clocks
 from kvtierd.core.room import Room
 from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket
 from kvtierd.core.window import WindowManager
@@ -202,6 +203,19 @@ def _touches_parents_first(right: Method) -> Method:
     return touch
 
 
+# -- retention -----------------------------------------------------------------------------------------------------
+
+
+def _expires_untold(right: Method) -> Method:
+    def set_priority(state: GroupState, block: Block, priority: int, cause: Cause) -> None:
+        if cause is Cause.EXPIRED:
+            block.own_priority = priority
+        else:
+            right(state, block, priority, cause)
+
+    return set_priority
+
+
 # -- events and generations ------------------------------------------------------------------------------------------
 
 
@@ -270,6 +284,9 @@ FAULTS: Final = {
         Fault("stuck_parents_kept", ((Room, "_drop_some_subtree", _keeps_every_subtree),)),
         Fault("priority_not_propagated", ((GroupState, "_reprioritise", _does_nothing),)),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
+        Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),
+        Fault("clock_runs_while_held", ((Clocks, "stop", _does_nothing),)),
+        Fault("expiry_untold", ((GroupState, "_set_priority", _expires_untold),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
         Fault("generation_not_bumped", ((Recorder, "begin_write", _does_nothing),)),

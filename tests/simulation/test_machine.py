@@ -73,6 +73,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.take(actions.drop, data)
 
     @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        self.take(actions.retain, data)
+
+    @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
         self.take(actions.report, data)
 

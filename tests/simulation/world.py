@@ -25,6 +25,7 @@ from tests.simulation.forest import Forest
 from tests.simulation.memory import ROT, Memory
 from tests.simulation.mirror import Mirror
 from tests.simulation.mover import Mover
+from tests.simulation.retention import Retentions
 from tests.simulation.violation import require
 
 GROUP: Final = GroupId(0)
@@ -78,7 +79,7 @@ class World:
         self.postponed = False
         self.mirror = Mirror()
         self.disk = Disk(setup.slots[Tier.DISK]) if Tier.DISK in setup.slots else None
-        self.own_priority: dict[Key, int] = {}
+        self.retentions = Retentions()
         self._sequencer = EventSequencer()
         self._boot(setup.slots, unclean=False, restarted=False)
 
@@ -93,7 +94,8 @@ class World:
         shape = GroupShape(GROUP, self.slots, dict.fromkeys(self.slots, SLOT_BYTES))
         self.core = BlockManager(CACHE, [shape], self._sequencer, self.setup.policy)
         recovered = self.disk.recover() if self.disk else []
-        self.own_priority.update((record.key, record.traits.priority) for record in recovered)
+        for record in recovered:
+            self.retentions.recover(record.key, record.traits, self.now)
         self.seen["recovered"] += len(recovered)
         bad = self.disk.bad if self.disk else set()
         self._carry_out(
@@ -130,7 +132,7 @@ class World:
             self.seen[f"commit {result.name}"] += 1
             if result is BlockResult.OK:
                 self.clients.committed(holding, item.slot, item.key)
-                self.own_priority[item.key] = item.priority
+                self.retentions.give(item.key, item.priority, item.duration_ms, self.now)
             elif result is BlockResult.EXISTS:
                 del holding.blank[item.slot]
         self._carry_out(outcome)
@@ -146,6 +148,27 @@ class World:
         for ticket, chain, found_in, length in zip(tickets, chains, found, readable, strict=True):
             request = PrefixRequest(ticket, session, tier, tuple(chain.keys), chain.min_blocks, found_in, length)
             self.clients.requests[ticket] = request
+            self._retained(chain, len(found_in), length)
+        self._carry_out(outcome)
+
+    def _retained(self, chain: ChainRequest, stored: int, readable: int) -> None:
+        """What is stored of an acquired chain gets its retention, and a clock that starts anew; what only a failing
+        edge leads from may not."""
+        durations = chain.durations_ms or [0] * len(chain.keys)
+        for place, (key, priority, duration) in enumerate(zip(chain.keys, chain.priorities, durations, strict=False)):
+            if place < stored:
+                self.retentions.give(key, priority, duration, self.now, certain=place < readable)
+        self.retentions.matched(chain.keys[:readable], self.now)
+        self.retentions.wanted(chain.keys[:stored], self.now)
+
+    def retain(self, session: SessionId, keys: Sequence[Key], priorities: Sequence[int], durations: list[int]) -> None:
+        results, outcome = self.core.set_retention(session, GROUP, keys, priorities, durations, self.now)
+        for key, result, priority, duration in zip(keys, results, priorities, durations, strict=True):
+            self.seen[f"retain {result.name}"] += 1
+            stored = key in self.mirror.blocks
+            require(result is (BlockResult.OK if stored else BlockResult.NOT_FOUND), "a retention missed its block")
+            if stored:
+                self.retentions.give(key, priority, duration, self.now)
         self._carry_out(outcome)
 
     def release(self, session: SessionId, leases: Sequence[LeaseId]) -> None:
@@ -211,6 +234,18 @@ class World:
         self._carry_out(self.core.completed(results, self.now))
 
     def tick(self) -> None:
+        """The core is told the time until it has seen to all that this means."""
+        self._tick_once()
+        for _ in range(DRAIN_BOUND):
+            if not self.postponed:
+                break
+            self._tick_once()
+        require(not self.postponed, "what is postponed is postponed for ever")
+        self.retentions.must_expire(self.now)
+        self.verify()
+
+    def _tick_once(self) -> None:
+        self.retentions.may_expire(self.now)
         self._carry_out(self.core.tick(self.now))
 
     def note_uses(self) -> None:
@@ -317,6 +352,9 @@ class World:
         self.seen[f"{move.src}>{move.dst if move.dst is not None else 'nowhere'} {move.cause.name}"] += len(move.items)
         if self.disk is not None and move.dst is Tier.DISK:
             require(self.disk.bad.isdisjoint(item.dst for item in move.items), "a bad disk slot is used again")
+        if move.dst is not None:
+            for item in move.items:
+                self.retentions.verify_own(item.key, item.traits.priority)
         self.mover.submit(move)
 
     def _granted(
@@ -352,6 +390,7 @@ class World:
         rows = self.core.listing(GROUP, 0, EVERYTHING).rows
         self._verify_mirror(rows)
         self._verify_bytes(rows)
+        self._note_holds()
         for memory in self.memories.values():
             memory.verify()
         self.clients.verify()
@@ -367,11 +406,22 @@ class World:
                 and (told.parent, told.residency, told.priority) == (row.parent, row.residency, row.priority),
                 f"the events say {told}, the core {row}",
             )
-            priority = max(self.own_priority[row.key], effective.get(row.key, 0))
-            require(row.priority == priority, f"effective priority {row.priority}, not {priority}")
+            self.retentions.verify(row.key, row.priority, effective.get(row.key, 0))
             if row.parent is not None:
                 require(row.parent in self.mirror.blocks, "a block is listed without its parent")
-                effective[row.parent] = max(priority, effective.get(row.parent, 0))
+                effective[row.parent] = max(row.priority, effective.get(row.parent, 0))
+
+    def _note_holds(self) -> None:
+        """Clocks stand while their blocks are leased, and may while a request that waits has them."""
+        for holding in self.clients.leases.values():
+            keys = list(holding.blocks.values())
+            self.retentions.wanted(keys, self.now)
+            places = self.core.locate(GROUP, keys)
+            leased = zip(holding.blocks.items(), places, strict=True)
+            self.retentions.held((key for (slot, key), at in leased if at.slots[holding.tier] == slot), self.now)
+        for request in self.clients.requests.values():
+            if isinstance(request, PrefixRequest):
+                self.retentions.wanted(request.keys, self.now)
 
     def _verify_bytes(self, rows: Sequence[ListingRow]) -> None:
         """Where the core says that a block is, its bytes are."""

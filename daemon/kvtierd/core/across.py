@@ -99,6 +99,7 @@ class AcrossGroups:
         self._claim(ticket, ticket.matched, covers)
         for part in ticket.parts:
             part.window.note_match(part.fetch, len(chain.keys) - ticket.matched)
+            part.window.retain(part.fetch.blocks, chain, part.first_block)
         return ticket
 
     def queue(self, ticket: AcrossTicket, now: int) -> None:

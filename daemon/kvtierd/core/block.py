@@ -135,6 +135,11 @@ class Block:
     def last_use(self) -> int:
         return self.rank & _LAST_USE
 
+    @property
+    def held(self) -> bool:
+        """Somebody holds a copy of it."""
+        return any(copy is not None and copy.holds for copy in self.copies)
+
     def used(self, clock: int) -> None:
         """``clock``: rises with every use in the group."""
         self.rank = self.priority << _USE_BITS | clock

@@ -12,6 +12,7 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
+from kvtierd.core.policy import DEFAULT_PRIORITY
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, Ticket
 from kvtierd.core.window import WindowManager
@@ -47,6 +48,7 @@ class _Checker:
         self.order()
         self.disk_closure()
         self.holds()
+        self.clocks()
         self.flying()
         self.candidates()
         self.queues()
@@ -187,6 +189,16 @@ class _Checker:
         for tier in self.state.tiers:
             count = sum(copy.holds > 0 for of, copy in copies.values() if of is tier)
             _require(count == self.state.held[tier], 4, f"{tier}: {self.state.held[tier]} held slots, not {count}")
+
+    def clocks(self) -> None:
+        """A clock runs for every block that nobody holds whose priority is to fall, and for no other."""
+        running = {block for block in self.state.index if block.deadline_ns}
+        _require(running == self.state.clocks.running(), 6, "a deadline is not kept, or is of nobody's")
+        for block in self.state.index:
+            lasting = block.duration_ms == 0 or block.own_priority == DEFAULT_PRIORITY
+            _require(not (block.duration_ms and lasting), 6, f"block {block.id} has a duration that says nothing")
+            awaited = not lasting and not block.held
+            _require((block in running) == awaited, 6, f"block {block.id}: its clock runs or stands wrongly")
 
     def flying(self) -> None:
         """3: sources of copies in flight stay valid; reads are exactly the flights."""

@@ -6,7 +6,7 @@ into the recorder in the same step, so no caller can forget one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from kvtierd.core.block import Block, Copy, Phase
@@ -16,14 +16,18 @@ from kvtierd.core.evict import Evictor, Listed
 from kvtierd.core.ids import BlockId, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
-from kvtierd.core.policy import MAX_PRIORITY, GroupShape, Policy
+from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, GroupShape, Policy
 from kvtierd.core.recorder import Recorder, Transfer, move_item
+from kvtierd.core.retention import Clocks
 from kvtierd.core.slots import SlotState, SlotTable
 from kvtierd.core.traits import Traits
 
 NEVER_KEPT: Final = MAX_PRIORITY + 1
 """A threshold no priority reaches: there is no tier below."""
 
+
+EXPIRY_SLICE: Final = 64
+"""Blocks that one call's expiries may move: a fraction of a millisecond."""
 
 REDUNDANT: Final = 1
 DEMOTABLE: Final = 2
@@ -100,6 +104,7 @@ class GroupState:
         self.offline: set[Tier] = set()
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
         self.index = BlockIndex()
+        self.clocks = Clocks()
         self.stored = 0
         self.removed = 0
         self._clock = 0
@@ -271,6 +276,8 @@ class GroupState:
             raise InvariantViolation(f"block {block.id} has no copy in {tier}")
         block.copies[tier] = None
         block.residency &= ~tier.bit
+        if copy.holds:
+            self.clocks.start(block)
         self._candidates[tier].put(block, copy, 0)
         if tier is Tier.DISK and block.indexed and block.parent is not None:
             block.parent.disk_children -= 1
@@ -329,6 +336,7 @@ class GroupState:
         copy.holds += 1
         if copy.holds == 1:
             self.held[tier] += 1
+            self.clocks.stop(block)
         self.recorder.owner(self.ref(tier, copy.slot), session)
         self.reconsider(block)
         return copy
@@ -340,6 +348,7 @@ class GroupState:
         self.held[tier] -= 1
         self.recorder.owner(self.ref(tier, copy.slot), None)
         if block.copies[tier] is copy:
+            self.clocks.start(block)
             self.reconsider(block)
         else:
             self.settle(block, tier, copy)
@@ -354,12 +363,19 @@ class GroupState:
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Moves recency of these blocks and all that they stand on, children before parents, else in this order."""
-        touched: dict[Block, None] = {}
+        self._touch_all(self._prefixes(blocks))
+
+    def _prefixes(self, blocks: Iterable[Block], known: Collection[Block] = ()) -> dict[Block, None]:
+        """The blocks and all that they stand on, without those known already, whose prefixes are known too."""
+        found: dict[Block, None] = {}
         for block in blocks:
             current: Block | None = block
-            while current is not None and current not in touched:
-                touched[current] = None
+            while current is not None and current not in found and current not in known:
+                found[current] = None
                 current = current.parent
+        return found
+
+    def _touch_all(self, touched: Iterable[Block]) -> None:
         for block in sorted(touched, key=lambda block: block.depth, reverse=True):
             if block.indexed:
                 self._clock += 1
@@ -368,6 +384,37 @@ class GroupState:
                 if block.copies[Tier.DISK] is not None:
                     self._used_on_disk.pop(block, None)
                     self._used_on_disk[block] = None
+
+    # -- retention -------------------------------------------------------------------------------------------------
+
+    def retain(self, block: Block, priority: int, duration_ms: int, cause: Cause) -> None:
+        """A new priority of its own, and for how long (0: for ever); see ``core/retention.py``."""
+        self._set_priority(block, priority, cause)
+        self.clocks.give(block, duration_ms)
+
+    def expire(self, now: int) -> None:
+        """Ends retentions whose deadline has passed, a bounded slice of them; :meth:`Clocks.due` says if there are
+        more."""
+        moved: dict[Block, None] = {}
+        while len(moved) < EXPIRY_SLICE and (block := self.clocks.take_due(now)) is not None:
+            before = block.priority
+            self._set_priority(block, DEFAULT_PRIORITY, Cause.EXPIRED)
+            if block.priority != before:
+                moved |= self._prefixes([block], moved)
+        self._touch_all(moved)
+
+    def _set_priority(self, block: Block, priority: int, cause: Cause) -> None:
+        old = block.priority
+        tops = [child.priority for child in block.children] if old == block.own_priority else [old] * block.top_children
+        highest = max(tops, default=0)
+        new = max(priority, highest)
+        block.own_priority = priority
+        block.top_children = tops.count(highest) if highest > priority else 0
+        if new != old:
+            block.reprioritise(new)
+            self.recorder.change(EventType.UPDATED, cause, self.group, block)
+            self.reconsider(block)
+            self._reprioritise(block.parent, old, new, cause)
 
     def take_disk_uses(self) -> list[Key]:
         """Blocks with a disk copy that were used since the last call, in the order of their last use."""
@@ -392,6 +439,7 @@ class GroupState:
         self._last_block += 1
         block = Block(BlockId(self._last_block), key, parent.key if parent is not None else parent_key, parent, traits)
         block.indexed = True
+        self.clocks.enter(block)
         self._clock += 1
         block.used(self._clock)
         self.index.add(block)
@@ -415,6 +463,7 @@ class GroupState:
             if block.copies[tier] is not None:
                 self.detach(block, tier)
         self.index.remove(block)
+        self.clocks.stop(block)
         block.indexed = False
         self.removed += 1
         self.recorder.change(EventType.REMOVED, cause, self.group, block)

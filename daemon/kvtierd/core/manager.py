@@ -19,8 +19,9 @@ from kvtierd.core.group import GroupState
 from kvtierd.core.ids import KEY_BYTES, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.matching import Cover, indexed, match
 from kvtierd.core.outcome import Holder, MoveResult, Outcome, Refusal, RefusalReason
-from kvtierd.core.policy import MAX_PRIORITY, MIN_PRIORITY, GroupShape, Policy
+from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
+from kvtierd.core.retention import check_retention, pairs
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, ReserveTicket, Ticket
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label
@@ -259,7 +260,7 @@ class BlockManager:
         for chain in chains:
             ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
             self.tickets[ticket.id] = (window, ticket)
-            window.match_for(ticket, chain.keys, now)
+            window.match_for(ticket, chain, now)
             tickets.append(ticket)
         for ticket in tickets:
             window.fetch(ticket)
@@ -342,6 +343,30 @@ class BlockManager:
         self._pump(now, window)
         return DropReport(tuple(results), dropped), self._take(now)
 
+    def set_retention(
+        self,
+        session: SessionId,
+        group: GroupId,
+        keys: Sequence[Key],
+        priorities: Sequence[int],
+        durations_ms: Sequence[int],
+        now: int,
+    ) -> tuple[tuple[BlockResult, ...], Outcome]:
+        """New priorities and durations (none at all: for ever) for stored blocks; see ``core/retention.py``."""
+        window = self._window(group)
+        self._check_keys(keys, "keys")
+        if not priorities:
+            raise BadArgument("priorities", "none", "one a key")
+        check_retention(len(keys), priorities, durations_ms)
+        results = []
+        for key, (priority, duration_ms) in zip(keys, pairs(priorities, durations_ms), strict=True):
+            block = window.state.index.get(key)
+            if block is not None:
+                window.state.retain(block, priority, duration_ms, Cause.EXPLICIT)
+            results.append(BlockResult.NOT_FOUND if block is None else BlockResult.OK)
+        self._pump(now, window)
+        return tuple(results), self._take(now)
+
     # -- tickets and sessions ----------------------------------------------------------------------------------------
 
     def expire(self, ticket: TicketId, now: int) -> Outcome:
@@ -400,7 +425,9 @@ class BlockManager:
         return self._take(now)
 
     def tick(self, now: int) -> Outcome:
-        """Time has passed: what waited for it is tried again."""
+        """Time has passed: retentions expire, a slice of them a call, and what waited for it is tried again."""
+        for window in self.windows.values():
+            window.state.expire(now)
         self._pump_all(now)
         return self._take(now)
 
@@ -425,7 +452,10 @@ class BlockManager:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _take(self, now: int) -> Outcome:
-        again = any(window.room.again for window in self.windows.values())
+        states = [window.state for window in self.windows.values()]
+        for state in states:
+            state.clocks.stamp(now)
+        again = any(window.room.again for window in self.windows.values()) or any(s.clocks.due(now) for s in states)
         outcome = self._recorder.take(now, self._capacity, again=again)
         for lease in self._unstamped:
             lease.granted_at = now
@@ -541,6 +571,7 @@ class BlockManager:
             self._check_keys(chain.keys, f"chains[{position}].keys")
             if not 0 <= chain.min_blocks <= len(chain.keys):
                 raise BadArgument(f"chains[{position}].min_blocks", chain.min_blocks, f"0 to {len(chain.keys)}")
+            check_retention(len(chain.keys), chain.priorities, chain.durations_ms, f"chains[{position}].")
 
     def _check_items(self, lease: Lease, items: Sequence[CommitItem]) -> None:
         if not items:
@@ -555,10 +586,9 @@ class BlockManager:
                 raise BadArgument("parents", item.parent.hex(), f"{KEY_BYTES} bytes a key")
             if item.parent == item.key:
                 raise BadArgument("parents", item.key.hex(), "a block is not its own parent")
-            if not MIN_PRIORITY <= item.priority <= MAX_PRIORITY:
-                raise BadArgument("priorities", item.priority, f"{MIN_PRIORITY} to {MAX_PRIORITY}")
             if item.label is not None:
                 _check_label(item.label)
+        check_retention(len(items), [item.priority for item in items], [item.duration_ms for item in items])
 
 
 def _check_label(label: Label) -> None:

@@ -76,6 +76,8 @@ class Listing:
 
 
 class CommitItem(NamedTuple):
+    """``duration_ms``: how long it keeps its priority, counted from its release; 0 = for ever."""
+
     slot: SlotId
     key: Key
     parent: Key | None
@@ -90,10 +92,16 @@ class CommitItem(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class ChainRequest:
-    """Keys of a chain, the root first. Fewer than ``min_blocks`` of it are of no use."""
+    """Keys of a chain, the root first. Fewer than ``min_blocks`` of it are of no use.
+
+    ``priorities``: new ones for what is found of it, one a key, or none to leave its retention as it is.
+    ``durations_ms``: to go with them, one a key; none: for ever.
+    """
 
     keys: Sequence[Key]
     min_blocks: int = 0
+    priorities: Sequence[int] = ()
+    durations_ms: Sequence[int] = ()
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,10 +17,12 @@ from kvtierd.core.ids import Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
+from kvtierd.core.retention import pairs
 from kvtierd.core.room import Prospect, Room
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
 from kvtierd.core.traits import Traits
+from kvtierd.core.verbs import ChainRequest
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,15 +93,23 @@ class WindowManager:
         else:
             self._queues[tier].append(ticket)
 
-    def match_for(self, ticket: FetchTicket, keys: Sequence[Key], now: int) -> None:
+    def match_for(self, ticket: FetchTicket, wanted: ChainRequest, now: int) -> None:
         """Claims the longest stored prefix for an acquire; room for it is made later, by :meth:`fetch`.
 
         What only a failing edge leads from is a miss.
         """
+        keys = wanted.keys
         blocks = list(takewhile(lambda block: self.readable(block, ticket.tier, now), self.prefix(keys)))
         ticket.matched = len(blocks)
         self.claim(ticket, blocks)
         self.note_match(ticket, len(keys) - len(blocks))
+        self.retain(blocks, wanted)
+
+    def retain(self, blocks: Sequence[Block], wanted: ChainRequest, first: int = 0) -> None:
+        """These, the chain's from the ``first`` on, get the retention that comes with it, if any does."""
+        given = pairs(wanted.priorities, wanted.durations_ms)[first:]
+        for block, (priority, duration_ms) in zip(blocks, given, strict=False):
+            self.state.retain(block, priority, duration_ms, Cause.DEMAND)
 
     def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
         """Nothing of these blocks is given up while the request waits; what it claimed or held before is let go."""
@@ -117,6 +127,8 @@ class WindowManager:
         for residency in ticket.found_in:
             self.hits[next(tier for tier in self.state.tiers if residency & tier.bit)] += 1
         self.state.touch(reversed(ticket.blocks))
+        for block in ticket.blocks:
+            self.state.clocks.start(block)
 
     def fetch(self, ticket: FetchTicket) -> None:
         """Queues a fetch whose blocks are claimed; shortens an acquire to what the tier can hold at best."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvtierd.core.check import check
@@ -43,7 +43,8 @@ def keys(names: Iterable[str]) -> list[Key]:
 class Bench:
     """One cache. Blocks are named by strings; a chain is a string, one letter a block, the root first.
 
-    ``recovered``: (name, parent, priority) of what the disk's first slots hold at the start.
+    ``recovered``: (name, parent, priority) of what the disk's first slots hold at the start; ``retained``: (duration in
+    ms, deadline in ns) of those of them that have one.
     ``events``, ``moves`` (in flight), ``grants`` and ``refusals`` collect what the outcomes said.
     """
 
@@ -55,6 +56,7 @@ class Bench:
         disk: int = 0,
         policy: Policy | None = None,
         recovered: Sequence[tuple[str, str | None, int]] = (),
+        retained: Mapping[str, tuple[int, int]] | None = None,
         quarantined: Sequence[int] = (),
         restarted: bool = False,
         unclean: bool = False,
@@ -69,7 +71,12 @@ class Bench:
         self.refusals: dict[TicketId, Refusal] = {}
         found = {
             GROUP: [
-                Recovered(SlotId(slot), key(name), None if parent is None else key(parent), Traits(priority))
+                Recovered(
+                    SlotId(slot),
+                    key(name),
+                    None if parent is None else key(parent),
+                    Traits(priority, *(retained or {}).get(name, ())),
+                )
                 for slot, (name, parent, priority) in enumerate(recovered)
             ]
         }
@@ -98,12 +105,16 @@ class Bench:
         return self.grants[self.reserve(tier, count, session)]
 
     def commit(
-        self, grant: Grant, items: Sequence[tuple[str, str | None, int]], session: SessionId = ALICE
+        self,
+        grant: Grant,
+        items: Sequence[tuple[str, str | None, int]],
+        session: SessionId = ALICE,
+        duration_ms: int = 0,
     ) -> list[BlockResult]:
         """(name, parent, priority) of a block for each of the grant's first slots."""
         assert grant.lease is not None
         made = [
-            CommitItem(slot, key(name), None if parent is None else key(parent), priority)
+            CommitItem(slot, key(name), None if parent is None else key(parent), priority, duration_ms)
             for slot, (name, parent, priority) in zip(grant.slots, items, strict=False)
         ]
         results, outcome = self.core.commit(session, grant.lease, made, self.now)
@@ -117,19 +128,28 @@ class Bench:
         *,
         under: str | None = None,
         priority: int = 35,
+        duration_ms: int = 0,
         session: SessionId = ALICE,
     ) -> LeaseId:
         """Commits a chain (``under`` a block) in slots that are there, and keeps its lease."""
         grant = self.blank(tier, len(chain), session)
         parents = [under, *chain[:-1]]
         items = [(name, parent, priority) for name, parent in zip(chain, parents, strict=True)]
-        assert set(self.commit(grant, items, session)) == {BlockResult.OK}
+        assert set(self.commit(grant, items, session, duration_ms)) == {BlockResult.OK}
         assert grant.lease is not None
         return grant.lease
 
-    def put(self, chain: str, tier: Tier = DEVICE, *, under: str | None = None, priority: int = 35) -> None:
+    def put(
+        self,
+        chain: str,
+        tier: Tier = DEVICE,
+        *,
+        under: str | None = None,
+        priority: int = 35,
+        duration_ms: int = 0,
+    ) -> None:
         """Stores a chain and lets go of it."""
-        self.release(self.store(chain, tier, under=under, priority=priority))
+        self.release(self.store(chain, tier, under=under, priority=priority, duration_ms=duration_ms))
 
     def acquire(
         self, *chains: str, tier: Tier = DEVICE, min_blocks: int = 0, session: SessionId = ALICE
@@ -138,6 +158,19 @@ class Bench:
         tickets, outcome = self.core.acquire(session, GROUP, tier, requests, self.now)
         self.apply(outcome)
         return tickets
+
+    def retain(self, names: str, priority: int, duration_ms: int = 0) -> list[BlockResult]:
+        """The same new retention for each of these blocks."""
+        results, outcome = self.core.set_retention(
+            ALICE, GROUP, keys(names), [priority] * len(names), [duration_ms] * len(names), self.now
+        )
+        self.apply(outcome)
+        return list(results)
+
+    def pass_ms(self, milliseconds: int) -> None:
+        """So much time passes, and the core is told."""
+        self.now += milliseconds * 1_000_000
+        self.apply(self.core.tick(self.now))
 
     def touch(self, chain: str, tier: Tier = DEVICE) -> None:
         """Acquires a chain that is there and lets go of it."""

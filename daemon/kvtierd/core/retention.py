@@ -1,0 +1,134 @@
+"""Retention: for how long a block keeps the priority that it was given.
+
+The rules, which are TensorRT-LLM's wherever it has one:
+
+- A block has a priority of its own (0 to 100, default 35) and a duration in milliseconds, 0 = for ever. Both are given
+  at commit, by an acquire of the block, or by ``set_retention``; what is given last holds, the duration with the
+  priority. An acquire that gives none leaves both as they are.
+- The clock starts when the block is released, i.e. when the last hold on any of its copies ends (a pin is a hold), and
+  then runs for the whole duration. An acquire that matches the block starts it anew, a hold stops it. A block that
+  nobody holds when it is given a duration has its clock started there and then.
+- At the deadline its own priority becomes 35, whether it was higher or lower, and its duration is forgotten. If that
+  changes its effective priority, the block goes to the tail of the queue of its new one, as if it had just been used,
+  with its prefix before it, and one ``updated`` event of cause ``expired`` says so; where a child holds it up, nothing
+  visible has changed, nothing moves and nothing is said.
+- A duration given with priority 35 says nothing, and is dropped.
+- Durations and running clocks survive on disk as they were when the block was written there. One that was held then
+  starts its clock when it is found at start.
+
+Deadlines are kept to the caller's tick, not to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Final
+
+from kvtierd.core.block import Block
+from kvtierd.core.errors import BadArgument
+from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
+
+MAX_DURATION_MS: Final = (1 << 32) - 1
+_NS_PER_MS: Final = 1_000_000
+
+
+class Clocks:
+    """The clocks of one window group's blocks.
+
+    A heap whose stale entries are skipped when they surface: an entry counts only while it is its block's deadline.
+    Within one deadline the deepest block comes first, so that a chain that expires at once does so tail first.
+    Clocks that were started run from the end of the call, where :meth:`stamp` is told the time.
+    """
+
+    __slots__ = ("_heap", "_running", "_started")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, int, Block]] = []
+        self._running = 0
+        self._started: dict[Block, None] = {}
+
+    def give(self, block: Block, duration_ms: int) -> None:
+        """A new duration for the block; its clock starts if nobody holds it. Its own priority is set already."""
+        self.stop(block)
+        block.duration_ms = duration_ms if block.own_priority != DEFAULT_PRIORITY else 0
+        self.start(block)
+
+    def start(self, block: Block) -> None:
+        """From now on, with the whole duration, unless the block is held or has none."""
+        if block.duration_ms:
+            self._started[block] = None
+
+    def stop(self, block: Block) -> None:
+        if block.deadline_ns:
+            block.deadline_ns = 0
+            self._running -= 1
+
+    def enter(self, block: Block) -> None:
+        """A block is indexed, with the duration and deadline that it was made with."""
+        deadline_ns, block.deadline_ns = block.deadline_ns, 0
+        self.give(block, block.duration_ms)
+        if block.duration_ms and deadline_ns:
+            del self._started[block]
+            self._run(block, deadline_ns)
+
+    def stamp(self, now: int) -> None:
+        """The end of a call: clocks that were started in it run from ``now``."""
+        for block in self._started:
+            if block.duration_ms and block.indexed and not block.held:
+                self._run(block, now + block.duration_ms * _NS_PER_MS)
+        self._started.clear()
+
+    def due(self, now: int) -> bool:
+        return self._first(now) is not None
+
+    def take_due(self, now: int) -> Block | None:
+        """The next block whose deadline has passed; its clock stands again and its duration is forgotten."""
+        block = self._first(now)
+        if block is not None:
+            self.stop(block)
+            block.duration_ms = 0
+        return block
+
+    def running(self) -> set[Block]:
+        """For the checker: blocks with a live entry."""
+        return {block for deadline, _, _, block in self._heap if block.deadline_ns == deadline}
+
+    def _run(self, block: Block, deadline_ns: int) -> None:
+        self.stop(block)
+        block.deadline_ns = deadline_ns
+        self._running += 1
+        heapq.heappush(self._heap, (deadline_ns, -block.depth, block.id, block))
+        if len(self._heap) > 4 * self._running + 64:
+            self._heap = [entry for entry in self._heap if entry[3].deadline_ns == entry[0]]
+            heapq.heapify(self._heap)
+
+    def _first(self, now: int) -> Block | None:
+        while self._heap and self._heap[0][0] <= now:
+            deadline, _, _, block = self._heap[0]
+            if block.deadline_ns == deadline:
+                return block
+            heapq.heappop(self._heap)
+        return None
+
+
+def check_retention(blocks: int, priorities: Sequence[int], durations_ms: Sequence[int], within: str = "") -> None:
+    """Raises :class:`BadArgument` where these cannot be the retention of so many blocks. ``within``: what the fields'
+    names begin with."""
+    for field, values, low, high in (
+        ("priorities", priorities, MIN_PRIORITY, MAX_PRIORITY),
+        ("durations_ms", durations_ms, 0, MAX_DURATION_MS),
+    ):
+        if values and len(values) != blocks:
+            raise BadArgument(within + field, f"{len(values)} values", f"{blocks}, one a block, or none")
+        for value in values:
+            if not low <= value <= high:
+                raise BadArgument(within + field, value, f"{low} to {high}")
+    if durations_ms and not priorities:
+        raise BadArgument(f"{within}durations_ms", f"{len(durations_ms)} values", "none without priorities")
+
+
+def pairs(priorities: Sequence[int], durations_ms: Sequence[int]) -> list[tuple[int, int]]:
+    """(priority, duration) a block; no durations: for ever."""
+    return list(zip(priorities, durations_ms or repeat(0), strict=False))

@@ -1,0 +1,261 @@
+"""For how long a block keeps its priority: the rules of ``core/retention.py``, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtierd.core.errors import BadArgument
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.group import EXPIRY_SLICE
+from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
+from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key, keys
+
+
+def test_the_clock_starts_at_release() -> None:
+    bench = Bench(device=1)
+    lease = bench.store("a", priority=80, duration_ms=1000)
+    bench.pass_ms(5000)
+    assert bench.priority("a") == 80
+    bench.release(lease)
+    bench.pass_ms(999)
+    assert bench.priority("a") == 80
+    bench.pass_ms(1)
+    assert bench.priority("a") == 35
+
+
+def test_the_last_hold_counts() -> None:
+    bench = Bench(device=1)
+    first = bench.store("a", priority=80, duration_ms=1000)
+    second = bench.lease(bench.acquire("a")[0])
+    bench.release(first)
+    bench.pass_ms(1000)
+    assert bench.priority("a") == 80
+    bench.release(second)
+    bench.pass_ms(1000)
+    assert bench.priority("a") == 35
+
+
+def test_an_acquire_starts_the_clock_anew() -> None:
+    bench = Bench(device=1)
+    bench.put("a", priority=80, duration_ms=1000)
+    bench.pass_ms(900)
+    bench.touch("a")
+    bench.pass_ms(900)
+    assert bench.priority("a") == 80
+    bench.pass_ms(100)
+    assert bench.priority("a") == 35
+
+
+def test_a_low_priority_rises_to_the_default() -> None:
+    bench = Bench(device=1)
+    bench.put("a", priority=10, duration_ms=1)
+    bench.pass_ms(1)
+    assert bench.priority("a") == 35
+
+
+def test_expiry_is_told_once() -> None:
+    bench = Bench(device=1)
+    bench.put("a", priority=80, duration_ms=1000)
+    since = len(bench.events)
+    bench.pass_ms(1000)
+    bench.pass_ms(10_000)
+    assert list(bench.said(since)) == [(EventType.UPDATED, Cause.EXPIRED, "a")]
+    assert bench.events[-1].blocks[0].priority == 35
+
+
+@pytest.mark.parametrize(("priority", "duration_ms"), [(35, 10), (80, 0)])
+def test_what_says_nothing_never_expires(priority: int, duration_ms: int) -> None:
+    bench = Bench(device=1)
+    bench.put("a", priority=priority, duration_ms=duration_ms)
+    since = len(bench.events)
+    bench.pass_ms(1_000_000)
+    assert list(bench.said(since)) == []
+    assert bench.priority("a") == priority
+
+
+def test_what_expires_goes_to_the_tail_of_its_queue() -> None:
+    bench = Bench(host=3)
+    for name, priority in (("a", 80), ("b", 35), ("c", 35)):
+        bench.put(name, HOST, priority=priority, duration_ms=1)
+    bench.pass_ms(1)
+    bench.reserve(HOST, 2)
+    assert bench.stored() == "a"
+
+
+def test_a_prefix_goes_to_the_tail_ahead_of_what_expired() -> None:
+    """The parent outlives its child, whatever else is younger than the parent."""
+    bench = Bench(host=3)
+    bench.put("a", HOST)
+    bench.put("b", HOST, under="a", priority=80, duration_ms=1)
+    bench.put("x", HOST)
+    bench.pass_ms(1)
+    bench.reserve(HOST, 1)
+    assert bench.stored() == "ab"
+
+
+def test_a_child_holds_its_parent_up() -> None:
+    """Nothing visible changes when the parent's own priority falls, and nothing is said; later both fall at once."""
+    bench = Bench(device=2)
+    bench.put("a", priority=80, duration_ms=1000)
+    bench.put("b", under="a", priority=80, duration_ms=2000)
+    since = len(bench.events)
+    bench.pass_ms(1000)
+    assert list(bench.said(since)) == []
+    assert bench.priority("a") == 80
+    bench.pass_ms(1000)
+    assert list(bench.said(since)) == [(EventType.UPDATED, Cause.EXPIRED, "ba")]
+    assert bench.priority("a") == bench.priority("b") == 35
+
+
+def test_a_chain_that_expires_at_once_does_so_tail_first() -> None:
+    bench = Bench(device=4)
+    bench.put("abcd", priority=60, duration_ms=10)
+    since = len(bench.events)
+    bench.pass_ms(10)
+    assert list(bench.said(since)) == [(EventType.UPDATED, Cause.EXPIRED, "dcba")]
+
+
+def test_a_great_many_expire_in_slices() -> None:
+    names = [chr(0x4E00 + n) for n in range(3 * EXPIRY_SLICE)]
+    bench = Bench(host=len(names))
+    for name in names:
+        bench.put(name, HOST, priority=50, duration_ms=10)
+    since = len(bench.events)
+    bench.pass_ms(10)
+    assert [len(event.blocks) for event in bench.events[since:]] == [EXPIRY_SLICE] * 3
+    assert "".join(blocks for _, _, blocks in bench.said(since)) == "".join(names)
+
+
+# -- given later -----------------------------------------------------------------------------------------------------
+
+
+def test_new_values_override() -> None:
+    bench = Bench(device=2)
+    bench.put("a", priority=80, duration_ms=1000)
+    assert bench.retain("ax", 60, 5000) == [BlockResult.OK, BlockResult.NOT_FOUND]
+    assert bench.priority("a") == 60
+    bench.pass_ms(4999)
+    assert bench.priority("a") == 60
+    bench.pass_ms(1)
+    assert bench.priority("a") == 35
+
+
+def test_for_ever_stops_the_clock() -> None:
+    bench = Bench(device=1)
+    bench.put("a", priority=80, duration_ms=1000)
+    bench.retain("a", 80)
+    bench.pass_ms(10_000)
+    assert bench.priority("a") == 80
+
+
+def test_a_new_priority_is_told_with_all_that_follows_from_it() -> None:
+    bench = Bench(device=2)
+    bench.put("ab")
+    since = len(bench.events)
+    bench.retain("b", 50)
+    assert list(bench.said(since)) == [(EventType.UPDATED, Cause.EXPLICIT, "ba")]
+    assert bench.priority("a") == 50
+
+
+def test_what_is_held_starts_its_clock_at_release() -> None:
+    bench = Bench(device=1)
+    lease = bench.store("a")
+    bench.retain("a", 80, 1000)
+    bench.pass_ms(3000)
+    assert bench.priority("a") == 80
+    bench.release(lease)
+    bench.pass_ms(1000)
+    assert bench.priority("a") == 35
+
+
+def test_an_acquire_may_bring_a_retention() -> None:
+    """For what is found of the chain; the duration counts from the release."""
+    bench = Bench(device=3)
+    bench.put("ab", priority=20)
+    chain = ChainRequest(keys("abc"), 0, (90, 80, 70), (0, 1000, 0))
+    (ticket,), outcome = bench.core.acquire(ALICE, GROUP, DEVICE, [chain], bench.now)
+    bench.apply(outcome)
+    assert (bench.priority("a"), bench.priority("b")) == (90, 80)
+    bench.pass_ms(1000)
+    assert bench.priority("b") == 80
+    bench.release(bench.lease(ticket))
+    bench.pass_ms(1000)
+    assert (bench.priority("a"), bench.priority("b")) == (90, 35)
+
+
+@pytest.mark.parametrize(
+    ("chain", "field"),
+    [
+        (ChainRequest(keys("ab"), 0, (90,)), "chains[0].priorities"),
+        (ChainRequest(keys("ab"), 0, (90, 101)), "chains[0].priorities"),
+        (ChainRequest(keys("ab"), 0, (90, 80), (1,)), "chains[0].durations_ms"),
+        (ChainRequest(keys("ab"), 0, (90, 80), (1, -1)), "chains[0].durations_ms"),
+        (ChainRequest(keys("ab"), 0, (), (1, 1)), "chains[0].durations_ms"),
+    ],
+)
+def test_a_malformed_retention_changes_nothing(chain: ChainRequest, field: str) -> None:
+    bench = Bench(device=2)
+    bench.put("ab")
+    with pytest.raises(BadArgument) as caught:
+        bench.core.acquire(ALICE, GROUP, DEVICE, [chain], bench.now)
+    assert caught.value.field == field
+    assert bench.priority("a") == 35
+
+
+@pytest.mark.parametrize("duration_ms", [-1, 1 << 32])
+def test_a_duration_has_its_range(duration_ms: int) -> None:
+    bench = Bench(device=1)
+    grant = bench.blank(DEVICE, 1)
+    assert grant.lease is not None
+    with pytest.raises(BadArgument) as caught:
+        bench.core.commit(ALICE, grant.lease, [CommitItem(grant.slots[0], key("a"), None, 35, duration_ms)], 0)
+    assert caught.value.field == "durations_ms"
+
+
+# -- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_move_carries_duration_and_deadline() -> None:
+    bench = Bench(host=1, disk=1)
+    bench.put("a", HOST, priority=80, duration_ms=1000)
+    bench.move("a", DISK)
+    (item,) = bench.moves[0].items
+    assert item.traits == (80, 1000, 1_000_000_000, None)
+
+
+def test_a_recovered_clock_goes_on() -> None:
+    bench = Bench(disk=2, recovered=[("a", None, 80), ("b", None, 80)], retained={"a": (1000, 300_000_000)})
+    bench.pass_ms(299)
+    assert bench.priority("a") == 80
+    bench.pass_ms(1)
+    assert (bench.priority("a"), bench.priority("b")) == (35, 80)
+
+
+def test_what_was_held_when_it_was_written_starts_its_clock_at_recovery() -> None:
+    bench = Bench(disk=1, recovered=[("a", None, 80)], retained={"a": (1000, 0)})
+    bench.pass_ms(999)
+    assert bench.priority("a") == 80
+    bench.pass_ms(1)
+    assert bench.priority("a") == 35
+
+
+def test_what_expired_while_nobody_ran_expires_at_the_first_tick() -> None:
+    bench = Bench(disk=1, recovered=[("a", None, 80)], retained={"a": (1000, 1)})
+    assert bench.priority("a") == 80
+    bench.pass_ms(1)
+    assert bench.priority("a") == 35
+
+
+def test_a_lost_tier_lets_go() -> None:
+    """The lease's copy is gone with its tier; the block lives on below, and its clock starts."""
+    bench = Bench(device=1, host=1)
+    bench.put("a", HOST, priority=80, duration_ms=1000)
+    bench.acquire("a", tier=DEVICE)
+    bench.acquire("a", tier=HOST)
+    bench.land()
+    bench.lose(DEVICE)
+    bench.pass_ms(5000)
+    assert bench.priority("a") == 80
+    bench.end()
+    bench.pass_ms(1000)
+    assert bench.priority("a") == 35
