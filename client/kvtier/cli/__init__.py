@@ -9,6 +9,7 @@ from __future__ import annotations
 import click
 
 # Under other names than their modules, which would be hidden otherwise.
+from kvtier.cli.bench import bench as bench_commands
 from kvtier.cli.blocks import move as move_command
 from kvtier.cli.caches import cache as cache_commands
 from kvtier.cli.doctor import doctor as doctor_command
@@ -37,5 +38,6 @@ for command in (
     cache_commands,
     replay_command,
     doctor_command,
+    bench_commands,
 ):
     main.add_command(command)

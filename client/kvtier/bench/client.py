@@ -1,0 +1,125 @@
+"""``kvtier bench client``: match, store and load, 64 blocks at a time."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvtier import transfer
+from kvtier.arena import Bytes
+from kvtier.bench.bare import Call, bare_call
+from kvtier.bench.place import Place, chains, place, scatter
+from kvtier.bench.result import Paired, Result
+from kvtier.bench.rounds import interleaved, timed
+from kvtier.private import TierSlots
+from kvtier.types import Tier
+
+BATCH: Final = 64
+SLOTS: Final = 4 * BATCH
+TIER: Final = Tier.DEVICE
+
+
+@dataclass(slots=True, frozen=True)
+class Options:
+    block_bytes: Sequence[int] = (64 << 10, 1 << 20)
+    rounds: int = 40
+    address: str | None = None
+
+
+async def run(options: Options) -> AsyncIterator[Result]:
+    """Floors: of store and load the copy alone, with the same primitive between the same slots and arrays; of the calls
+    an empty call to a bare server."""
+    for block_bytes in options.block_bytes:
+        slots = TierSlots(device=SLOTS, host=0, disk=0)
+        params = {"block_bytes": block_bytes, "blocks": BATCH, "tier": str(TIER)}
+        nbytes = BATCH * block_bytes
+        async with place(block_bytes, slots, address=options.address) as here:
+            await scatter(here.cache, TIER)
+            bench = _Bench(here, options.rounds)
+            with tempfile.TemporaryDirectory(prefix="kvtier-") as directory:
+                async with bare_call(Path(directory)) as nothing:
+                    yield (await bench.match(nothing)).time("client.match", params)
+                    yield (await bench.hold(nothing)).time("client.acquire_release", params)
+            yield (await bench.store()).rate("client.store", params, nbytes)
+            yield (await bench.load()).rate("client.load", params, nbytes)
+
+
+class _Bench:
+    def __init__(self, here: Place, rounds: int) -> None:
+        self._cache = here.cache
+        self._rounds = rounds
+        self._chains = chains(BATCH)
+        self._pools = here.cache.arena.pools(TIER, 0)
+        self._rows = _touched(here.cache.block_bytes)
+
+    async def match(self, nothing: Call) -> Paired:
+        """A chain that is stored whole."""
+        chain = await self._stored()
+        return await self._against(nothing, lambda: self._cache.match(chain))
+
+    async def hold(self, nothing: Call) -> Paired:
+        chain = await self._stored()
+
+        async def hold() -> None:
+            async with self._cache.acquire(chain, TIER, min_blocks=BATCH):
+                pass
+
+        return await self._against(nothing, hold)
+
+    async def store(self) -> Paired:
+        """Reserve, copy, commit, release, into free slots. Last freed is first given: the floor gets the same slots."""
+
+        async def ours() -> float:
+            chain = next(self._chains)
+            seconds = await timed(self._cache.put(chain, self._rows, tier=TIER))
+            await self._cache.drop(chain[:1])
+            return seconds
+
+        async def floor() -> float:
+            async with self._cache.reserve(BATCH, TIER) as lease:
+                return _copying(lambda: transfer.into_slots(self._pools, lease.slots, self._rows))
+
+        return await interleaved(ours, floor, self._rounds)
+
+    async def load(self) -> Paired:
+        """Acquire, copy, check, release."""
+        chain = await self._stored()
+        out = _touched(self._cache.block_bytes)
+
+        async def ours() -> float:
+            return await timed(self._cache.get(chain, out, tier=TIER))
+
+        async def floor() -> float:
+            async with self._cache.acquire(chain, TIER, min_blocks=BATCH) as lease:
+                return _copying(lambda: transfer.out_of_slots(self._pools, lease.slots, out))
+
+        paired = await interleaved(ours, floor, self._rounds)
+        await self._cache.drop(chain[:1])
+        return paired
+
+    async def _stored(self) -> list[bytes]:
+        chain = next(self._chains)
+        await self._cache.put(chain, self._rows, tier=TIER)
+        return chain
+
+    async def _against(self, nothing: Call, verb: Callable[[], Awaitable[Any]]) -> Paired:
+        return await interleaved(lambda: timed(verb()), lambda: timed(nothing()), self._rounds * 10)
+
+
+def _copying(copy: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    copy()
+    return time.perf_counter() - started
+
+
+def _touched(block_bytes: int) -> list[Bytes]:
+    """One array a block, every page of which is mapped."""
+    whole = np.empty((BATCH, block_bytes), dtype=np.uint8)
+    whole[:] = np.random.default_rng(1).integers(0, 256, block_bytes, dtype=np.uint8)
+    return list(whole)

@@ -1,0 +1,81 @@
+"""``kvtier bench``: what a daemon costs on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, TypeVar
+
+import click
+from rich.table import Table
+
+from kvtier.bench import client as client_bench
+from kvtier.bench.result import Result
+from kvtier.cli.common import console, json_option, run, slim_table
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_JSON = json_option("One list of {name, params, value, unit, floor, ratio}.")
+_UNITS: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+class SizeType(click.ParamType[int]):
+    """Bytes, or text such as ``64KiB``."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        digits = value.strip().rstrip("BKMGibkmg")
+        factor = _UNITS.get(value.strip()[len(digits) :].upper())
+        if factor is None or not digits.strip().isdigit():
+            self.fail(f"{value!r} is not a size: bytes, or such as 64KiB, 1MiB, 2GiB", param, ctx)
+        return int(digits) * factor
+
+
+@click.group()
+def bench() -> None:
+    """Measure what a daemon costs on this machine, beside what the machine could do without it.
+
+    Every figure has its floor: the same work without kvtier, measured in turn with it. The ratio is of the medians; of
+    a rate the more the better, of a time the less. A private daemon is started where no address is given.
+    """
+
+
+def _tell(results: AsyncIterator[Result], as_json: bool) -> None:
+    found = run(_collected(results))
+    if as_json:
+        click.echo(json.dumps([result.to_json() for result in found], indent=1))
+    else:
+        console().print(table(found))
+
+
+async def _collected(results: AsyncIterator[Result]) -> list[Result]:
+    return [result async for result in results]
+
+
+def table(results: list[Result]) -> Table:
+    rows = slim_table(("measured", "value", "floor", "ratio", "spread", "of"), left=("measured", "of"))
+    for result in results:
+        params = {name: value for name, value in result.params.items() if name not in ("spread", "floor_spread")}
+        rows.add_row(
+            result.name,
+            f"{result.value:,.4g} {result.unit}",
+            "" if result.floor is None else f"{result.floor:,.4g}",
+            "" if result.ratio is None else f"{result.ratio:.2f}",
+            f"{result.params['spread']:.0%}" if "spread" in result.params else "",
+            ", ".join(f"{name} {value}" for name, value in params.items()),
+        )
+    return rows
+
+
+@bench.command()
+@click.option("--address", metavar="DIR", help="Of a daemon that runs, instead of a private one.")
+@click.option("--block-bytes", "block_bytes", type=SizeType(), multiple=True, metavar="SIZE", help="Repeatable.")
+@click.option("--rounds", type=click.IntRange(min=1), default=40, show_default=True)
+@_JSON
+def client(address: str | None, block_bytes: tuple[int, ...], rounds: int, as_json: bool) -> None:
+    """Match, store and load through the client library, 64 blocks at a time."""
+    sizes = block_bytes or client_bench.Options().block_bytes
+    _tell(client_bench.run(client_bench.Options(sizes, rounds, address)), as_json)

@@ -1,0 +1,40 @@
+"""Every benchmark runs, on sizes of no significance, and says what it measured in the one form there is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.test_cli import kvtier
+
+FIELDS = ["name", "params", "value", "unit", "floor", "ratio"]
+
+
+def results(*arguments: str) -> dict[str, list[dict[str, Any]]]:
+    """By name. Absolute figures mean nothing here; that they are figures does."""
+    listed = json.loads(kvtier("bench", *arguments, "--json").stdout)
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for result in listed:
+        assert list(result) == FIELDS
+        assert result["value"] > 0
+        if result["floor"] is not None:
+            # Both are rounded to five digits.
+            assert abs(result["ratio"] - result["value"] / result["floor"]) <= 1e-3 * result["ratio"]
+        by_name.setdefault(result["name"], []).append(result)
+    return by_name
+
+
+def test_client_with_a_daemon_of_its_own() -> None:
+    found = results("client", "--block-bytes", "4KiB", "--block-bytes", "64KiB", "--rounds", "2")
+    assert sorted(found) == ["client.acquire_release", "client.load", "client.match", "client.store"]
+    for each in found.values():
+        assert [result["params"]["block_bytes"] for result in each] == [4096, 65536]
+        assert all(result["floor"] > 0 for result in each)
+
+
+async def test_client_leaves_nothing_in_a_daemon_that_runs(start_daemon: StartDaemon) -> None:
+    daemon: DaemonProcess = start_daemon(device=256)
+    assert results("client", "--address", daemon.address, "--block-bytes", "4KiB", "--rounds", "1")
+    (cache,) = json.loads(kvtier("cache", "ls", "--json", "--address", daemon.address).stdout)
+    assert cache["blocks"] == 0
