@@ -58,6 +58,6 @@ class Policy:
     demote_min_priority: Mapping[Tier, int] = field(default_factory=_default_thresholds)
     reserve_shift: int = 7
     reserve_max: int = 64
-    victims_a_call: int = 16
+    victims_a_call: int = 8
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from kvtierd.service.budgets import Budgets, RememberedSlots
 from kvtierd.service.caches import CachesService
 from kvtierd.service.calls import Dispatcher
 from kvtierd.service.catalog import Catalog, Stores
+from kvtierd.service.collector import Collector
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.hub import EventHub, Limits
@@ -76,6 +76,7 @@ class Daemon:
         self.live: Final = LiveConfig(config)
         self._directories: Final = directories
         self._serving = False
+        self._collector: Final = Collector()
         self._sequencer: Final = DurableSequencer(state)
         names: dict[CacheId, str] = {}
         limits = Limits(config.event_ring_bytes, config.event_ring_events)
@@ -123,9 +124,7 @@ class Daemon:
 
     async def _serve(self) -> None:
         await self._catalog.restore()
-        # What was restored lives as long as the daemon; unfrozen, every full collection would look at all of it again.
-        gc.collect()
-        gc.freeze()
+        self._collector.start()
         run = self._directories.run
         with run.creating_sockets():
             self._rpc.bind(run.rpc_path)
@@ -166,6 +165,7 @@ class Daemon:
         told = self._serving or not self._directories.state.identity.unclean
         self._directories.state.close(self._sequencer.last if clean and told else None)
         self._directories.run.close()
+        self._collector.stop()
         return clean
 
     def _services(self) -> Services:
