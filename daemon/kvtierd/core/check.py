@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kvtierd.core.across import AcrossTicket
 from kvtierd.core.block import Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.group import GroupState
@@ -26,6 +27,30 @@ def check(manager: BlockManager) -> None:
         parts = [part for ticket in manager.across.tickets.values() for part in ticket.parts]
         fetches += [part.fetch for part in parts if part.window is window]
         _Checker(group, window, leases, fetches).run()
+    for ticket in manager.across.tickets.values():
+        _across(ticket)
+
+
+def _across(ticket: AcrossTicket) -> None:
+    """4: a request over several groups has in each what one length needs there, claimed or held everywhere, and waits
+    for something."""
+    states = {part.fetch.waiting for part in ticket.parts}
+    _require(len(states) == 1, 4, f"request {ticket.id} waits in some groups only")
+    _require(ticket.least <= ticket.length <= ticket.matched, 4, f"request {ticket.id} is for {ticket.length} blocks")
+    for part in ticket.parts:
+        first = part.window.state.shape.first_block(ticket.length)
+        wanted = list(ticket.keys[first : ticket.length])
+        right = part.first_block == first and [block.key for block in part.fetch.blocks] == wanted
+        _require(right, 4, f"request {ticket.id} has other blocks than a prefix of {ticket.length} needs")
+        queued = part.fetch in part.window.queued(ticket.tier)
+        _require(queued == ticket.waiting, 4, f"request {ticket.id} is in a queue or not, wrongly")
+    turns = [part.turn for part in ticket.parts if part.window.heads(part.fetch)]
+    if ticket.waiting:
+        going = len(turns) == len(ticket.parts) and all(turn.able for turn in turns)
+        _require(not going, 4, f"request {ticket.id} waits and has room everywhere")
+        _require(all(turn.room is None for turn in turns), 4, f"request {ticket.id} waits for room that never comes")
+    else:
+        _require(any(part.fetch.pending for part in ticket.parts), 4, f"request {ticket.id} has all and no answer")
 
 
 def _require(truth: bool, invariant: int, what: str) -> None:
@@ -49,6 +74,7 @@ class _Checker:
         self.disk_closure()
         self.holds()
         self.clocks()
+        self.windows()
         self.flying()
         self.candidates()
         self.queues()
@@ -131,6 +157,8 @@ class _Checker:
             valid = sum(tier.bit for tier in Tier if (copy := block.copies[tier]) is not None and copy.valid)
             _require(block.residency == valid, 2, f"block {block.id} says {block.residency}, its copies {valid}")
             parent = block.parent
+            if self.state.shape.sliding:
+                _require(parent is None and block.first_child is None, 5, f"sliding block {block.id} has relatives")
             if parent is not None:
                 _require(parent.indexed, 5, f"block {block.id} is indexed, its parent {parent.id} is not")
                 _require(block in parent.children, 5, f"block {block.id} is not among its parent's children")
@@ -199,6 +227,14 @@ class _Checker:
             _require(not (block.duration_ms and lasting), 6, f"block {block.id} has a duration that says nothing")
             awaited = not lasting and not block.held
             _require((block in running) == awaited, 6, f"block {block.id}: its clock runs or stands wrongly")
+
+    def windows(self) -> None:
+        """A writer holds nothing of a sliding group that the newest block of its chain does not look back on."""
+        for lease in self.leases:
+            reach = {block for trail in lease.trails.values() for block in trail}
+            _require(not lease.trails or reach.issuperset(lease.held), 4, f"lease {lease.id} holds what slid out")
+            for trail in lease.trails.values():
+                _require(0 < len(trail) <= self.state.shape.span, 4, f"lease {lease.id} looks back too far")
 
     def flying(self) -> None:
         """3: sources of copies in flight stay valid; reads are exactly the flights."""

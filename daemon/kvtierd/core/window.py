@@ -155,7 +155,7 @@ class WindowManager:
 
     def _slide(self, lease: Lease, block: Block) -> None:
         """The block is the newest of its chain: what its window does not reach is let go."""
-        if not self.state.shape.sliding:
+        if not self.state.shape.sliding or block.key in lease.trails:
             return
         trail = lease.trails.pop(block.parent_key, None) if block.parent_key is not None else None
         trail = trail if trail is not None else deque()
