@@ -9,20 +9,17 @@ import asyncio
 import logging
 import os
 import resource
-import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import click
 
-from kvtierd.config import ENV_PREFIX, Config, ConfigError, LiveConfig, Loaded, read
+from kvtierd.config import ENV_PREFIX, Config, ConfigError
 from kvtierd.config.describe import as_json, as_toml, reference
 from kvtierd.config.flags import given, with_flags
-from kvtierd.service.daemon import Daemon
+from kvtierd.serve import Manager, Sources, serve
 from kvtierd.tiers.base import TierConfigError, TierError
 
 EXIT_FAILED: Final = 1
@@ -76,67 +73,24 @@ def main(
         _serve(sources, loaded.config)
 
 
-@dataclass(slots=True, frozen=True)
-class Sources:
-    """What the configuration is read from, at the start and at each reload (besides the environment)."""
-
-    file: Path | None
-    flags: Mapping[str, object]
-
-    def read(self) -> Loaded:
-        """Raises :class:`ConfigError`."""
-        return read(self.file, self.flags)
-
-
 def _serve(sources: Sources, config: Config) -> None:
     """Until asked to stop. Returns if that was clean, else the process ends here."""
     _set_up_logging(config.log_level)
     _raise_descriptor_limit()
     try:
-        clean = asyncio.run(_run(sources, config))
-    except TierConfigError as error:
-        _fail(EXIT_BAD_CONFIG, str(error))
+        manager = Manager.from_environment(os.environ)
+    except ValueError as error:
+        _fail(EXIT_BAD_CONFIG, f"environment: {error}")
+    try:
+        clean = asyncio.run(serve(sources, config, manager))
     except (TierError, OSError, RuntimeError) as error:
         _log.debug("start failed", exc_info=error)
-        _fail(EXIT_FAILED, str(error))
+        manager.notifier.status(f"failed: {error}")
+        _fail(EXIT_BAD_CONFIG if isinstance(error, TierConfigError) else EXIT_FAILED, str(error))
     if not clean:
         # A thread may hang in a call to a device or a disk, and would keep the process alive for as long.
         sys.stderr.flush()
         os._exit(EXIT_UNCLEAN)
-
-
-async def _run(sources: Sources, config: Config) -> bool:
-    """Until a signal asks for the end. Returns whether it ended cleanly."""
-    loop = asyncio.get_running_loop()
-    stop, reload = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
-    daemon = await Daemon.start(config)
-    daemon.live.on_change(lambda now: logging.getLogger().setLevel(now.log_level.upper()))
-    reloading = loop.create_task(_reload_when_asked(reload, sources, daemon.live), name="reload")
-    tcp = f" tcp={daemon.tcp_address}" if daemon.tcp_address else ""
-    click.echo(f"kvtierd ready pid={os.getpid()} address={daemon.address}{tcp}")
-    sys.stdout.flush()
-    await stop.wait()
-    reloading.cancel()
-    _log.info("stopping")
-    clean = await daemon.stop()
-    _log.info("stopped clean=%s", clean)
-    return clean
-
-
-async def _reload_when_asked(asked: asyncio.Event, sources: Sources, live: LiveConfig) -> None:
-    """One reload after the other; what is asked for during one is done once more after it."""
-    while True:
-        await asked.wait()
-        asked.clear()
-        try:
-            fresh = await asyncio.to_thread(sources.read)
-        except ConfigError as error:
-            live.refuse(str(error))
-        else:
-            live.reload(fresh.config)
 
 
 def _set_up_logging(level: str) -> None:

@@ -131,6 +131,11 @@ class Edges:
         now_ns = time.monotonic_ns()
         return [problem for crew in self._crews for problem in crew.problems(now_ns, self._stuck_after_s)]
 
+    def stalled_s(self) -> float:
+        """For how long the slowest thread has been in one batch; infinite where one died."""
+        now_ns = time.monotonic_ns()
+        return max(crew.stalled_s(now_ns) for crew in self._crews)
+
     async def stop(self) -> bool:
         """Ends the threads. Moves still in flight are abandoned: not delivered, and no longer counted.
 

@@ -265,6 +265,10 @@ class Engine:
         unwritten = [cache.uses.problem for cache in self._caches.values() if cache.uses.problem is not None]
         return [*self._broken, *self._edges.problems(), *unwritten]
 
+    def stalled_s(self) -> float:
+        """The movers' heartbeat: for how long the slowest of their threads has been in one call."""
+        return self._edges.stalled_s()
+
     async def settle(self) -> None:
         """Returns when no move is in flight, no completion undelivered and nothing postponed."""
         await self._edges.idle()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import Final
 
@@ -57,6 +58,13 @@ class Worker:
             yield f"{self.name}: stuck, a batch has been running for {busy_s:.1f} s"
         if failure is not None and (ago_s := (now_ns - failure[0]) / 1e9) < FAILURE_SHOWN_S:
             yield f"{self.name}: a batch failed {ago_s:.1f} s ago: {failure[1]}"
+
+    def stalled_s(self, now_ns: int) -> float:
+        """How long the batch in hand has been running; infinite for a thread that died."""
+        busy_since_ns = self.busy_since_ns
+        if not self.thread.is_alive() and not self._abandoned:
+            return inf
+        return 0.0 if busy_since_ns is None else (now_ns - busy_since_ns) / 1e9
 
     def _run(self) -> None:
         try:
@@ -129,6 +137,9 @@ class Crew:
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
         for worker in self._exits:
             yield from worker.problems(now_ns, stuck_after_s)
+
+    def stalled_s(self, now_ns: int) -> float:
+        return max(worker.stalled_s(now_ns) for worker in self._exits)
 
     def dismiss(self) -> None:
         """Ends the threads after the batch in hand; what is queued is not carried out."""

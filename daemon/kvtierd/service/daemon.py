@@ -145,6 +145,10 @@ class Daemon:
         """host:port for TCP clients; None where there are none."""
         return self._tcp
 
+    def stalled_s(self) -> float:
+        """The movers' heartbeat, for a watchdog: for how long the slowest of their threads has been in one call."""
+        return self._engine.stalled_s()
+
     async def stop(self) -> bool:
         """Within the configured time. False if it was not clean: then threads may still be in the stores, which stay
         open, and only the end of the process lets go of them."""

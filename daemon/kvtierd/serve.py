@@ -1,0 +1,133 @@
+"""A daemon's life as a process: signals, reloads, and what its service manager is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import click
+
+from kvtierd.config import Config, ConfigError, Loaded, read
+from kvtierd.notify import Notifier, watchdog_interval_s
+from kvtierd.service.daemon import Daemon
+from kvtierd.service.watchdog import Watchdog
+
+_EXTEND_EVERY_S: Final = 5.0
+_EXTEND_BY_S: Final = 30.0
+_START_LIMIT_S: Final = 3600.0
+"""A start (allocating memory, reading indices) may take long, but not forever."""
+_STOP_MARGIN_S: Final = 15.0
+"""What a stop may take beyond the time in which moves may end."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Sources:
+    """What the configuration is read from, at the start and at each reload (besides the environment)."""
+
+    file: Path | None
+    flags: Mapping[str, object]
+
+    def read(self) -> Loaded:
+        """Raises :class:`ConfigError`."""
+        return read(self.file, self.flags)
+
+
+@dataclass(slots=True, frozen=True)
+class Manager:
+    """The service manager, or none. ``watchdog_s``: how often it wants to be told that all is well; None: never."""
+
+    notifier: Notifier
+    watchdog_s: float | None
+
+    @classmethod
+    def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
+        """Takes what is there. Raises ValueError where it makes no sense."""
+        return cls(Notifier.from_environment(environment), watchdog_interval_s(environment))
+
+
+async def serve(sources: Sources, config: Config, manager: Manager) -> bool:
+    """A daemon until a signal asks for its end. Returns whether it ended cleanly."""
+    loop = asyncio.get_running_loop()
+    notifier = manager.notifier
+    stop, reload = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
+    async with _taking_long(notifier):
+        daemon = await Daemon.start(config)
+    daemon.live.on_change(lambda now: logging.getLogger().setLevel(now.log_level.upper()))
+    reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
+    async with _watched(manager, daemon):
+        notifier.ready(_serving(daemon))
+        click.echo(f"kvtierd ready pid={os.getpid()} address={daemon.address}")
+        sys.stdout.flush()
+        await stop.wait()
+        _log.info("stopping")
+        reloading.cancel()
+        notifier.stopping("stopping: moves are given time to end")
+        notifier.extend(daemon.live.now.shutdown_seconds + _STOP_MARGIN_S)
+        clean = await daemon.stop()
+    _log.info("stopped clean=%s", clean)
+    return clean
+
+
+@asynccontextmanager
+async def _watched(manager: Manager, daemon: Daemon) -> AsyncIterator[None]:
+    """While it lasts the manager's watchdog is fed, if it has one."""
+    if manager.watchdog_s is None:
+        yield
+        return
+    watchdog = Watchdog(manager.notifier, manager.watchdog_s, daemon.stalled_s)
+    feeding = asyncio.create_task(watchdog.run(), name="watchdog")
+    try:
+        yield
+    finally:
+        feeding.cancel()
+
+
+@asynccontextmanager
+async def _taking_long(notifier: Notifier) -> AsyncIterator[None]:
+    """While it lasts the manager is asked for patience, as long as the loop is alive to ask."""
+    notifier.status("starting: opening caches")
+
+    async def ask() -> None:
+        async with asyncio.timeout(_START_LIMIT_S):
+            while True:
+                notifier.extend(_EXTEND_BY_S)
+                await asyncio.sleep(_EXTEND_EVERY_S)
+
+    asking = asyncio.create_task(ask(), name="extend")
+    try:
+        yield
+    finally:
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
+async def _reload_when_asked(asked: asyncio.Event, sources: Sources, daemon: Daemon, notifier: Notifier) -> None:
+    """One reload after the other; what is asked for during one is done once more after it."""
+    while True:
+        await asked.wait()
+        asked.clear()
+        notifier.reloading()
+        try:
+            fresh = await asyncio.to_thread(sources.read)
+        except ConfigError as error:
+            daemon.live.refuse(str(error))
+        else:
+            daemon.live.reload(fresh.config)
+        notifier.ready(_serving(daemon))
+
+
+def _serving(daemon: Daemon) -> str:
+    return "; ".join([f"serving at {daemon.address}", *daemon.live.problems])
