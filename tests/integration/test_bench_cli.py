@@ -38,3 +38,16 @@ async def test_client_leaves_nothing_in_a_daemon_that_runs(start_daemon: StartDa
     assert results("client", "--address", daemon.address, "--block-bytes", "4KiB", "--rounds", "1")
     (cache,) = json.loads(kvtier("cache", "ls", "--json", "--address", daemon.address).stdout)
     assert cache["blocks"] == 0
+
+
+def test_tiers_measures_every_edge_there_is() -> None:
+    found = results("tiers", "--block-bytes", "256KiB", "--disk-bytes", "64MiB", "--rounds", "1")
+    edges = {"device>host", "host>device", "host>disk", "disk>host", "device>disk", "disk>device"}
+    assert set(found) == {f"tiers.{edge}" for edge in edges}
+    assert all(result["floor"] > 0 for each in found.values() for result in each)
+    assert found["tiers.host>disk"][0]["params"]["recycled_bytes"] == 64 << 20
+
+
+def test_sizes_that_the_disk_cannot_have_are_refused() -> None:
+    said = kvtier("bench", "tiers", "--block-bytes", "1000", status=1)
+    assert "block_bytes" in said.stderr

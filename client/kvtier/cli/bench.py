@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 from rich.table import Table
 
 from kvtier.bench import client as client_bench
+from kvtier.bench import tiers as tiers_bench
 from kvtier.bench.result import Result
 from kvtier.cli.common import console, json_option, run, slim_table
+from kvtier.words import size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _JSON = json_option("One list of {name, params, value, unit, floor, ratio}.")
+_LEFT_OUT: Final = frozenset({"rounds", "spread", "floor_spread"})
+"""Of a table: they stand in the JSON."""
 _UNITS: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -56,18 +61,22 @@ async def _collected(results: AsyncIterator[Result]) -> list[Result]:
 
 
 def table(results: list[Result]) -> Table:
-    rows = slim_table(("measured", "value", "floor", "ratio", "spread", "of"), left=("measured", "of"))
+    rows = slim_table(("measured", "value", "floor", "ratio", "spread"), left=("measured",))
+    rows.add_column("of")
     for result in results:
-        params = {name: value for name, value in result.params.items() if name not in ("spread", "floor_spread")}
         rows.add_row(
             result.name,
             f"{result.value:,.4g} {result.unit}",
             "" if result.floor is None else f"{result.floor:,.4g}",
             "" if result.ratio is None else f"{result.ratio:.2f}",
             f"{result.params['spread']:.0%}" if "spread" in result.params else "",
-            ", ".join(f"{name} {value}" for name, value in params.items()),
+            ", ".join(_shown(name, value) for name, value in result.params.items() if name not in _LEFT_OUT),
         )
     return rows
+
+
+def _shown(name: str, value: Any) -> str:
+    return f"{name[:-6]} {size(value)}" if name.endswith("_bytes") else f"{name} {value}"
 
 
 @bench.command()
@@ -79,3 +88,26 @@ def client(address: str | None, block_bytes: tuple[int, ...], rounds: int, as_js
     """Match, store and load through the client library, 64 blocks at a time."""
     sizes = block_bytes or client_bench.Options().block_bytes
     _tell(client_bench.run(client_bench.Options(sizes, rounds, address)), as_json)
+
+
+@bench.command()
+@click.option("--block-bytes", "block_bytes", type=SizeType(), multiple=True, metavar="SIZE", help="Repeatable.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option(
+    "--disk-bytes",
+    type=SizeType(),
+    default=2 << 30,
+    metavar="SIZE",
+    help="Size of the disk tier, and of the bare file beside it. [default: 2GiB; less measures caches]",
+)
+@click.option(
+    "--disk-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where both go.  [default: where temporary files go]",
+)
+@_JSON
+def tiers(block_bytes: tuple[int, ...], rounds: int, disk_bytes: int, disk_dir: Path | None, as_json: bool) -> None:
+    """Every edge of a private daemon: device, host and disk, each to each."""
+    sizes = block_bytes or tiers_bench.Options().block_bytes
+    _tell(tiers_bench.run(tiers_bench.Options(sizes, rounds, disk_bytes, disk_dir)), as_json)
