@@ -243,6 +243,14 @@ class CommitRequest(google.protobuf.message.Message):
     PARENTS_FIELD_NUMBER: builtins.int
     PRIORITIES_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
+    EVENT_HASHES_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    TOKEN_EXTRA_IDS_FIELD_NUMBER: builtins.int
+    LORA_ID_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    MM_DIGESTS_FIELD_NUMBER: builtins.int
+    MM_BLOCKS_FIELD_NUMBER: builtins.int
+    MM_OFFSETS_FIELD_NUMBER: builtins.int
     DURATIONS_MS_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     lease_id: builtins.int
@@ -252,9 +260,31 @@ class CommitRequest(google.protobuf.message.Message):
     priorities: builtins.bytes
     """one byte a block, 0 to 100; empty = 35 for all"""
     seq: builtins.int
+    event_hashes: builtins.bytes
+    """What events tell of the blocks besides their keys, by the cache's options (CacheOptions.event_hash, keep_tokens).
+    INVALID_ARGUMENT for what the cache does not keep.
+    one a block, big-endian, 8 or 32 bytes as the algorithm has them; none: without
+    """
+    tokens: builtins.bytes
+    """token ids, u32 little-endian, tokens_per_block a block; none: without"""
+    token_extra_ids: builtins.bytes
+    """with tokens: u64 little-endian, one a token; none: no token has one"""
+    lora_id: builtins.int
+    """with tokens: of all blocks of the call"""
+    cache_salt: builtins.str
+    mm_digests: builtins.bytes
+    """with tokens: multimodal items, once for each block they cover, 32 bytes each"""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of this lease, blank"""
+
+    @property
+    def mm_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the index of that block, not falling"""
+
+    @property
+    def mm_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the place in the item of its first token in that block"""
 
     @property
     def durations_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -270,9 +300,22 @@ class CommitRequest(google.protobuf.message.Message):
         parents: builtins.bytes = ...,
         priorities: builtins.bytes = ...,
         seq: builtins.int = ...,
+        event_hashes: builtins.bytes = ...,
+        tokens: builtins.bytes = ...,
+        token_extra_ids: builtins.bytes = ...,
+        lora_id: builtins.int | None = ...,
+        cache_salt: builtins.str | None = ...,
+        mm_digests: builtins.bytes = ...,
+        mm_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        mm_offsets: collections.abc.Iterable[builtins.int] | None = ...,
         durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "durations_ms", b"durations_ms", "keys", b"keys", "lease_id", b"lease_id", "parents", b"parents", "priorities", b"priorities", "seq", b"seq", "slots", b"slots"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "priorities", b"priorities", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lora_id", b"_lora_id"]) -> typing.Literal["lora_id"] | None: ...
 
 global___CommitRequest = CommitRequest
 

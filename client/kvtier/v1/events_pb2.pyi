@@ -130,6 +130,51 @@ class WatchRequest(google.protobuf.message.Message):
 global___WatchRequest = WatchRequest
 
 @typing.final
+class BlockTokens(google.protobuf.message.Message):
+    """What a block holds of its prompt, in private: sent only of caches that keep tokens, to watchers with the right to see
+    them.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    EXTRA_IDS_FIELD_NUMBER: builtins.int
+    LORA_ID_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
+    MM_DIGESTS_FIELD_NUMBER: builtins.int
+    MM_OFFSETS_FIELD_NUMBER: builtins.int
+    token_ids: builtins.bytes
+    """u32 little-endian"""
+    extra_ids: builtins.bytes
+    """u64 little-endian, one a token; empty: no token has one"""
+    lora_id: builtins.int
+    cache_salt: builtins.str
+    mm_digests: builtins.bytes
+    """multimodal items that cover the block, 32 bytes each"""
+    @property
+    def mm_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the place in each item of its first token in the block"""
+
+    def __init__(
+        self,
+        *,
+        token_ids: builtins.bytes = ...,
+        extra_ids: builtins.bytes = ...,
+        lora_id: builtins.int | None = ...,
+        cache_salt: builtins.str | None = ...,
+        mm_digests: builtins.bytes = ...,
+        mm_offsets: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "extra_ids", b"extra_ids", "lora_id", b"lora_id", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "token_ids", b"token_ids"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lora_id", b"_lora_id"]) -> typing.Literal["lora_id"] | None: ...
+
+global___BlockTokens = BlockTokens
+
+@typing.final
 class Event(google.protobuf.message.Message):
     """Many blocks of one type, cache, group and cause."""
 
@@ -151,6 +196,11 @@ class Event(google.protobuf.message.Message):
     QUEUE_NS_FIELD_NUMBER: builtins.int
     COPY_NS_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_PER_CACHE_LEVEL_FIELD_NUMBER: builtins.int
+    EVENT_HASHES_FIELD_NUMBER: builtins.int
+    PARENT_HASHES_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    EVENT_HASH_FIELD_NUMBER: builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     id: builtins.int
     type: global___EventType.ValueType
     cause: kvtier.v1.common_pb2.Cause.ValueType
@@ -173,9 +223,21 @@ class Event(google.protobuf.message.Message):
     """planned to started"""
     copy_ns: builtins.int
     """started to complete"""
+    event_hashes: builtins.bytes
+    """stored, updated, removed: one a block, 8 or 32 bytes; zeros for a block without"""
+    parent_hashes: builtins.bytes
+    """stored: of the parents; zeros for a root, and for a parent without"""
+    event_hash: builtins.str
+    """how event_hashes are made; empty: the cache has none"""
+    window_tokens: builtins.int
+    """of the group; 0 = full attention"""
     @property
     def num_blocks_per_cache_level(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """created only, by Tier order of the cache"""
+
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockTokens]:
+        """stored: one a block, empty for a block without; or none at all"""
 
     def __init__(
         self,
@@ -196,8 +258,13 @@ class Event(google.protobuf.message.Message):
         queue_ns: builtins.int = ...,
         copy_ns: builtins.int = ...,
         num_blocks_per_cache_level: collections.abc.Iterable[builtins.int] | None = ...,
+        event_hashes: builtins.bytes = ...,
+        parent_hashes: builtins.bytes = ...,
+        tokens: collections.abc.Iterable[global___BlockTokens] | None = ...,
+        event_hash: builtins.str = ...,
+        window_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "cause", b"cause", "copy_ns", b"copy_ns", "group", b"group", "id", b"id", "keys", b"keys", "moved_bytes", b"moved_bytes", "moved_from", b"moved_from", "moved_to", b"moved_to", "num_blocks_per_cache_level", b"num_blocks_per_cache_level", "parents", b"parents", "priorities", b"priorities", "queue_ns", b"queue_ns", "residency", b"residency", "time_ns", b"time_ns", "type", b"type"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "cause", b"cause", "copy_ns", b"copy_ns", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "group", b"group", "id", b"id", "keys", b"keys", "moved_bytes", b"moved_bytes", "moved_from", b"moved_from", "moved_to", b"moved_to", "num_blocks_per_cache_level", b"num_blocks_per_cache_level", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "queue_ns", b"queue_ns", "residency", b"residency", "time_ns", b"time_ns", "tokens", b"tokens", "type", b"type", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___Event = Event
 
@@ -213,12 +280,24 @@ class SnapshotSlice(google.protobuf.message.Message):
     PARENTS_FIELD_NUMBER: builtins.int
     RESIDENCY_FIELD_NUMBER: builtins.int
     PRIORITIES_FIELD_NUMBER: builtins.int
+    EVENT_HASHES_FIELD_NUMBER: builtins.int
+    PARENT_HASHES_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    EVENT_HASH_FIELD_NUMBER: builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     cache: builtins.str
     group: builtins.int
     keys: builtins.bytes
     parents: builtins.bytes
     residency: builtins.bytes
     priorities: builtins.bytes
+    event_hashes: builtins.bytes
+    """20 to 24 as in a stored event"""
+    parent_hashes: builtins.bytes
+    event_hash: builtins.str
+    window_tokens: builtins.int
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockTokens]: ...
     def __init__(
         self,
         *,
@@ -228,8 +307,13 @@ class SnapshotSlice(google.protobuf.message.Message):
         parents: builtins.bytes = ...,
         residency: builtins.bytes = ...,
         priorities: builtins.bytes = ...,
+        event_hashes: builtins.bytes = ...,
+        parent_hashes: builtins.bytes = ...,
+        tokens: collections.abc.Iterable[global___BlockTokens] | None = ...,
+        event_hash: builtins.str = ...,
+        window_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "group", b"group", "keys", b"keys", "parents", b"parents", "priorities", b"priorities", "residency", b"residency"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "group", b"group", "keys", b"keys", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "residency", b"residency", "tokens", b"tokens", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___SnapshotSlice = SnapshotSlice
 

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
+from kvtierd.core.traits import Label
 
 
 class EventType(IntEnum):
@@ -46,12 +47,14 @@ class Cause(IntEnum):
 
 
 class BlockChange(NamedTuple):
-    """One block after the change. ``residency`` is 0 for a removed block."""
+    """One block after the change. ``residency`` is 0 for a removed block. ``parent_label``: of stored ones only."""
 
     key: Key
     parent: Key | None
     residency: int
     priority: int
+    label: Label | None = None
+    parent_label: Label | None = None
 
 
 @dataclass(slots=True, frozen=True)

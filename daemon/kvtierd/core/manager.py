@@ -144,8 +144,7 @@ class BlockManager:
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
         """Indexed blocks in the order of indexing, parents before children."""
         blocks, following = self._window(group).state.index.page(page, limit)
-        rows = (ListingRow(b.key, b.parent_key, b.residency, b.priority) for b in blocks)
-        return Listing(tuple(rows), following)
+        return Listing(tuple(map(_row, blocks)), following)
 
     def stats(self) -> ManagerStats:
         windows = list(self.windows.values())
@@ -589,6 +588,11 @@ class BlockManager:
             if item.label is not None:
                 _check_label(item.label)
         check_retention(len(items), [item.priority for item in items], [item.duration_ms for item in items])
+
+
+def _row(block: Block) -> ListingRow:
+    above = block.parent.label if block.parent is not None else None
+    return ListingRow(block.key, block.parent_key, block.residency, block.priority, block.label, above)
 
 
 def _check_label(label: Label) -> None:

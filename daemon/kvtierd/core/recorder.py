@@ -80,7 +80,9 @@ class Recorder:
     ) -> None:
         """Records the block as it is now, after the change."""
         residency = 0 if type is EventType.REMOVED else block.residency
-        change = BlockChange(block.key, block.parent_key, residency, block.priority)
+        above = block.parent if type is EventType.STORED else None
+        above_label = above.label if above is not None else None
+        change = BlockChange(block.key, block.parent_key, residency, block.priority, block.label, above_label)
         header = (type, cause, group, transfer)
         if self._events and self._events[-1][0] == header and len(self._events[-1][1]) < MAX_EVENT_BLOCKS:
             self._events[-1][1].append(change)

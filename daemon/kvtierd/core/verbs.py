@@ -65,6 +65,8 @@ class ListingRow:
     parent: Key | None
     residency: int
     priority: int
+    label: Label | None = None
+    parent_label: Label | None = None
 
 
 @dataclass(slots=True, frozen=True)

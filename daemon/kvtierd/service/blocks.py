@@ -18,6 +18,7 @@ from kvtierd.service.caches import opened
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Cache, Catalog
 from kvtierd.service.errors import bad_argument
+from kvtierd.service.labels import labels
 from kvtierd.service.sessions import Session
 
 PAGE_ROWS: Final = 4096
@@ -94,8 +95,10 @@ class BlocksService:
         parents = validate.parents("parents", request.parents, len(keys))
         priorities = validate.priorities("priorities", request.priorities, len(keys))
         items = [
-            CommitItem(SlotId(slot), key, parent, priority)
-            for slot, key, parent, priority in zip(request.slots, keys, parents, priorities, strict=True)
+            CommitItem(SlotId(slot), key, parent, priority, label=label)
+            for slot, key, parent, priority, label in zip(
+                request.slots, keys, parents, priorities, labels(cache, request, len(keys)), strict=True
+            )
         ]
         results = self._engine.commit(cache.id, session.id, LeaseId(request.lease_id), items)
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())

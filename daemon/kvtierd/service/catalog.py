@@ -33,6 +33,7 @@ from kvtierd.service.budgets import (
     tier_bytes,
 )
 from kvtierd.service.errors import bad_argument
+from kvtierd.service.faces import CacheFace
 from kvtierd.service.options import CacheOptions, Wanted, require_same
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
@@ -66,6 +67,10 @@ class Cache:
     @property
     def spec(self) -> CacheSpec:
         return self.runtime.spec
+
+    @property
+    def face(self) -> CacheFace:
+        return CacheFace.of(self.name, self.spec, self.options.event_hash)
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,7 +113,7 @@ class _Parts:
 
 
 class Catalog:
-    """All caches of the daemon, open until it stops. ``names``: filled in before a cache's first event."""
+    """All caches of the daemon, open until it stops. ``faces``: filled in before a cache's first event."""
 
     def __init__(
         self,
@@ -116,7 +121,7 @@ class Catalog:
         sequencer: EventSequencer,
         stores: Stores,
         identity: Identity,
-        names: dict[CacheId, str],
+        faces: dict[CacheId, CacheFace],
     ) -> None:
         self._engine: Final = engine
         self._sequencer: Final = sequencer
@@ -124,7 +129,7 @@ class Catalog:
         self._identity: Final = identity
         self._by_id: dict[CacheId, Cache] = {}
         self._by_name: dict[str, Cache] = {}
-        self._names: Final = names
+        self._faces: Final = faces
         self._parts: list[_Parts] = []
         self._ids = count(1)
         self._opening = asyncio.Lock()
@@ -189,7 +194,7 @@ class Catalog:
         """Watchers of an earlier life know blocks of these, and nobody may ever open them again."""
         for name in sorted(names):
             cache_id = CacheId(next(self._ids))
-            self._names[cache_id] = name
+            self._faces[cache_id] = CacheFace(name)
             for group in range(self._stores.remembered.groups(name)):
                 self._engine.announce_gone(cache_id, GroupId(group), unclean=self._identity.unclean)
 
@@ -246,7 +251,7 @@ class Catalog:
         stores = (parts.arena, parts.host, parts.device, parts.disk)
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, manager, *stores)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
-        self._names[cache_id] = plan.name
+        self._faces[cache_id] = cache.face
         self._engine.add_cache(
             runtime, parts.recovered, parts.quarantined, unclean=self._identity.unclean, restarted=plan.stored
         )
@@ -284,7 +289,7 @@ class Catalog:
         if plan.stored:
             return root.open_cache(plan.name)
         slots = {GroupId(group): count for group, count in enumerate(plan.slots[Tier.DISK])}
-        return root.create(plan.name, plan.spec, slots, plan.options.to_stored())
+        return root.create(plan.name, plan.spec, slots, plan.options.to_stored(), plan.options.label_bytes(plan.spec))
 
     def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)

@@ -24,6 +24,7 @@ from kvtierd.service.catalog import Catalog, Stores
 from kvtierd.service.collector import Collector
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
+from kvtierd.service.faces import CacheFace
 from kvtierd.service.hub import EventHub, Limits
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
@@ -78,9 +79,9 @@ class Daemon:
         self._serving = False
         self._collector: Final = Collector()
         self._sequencer: Final = DurableSequencer(state)
-        names: dict[CacheId, str] = {}
+        faces: dict[CacheId, CacheFace] = {}
         limits = Limits(config.event_ring_bytes, config.event_ring_events)
-        self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, names, limits)
+        self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits)
         self._engine: Final = Engine(
             asyncio.get_running_loop(), self._hub, self._sequencer, debug_checks=config.debug_checks
         )
@@ -90,7 +91,7 @@ class Daemon:
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
         )
-        self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, names)
+        self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._most_sessions)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
         self._translator: Final = Translator(self._sessions.owner_of)

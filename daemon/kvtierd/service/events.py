@@ -11,7 +11,6 @@ import grpc
 
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import GroupId
-from kvtierd.core.manager import ListingRow
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Right
 from kvtierd.service import validate, wire
@@ -42,7 +41,9 @@ class EventsService:
         return {"Watch": self.watch}
 
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
-        wanted = _filter(request.filter, self._visible(session, request.filter.caches))
+        wanted = _filter(
+            request.filter, self._visible(session, request.filter.caches), self._allowed(session, Right.TOKENS)
+        )
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
         start = request.WhichOneof("start")
         cursor = self._hub.last
@@ -71,9 +72,16 @@ class EventsService:
         """Events of other caches are filtered away; those asked for by name are refused instead."""
         for name in named:
             self._access.require_on(session, Right.WATCH, name)
-        if Right.WATCH in self._access.rights.everywhere(session.identity):
-            return None
-        return lambda name: self._access.may(session, Right.WATCH, name)
+        allowed = self._allowed(session, Right.WATCH)
+        return None if allowed is True else allowed or (lambda name: False)
+
+    def _allowed(self, session: Session, right: Right) -> Callable[[str], bool] | bool:
+        """On which caches the session has a right; True = all, False = none."""
+        if right in self._access.rights.everywhere(session.identity):
+            return True
+        return right in self._access.rights.somewhere(session.identity) and (
+            lambda name: self._access.may(session, right, name)
+        )
 
     def _resume_at(self, since: blocks_pb2.Cursor) -> int:
         """The id after which to go on. Raises INVALID_ARGUMENT for the future, OUT_OF_RANGE for what is not held."""
@@ -99,36 +107,32 @@ class EventsService:
             if not wanted.wants_cache(cache.name):
                 continue
             for group in range(len(cache.spec.groups)):
-                async with aclosing(self._slices_of_group(cursor, cache, GroupId(group))) as slices:
+                private = wanted.may_see_tokens_of(cache.name)
+                async with aclosing(self._slices_of_group(cursor, cache, GroupId(group), private)) as slices:
                     async for batch in slices:
                         yield batch
 
-    async def _slices_of_group(self, cursor: int, cache: Cache, group: GroupId) -> AsyncGenerator[bytes, None]:
+    async def _slices_of_group(
+        self, cursor: int, cache: Cache, group: GroupId, private: bool
+    ) -> AsyncGenerator[bytes, None]:
         page = 0
         while True:
             listing = self._engine.listing(cache.id, group, page, SLICE_BLOCKS)
             if listing.rows:
-                yield self._slice(cursor, cache, group, listing.rows)
+                slice = wire.slice_of(cache.face, group, listing.rows, private=private)
+                batch = events_pb2.WatchBatch(epoch=self._hub.epoch, first_id=cursor + 1, last_id=cursor, slice=slice)
+                yield batch.SerializeToString()
                 await asyncio.sleep(0)  # a stream that always has room would not let go of the loop
             page = listing.next_page
             if not page:
                 break
 
-    def _slice(self, cursor: int, cache: Cache, group: GroupId, rows: tuple[ListingRow, ...]) -> bytes:
-        slice = events_pb2.SnapshotSlice(
-            cache=cache.name,
-            group=group,
-            keys=b"".join(row.key for row in rows),
-            parents=wire.parents(row.parent for row in rows),
-            residency=bytes(row.residency for row in rows),
-            priorities=bytes(row.priority for row in rows),
-        )
-        return events_pb2.WatchBatch(
-            epoch=self._hub.epoch, first_id=cursor + 1, last_id=cursor, slice=slice
-        ).SerializeToString()
 
-
-def _filter(message: events_pb2.WatchFilter, visible: Callable[[str], bool] | None) -> EventFilter:
+def _filter(
+    message: events_pb2.WatchFilter,
+    visible: Callable[[str], bool] | None,
+    private: Callable[[str], bool] | bool,
+) -> EventFilter:
     for index, kind in enumerate(message.types):
         if kind not in events_pb2.EventType.values() or not kind:
             raise bad_argument(f"filter.types[{index}]", kind, "an event type")
@@ -139,4 +143,4 @@ def _filter(message: events_pb2.WatchFilter, visible: Callable[[str], bool] | No
         validate.cache_name(name, f"filter.caches[{index}]")
     every = tuple(wire.TIER_TO_WIRE)
     tiers = [validate.tier(f"filter.tiers[{index}]", tier, every) for index, tier in enumerate(message.tiers)]
-    return EventFilter.of(message, tiers, visible)
+    return EventFilter.of(message, tiers, visible, private)

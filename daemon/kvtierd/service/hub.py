@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from kvtier.v1 import events_pb2
 from kvtierd.core.events import Event
-from kvtierd.core.ids import CacheId
 from kvtierd.service import wire
+from kvtierd.service.faces import Faces
 
 RUN_EVENTS: Final = 128
 RUN_BLOCKS: Final = 2048
@@ -37,11 +37,28 @@ LINGER_S: Final = 0.002
 
 @dataclass(slots=True, frozen=True)
 class Run:
-    """Ids [first, last], all of them held. ``body``: a serialised ``WatchBatch`` with just these events."""
+    """Ids [first, last], all of them held. ``body``: a serialised ``WatchBatch`` with just these events.
+
+    ``private``: the same with token ids; the same object where there are none.
+    """
 
     first: int
     last: int
     body: bytes
+    private: bytes
+
+    @classmethod
+    def of(cls, first: int, last: int, batch: events_pb2.WatchBatch) -> Self:
+        """Takes the batch with all that it may tell, and leaves it without what is private."""
+        private = batch.SerializeToString()
+        return cls(first, last, private if not without_tokens(batch.events) else batch.SerializeToString(), private)
+
+    def body_for(self, *, private: bool) -> bytes:
+        return self.private if private else self.body
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + (len(self.private) if self.private is not self.body else 0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,14 +73,14 @@ class EventHub:
     """The ring and its wake-up. Loop thread only.
 
     ``last``: the last id given out before this daemon started. ``epoch_first``: the first id of the present epoch; ids
-    from there to ``last`` were given out by an earlier life of the same epoch. ``names``: of all caches with events.
+    from there to ``last`` were given out by an earlier life of the same epoch. ``faces``: of all caches with events.
     """
 
-    def __init__(self, epoch: int, last: int, epoch_first: int, names: Mapping[CacheId, str], limits: Limits) -> None:
+    def __init__(self, epoch: int, last: int, epoch_first: int, faces: Faces, limits: Limits) -> None:
         self.epoch: Final = epoch
         self.epoch_first: Final = epoch_first
         self.watchers = 0
-        self._names = names
+        self._faces = faces
         self._limits = limits
         self._published = last
         self._packed = last
@@ -114,17 +131,15 @@ class EventHub:
         above = bisect_right(range(end), cursor + 1, lo=self._head, key=lambda index: self._ring[index].first)
         index = max(self._head, above - 1)
         run = _without_events_up_to(cursor, self._ring[index])
-        bodies, count, size = [run.body], run.last - run.first + 1, len(run.body)
-        last = run.last
+        runs, count, size = [run], run.last - run.first + 1, len(run.private)
         for following in range(index + 1, end):
             other = self._ring[following]
             count += other.last - other.first + 1
-            size += len(other.body)
+            size += len(other.private)
             if count > MESSAGE_EVENTS or size > MESSAGE_BYTES:
                 break
-            bodies.append(other.body)
-            last = other.last
-        return Run(run.first, last, b"".join(bodies))
+            runs.append(other)
+        return _joined(runs)
 
     async def news(self, cursor: int) -> None:
         """Returns once something above ``cursor`` can be read, or the hub is closed."""
@@ -150,17 +165,18 @@ class EventHub:
             return
         count = _run_length(self._pending)
         events, self._pending = self._pending[:count], self._pending[count:]
-        body = events_pb2.WatchBatch(events=[wire.event(e, self._names[e.cache]) for e in events]).SerializeToString()
-        self._ring[self._head + len(self._ring)] = Run(events[0].id, events[-1].id, body)
+        batch = events_pb2.WatchBatch(events=[wire.event(each, self._faces[each.cache]) for each in events])
+        run = Run.of(events[0].id, events[-1].id, batch)
+        self._ring[self._head + len(self._ring)] = run
         self._packed = events[-1].id
-        self._bytes += len(body)
+        self._bytes += run.size
         self._make_room()
 
     def _make_room(self) -> None:
         while len(self._ring) > 1 and (
             self._bytes > self._limits.max_bytes or self._packed - self.oldest >= self._limits.max_events
         ):
-            self._bytes -= len(self._ring.pop(self._head).body)
+            self._bytes -= self._ring.pop(self._head).size
             self._head += 1
 
     def _wake(self) -> None:
@@ -181,6 +197,20 @@ def _run_length(events: Sequence[Event]) -> int:
 def _without_events_up_to(cursor: int, run: Run) -> Run:
     if run.first > cursor:
         return run
-    batch = events_pb2.WatchBatch.FromString(run.body)
+    batch = events_pb2.WatchBatch.FromString(run.private)
     rest = [event for event in batch.events if event.id > cursor]
-    return Run(cursor + 1, run.last, events_pb2.WatchBatch(events=rest).SerializeToString())
+    return Run.of(cursor + 1, run.last, events_pb2.WatchBatch(events=rest))
+
+
+def _joined(runs: Sequence[Run]) -> Run:
+    body = b"".join(run.body for run in runs)
+    private = any(run.private is not run.body for run in runs)
+    return Run(runs[0].first, runs[-1].last, body, b"".join(run.private for run in runs) if private else body)
+
+
+def without_tokens(events: Iterable[events_pb2.Event], may_see: Callable[[str], bool] = lambda cache: False) -> bool:
+    """Takes out token ids of caches whose tokens may not be seen. Whether there were any."""
+    private = [event for event in events if event.tokens and not may_see(event.cache)]
+    for event in private:
+        event.ClearField("tokens")
+    return bool(private)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Final, Self
 
+from kvtier.abi.event_hashes import HASH_BYTES
+from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import caches_pb2
 from kvtierd.service.errors import bad_argument
 
@@ -21,9 +23,11 @@ class WritePolicy(StrEnum):
 
 
 EVICTION_POLICIES: Final = frozenset({"lru"})
-EVENT_HASHES: Final[frozenset[str]] = frozenset()
+EVENT_HASHES: Final = frozenset(HASH_BYTES)
 """Hashes by which blocks are named in events besides their keys."""
 
+_BYTES_A_TOKEN: Final = 4 + 8
+_OTHER_BYTES: Final = 128
 _WRITE_POLICIES: Final[Mapping[int, WritePolicy]] = {caches_pb2.WRITE_POLICY_BACK: WritePolicy.BACK}
 _TO_WIRE: Final = {policy: value for value, policy in _WRITE_POLICIES.items()}
 
@@ -36,6 +40,12 @@ class CacheOptions:
     eviction: str = "lru"
     event_hash: str = ""
     keep_tokens: bool = False
+
+    def label_bytes(self, spec: CacheSpec) -> int:
+        """What a block's hash and tokens take on disk, each token with an extra id, and with a salt of ordinary
+        length."""
+        tokens = _BYTES_A_TOKEN * spec.tokens_per_block + _OTHER_BYTES if self.keep_tokens else 0
+        return HASH_BYTES.get(self.event_hash, 0) + tokens
 
     def to_wire(self) -> caches_pb2.CacheOptions:
         return caches_pb2.CacheOptions(
@@ -75,7 +85,7 @@ def wanted(message: caches_pb2.CacheOptions) -> dict[str, Any]:
     if message.event_hash:
         named["event_hash"] = _name("event_hash", message.event_hash, EVENT_HASHES)
     if message.keep_tokens:
-        raise bad_argument("options.keep_tokens", True, "false: this daemon keeps no tokens")
+        named["keep_tokens"] = True
     if message.thresholds:
         raise bad_argument("options.thresholds", len(message.thresholds), "none: this daemon has its own only")
     return named

@@ -10,7 +10,7 @@ from typing import Final
 from kvtier.v1 import events_pb2
 from kvtierd.core.ids import Tier
 from kvtierd.service.errors import shutting_down
-from kvtierd.service.hub import EventHub, Run
+from kvtierd.service.hub import EventHub, Run, without_tokens
 
 SLOW: Final = "slow"
 UNCLEAN_STOP: Final = "unclean-stop"
@@ -20,7 +20,8 @@ UNCLEAN_STOP: Final = "unclean-stop"
 class EventFilter:
     """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same.
 
-    ``visible``: of which caches the watcher may see events; None = of all.
+    ``visible``: of which caches the watcher may see events; None = of all. ``private``: of which it may see token ids,
+    or of all or of none.
     """
 
     types: frozenset[int]
@@ -29,10 +30,15 @@ class EventFilter:
     tiers: frozenset[int]
     tier_bits: int
     visible: Callable[[str], bool] | None
+    private: Callable[[str], bool] | bool
 
     @classmethod
     def of(
-        cls, message: events_pb2.WatchFilter, tiers: list[Tier], visible: Callable[[str], bool] | None = None
+        cls,
+        message: events_pb2.WatchFilter,
+        tiers: list[Tier],
+        visible: Callable[[str], bool] | None = None,
+        private: Callable[[str], bool] | bool = False,
     ) -> EventFilter:
         return cls(
             types=frozenset(message.types),
@@ -41,7 +47,11 @@ class EventFilter:
             tiers=frozenset(message.tiers),
             tier_bits=sum(tier.bit for tier in set(tiers)),
             visible=visible,
+            private=private,
         )
+
+    def may_see_tokens_of(self, cache: str) -> bool:
+        return self.private if isinstance(self.private, bool) else self.private(cache)
 
     @property
     def lets_all_through(self) -> bool:
@@ -123,9 +133,13 @@ class Watcher:
     def _look_at(self, run: Run) -> bytes:
         """Moves on over ``run``; what of it this watcher wants."""
         self._cursor = run.last
-        if self._filter.lets_all_through:
-            return run.body
-        events = [event for event in events_pb2.WatchBatch.FromString(run.body).events if self._filter.wants(event)]
+        may_see = self._filter.private
+        body = run.body_for(private=may_see is not False)
+        if self._filter.lets_all_through and (isinstance(may_see, bool) or run.private is run.body):
+            return body
+        events = [event for event in events_pb2.WatchBatch.FromString(body).events if self._filter.wants(event)]
+        if not isinstance(may_see, bool):
+            without_tokens(events, may_see)
         return events_pb2.WatchBatch(events=events).SerializeToString()
 
     def _batch(self, *, snapshot_end: bool = False) -> bytes:

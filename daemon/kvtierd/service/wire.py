@@ -8,7 +8,10 @@ from typing import Final
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, events_pb2
 from kvtierd.core.events import BlockChange, Event, EventType
-from kvtierd.core.ids import KEY_BYTES, Key, Tier
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key, Tier
+from kvtierd.core.traits import Label
+from kvtierd.core.verbs import ListingRow
+from kvtierd.service.faces import CacheFace
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
 """On the wire: the parent of a chain's first block."""
@@ -73,19 +76,22 @@ def spec_from_wire(value: caches_pb2.CacheSpec) -> CacheSpec:
     )
 
 
-def event(value: Event, cache: str) -> events_pb2.Event:
-    """Which fields an event carries follows from its type; see ``events.proto``."""
+def event(value: Event, face: CacheFace) -> events_pb2.Event:
+    """Which fields an event carries follows from its type; see ``events.proto``. Private ones included."""
     message = events_pb2.Event(
         id=value.id,
         type=events_pb2.EventType.ValueType(value.type),
         cause=common_pb2.Cause.ValueType(value.cause),
-        cache=cache,
+        cache=face.name,
         group=value.group,
         time_ns=value.time_ns,
         num_blocks_per_cache_level=[slots for _, slots in value.capacity],
+        event_hash=face.event_hash,
+        window_tokens=face.window(value.group),
     )
     if value.blocks:
         _add_blocks(message, value.type, value.blocks)
+        add_labels(message, value.blocks, face.hash_bytes, stored=value.type is EventType.STORED)
     if value.moved_from is not None:
         message.moved_from = TIER_TO_WIRE[value.moved_from]
     if value.moved_to is not None:
@@ -102,3 +108,44 @@ def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: Sequence[Blo
         message.priorities = bytes(block.priority for block in blocks)
     if kind is EventType.STORED:
         message.parents = parents(block.parent for block in blocks)
+
+
+def slice_of(face: CacheFace, group: GroupId, rows: Sequence[ListingRow], *, private: bool) -> events_pb2.SnapshotSlice:
+    """``private``: with token ids, where there are any."""
+    message = events_pb2.SnapshotSlice(
+        cache=face.name,
+        group=group,
+        keys=b"".join(row.key for row in rows),
+        parents=parents(row.parent for row in rows),
+        residency=bytes(row.residency for row in rows),
+        priorities=bytes(row.priority for row in rows),
+        event_hash=face.event_hash,
+        window_tokens=face.window(group),
+    )
+    add_labels(message, rows, face.hash_bytes, stored=True)
+    if not private:
+        message.ClearField("tokens")
+    return message
+
+
+def add_labels(
+    message: events_pb2.Event | events_pb2.SnapshotSlice,
+    blocks: Sequence[BlockChange | ListingRow],
+    hash_bytes: int,
+    *,
+    stored: bool,
+) -> None:
+    """Hashes and tokens of the blocks, where the cache keeps any."""
+    if hash_bytes:
+        message.event_hashes = b"".join(_hash(block.label, hash_bytes) for block in blocks)
+    if stored and hash_bytes:
+        message.parent_hashes = b"".join(_hash(block.parent_label, hash_bytes) for block in blocks)
+    if stored and any(block.label is not None and block.label.tokens for block in blocks):
+        labels = (block.label for block in blocks)
+        message.tokens.extend(
+            events_pb2.BlockTokens.FromString(b"" if label is None else label.tokens) for label in labels
+        )
+
+
+def _hash(label: Label | None, size: int) -> bytes:
+    return label.event_hash if label is not None and label.event_hash else bytes(size)

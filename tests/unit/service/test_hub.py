@@ -5,9 +5,10 @@ import asyncio
 from kvtier.v1 import events_pb2
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key
+from kvtierd.service.faces import CacheFace
 from kvtierd.service.hub import MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, EventHub, Limits, Run
 
-NAMES = {CacheId(1): "cache"}
+FACES = {CacheId(1): CacheFace("cache")}
 
 
 def event(number: int, blocks: int = 1) -> Event:
@@ -24,7 +25,7 @@ def event(number: int, blocks: int = 1) -> Event:
 
 
 def hub(last: int = 0, max_bytes: int = 1 << 20, max_events: int = 1 << 20) -> EventHub:
-    return EventHub(1, last, 1, NAMES, Limits(max_bytes, max_events))
+    return EventHub(1, last, 1, FACES, Limits(max_bytes, max_events))
 
 
 def ids(run: Run | None) -> list[int]:

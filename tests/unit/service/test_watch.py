@@ -10,17 +10,18 @@ from kvtier.v1 import common_pb2, events_pb2
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.service.errors import CallRefused
+from kvtierd.service.faces import CacheFace
 from kvtierd.service.hub import EventHub, Limits
 from kvtierd.service.watch import EventFilter, Watcher, lost_range
 from kvtierd.service.wire import TIER_TO_WIRE
 
-NAMES = {CacheId(1): "one", CacheId(2): "two"}
+FACES = {CacheId(1): CacheFace("one"), CacheId(2): CacheFace("two")}
 BLOCK = BlockChange(Key(b"k" * 32), None, Tier.HOST.bit, 35)
 QUIET_S = 3600.0
 
 
 def hub(last: int = 0, max_events: int = 1 << 20, epoch: int = 1, epoch_first: int = 1) -> EventHub:
-    return EventHub(epoch, last, epoch_first, NAMES, Limits(1 << 30, max_events))
+    return EventHub(epoch, last, epoch_first, FACES, Limits(1 << 30, max_events))
 
 
 def stored(number: int, cache: int = 1, cause: Cause = Cause.COMMIT) -> Event:

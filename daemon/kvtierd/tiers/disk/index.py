@@ -20,7 +20,7 @@ from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.files import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
-from kvtierd.tiers.disk.records import Counters, encode_recency, restated, sequence_key, slot_key
+from kvtierd.tiers.disk.records import HEAD_BYTES, Counters, encode_recency, restated, sequence_key, slot_key
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -29,19 +29,35 @@ ENGINE: Final = 0
 """LMDB 0.9. Its files and those of 1.0 are unreadable to each other, so it is never left to the library's default."""
 
 _BYTES_PER_SLOT: Final = 1024
+_SPARE_BYTES: Final = 256
+_COPIES: Final = 3
+_PAGE: Final = 4096
+_PAGE_HEADER: Final = 16
+_NODE_OVERHEAD: Final = 48
+_MOST_INLINE: Final = 1990
 _BASE_BYTES: Final = 8 << 20
 _TOUCH_OVERHEAD: Final = 24
 _log = logging.getLogger(__name__)
 
 
-def index_bytes(slots: int) -> int:
-    """Map size for ``slots`` records, all groups together.
+def index_bytes(slots: int, label_bytes: int = 0) -> int:
+    """Map size for ``slots`` records, all groups together, with labels of ``label_bytes``.
 
-    A record without label takes 130 bytes in a page that random keys leave about two thirds full; recency and the log
-    of touches add at most 40. One transaction may rewrite all pages and LMDB reuses none freed by the two before it:
-    replacing everything at once, over and over, was measured to reach 475 bytes a slot.
+    Random keys leave pages about two thirds full, and values over half a page get pages of their own. One transaction
+    may rewrite everything, and LMDB reuses no page freed by the two before it: replacing all blocks at once, over and
+    over, was measured to reach three times what they take. So that was 422 bytes a slot without labels, 1,044 with
+    labels of 168 bytes, 12,500 with 1,900. Recency and the log of touches add at most 40.
     """
-    return _BASE_BYTES + _BYTES_PER_SLOT * slots
+    return _BASE_BYTES + slots * max(
+        _BYTES_PER_SLOT, _COPIES * _bytes_in_pages(HEAD_BYTES + label_bytes) + _SPARE_BYTES
+    )
+
+
+def _bytes_in_pages(value: int) -> int:
+    """What a record takes of pages that are two thirds full."""
+    if value > _MOST_INLINE:
+        return (value + _PAGE_HEADER + _PAGE - 1) // _PAGE * _PAGE + _NODE_OVERHEAD
+    return _PAGE // max(1, (_PAGE - _PAGE_HEADER) * 2 // 3 // (value + _NODE_OVERHEAD))
 
 
 @dataclass(slots=True)

@@ -108,10 +108,16 @@ class DiskRoot:
         return [block.cache for block in _read_caches(self._path)]
 
     def create(
-        self, name: str, spec: CacheSpec, slots: Mapping[GroupId, int], options: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        spec: CacheSpec,
+        slots: Mapping[GroupId, int],
+        options: Mapping[str, Any] | None = None,
+        label_bytes: int = 0,
     ) -> DiskStore:
         """Makes a cache with a slab of ``slots`` records a group and returns its store, empty and ready for use.
 
+        ``label_bytes``: of each block's label, for which the index has room.
         Raises :class:`TierConfigError` (bad or taken name, slots, or the free-space floor would be passed) before
         anything is made, :class:`TierIOError`.
         """
@@ -121,7 +127,8 @@ class DiskRoot:
         if final.exists():
             raise TierConfigError("name", name, "not the name of a stored cache")
         _check_slots(spec, slots)
-        block = _CacheBlock(StoredCache(name, spec, dict(slots), dict(options or {})), index_bytes(sum(slots.values())))
+        map_bytes = index_bytes(sum(slots.values()), label_bytes)
+        block = _CacheBlock(StoredCache(name, spec, dict(slots), dict(options or {})), map_bytes)
         wanted = sum(shape.nbytes for shape in block.shapes.values()) + block.map_bytes
         _require_room(self._path, wanted, self._floor_bytes)
 
