@@ -346,6 +346,12 @@ CASES = {
     "release: a second time": Case(
         "Release", releasing(lease_ids=lambda s: [s.released]), MISSING, "", reason="UNKNOWN_LEASE"
     ),
+    "release: a part of more than was leased": Case(
+        "Release", releasing(first_blocks=[10**6]), BAD, "first_blocks", str(10**6), "0 to"
+    ),
+    "release: parts of too many": Case(
+        "Release", releasing(first_blocks=[0, 0]), BAD, "first_blocks", "2", "one a lease"
+    ),
     "release: twice in a call": Case(
         "Release", releasing(lease_ids=lambda s: [s.lease, s.lease]), BAD, "lease_ids", "", "each lease once"
     ),

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from kvtierd.core.check import check
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.manager import (
     BlockManager,
     BlockResult,
@@ -32,6 +32,7 @@ from kvtierd.core.manager import (
 )
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal
 from kvtierd.core.tickets import LeaseRecord
+from kvtierd.core.verbs import AcrossMatch
 from kvtierd.mover.edges import Edges
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime
@@ -171,11 +172,20 @@ class Engine:
         """One answer a chain, in order: the longest prefix READY in ``tier`` and held."""
         cache = self._accepting(cache_id)
         tickets, outcome = cache.manager.acquire(session, group, tier, chains, self._clock())
-        waiting = [
-            cache.tickets.open(ticket, session, tier, len(wanted.keys))
-            for ticket, wanted in zip(tickets, chains, strict=True)
-        ]
-        return await self._answers(cache, waiting, outcome, timeout_s)
+        return await self._acquired(cache, session, tier, chains, tickets, outcome, timeout_s)
+
+    async def acquire_across(
+        self,
+        cache_id: CacheId,
+        session: SessionId,
+        tier: Tier,
+        chains: Sequence[ChainRequest],
+        timeout_s: float | None,
+    ) -> list[Grant | Refusal]:
+        """The same over all window groups: the longest prefix that every one can serve."""
+        cache = self._accepting(cache_id)
+        tickets, outcome = cache.manager.acquire_across(session, tier, chains, self._clock())
+        return await self._acquired(cache, session, tier, chains, tickets, outcome, timeout_s)
 
     async def move(
         self,
@@ -203,9 +213,12 @@ class Engine:
         self._apply(cache, outcome)
         return results
 
-    def release(self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId]) -> None:
+    def release(
+        self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId], first_blocks: Sequence[int] = ()
+    ) -> None:
+        """``first_blocks``, one a lease: gives back only so many of its first blocks; 0 = all of it."""
         cache = self._find(cache_id)
-        self._apply(cache, cache.manager.release(session, leases, self._clock()))
+        self._apply(cache, cache.manager.release(session, leases, self._clock(), first_blocks))
 
     def drop(self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key]) -> DropReport:
         cache = self._find(cache_id)
@@ -215,6 +228,9 @@ class Engine:
 
     def match(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> Match:
         return self._find(cache_id).manager.match(group, keys)
+
+    def match_across(self, cache_id: CacheId, keys: Sequence[Key]) -> AcrossMatch:
+        return self._find(cache_id).manager.match_across(keys)
 
     def locate(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> list[Location]:
         return self._find(cache_id).manager.locate(group, keys)
@@ -361,6 +377,22 @@ class Engine:
             raise
         return [one.answer for one in waiting if one.answer is not None]
 
+    async def _acquired(
+        self,
+        cache: _Open,
+        session: SessionId,
+        tier: Tier,
+        chains: Sequence[ChainRequest],
+        tickets: Sequence[TicketId],
+        outcome: Outcome,
+        timeout_s: float | None,
+    ) -> list[Answer]:
+        waiting = [
+            cache.tickets.open(ticket, session, tier, len(wanted.keys))
+            for ticket, wanted in zip(tickets, chains, strict=True)
+        ]
+        return await self._answers(cache, waiting, outcome, timeout_s)
+
     def _withdraw(self, cache: _Open, waiting: Sequence[Waiting]) -> None:
         """Nobody will hear the answers. Those given already are undone, the others prevented.
 
@@ -373,8 +405,9 @@ class Engine:
                 case None:
                     cache.tickets.forget(one)
                     self._apply(cache, cache.manager.cancel(one.ticket, self._clock()))
-                case Grant(lease=lease) if lease is not None:
-                    self._return(cache, one.session, lease)
+                case Grant() as grant:
+                    for lease in grant.leases:
+                        self._return(cache, one.session, lease)
 
     def _withdraw_session(self, session: SessionId, step: Callable[[BlockManager, SessionId, int], Outcome]) -> None:
         """The core forgets the session's tickets without a word, so their callers are told here."""

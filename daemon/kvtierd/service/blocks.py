@@ -10,7 +10,7 @@ from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
-from kvtierd.core.outcome import Grant, Refusal, RefusalReason
+from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.errors import Refused, UnknownCache
 from kvtierd.service import validate, wire
@@ -61,7 +61,10 @@ class BlocksService:
 
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        found = self._engine.match(cache.id, group, validate.keys("keys", request.keys))
+        keys = validate.keys("keys", request.keys)
+        if request.across_groups:
+            return self._match_across(cache, group, keys)
+        found = self._engine.match(cache.id, group, keys)
         return blocks_pb2.MatchResponse(
             blocks=found.blocks, residency=bytes(found.residency), as_of_event=self._now_cursor()
         )
@@ -108,7 +111,11 @@ class BlocksService:
         tier = validate.tier("tier", request.tier, _leasable(cache))
         wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
         chains = _chains(request.chains)
-        answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
+        if request.across_groups:
+            _require_no_group(group)
+            answers = await self._engine.acquire_across(cache.id, session.id, tier, chains, wait_s)
+        else:
+            answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(
             chains=[self._acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()
@@ -117,7 +124,8 @@ class BlocksService:
     async def release(self, session: Session, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
         cache = opened(self._catalog, session, request.cache_id)
         validate.count("lease_ids", len(request.lease_ids), 1, validate.MAX_LEASES)
-        self._engine.release(cache.id, session.id, [LeaseId(lease) for lease in request.lease_ids])
+        leases = [LeaseId(lease) for lease in request.lease_ids]
+        self._engine.release(cache.id, session.id, leases, request.first_blocks)
         return blocks_pb2.ReleaseResponse(as_of_event=self._now_cursor())
 
     async def move(self, session: Session, request: blocks_pb2.MoveRequest) -> blocks_pb2.MoveResponse:
@@ -149,6 +157,15 @@ class BlocksService:
             as_of_event=self._now_cursor(),
         )
 
+    def _match_across(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> blocks_pb2.MatchResponse:
+        _require_no_group(group)
+        found = self._engine.match_across(cache.id, keys)
+        spans = [
+            blocks_pb2.GroupMatch(group=span.group, first_block=span.first_block, residency=bytes(span.residency))
+            for span in found.groups
+        ]
+        return blocks_pb2.MatchResponse(blocks=found.blocks, groups=spans, as_of_event=self._now_cursor())
+
     def _acquired(self, cache: Cache, tier: Tier, group: GroupId, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
         if isinstance(answer, Refusal):
             reason = answer.reason.name
@@ -159,6 +176,8 @@ class BlocksService:
             generations=_generations(cache, tier, group, answer.slots),
             found_in=bytes(answer.found_in),
             matched=answer.matched,
+            groups=[_acquired_group(cache, tier, part) for part in answer.groups],
+            blocks=answer.blocks,
         )
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
@@ -177,9 +196,9 @@ class BlocksService:
         if not withdrawn:
             return
         for answer in answers:
-            if isinstance(answer, Grant) and answer.lease is not None:
+            for lease in answer.leases if isinstance(answer, Grant) else ():
                 with suppress(UnknownLease, UnknownCache):  # ended with the session, or with the daemon
-                    self._engine.release(cache.id, session.id, [answer.lease])
+                    self._engine.release(cache.id, session.id, [lease])
         raise Refused(withdrawn[0])
 
     def _move_results(self, cache: Cache, group: GroupId, keys: Sequence[Key], grant: Grant) -> bytes:
@@ -205,6 +224,22 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
         least = validate.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys))
         chains.append(ChainRequest(keys, least))
     return chains
+
+
+def _require_no_group(group: GroupId) -> None:
+    if group:
+        raise bad_argument("group", group, "0: across_groups asks for all of them")
+
+
+def _acquired_group(cache: Cache, tier: Tier, part: GroupGrant) -> blocks_pb2.AcquiredGroup:
+    return blocks_pb2.AcquiredGroup(
+        group=part.group,
+        first_block=part.first_block,
+        lease_id=part.lease or 0,
+        slots=part.slots,
+        generations=_generations(cache, tier, part.group, part.slots),
+        found_in=bytes(part.found_in),
+    )
 
 
 def _generations(cache: Cache, tier: Tier, group: GroupId, slots: Sequence[SlotId | None]) -> list[int]:

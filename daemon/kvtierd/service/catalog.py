@@ -306,9 +306,15 @@ def _stored_options(cache: StoredCache) -> CacheOptions:
 
 
 def _shapes(spec: CacheSpec, slots: Slots) -> list[GroupShape]:
-    groups = [GroupId(group) for group in range(len(spec.groups))]
     return [
-        GroupShape(group, group_slots(slots, group), dict.fromkeys(slots, spec.record_bytes(group))) for group in groups
+        GroupShape(
+            GroupId(group),
+            group_slots(slots, GroupId(group)),
+            dict.fromkeys(slots, spec.record_bytes(group)),
+            spec.groups[group].window_tokens,
+            spec.tokens_per_block,
+        )
+        for group in range(len(spec.groups))
     ]
 
 

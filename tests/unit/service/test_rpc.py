@@ -354,6 +354,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("Acquire", {"tier": DEVICE, "chains": chains((many(validate.MAX_KEYS), 0), (KEYS[0], 0))}, "chains[1].keys"),
     ("Acquire", {"tier": DISK, "chains": chains((PACKED, 0))}, "tier"),
     ("Release", {"lease_ids": []}, "lease_ids"),
+    ("Release", {"lease_ids": [1], "first_blocks": [0, 0]}, "first_blocks"),
     ("Release", {"lease_ids": [1, 1]}, "lease_ids"),
     ("Commit", COMMIT | {"slots": []}, "slots"),
     ("Commit", COMMIT | {"slots": [2]}, "slots"),

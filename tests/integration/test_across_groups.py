@@ -1,0 +1,214 @@
+"""Sequences of a model with several attention windows: matched, held, stored and read over all its window groups."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, LeaseError, Tier, TooShort, connect
+from tests.integration.blocks import chain
+from tests.integration.daemon import DaemonProcess, StartFor
+from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
+from tests.integration.seeing import tier_stats
+
+KEYS = chain("across", 24)
+"""Windows of 64 and 100 tokens are covered by 4 and 7 blocks of 16."""
+
+
+def first_block(group: int, blocks: int) -> int:
+    """The first block that a group needs of a prefix, counted token by token from the contract."""
+    window = VSWA.groups[group].window_tokens
+    if not window:
+        return 0
+    tokens = range(max(0, blocks * 16 - window), blocks * 16)
+    return tokens[0] // 16 if tokens else blocks
+
+
+def longest(held: Mapping[int, set[bytes]], keys: Sequence[bytes]) -> int:
+    """The oracle: tries every length from the longest down, and asks of each whether every block it needs is there."""
+    return next(
+        blocks
+        for blocks in range(len(keys), -1, -1)
+        if all(set(keys[first_block(group, blocks) : blocks]) <= held[group] for group in groups_of(VSWA))
+    )
+
+
+async def held_by(cache: Cache) -> dict[int, set[bytes]]:
+    return {group: {row.key async for row in cache.in_group(group).blocks()} for group in groups_of(VSWA)}
+
+
+async def put(cache: Cache, keys: list[bytes], groups: Mapping[int, int] | None = None) -> None:
+    """Stores a chain: in each group so many of its last blocks; by default what a prefix of its length needs."""
+    counts = groups or {group: len(keys) - first_block(group, len(keys)) for group in groups_of(VSWA)}
+    arrays = {group: content(VSWA, group, keys[len(keys) - count :]) for group, count in counts.items()}
+    results = await cache.across.put(keys, arrays)
+    assert results == {group: [BlockResult.OK] * count for group, count in counts.items()}
+
+
+@pytest.fixture
+def daemon(start_for: StartFor) -> DaemonProcess:
+    return start_for(VSWA, device=32, host=32, disk=32)
+
+
+@pytest.fixture
+async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+    async with await connect(daemon.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def cache(client: AsyncClient) -> Cache:
+    return await client.open_cache("vswa", VSWA, budgets=by_hand(VSWA, device=32, host=32, disk=32))
+
+
+async def test_a_prefix_needs_each_group_s_window_and_no_more(cache: Cache) -> None:
+    await put(cache, KEYS)
+    found = await cache.across.match(KEYS)
+    assert found.blocks == 24
+    assert {span.group: (span.first_block, len(span.residency)) for span in found.groups} == {
+        0: (20, 4),
+        1: (0, 24),
+        2: (17, 7),
+    }
+    # Shorter ones want sliding blocks that nobody has stored.
+    assert (await cache.across.match(KEYS[:23])).blocks == 0
+
+
+async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache: Cache) -> None:
+    """Never the minimum of the groups' own matches: window 0 has no block of the middle, and the end is whole."""
+    await put(cache, KEYS[:4])
+    await put(cache, KEYS, {0: 4, 2: 7})
+    full = cache.in_group(1)
+    await full.put(KEYS[4:], content(VSWA, 1, KEYS[4:]), parent=KEYS[3])
+    assert (await cache.match(KEYS)).blocks == 4
+    assert (await cache.across.match(KEYS)).blocks == 24
+    assert (await cache.across.match(KEYS[:12])).blocks == 4
+
+
+async def test_what_is_acquired_is_held_in_every_group_and_released_at_once(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS)
+    async with cache.across.acquire([*KEYS, *chain("more", 1)], Tier.DEVICE, min_blocks=24) as lease:
+        assert (lease.blocks, lease.matched, lease.keys) == (24, 24, tuple(KEYS))
+        assert [len(part) for part in lease.groups] == [4, 24, 7]
+        assert lease.unchanged()
+        for group, part in enumerate(lease.groups):
+            assert part.keys == tuple(KEYS[part.first_block :])
+            views = [np.concatenate(part.view(index)) for index in range(part.blocks)]
+            assert_content(VSWA, group, part.keys, views)
+        assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 35
+    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
+    with pytest.raises(TooShort):
+        await cache.across.acquire(chain("absent", 3), min_blocks=1)
+
+
+async def test_what_a_sequence_leaves_behind_its_window_is_given_back(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS)
+    async with cache.across.acquire(KEYS, Tier.DEVICE) as lease:
+        window = lease.groups[2]
+        await window.trim(3)
+        assert (window.blocks, (await tier_stats(client, cache.name, Tier.DEVICE)).held) == (4, 32)
+        with pytest.raises(LeaseError, match="trimmed"):
+            window.view(2)
+        assert_content(VSWA, 2, window.keys[3:4], [np.concatenate(window.view(3))])
+        await window.trim(1)
+        with pytest.raises(InvalidArgument, match="1 to 2"):
+            await window.trim(3)
+        # What is not held can be evicted; what is, cannot.
+        crowd = chain("crowd", 96)
+        await cache.in_group(2).put(crowd, content(VSWA, 2, crowd), tier=Tier.DEVICE)
+        assert window.unchanged()
+    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
+
+
+async def test_several_sequences_claim_what_they_share_before_room_is_made(cache: Cache) -> None:
+    await put(cache, KEYS)
+    for group in groups_of(VSWA):
+        await cache.in_group(group).move(KEYS, Tier.HOST)
+    async with cache.across.acquire_many([KEYS, chain("absent", 2), KEYS], Tier.DEVICE, min_blocks=1) as leases:
+        assert [(lease.blocks, lease.refusal) for lease in leases] == [(24, ""), (0, "TOO_SHORT"), (24, "")]
+        assert leases[0].groups[1].slots == leases[2].groups[1].slots
+
+
+async def test_get_copies_the_prefix_out(cache: Cache) -> None:
+    await put(cache, KEYS)
+    found = await cache.across.get([*KEYS, *chain("more", 2)])
+    assert found.blocks == 24
+    for group, arrays in found.groups.items():
+        assert_content(VSWA, group, KEYS[first_block(group, 24) :], arrays)
+    nothing = await cache.across.get(chain("absent", 2))
+    assert (nothing.blocks, nothing.groups) == (0, {0: [], 1: [], 2: []})
+
+
+def test_the_synchronous_client_does_the_same(daemon: DaemonProcess) -> None:
+    with Client(daemon.address) as client:
+        cache = client.open_cache("vswa", VSWA)
+        arrays = {group: content(VSWA, group, KEYS[first_block(group, 24) :]) for group in groups_of(VSWA)}
+        cache.across.put(KEYS, arrays)
+        assert cache.across.match(KEYS).blocks == cache.across.get(KEYS).blocks == 24
+        with cache.across.acquire(KEYS) as lease:
+            lease.groups[2].trim(3)
+            assert [part.blocks for part in lease.groups] == [4, 24, 4]
+        with cache.across.acquire_many([KEYS, KEYS[:3]]) as leases:
+            assert [each.blocks for each in leases] == [24, 0]
+        assert client.stats().caches[0].tiers[0].held == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_matches_agree_with_an_oracle_under_random_traffic(start_for: StartFor, seed: int) -> None:
+    """Chains that share prefixes are stored with holes, moved, dropped, and evicted from tiers too small for them."""
+    chooser = random.Random(seed)
+    daemon = start_for(VSWA, device=12, host=10, disk=30)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("vswa", VSWA)
+        stems = [chain(f"stem {number}", 14) for number in range(3)]
+        chains = [
+            stem[:cut] + chain(f"twig {number}/{cut}", 14 - cut)
+            for number, stem in enumerate(stems)
+            for cut in (14, 9, 5)
+        ]
+        lengths = set()
+        for _ in range(60):
+            await disturb(cache, chooser, chooser.choice(chains))
+            held = await held_by(cache)
+            for keys in chains:
+                found = await cache.across.match(keys)
+                assert found.blocks == longest(held, keys)
+                assert [span.first_block for span in found.groups] == [
+                    first_block(group, found.blocks) for group in groups_of(VSWA)
+                ]
+                lengths.add(found.blocks)
+            await check_acquire(cache, chooser.choice(chains))
+        assert len(lengths) > 5, f"the traffic hardly tests anything: lengths {sorted(lengths)}"
+        assert (await client.stats()).caches[0].removed > 0
+
+
+async def disturb(cache: Cache, chooser: random.Random, keys: list[bytes]) -> None:
+    """One thing that clients do, to one chain in one group."""
+    group = cache.in_group(chooser.choice(groups_of(VSWA)))
+    some = keys[: chooser.randint(1, len(keys))]
+    if cache.spec.groups[group.group].window_tokens:
+        some = some[chooser.randrange(len(some)) :]  # a sliding group takes any part of a chain
+    match chooser.choice(["sequence", "sequence", "put", "put", "move", "drop"]):
+        case "sequence":
+            end = chooser.randint(1, 14)
+            whole = {each: content(VSWA, each, keys[first_block(each, end) : end]) for each in groups_of(VSWA)}
+            await cache.across.put(keys[:end], whole, tier=chooser.choice([Tier.DEVICE, Tier.HOST]))
+        case "put":
+            await group.put(some, content(VSWA, group.group, some), tier=chooser.choice([Tier.DEVICE, Tier.HOST]))
+        case "move":
+            await group.move(some, chooser.choice(list(Tier)))
+        case "drop":
+            await group.drop(some[-1:])
+
+
+async def check_acquire(cache: Cache, keys: list[bytes]) -> None:
+    """What is held is a prefix that the contract allows, and its bytes are right; then it is let go."""
+    async with cache.across.acquire(keys) as lease:
+        assert lease.blocks <= lease.matched
+        for group, part in enumerate(lease.groups):
+            needed = keys[first_block(group, lease.blocks) : lease.blocks]
+            assert list(part.keys) == needed
+            assert_content(VSWA, group, needed, [np.concatenate(part.view(index)) for index in range(part.blocks)])
