@@ -206,6 +206,17 @@ def _touches_parents_first(right: Method) -> Method:
 # -- retention -----------------------------------------------------------------------------------------------------
 
 
+def _lets_the_clock_run(right: Method) -> Method:
+    def hold(state: GroupState, block: Block, tier: Tier, session: SessionId) -> Copy:
+        deadline = block.deadline_ns
+        copy: Copy = right(state, block, tier, session)
+        if deadline:
+            state.clocks._run(block, deadline)
+        return copy
+
+    return hold
+
+
 def _expires_untold(right: Method) -> Method:
     def set_priority(state: GroupState, block: Block, priority: int, cause: Cause) -> None:
         if cause is Cause.EXPIRED:
@@ -285,7 +296,7 @@ FAULTS: Final = {
         Fault("priority_not_propagated", ((GroupState, "_reprioritise", _does_nothing),)),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
         Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),
-        Fault("clock_runs_while_held", ((Clocks, "stop", _does_nothing),)),
+        Fault("clock_runs_while_held", ((GroupState, "hold", _lets_the_clock_run),)),
         Fault("expiry_untold", ((GroupState, "_set_priority", _expires_untold),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
