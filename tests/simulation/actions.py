@@ -96,7 +96,21 @@ def move(world: World, choose: Chooser) -> None:
 
 
 def drop(world: World, choose: Chooser) -> None:
-    world.drop(_session(world, choose), choose.some(world.forest.keys, 3))
+    plan = world.plan_drop if choose.chance(30) else world.drop
+    plan(_session(world, choose), choose.some(world.forest.keys, 3))
+
+
+def pin(world: World, choose: Chooser) -> None:
+    tier = choose.pick(list(world.slots))
+    pinned = [key for (of, key), count in world.pins.items() if of is tier and count]
+    there = [key for key, change in world.mirror.blocks.items() if change.residency & tier.bit]
+    unpin = choose.chance(60)
+    keys = choose.some((pinned if unpin else there) or world.forest.keys, 3)
+    world.pin(_session(world, choose), tier, keys, unpin=unpin)
+
+
+def reset(world: World, choose: Chooser) -> None:
+    world.reset(_session(world, choose), force=choose.chance(50))
 
 
 def expire(world: World, choose: Chooser) -> None:
@@ -173,6 +187,8 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     scribble: 20,
     drop: 10,
     retain: 12,
+    pin: 14,
+    reset: 1,
     tick: 20,
     expire: 15,
     cancel: 10,

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Final
 from unittest.mock import patch
 
+from kvtierd.core import upkeep
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.flights import Flight, Flights
@@ -37,7 +39,7 @@ class Fault:
     """
 
     name: str
-    patches: tuple[tuple[type, str, Callable[[Method], Method]], ...]
+    patches: tuple[tuple[type | ModuleType, str, Callable[[Method], Method]], ...]
     outside: bool = True
 
     @contextmanager
@@ -227,6 +229,21 @@ def _expires_untold(right: Method) -> Method:
     return set_priority
 
 
+def _is_no_pin(right: Method) -> Method:
+    def keep(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
+        if state.pins.count(tier, copy) != 1:
+            right(state, block, tier, copy)
+
+    return keep
+
+
+def _nobody_needs(right: Method) -> Method:
+    def needed(block: Block) -> bool:
+        return False
+
+    return needed
+
+
 # -- events and generations ------------------------------------------------------------------------------------------
 
 
@@ -298,6 +315,8 @@ FAULTS: Final = {
         Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),
         Fault("clock_runs_while_held", ((GroupState, "hold", _lets_the_clock_run),)),
         Fault("expiry_untold", ((GroupState, "_set_priority", _expires_untold),)),
+        Fault("pin_holds_nothing", ((GroupState, "_keep", _is_no_pin), (GroupState, "unpin", _does_nothing))),
+        Fault("needed_blocks_dropped", ((upkeep, "needed", _nobody_needs),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
         Fault("generation_not_bumped", ((Recorder, "begin_write", _does_nothing),)),

@@ -77,6 +77,14 @@ class CoreMachine(RuleBasedStateMachine):
         self.take(actions.retain, data)
 
     @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        self.take(actions.pin, data)
+
+    @rule(data=st.data())
+    def reset(self, data: st.DataObject) -> None:
+        self.take(actions.reset, data)
+
+    @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
         self.take(actions.report, data)
 

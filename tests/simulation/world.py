@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtierd.core.check import check
-from kvtierd.core.errors import TierOffline
+from kvtierd.core.errors import StillHeld, TierOffline
 from kvtierd.core.events import BlockChange, Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, CommitItem, ListingRow
 from kvtierd.core.outcome import Grant, Move, Outcome, RefusalReason
-from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.policy import GroupShape, Policy, WritePolicy
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import Clients, Holding, MoveRequest, PrefixRequest, Request, SlotsRequest
 from tests.simulation.disk import Disk
@@ -32,6 +32,8 @@ GROUP: Final = GroupId(0)
 CACHE: Final = CacheId(1)
 SLOT_BYTES: Final = 4096
 DRAIN_BOUND: Final = 2000
+LOSSES: Final = (Cause.CORRUPT, Cause.IO_ERROR, Cause.ANCESTOR)
+EDGES_DOWN: Final = ((Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.DISK), (Tier.HOST, Tier.DISK))
 EVERYTHING: Final = 1 << 20
 
 
@@ -47,7 +49,8 @@ class Setup:
     def draw(cls, choose: Chooser) -> Setup:
         slots = draw_memory(choose) | ({Tier.DISK: choose.between(1, 12)} if choose.chance(80) else {})
         policy = Policy(
-            demote_min_priority={Tier.HOST: choose.pick((30, 0, 50)), Tier.DISK: choose.pick((30, 0, 50))},
+            thresholds={edge: choose.pick((30, 0, 50, 101)) for edge in EDGES_DOWN},
+            write_policy=choose.pick((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
             reserve_shift=choose.pick((7, 3, 2)),
             victims_a_call=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),
@@ -77,9 +80,11 @@ class World:
         self.seen: Counter[str] = Counter()
         self.now = 0
         self.postponed = False
+        self.lossy = False
         self.mirror = Mirror()
         self.disk = Disk(setup.slots[Tier.DISK]) if Tier.DISK in setup.slots else None
         self.retentions = Retentions()
+        self.pins: Counter[tuple[Tier, Key]] = Counter()
         self._sequencer = EventSequencer()
         self._boot(setup.slots, unclean=False, restarted=False)
 
@@ -88,6 +93,7 @@ class World:
         self.memories: dict[Tier, Memory] = {
             tier: Memory(str(tier), count) for tier, count in slots.items() if tier is not Tier.DISK
         }
+        self.pins.clear()
         self.mover = Mover(self.memories, self.disk)
         self.clients = Clients(self.memories)
         self.offline: set[Tier] = set()
@@ -196,8 +202,63 @@ class World:
                 (result is BlockResult.HELD) == (key in self.mirror.blocks), "drop left a block, or took a held one"
             )
         if BlockResult.HELD in report.results:
-            require(bool(self.clients.leases or self.clients.requests), "drop finds a block held by nobody")
+            require(
+                bool(self.clients.leases or self.clients.requests or +self.pins), "drop finds a block held by nobody"
+            )
         require(report.dropped <= len(before) - len(self.mirror.blocks), "drop counts too many")
+
+    def plan_drop(self, session: SessionId, keys: Sequence[Key]) -> None:
+        """A dry run tells what the drop that follows does, and changes nothing itself."""
+        before = dict(self.mirror.blocks)
+        plan, outcome = self.core.drop(session, GROUP, keys, self.now, dry_run=True)
+        self._carry_out(outcome)
+        require(self.mirror.blocks == before or bool(self.clients.requests), "a dry run changed something")
+        report, outcome = self.core.drop(session, GROUP, keys, self.now)
+        self._carry_out(outcome)
+        require(report == plan or bool(self.clients.requests), f"a drop does {report}, its dry run said {plan}")
+
+    def pin(self, session: SessionId, tier: Tier, keys: Sequence[Key], *, unpin: bool) -> None:
+        places = self.core.locate(GROUP, keys)
+        try:
+            results, outcome = self.core.pin(session, GROUP, tier, keys, self.now, unpin=unpin)
+        except TierOffline:
+            self._refused_offline(tier)
+            return
+        for key, place, result in zip(keys, places, results, strict=True):
+            slot, verb = place.slots[tier], "unpin" if unpin else "pin"
+            self.seen[f"{verb} {result.name}"] += 1
+            require((result is BlockResult.NOT_FOUND) == (key not in self.mirror.blocks), f"{verb} misses a block")
+            if slot is None or result is not BlockResult.OK:
+                require(result is not BlockResult.OK, "a copy is pinned where it is not")
+                continue
+            self.pins[tier, key] += -1 if unpin else 1
+            require(self.pins[tier, key] >= 0, "a block is unpinned more often than it was pinned")
+            self.retentions.wanted([key], self.now)
+        self._carry_out(outcome)
+
+    def reset(self, session: SessionId, *, force: bool) -> None:
+        plan = self.core.reset_plan()
+        blocks = len(self.mirror.blocks)
+        following = None
+        dropped = kept = 0
+        while True:
+            try:
+                report, outcome = self.core.reset(session, self.now, force=force, following=following)
+            except StillHeld as error:
+                self.seen["reset refused"] += 1
+                require(bool(error.holders) or error.pinned > 0, "a reset is refused for nobody's sake")
+                require(not force, "a forced reset is refused")
+                return
+            self._carry_out(outcome)
+            dropped, kept, following = dropped + report.dropped, kept + report.kept, report.following
+            if following is None:
+                break
+        self.seen["reset"] += 1
+        require(dropped + kept == blocks, "a reset overlooked a block")
+        planned = (plan.dropped, plan.kept) == (dropped, kept)
+        require(planned or bool(self.clients.requests), "a reset did not as planned")
+        for (tier, key), count in self.pins.items():
+            require(not count or key in self.mirror.blocks, f"a block pinned in {tier} is gone with a reset")
 
     def expire(self, request: Request) -> None:
         self._carry_out(self.core.expire(request.id, self.now), expired=request.id)
@@ -304,6 +365,9 @@ class World:
         """All sessions end: every slot in use again must be obtainable, and nothing may be left behind."""
         for session in self.clients.sessions:
             self.end(session)
+        for (tier, key), count in list(self.pins.items()):
+            for _ in range(count):
+                self.pin(self.clients.sessions[0], tier, [key], unpin=True)
         self.drain(choose)
         last = self.clients.sessions[0]
         for tier in self.memories.keys() - self.offline:
@@ -321,8 +385,9 @@ class World:
     def _carry_out(self, outcome: Outcome, expired: TicketId | None = None) -> None:
         self.steps += 1
         self.postponed = outcome.again
+        self.lossy = any(event.cause in LOSSES for event in outcome.events)
         self.seen["postponed"] += outcome.again
-        alone = not self.clients.leases and len(self.clients.requests) == 1
+        alone = not self.clients.leases and not any(self.pins.values()) and len(self.clients.requests) == 1
         before = self.mirror.blocks.copy() if outcome.grants else {}
         for ref in outcome.begin_write:
             self.memories[ref.tier].begin_write(ref.slot)
@@ -390,6 +455,7 @@ class World:
         rows = self.core.listing(GROUP, 0, EVERYTHING).rows
         self._verify_mirror(rows)
         self._verify_bytes(rows)
+        self._verify_pins(rows)
         self._note_holds()
         for memory in self.memories.values():
             memory.verify()
@@ -410,6 +476,20 @@ class World:
             if row.parent is not None:
                 require(row.parent in self.mirror.blocks, "a block is listed without its parent")
                 effective[row.parent] = max(row.priority, effective.get(row.parent, 0))
+
+    def _verify_pins(self, rows: Sequence[ListingRow]) -> None:
+        """A pinned copy stays, until its tier or its bytes are lost; the listing says so."""
+        places = dict(zip((row.key for row in rows), self.core.locate(GROUP, [row.key for row in rows]), strict=True))
+        for (tier, key), count in list(self.pins.items()):
+            there = key in places and bool(places[key].residency & tier.bit)
+            if count and not there and self.lossy:
+                del self.pins[tier, key]
+            else:
+                require(not count or there, f"a block pinned in {tier} has left it")
+        for row in rows:
+            pinned = sum(tier.bit for tier in Tier if self.pins[tier, row.key])
+            require(row.pinned == pinned, f"pinned in {pinned}, listed as pinned in {row.pinned}")
+        self.retentions.held((key for (_, key), count in self.pins.items() if count), self.now)
 
     def _note_holds(self) -> None:
         """Clocks stand while their blocks are leased, and may while a request that waits has them."""

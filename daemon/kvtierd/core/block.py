@@ -34,8 +34,8 @@ class Phase(IntEnum):
 class Copy:
     """A block's bytes in one tier.
 
-    ``holds``: leases on it. ``reads``: copies in flight that read it. While either is positive its slot is neither
-    reused nor given up. ``waiters``: fetches waiting for it to become READY.
+    ``holds``: leases on it, and one more while it is pinned. ``reads``: copies in flight that read it. While either is
+    positive its slot is neither reused nor given up. ``waiters``: fetches waiting for it to become READY.
     ``listed``: the candidate lists it stands on, as a bit set, at the rank ``ranked``.
     """
 

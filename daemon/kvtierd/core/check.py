@@ -13,7 +13,7 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.policy import DEFAULT_PRIORITY
+from kvtierd.core.policy import DEFAULT_PRIORITY, WritePolicy
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, Ticket
 from kvtierd.core.window import WindowManager
@@ -195,6 +195,8 @@ class _Checker:
             for copy in lease.held.values():
                 held[id(copy)] += 1
                 copies[id(copy)] = (lease.tier, copy)
+        for tier in self.state.tiers:
+            self._pinned(tier, held)
         for ticket in self.fetches:
             if ticket.waiting:
                 claims.update(ticket.blocks)
@@ -217,6 +219,15 @@ class _Checker:
         for tier in self.state.tiers:
             count = sum(copy.holds > 0 for of, copy in copies.values() if of is tier)
             _require(count == self.state.held[tier], 4, f"{tier}: {self.state.held[tier]} held slots, not {count}")
+
+    def _pinned(self, tier: Tier, held: Counter[int]) -> None:
+        """4: what is pinned is there, and counts as held once; not too many slots are."""
+        for block, copy in self.state.pins.copies(tier):
+            _require(block.indexed and block.copies[tier] is copy, 4, f"{tier} slot {copy.slot} is pinned and gone")
+            _require(copy.valid, 4, f"{tier} slot {copy.slot} is pinned and being filled")
+            held[id(copy)] += 1
+        most = self.state.policy.pinnable(self.state.slots[tier].capacity)
+        _require(self.state.pins.slots(tier) <= most, 7, f"{tier}: more than {most} slots are pinned")
 
     def clocks(self) -> None:
         """A clock runs for every block that nobody holds whose priority is to fall, and for no other."""
@@ -280,7 +291,8 @@ class _Checker:
         low = any(mask & t.bit for t in self.state.tiers if t > tier)
         redundant = up and not (tier is Tier.DISK and block.disk_children)
         below = self.state.below[tier]
-        kept = any(block.priority >= self.state.policy.demote_min_priority[t] for t in below)
+        fresh = self.state.policy.write_policy is WritePolicy.SELECTIVE and block not in self.state.reused
+        kept = not fresh and any(block.priority >= self.state.policy.threshold(tier, t) for t in below)
         return {
             "redundant": redundant,
             "demotable": bool(below) and not redundant and (low or kept),

@@ -6,7 +6,13 @@ no longer be trusted and nothing should go on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from kvtierd.core.ids import GroupId, LeaseId, Tier
+
+if TYPE_CHECKING:
+    from kvtierd.core.outcome import Holder
 
 
 class CoreError(Exception):
@@ -51,6 +57,15 @@ class TierOffline(CallerError):
     def __init__(self, tier: Tier) -> None:
         super().__init__(f"the {tier} tier is out of service")
         self.tier = tier
+
+
+class StillHeld(CallerError):
+    """A reset is refused while anything is leased or pinned. ``holders``: sessions and their slots, most first."""
+
+    def __init__(self, holders: Sequence[Holder], pinned: int) -> None:
+        super().__init__(f"{sum(holder.slots for holder in holders)} slots are leased, {pinned} pinned")
+        self.holders = tuple(holders)
+        self.pinned = pinned
 
 
 class InvariantViolation(CoreError, AssertionError):

@@ -10,11 +10,10 @@ from kvtierd.core.events import Cause, EventType
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import MoveId, Tier
 from kvtierd.core.outcome import MoveResult
+from kvtierd.core.policy import Edge, WritePolicy
 from kvtierd.core.recorder import Transfer
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket
-
-Edge = tuple[Tier, Tier]
 
 
 @dataclass(slots=True)
@@ -153,8 +152,10 @@ class Flights:
         state.reconsider(block)
 
     def _promoted(self, flight: Flight) -> bool:
-        """Promotion from host frees the source unless somebody needs it; promotion from disk keeps it."""
-        return flight.edge == (Tier.HOST, Tier.DEVICE) and self._idle(flight.block, Tier.HOST)
+        """Promotion from host frees the source unless somebody needs it; promotion from disk keeps it, and so does a
+        cache that writes through."""
+        through = self._state.policy.write_policy is WritePolicy.THROUGH
+        return not through and flight.edge == (Tier.HOST, Tier.DEVICE) and self._idle(flight.block, Tier.HOST)
 
     def _idle(self, block: Block, tier: Tier) -> bool:
         copy = block.copies[tier]

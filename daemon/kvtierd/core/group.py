@@ -16,15 +16,12 @@ from kvtierd.core.evict import Evictor, Listed
 from kvtierd.core.ids import BlockId, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
-from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, GroupShape, Policy
+from kvtierd.core.pins import Pins
+from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
 from kvtierd.core.recorder import Recorder, Transfer, move_item
 from kvtierd.core.retention import Clocks
 from kvtierd.core.slots import SlotState, SlotTable
 from kvtierd.core.traits import Traits
-
-NEVER_KEPT: Final = MAX_PRIORITY + 1
-"""A threshold no priority reaches: there is no tier below."""
-
 
 EXPIRY_SLICE: Final = 64
 """Blocks that one call's expiries may move: a fraction of a millisecond."""
@@ -105,14 +102,17 @@ class GroupState:
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
         self.index = BlockIndex()
         self.clocks = Clocks()
+        self.pins = Pins(self.tiers)
         self.stored = 0
         self.removed = 0
         self._clock = 0
         self._last_block = 0
         self._floor = {
-            tier: min((policy.demote_min_priority[low] for low in self.below[tier]), default=NEVER_KEPT)
-            for tier in self.tiers
+            tier: min((policy.threshold(tier, low) for low in self.below[tier]), default=NEVER) for tier in self.tiers
         }
+        self.reused: set[Block] = set()
+        """Where the cache writes selectively: those that have been used again since they were committed."""
+        self._selective = policy.write_policy is WritePolicy.SELECTIVE
         self._retirements: dict[MoveId, list[SlotId]] = {}
         self._used_on_disk: dict[Block, None] = {}
 
@@ -153,15 +153,19 @@ class GroupState:
         lists = CLEAN if low else 0
         if residency & (bit - 1) and (tier is not Tier.DISK or block.disk_children == 0):
             lists |= REDUNDANT
-        elif self.below[tier] and (low or block.priority >= self._floor[tier]):
+        elif self.below[tier] and (low or not self.expendable(block, tier)):
             lists |= DEMOTABLE
         if residency == bit and block.first_child is None and block.copies.count(None) == 2:
             lists |= LEAF
         return lists
 
     def expendable(self, block: Block, tier: Tier) -> bool:
-        """Its priority is under every threshold below ``tier``: it is dropped rather than demoted."""
-        return block.priority < self._floor[tier]
+        """It goes down no edge from ``tier``: it is dropped rather than demoted."""
+        return block.priority < self._floor[tier] or (self._selective and block not in self.reused)
+
+    def goes_down(self, block: Block, src: Tier, dst: Tier) -> bool:
+        """Whether policy lets it."""
+        return block.priority >= self.policy.threshold(src, dst) and not (self._selective and block not in self.reused)
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
@@ -277,6 +281,7 @@ class GroupState:
         block.copies[tier] = None
         block.residency &= ~tier.bit
         if copy.holds:
+            self._end_pin(tier, copy)
             self.clocks.start(block)
         self._candidates[tier].put(block, copy, 0)
         if tier is Tier.DISK and block.indexed and block.parent is not None:
@@ -332,21 +337,42 @@ class GroupState:
         copy = block.copies[tier]
         if copy is None:
             raise InvariantViolation(f"block {block.id} is held in {tier} but is not there")
+        self._keep(block, tier, copy)
+        self.recorder.owner(self.ref(tier, copy.slot), session)
+        return copy
+
+    def unhold(self, block: Block, tier: Tier, copy: Copy) -> None:
+        if copy.holds == 1 or (copy.holds == 2 and self.pins.count(tier, copy)):
+            self.recorder.owner(self.ref(tier, copy.slot), None)
+        self._let_go(block, tier, copy)
+
+    def pin(self, block: Block, tier: Tier, copy: Copy) -> None:
+        """Once more; its copy is valid. Each time is undone by one :meth:`unpin`."""
+        if self.pins.change(tier, block, copy, 1) == 1:
+            self._keep(block, tier, copy)
+
+    def unpin(self, block: Block, tier: Tier, copy: Copy) -> None:
+        if self.pins.change(tier, block, copy, -1) == 0:
+            self._let_go(block, tier, copy)
+
+    def _end_pin(self, tier: Tier, copy: Copy) -> None:
+        if self.pins.forget(tier, copy):
+            copy.holds -= 1
+            self.held[tier] -= copy.holds == 0
+
+    def _keep(self, block: Block, tier: Tier, copy: Copy) -> None:
         self.stay(block, tier)
         copy.holds += 1
         if copy.holds == 1:
             self.held[tier] += 1
             self.clocks.stop(block)
-        self.recorder.owner(self.ref(tier, copy.slot), session)
         self.reconsider(block)
-        return copy
 
-    def unhold(self, block: Block, tier: Tier, copy: Copy) -> None:
+    def _let_go(self, block: Block, tier: Tier, copy: Copy) -> None:
         copy.holds -= 1
         if copy.holds > 0:
             return
         self.held[tier] -= 1
-        self.recorder.owner(self.ref(tier, copy.slot), None)
         if block.copies[tier] is copy:
             self.clocks.start(block)
             self.reconsider(block)
@@ -416,6 +442,14 @@ class GroupState:
             self.reconsider(block)
             self._reprioritise(block.parent, old, new, cause)
 
+    def reuse(self, blocks: Iterable[Block]) -> None:
+        """They are used a second time, or more often."""
+        if self._selective:
+            fresh = [block for block in blocks if block not in self.reused]
+            self.reused.update(fresh)
+            for block in fresh:
+                self.reconsider(block)
+
     def take_disk_uses(self) -> list[Key]:
         """Blocks with a disk copy that were used since the last call, in the order of their last use."""
         used, self._used_on_disk = self._used_on_disk, {}
@@ -464,6 +498,7 @@ class GroupState:
                 self.detach(block, tier)
         self.index.remove(block)
         self.clocks.stop(block)
+        self.reused.discard(block)
         block.indexed = False
         self.removed += 1
         self.recorder.change(EventType.REMOVED, cause, self.group, block)

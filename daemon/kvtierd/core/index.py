@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from kvtierd.core.block import Block
@@ -40,6 +40,16 @@ class BlockIndex:
         del self._blocks[block.key]
         if len(self._order) > 2 * len(self._blocks) + 64:
             self._order = list(self._blocks.values())
+
+    def before(self, id: int, limit: int) -> list[Block]:
+        """At most ``limit`` blocks with ids under this one, the newest first."""
+        found: list[Block] = []
+        for position in range(bisect_left(self._order, id, key=lambda block: int(block.id)) - 1, -1, -1):
+            if len(found) == limit:
+                break
+            if self._order[position].indexed:
+                found.append(self._order[position])
+        return found
 
     def page(self, after: int, limit: int) -> tuple[list[Block], int]:
         """At most ``limit`` blocks with ids above ``after``, and the id to go on from (0: there are no more)."""

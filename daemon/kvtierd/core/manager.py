@@ -7,19 +7,21 @@ nanoseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from kvtierd.core import upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.block import Block
-from kvtierd.core.errors import BadArgument, ForeignLease, TierOffline, UnknownGroup, UnknownLease
+from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.evict import Evictor, Listed, PriorityLru
-from kvtierd.core.flights import Edge, EdgeRecord
+from kvtierd.core.flights import EdgeRecord
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import KEY_BYTES, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.matching import Cover, indexed, match
 from kvtierd.core.outcome import Holder, MoveResult, Outcome, Refusal, RefusalReason
-from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.pins import Pins
+from kvtierd.core.policy import Edge, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.retention import check_retention, pairs
 from kvtierd.core.slots import SlotState
@@ -37,6 +39,7 @@ from kvtierd.core.verbs import (
     Location,
     ManagerStats,
     Match,
+    ResetReport,
     TierCount,
 )
 from kvtierd.core.window import Recovered, WindowManager
@@ -55,6 +58,7 @@ __all__ = [
     "ManagerStats",
     "Match",
     "Recovered",
+    "ResetReport",
     "TierCount",
 ]
 
@@ -144,7 +148,8 @@ class BlockManager:
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
         """Indexed blocks in the order of indexing, parents before children."""
         blocks, following = self._window(group).state.index.page(page, limit)
-        return Listing(tuple(map(_row, blocks)), following)
+        pins = self._window(group).state.pins
+        return Listing(tuple(_row(block, pins) for block in blocks), following)
 
     def stats(self) -> ManagerStats:
         windows = list(self.windows.values())
@@ -322,25 +327,65 @@ class BlockManager:
         self._pump(now, window)
         return ticket.id, self._take(now)
 
-    def drop(self, session: SessionId, group: GroupId, keys: Sequence[Key], now: int) -> tuple[DropReport, Outcome]:
-        """Forgets blocks and everything under them; refused for those of which any part is leased or claimed."""
+    def drop(
+        self, session: SessionId, group: GroupId, keys: Sequence[Key], now: int, *, dry_run: bool = False
+    ) -> tuple[DropReport, Outcome]:
+        """Forgets blocks and everything under them; refused for those of which any part is leased, pinned or claimed.
+
+        ``dry_run``: says so, and changes nothing.
+        """
         window = self._window(group)
         self._check_keys(keys, "keys")
-        wanted = [window.state.index.get(key) for key in keys]
-        dropped = 0
-        results = []
-        for block in wanted:
-            if block is None:
-                results.append(BlockResult.NOT_FOUND)
-            elif not block.indexed:
-                results.append(BlockResult.OK)
-            elif (count := window.drop(block)) is None:
-                results.append(BlockResult.HELD)
-            else:
-                dropped += count
-                results.append(BlockResult.OK)
+        report = upkeep.drop(window.state, keys, dry_run=dry_run)
         self._pump(now, window)
-        return DropReport(tuple(results), dropped), self._take(now)
+        return report, self._take(now)
+
+    def pin(
+        self, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], now: int, *, unpin: bool = False
+    ) -> tuple[tuple[BlockResult, ...], Outcome]:
+        """Keeps copies that are READY in a tier there, or ends that. Pins count, and are nobody's: who pinned may be
+        gone when another unpins."""
+        window = self._window(group)
+        self._check_tier(window, tier)
+        self._check_keys(keys, "keys")
+        results = upkeep.pin(window.state, tier, keys, unpin=unpin)
+        self._pump(now, window)
+        return results, self._take(now)
+
+    def reset(
+        self, session: SessionId, now: int, *, force: bool, following: tuple[GroupId, int] | None = None
+    ) -> tuple[ResetReport, Outcome]:
+        """Forgets the blocks of all groups, a slice of them a call: for the next slice, ``following`` is the report's.
+
+        Raises :class:`StillHeld` at the first slice while anything is leased or pinned, unless forced; then what is, or
+        is waited for, stays, with all that it stands on. Blocks committed after the first slice stay, too.
+        """
+        if following is None:
+            if not force:
+                self._require_unheld()
+            following = (min(self.windows), 1 << 62)
+        group, before = following
+        dropped, kept, before = upkeep.reset(self.windows[group].state, before)
+        later = [other for other in self.windows if other > group]
+        going_on = (group, before) if before else (min(later), 1 << 62) if later else None
+        self._pump_all(now)
+        return ResetReport(dropped, kept, going_on), self._take(now)
+
+    def reset_plan(self) -> ResetReport:
+        """What a forced reset would do."""
+        blocks = sum(len(window.state.index) for window in self.windows.values())
+        leased = [block for lease in self.leases.values() for block in lease.held]
+        waited = [b for _, t in self.tickets.values() if isinstance(t, FetchTicket) for b in t.blocks]
+        across = [b for ticket in self.across.tickets.values() for part in ticket.parts for b in part.fetch.blocks]
+        pinned = [block for window in self.windows.values() for block in window.state.pins.blocks()]
+        kept = upkeep.kept([*leased, *waited, *across, *pinned])
+        return ResetReport(blocks - kept, kept)
+
+    def _require_unheld(self) -> None:
+        states = [window.state for window in self.windows.values()]
+        pinned = sum(state.pins.slots(tier) for state in states for tier in state.tiers)
+        if self.leases or pinned:
+            raise StillHeld(self._holders(self.leases.values()), pinned)
 
     def set_retention(
         self,
@@ -520,12 +565,16 @@ class BlockManager:
     def _refusal(
         self, ticket: Ticket | AcrossTicket, reason: RefusalReason, wanted: int, free: int, matched: int
     ) -> Refusal:
+        holders = self._holders(lease for lease in self.leases.values() if lease.tier is ticket.tier)
+        return Refusal(ticket.id, reason, ticket.tier, wanted, free, holders, matched)
+
+    @staticmethod
+    def _holders(leases: Iterable[Lease]) -> tuple[Holder, ...]:
+        """Sessions by the slots that they hold, most first."""
         held: dict[SessionId, int] = {}
-        for lease in self.leases.values():
-            if lease.tier is ticket.tier:
-                held[lease.session] = held.get(lease.session, 0) + lease.slots
-        holders = sorted((Holder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots)
-        return Refusal(ticket.id, reason, ticket.tier, wanted, free, tuple(holders), matched)
+        for lease in leases:
+            held[lease.session] = held.get(lease.session, 0) + lease.slots
+        return tuple(sorted((Holder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots))
 
     # -- validation --------------------------------------------------------------------------------------------------
 
@@ -590,9 +639,10 @@ class BlockManager:
         check_retention(len(items), [item.priority for item in items], [item.duration_ms for item in items])
 
 
-def _row(block: Block) -> ListingRow:
+def _row(block: Block, pins: Pins) -> ListingRow:
     above = block.parent.label if block.parent is not None else None
-    return ListingRow(block.key, block.parent_key, block.residency, block.priority, block.label, above)
+    pinned = pins.residency(block)
+    return ListingRow(block.key, block.parent_key, block.residency, block.priority, block.label, above, pinned)
 
 
 def _check_label(label: Label) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final
 
 from kvtierd.core.ids import GroupId, Tier
@@ -41,23 +42,56 @@ class GroupShape:
         return max(0, blocks - self.span) if self.sliding else 0
 
 
-def _default_thresholds() -> dict[Tier, int]:
-    return {Tier.HOST: 30, Tier.DISK: 30}
+Edge = tuple[Tier, Tier]
+"""From, to."""
+
+DEFAULT_THRESHOLD: Final = 30
+"""TensorRT-LLM's offload threshold."""
+NEVER: Final = MAX_PRIORITY + 1
+"""A threshold that no priority reaches."""
+
+
+class WritePolicy(StrEnum):
+    """When blocks are copied down."""
+
+    BACK = "back"
+    """When their slot is wanted, or ahead of that to keep slots clean."""
+    THROUGH = "through"
+    """To the lowest tier as soon as they are committed; a promotion keeps the copy it came from."""
+    SELECTIVE = "selective"
+    """To the lowest tier at their second use, i.e. when an acquire finds them; before that they are dropped where
+    others would go down."""
 
 
 @dataclass(slots=True, frozen=True)
 class Policy:
-    """``demote_min_priority``: a block goes down to a tier if and only if its effective priority is at least this;
-    default as TensorRT-LLM's offload threshold. ``reserve_shift`` and ``reserve_max``: the disk keeps ``min(slots >>
-    shift, max)`` slots free ahead of need, since a slot there is free only after its old record's deletion has
-    committed. ``victims_a_call``: so many slots are vacated in one call of the core, which says so if there is more to
-    do; it bounds how long one call takes. ``degrade_after`` failures in a row take an edge out of planning for
-    ``degraded_ns``.
+    """``thresholds``: a block goes down an edge if and only if its effective priority is at least the edge's (>=, as in
+    TensorRT-LLM's code, not its help); 0 = always, 101 = never, and 30 where none is given. Only a ``move`` by call
+    goes down whatever the priority.
+
+    ``max_pinned``: at most this share of a tier's slots in a group is pinned.
+
+    ``reserve_shift`` and ``reserve_max``: the disk keeps ``min(slots >> shift, max)`` slots free ahead of need, since a
+    slot there is free only after its old record's deletion has committed.
+
+    ``victims_a_call``: so many slots are vacated in one call of the core, which says so if there is more to do; it
+    bounds how long one call takes.
+
+    ``degrade_after`` failures in a row take an edge out of planning for ``degraded_ns``.
     """
 
-    demote_min_priority: Mapping[Tier, int] = field(default_factory=_default_thresholds)
+    thresholds: Mapping[Edge, int] = field(default_factory=dict)
+    write_policy: WritePolicy = WritePolicy.BACK
+    max_pinned: float = 0.5
     reserve_shift: int = 7
     reserve_max: int = 64
     victims_a_call: int = 8
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000
+
+    def threshold(self, src: Tier, dst: Tier) -> int:
+        return self.thresholds.get((src, dst), DEFAULT_THRESHOLD)
+
+    def pinnable(self, slots: int) -> int:
+        """How many of so many slots may be pinned."""
+        return int(self.max_pinned * slots)

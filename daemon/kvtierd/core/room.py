@@ -139,7 +139,7 @@ class Room:
             if copy is not None:
                 self._state.free_copy(block, tier, Cause.CAPACITY)
                 return True
-            if block.priority >= self._state.policy.demote_min_priority[low] and self._send_down(block, tier, low):
+            if self._state.goes_down(block, tier, low) and self._send_down(block, tier, low):
                 return True
         return False
 

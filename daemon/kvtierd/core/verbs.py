@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from kvtierd.core.flights import Edge, EdgeRecord
+from kvtierd.core.flights import EdgeRecord
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
+from kvtierd.core.policy import Edge
 from kvtierd.core.slots import SlotState
 from kvtierd.core.traits import Label, Traits
 
@@ -24,6 +25,8 @@ class BlockResult(IntEnum):
     NO_ROOM = 5
     FAILED = 6
     PARENT_CONFLICT = 7
+    NOT_READY = 8
+    OVER_CAP = 9
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,6 +70,8 @@ class ListingRow:
     priority: int
     label: Label | None = None
     parent_label: Label | None = None
+    pinned: int = 0
+    """The tiers where it is pinned, as a bit set."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -112,6 +117,15 @@ class DropReport:
 
     results: tuple[BlockResult, ...]
     dropped: int
+
+
+@dataclass(slots=True, frozen=True)
+class ResetReport:
+    """``kept``: needed by somebody, or what such blocks stand on. ``following``: where to go on, None = nowhere."""
+
+    dropped: int
+    kept: int
+    following: tuple[GroupId, int] | None = None
 
 
 @dataclass(slots=True, frozen=True)

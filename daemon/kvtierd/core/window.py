@@ -126,6 +126,7 @@ class WindowManager:
         self.misses += missed
         for residency in ticket.found_in:
             self.hits[next(tier for tier in self.state.tiers if residency & tier.bit)] += 1
+        self.state.reuse(ticket.blocks)
         self.state.touch(reversed(ticket.blocks))
         for block in ticket.blocks:
             self.state.clocks.start(block)
@@ -148,6 +149,7 @@ class WindowManager:
 
     def keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
         """A commit of a block that exists: it stays, and the slot becomes free."""
+        self.state.reuse([block])
         del lease.blank[slot]
         self.state.give_back(lease.tier, slot)
         if block not in lease.held:
@@ -514,13 +516,6 @@ class WindowManager:
         state.order_by_use(
             [state.insert(r.key, r.parent, r.traits, Tier.DISK, r.slot, Cause.RECOVERED) for r in recovered]
         )
-
-    def drop(self, block: Block) -> int | None:
-        """Removes a block and everything under it; None, and nothing happens, where any of it is held or claimed."""
-        for member in self.state.subtree(block):
-            if member.claims or any(copy is not None and copy.holds for copy in member.copies):
-                return None
-        return self.state.remove_subtree(block, Cause.EXPLICIT, Cause.ANCESTOR)
 
     def lose_tier(self, tier: Tier, cause: Cause) -> None:
         self.state.lose_tier(tier, cause)

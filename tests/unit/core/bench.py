@@ -167,6 +167,11 @@ class Bench:
         self.apply(outcome)
         return list(results)
 
+    def pin(self, names: str, tier: Tier = DEVICE, *, unpin: bool = False) -> list[BlockResult]:
+        results, outcome = self.core.pin(ALICE, GROUP, tier, keys(names), self.now, unpin=unpin)
+        self.apply(outcome)
+        return list(results)
+
     def pass_ms(self, milliseconds: int) -> None:
         """So much time passes, and the core is told."""
         self.now += milliseconds * 1_000_000

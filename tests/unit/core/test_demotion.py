@@ -45,7 +45,7 @@ def test_a_parent_goes_down_for_its_childs_sake() -> None:
 
 
 def test_each_tier_has_its_threshold() -> None:
-    bench = Bench(device=1, host=1, disk=1, policy=Policy(demote_min_priority={HOST: 60, DISK: 40}))
+    bench = Bench(device=1, host=1, disk=1, policy=Policy(thresholds={(DEVICE, HOST): 60, (DEVICE, DISK): 40}))
     bench.put("a", priority=50)
     bench.reserve(DEVICE, 1)
     bench.land()
@@ -131,7 +131,7 @@ def test_a_leaf_that_cannot_go_down_is_dropped_and_a_parent_goes_only_after_it()
 
 def test_if_only_parents_are_left_a_whole_subtree_goes_leaves_first() -> None:
     """The parent may not go down, its child is below: nothing but the subtree can make room."""
-    bench = Bench(device=1, host=1, policy=Policy(demote_min_priority={HOST: 30}))
+    bench = Bench(device=1, host=1, policy=Policy())
     bench.put("a", HOST, priority=10)
     bench.move("a", DEVICE)
     bench.land()

@@ -21,7 +21,7 @@ def test_a_block_on_its_way_up_to_host_is_not_sent_down_there_besides() -> None:
 
 def test_an_ancestor_promised_room_on_disk_is_not_thought_to_have_some_on_host() -> None:
     """The child may go to disk only, with its parent; the parent by itself to host, where there is no room."""
-    policy = Policy(demote_min_priority={Tier.HOST: 50, Tier.DISK: 30})
+    policy = Policy(thresholds={(Tier.DEVICE, Tier.HOST): 50})
     bench = Bench(device=2, host=1, disk=2, policy=policy, recovered=[("x", None, 35), ("y", None, 35)])
     bench.store("h", HOST)
     bench.put("p", priority=60)
