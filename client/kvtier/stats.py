@@ -41,6 +41,22 @@ class EdgeStats:
 
 
 @dataclass(slots=True, frozen=True)
+class GroupStats:
+    """One window group's part of its cache's numbers. ``window_tokens`` 0 = full attention."""
+
+    group: int
+    window_tokens: int
+    blocks: int
+    tiers: tuple[TierStats, ...]
+    hits_device: int
+    hits_host: int
+    hits_disk: int
+    misses: int
+    stored: int
+    removed: int
+
+
+@dataclass(slots=True, frozen=True)
 class CacheStats:
     """One cache. Hits are acquired blocks by the fastest tier they were found in at the moment of the match."""
 
@@ -57,6 +73,7 @@ class CacheStats:
     removed: int
     waiting: int
     """Calls waiting for room."""
+    groups: tuple[GroupStats, ...]
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,6 +14,7 @@ from kvtier.stats import (
     DaemonStats,
     EdgeStats,
     GroupInfo,
+    GroupStats,
     GroupTier,
     LeaseInfo,
     SessionStats,
@@ -196,6 +197,22 @@ def _cache_stats(message: admin_pb2.CacheStats) -> CacheStats:
         stored=message.stored,
         removed=message.removed,
         waiting=message.waiting,
+        groups=tuple(_group_stats(group) for group in message.groups),
+    )
+
+
+def _group_stats(message: admin_pb2.GroupStats) -> GroupStats:
+    return GroupStats(
+        group=message.group,
+        window_tokens=message.window_tokens,
+        blocks=message.blocks,
+        tiers=tuple(_tier_stats(tier) for tier in message.tiers),
+        hits_device=message.hits_device,
+        hits_host=message.hits_host,
+        hits_disk=message.hits_disk,
+        misses=message.misses,
+        stored=message.stored,
+        removed=message.removed,
     )
 
 

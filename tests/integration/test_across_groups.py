@@ -132,6 +132,24 @@ async def test_several_sequences_claim_what_they_share_before_room_is_made(cache
         assert leases[0].groups[1].slots == leases[2].groups[1].slots
 
 
+async def test_groups_are_counted_apart(client: AsyncClient, cache: Cache) -> None:
+    await put(cache, KEYS)
+    async with cache.across.acquire([*KEYS, *chain("more", 1)], Tier.DEVICE):
+        (stats,) = (await client.stats()).caches
+        assert [(group.window_tokens, group.blocks, group.stored) for group in stats.groups] == [
+            (64, 4, 4),
+            (0, 24, 24),
+            (100, 7, 7),
+        ]
+        assert [group.hits_device for group in stats.groups] == [4, 24, 7]
+        for group in stats.groups:
+            assert [tier.held for tier in group.tiers] == [group.blocks, 0, 0]
+            assert [tier.capacity for tier in group.tiers] == [32, 32, 32]
+        for tier in stats.tiers:
+            parts = [each for group in stats.groups for each in group.tiers if each.tier is tier.tier]
+            assert (tier.capacity, tier.ready) == (sum(p.capacity for p in parts), sum(p.ready for p in parts))
+
+
 async def test_get_copies_the_prefix_out(cache: Cache) -> None:
     await put(cache, KEYS)
     found = await cache.across.get([*KEYS, *chain("more", 2)])

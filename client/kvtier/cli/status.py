@@ -41,7 +41,7 @@ def as_object(stats: DaemonStats) -> dict[str, Any]:
     """Field names as in :class:`kvtier.stats.DaemonStats`; tiers by name."""
     values = dataclasses.asdict(stats)
     for cache in values["caches"]:
-        for tier in cache["tiers"]:
+        for tier in (tier for part in (cache, *cache["groups"]) for tier in part["tiers"]):
             tier["tier"] = str(tier["tier"])
     return values
 
@@ -67,12 +67,26 @@ def _problems(problems: tuple[str, ...]) -> RenderableType:
 
 def _tiers(cache: CacheStats) -> RenderableType:
     table = Table(title=f"cache {cache.name}: {cache.blocks} blocks", title_justify="left", title_style="bold")
-    columns = ("tier", "slots", "filled", "", "held", "free", "blank", "filling", "retiring", "orphaned", "quarantined")
+    columns = (
+        "group",
+        "tier",
+        "slots",
+        "filled",
+        "",
+        "held",
+        "free",
+        "blank",
+        "filling",
+        "retiring",
+        "orphaned",
+        "quarantined",
+    )
     for column in columns:
-        table.add_column(column, justify="left" if column in ("tier", "") else "right")
-    for tier in cache.tiers:
+        table.add_column(column, justify="left" if column in ("group", "tier", "") else "right")
+    for group, tier in ((one, tier) for one in cache.groups for tier in one.tiers):
         share = tier.ready / tier.capacity if tier.capacity else 0.0
         table.add_row(
+            f"{group.group}: {f'{group.window_tokens} tokens' if group.window_tokens else 'full'}",
             str(tier.tier),
             str(tier.capacity),
             f"{share:.0%}",

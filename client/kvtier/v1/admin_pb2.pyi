@@ -234,6 +234,52 @@ class EdgeStats(google.protobuf.message.Message):
 global___EdgeStats = EdgeStats
 
 @typing.final
+class GroupStats(google.protobuf.message.Message):
+    """One window group's part of its cache's numbers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    HITS_DEVICE_FIELD_NUMBER: builtins.int
+    HITS_HOST_FIELD_NUMBER: builtins.int
+    HITS_DISK_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    REMOVED_FIELD_NUMBER: builtins.int
+    group: builtins.int
+    window_tokens: builtins.int
+    """0 = full attention"""
+    blocks: builtins.int
+    hits_device: builtins.int
+    hits_host: builtins.int
+    hits_disk: builtins.int
+    misses: builtins.int
+    stored: builtins.int
+    removed: builtins.int
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierStats]: ...
+    def __init__(
+        self,
+        *,
+        group: builtins.int = ...,
+        window_tokens: builtins.int = ...,
+        blocks: builtins.int = ...,
+        tiers: collections.abc.Iterable[global___TierStats] | None = ...,
+        hits_device: builtins.int = ...,
+        hits_host: builtins.int = ...,
+        hits_disk: builtins.int = ...,
+        misses: builtins.int = ...,
+        stored: builtins.int = ...,
+        removed: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "group", b"group", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "misses", b"misses", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "window_tokens", b"window_tokens"]) -> None: ...
+
+global___GroupStats = GroupStats
+
+@typing.final
 class CacheStats(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -249,6 +295,7 @@ class CacheStats(google.protobuf.message.Message):
     STORED_FIELD_NUMBER: builtins.int
     REMOVED_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
     blocks: builtins.int
@@ -268,6 +315,8 @@ class CacheStats(google.protobuf.message.Message):
 
     @property
     def edges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EdgeStats]: ...
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GroupStats]: ...
     def __init__(
         self,
         *,
@@ -283,8 +332,9 @@ class CacheStats(google.protobuf.message.Message):
         stored: builtins.int = ...,
         removed: builtins.int = ...,
         waiting: builtins.int = ...,
+        groups: collections.abc.Iterable[global___GroupStats] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "edges", b"edges", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "misses", b"misses", "name", b"name", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "edges", b"edges", "groups", b"groups", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "misses", b"misses", "name", b"name", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "waiting", b"waiting"]) -> None: ...
 
 global___CacheStats = CacheStats
 

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from kvtierd.core import upkeep
+from kvtierd.core import counting, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.evict import Evictor, Listed, PriorityLru
-from kvtierd.core.flights import EdgeRecord
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import KEY_BYTES, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.matching import Cover, indexed, match
 from kvtierd.core.outcome import Holder, MoveResult, Outcome, Refusal, RefusalReason
 from kvtierd.core.pins import Pins
-from kvtierd.core.policy import Edge, GroupShape, Policy
+from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.retention import check_retention, pairs
-from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, ReserveTicket, Ticket
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label
 from kvtierd.core.verbs import (
@@ -152,44 +150,7 @@ class BlockManager:
         return Listing(tuple(_row(block, pins) for block in blocks), following)
 
     def stats(self) -> ManagerStats:
-        windows = list(self.windows.values())
-        held_by: dict[SessionId, int] = {}
-        for lease in self.leases.values():
-            held_by[lease.session] = held_by.get(lease.session, 0) + lease.slots
-        return ManagerStats(
-            blocks=sum(len(w.state.index) for w in windows),
-            tiers={tier: self._tier_count([w.state for w in windows], tier) for tier in self.tiers},
-            edges=self._edges(),
-            hits={tier: sum(w.hits.get(tier, 0) for w in windows) for tier in self.tiers},
-            misses=sum(w.misses for w in windows),
-            stored=sum(w.state.stored for w in windows),
-            removed=sum(w.state.removed for w in windows),
-            waiting=sum(w.waiting for w in windows) + self.across.waiting,
-            held_by=held_by,
-        )
-
-    def _tier_count(self, states: list[GroupState], tier: Tier) -> TierCount:
-        tables = [state.slots[tier] for state in states if tier in state.slots]
-        counts = {s: sum(table.count(s) for table in tables) for s in SlotState}
-        held = sum(state.held.get(tier, 0) for state in states)
-        return TierCount(
-            sum(table.capacity for table in tables),
-            counts,
-            held + counts[SlotState.BLANK] + counts[SlotState.ORPHANED],
-        )
-
-    def _edges(self) -> dict[Edge, EdgeRecord]:
-        total: dict[Edge, EdgeRecord] = {}
-        for window in self.windows.values():
-            for edge, record in window.flights.edges.items():
-                into = total.setdefault(edge, EdgeRecord())
-                into.blocks += record.blocks
-                into.bytes += record.bytes
-                into.failures += record.failures
-                into.queue_ns += record.queue_ns
-                into.copy_ns += record.copy_ns
-                into.degraded_until = max(into.degraded_until, record.degraded_until)
-        return total
+        return counting.stats(self.windows, self.leases.values(), self.across.waiting)
 
     def session_leases(self, session: SessionId) -> int:
         return len(self._of_session.get(session, ()))

@@ -139,6 +139,18 @@ class TierCount:
 
 
 @dataclass(slots=True, frozen=True)
+class GroupCounts:
+    """One window group. ``hits``: blocks by the tier they were found in at the moment of the match."""
+
+    blocks: int
+    tiers: Mapping[Tier, TierCount]
+    hits: Mapping[Tier, int]
+    misses: int
+    stored: int
+    removed: int
+
+
+@dataclass(slots=True, frozen=True)
 class ManagerStats:
     """``held_by``: slots by session. Sums over the groups of the cache."""
 
@@ -151,3 +163,4 @@ class ManagerStats:
     removed: int
     waiting: int
     held_by: Mapping[SessionId, int]
+    groups: Mapping[GroupId, GroupCounts]

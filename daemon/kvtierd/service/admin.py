@@ -11,10 +11,11 @@ import grpc
 
 from kvtier.v1 import admin_pb2, common_pb2
 from kvtierd.config import LiveConfig
-from kvtierd.core.ids import CacheId, SessionId, Tier
+from kvtierd.core.ids import CacheId, GroupId, SessionId, Tier
 from kvtierd.core.manager import ManagerStats, TierCount
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import LeaseRecord
+from kvtierd.core.verbs import GroupCounts
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Right
 from kvtierd.service import validate, wire
@@ -170,6 +171,7 @@ class AdminService:
             stored=stats.stored,
             removed=stats.removed,
             waiting=stats.waiting,
+            groups=[_group(cache, group, counts) for group, counts in stats.groups.items()],
         )
 
     def _edges(self, stats: ManagerStats) -> list[admin_pb2.EdgeStats]:
@@ -189,6 +191,21 @@ class AdminService:
             )
             for (src, dst), record in sorted(stats.edges.items())
         ]
+
+
+def _group(cache: Cache, group: GroupId, counts: GroupCounts) -> admin_pb2.GroupStats:
+    return admin_pb2.GroupStats(
+        group=group,
+        window_tokens=cache.spec.groups[group].window_tokens,
+        blocks=counts.blocks,
+        tiers=[_tier(tier, count) for tier, count in sorted(counts.tiers.items())],
+        hits_device=counts.hits.get(Tier.DEVICE, 0),
+        hits_host=counts.hits.get(Tier.HOST, 0),
+        hits_disk=counts.hits.get(Tier.DISK, 0),
+        misses=counts.misses,
+        stored=counts.stored,
+        removed=counts.removed,
+    )
 
 
 def _tier(tier: Tier, count: TierCount) -> admin_pb2.TierStats:

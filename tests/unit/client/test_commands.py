@@ -20,10 +20,11 @@ from kvtier.cli.status import as_object, report
 from kvtier.cli.watch import CursorType
 from kvtier.errors import Holder, TierFull
 from kvtier.replay.runner import Report
-from kvtier.stats import CacheStats, DaemonStats, EdgeStats, SessionStats, TierStats
+from kvtier.stats import CacheStats, DaemonStats, EdgeStats, GroupStats, SessionStats, TierStats
 from kvtier.types import Cursor, Tier
 from kvtier.words import duration, size
 
+DEVICE = TierStats(Tier.DEVICE, 200, 20, 5, 3, 150, 7, 11, 4, 16)
 STATS = DaemonStats(
     version="0.1.0",
     pid=99,
@@ -37,7 +38,7 @@ STATS = DaemonStats(
             cache_id=1,
             name="llama",
             blocks=250,
-            tiers=(TierStats(Tier.DEVICE, 200, 20, 5, 3, 150, 7, 11, 4, 16),),
+            tiers=(DEVICE,),
             edges=(EdgeStats("device>host", 40, 40 << 20, 2, 6, 80_000_000, 40_000_000, degraded=True),),
             hits_device=30,
             hits_host=20,
@@ -46,6 +47,7 @@ STATS = DaemonStats(
             stored=300,
             removed=50,
             waiting=2,
+            groups=(GroupStats(0, 1024, 250, (DEVICE,), 30, 20, 10, 40, 300, 50),),
         ),
     ),
     sessions=(SessionStats(7, 4242, 1000, "python [engine].py", attached=False, leases=3, held_slots=16),),
@@ -125,6 +127,7 @@ def test_a_healthy_daemon_is_said_to_be_so() -> None:
 def test_status_as_json_has_every_field_and_tiers_by_name() -> None:
     values = json.loads(json.dumps(as_object(STATS)))
     assert values["caches"][0]["tiers"][0]["tier"] == "device"
+    assert values["caches"][0]["groups"][0]["tiers"][0]["tier"] == "device"
     assert values["caches"][0]["edges"][0]["edge"] == "device>host"
     assert values["sessions"][0]["held_slots"] == 16
     assert values["problems"] == ["the disk tier fails"]
