@@ -51,3 +51,15 @@ def test_tiers_measures_every_edge_there_is() -> None:
 def test_sizes_that_the_disk_cannot_have_are_refused() -> None:
     said = kvtier("bench", "tiers", "--block-bytes", "1000", status=1)
     assert "block_bytes" in said.stderr
+
+
+def test_scale_says_how_each_cost_grows() -> None:
+    found = results("scale", "--blocks", "4096", "--blocks", "8192", "--rounds", "2")
+    operations = {"match", "acquire_release", "commit", "evict"}
+    named = {f"scale.{where}.{what}" for where in ("core", "client") for what in operations}
+    assert set(found) == named | {"scale.core.memory", "scale.daemon.memory", "scale.restart"}
+    for name in named:
+        smallest, larger = found[name][:2]
+        assert (smallest["params"]["blocks"], smallest["ratio"]) == (4096, 1.0)
+        assert (larger["params"]["blocks"], larger["floor"]) == (8192, smallest["value"])
+    assert [result["params"]["blocks"] for result in found["scale.restart"]] == [4096, 8192]

@@ -62,7 +62,8 @@ async def place(
         cache = await client.open_cache(CACHE, spec, budgets=None if daemon else wanted)
         _map_all(cache)
         yield Place(client, cache, daemon)
-        await emptied(cache)
+        if daemon is None:
+            await emptied(cache)
 
 
 def _map_all(cache: Cache) -> None:

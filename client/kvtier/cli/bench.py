@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from kvtier.bench import client as client_bench
+from kvtier.bench import scale as scale_bench
 from kvtier.bench import tiers as tiers_bench
 from kvtier.bench.result import Result
 from kvtier.cli.common import console, json_option, run, slim_table
@@ -22,6 +23,12 @@ _JSON = json_option("One list of {name, params, value, unit, floor, ratio}.")
 _LEFT_OUT: Final = frozenset({"rounds", "spread", "floor_spread"})
 """Of a table: they stand in the JSON."""
 _UNITS: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_DISK_DIR: Final = click.option(
+    "--disk-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where disk tiers go.  [default: where temporary files go]",
+)
 
 
 class SizeType(click.ParamType[int]):
@@ -100,14 +107,29 @@ def client(address: str | None, block_bytes: tuple[int, ...], rounds: int, as_js
     metavar="SIZE",
     help="Size of the disk tier, and of the bare file beside it. [default: 2GiB; less measures caches]",
 )
-@click.option(
-    "--disk-dir",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Where both go.  [default: where temporary files go]",
-)
+@_DISK_DIR
 @_JSON
 def tiers(block_bytes: tuple[int, ...], rounds: int, disk_bytes: int, disk_dir: Path | None, as_json: bool) -> None:
     """Every edge of a private daemon: device, host and disk, each to each."""
     sizes = block_bytes or tiers_bench.Options().block_bytes
     _tell(tiers_bench.run(tiers_bench.Options(sizes, rounds, disk_bytes, disk_dir)), as_json)
+
+
+@bench.command()
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=4096),
+    multiple=True,
+    metavar="N",
+    help="Repeatable. [default: 10^4, 10^5, 10^6]",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True)
+@_DISK_DIR
+@_JSON
+def scale(blocks: tuple[int, ...], rounds: int, disk_dir: Path | None, as_json: bool) -> None:
+    """What a block of 4 KiB costs among how many: in the core, through the client, in memory, and at a restart.
+
+    10^6 blocks take some minutes, 5 GiB of memory and as much of disk.
+    """
+    counts = tuple(sorted(blocks)) or scale_bench.Options().blocks
+    _tell(scale_bench.run(scale_bench.Options(counts, rounds, disk_dir)), as_json)
