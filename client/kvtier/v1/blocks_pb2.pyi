@@ -353,7 +353,9 @@ class Chain(google.protobuf.message.Message):
     min_blocks: builtins.int
     """fewer are no use: the chain is refused instead. 0 = any"""
     priorities: builtins.bytes
-    """New retention for what is found of the chain; one a key, or none to leave it as it is."""
+    """New retention for what is found of the chain; one a key, or none to leave it as it is. A priority of 255 leaves its
+    block as it is.
+    """
     @property
     def durations_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """with priorities; 0 = for ever"""

@@ -24,7 +24,7 @@ from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.retention import check_retention, pairs
 from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, ReserveTicket, Ticket
-from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label
+from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label, Traits
 from kvtierd.core.verbs import (
     AcrossMatch,
     BlockResult,
@@ -167,6 +167,11 @@ class BlockManager:
         """Disk blocks used since the last call, by group, in the order of their last use: for the disk to remember."""
         uses = {group: window.state.take_disk_uses() for group, window in self.windows.items()}
         return {group: keys for group, keys in uses.items() if keys}
+
+    def take_restated(self) -> dict[GroupId, list[tuple[Key, Traits]]]:
+        """Disk blocks whose retention has changed since the last call: for the disk to remember."""
+        changed = {group: window.state.clocks.take_restated() for group, window in self.windows.items()}
+        return {group: [(b.key, b.traits) for b in blocks] for group, blocks in changed.items() if blocks}
 
     # -- leases ------------------------------------------------------------------------------------------------------
 
@@ -345,8 +350,16 @@ class BlockManager:
     def _require_unheld(self) -> None:
         states = [window.state for window in self.windows.values()]
         pinned = sum(state.pins.slots(tier) for state in states for tier in state.tiers)
-        if self.leases or pinned:
-            raise StillHeld(self._holders(self.leases.values()), pinned)
+        holders = self._holders(self.leases.values())
+        if holders or pinned:
+            raise StillHeld(holders, pinned)
+
+    def plan_move(self, group: GroupId, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
+        """What a move of these blocks could do at best, from what is held now."""
+        window = self._window(group)
+        self._check_tier(window, to)
+        self._check_keys(keys, "keys")
+        return window.plan(to, keys)
 
     def set_retention(
         self,
@@ -580,7 +593,7 @@ class BlockManager:
             self._check_keys(chain.keys, f"chains[{position}].keys")
             if not 0 <= chain.min_blocks <= len(chain.keys):
                 raise BadArgument(f"chains[{position}].min_blocks", chain.min_blocks, f"0 to {len(chain.keys)}")
-            check_retention(len(chain.keys), chain.priorities, chain.durations_ms, f"chains[{position}].")
+            check_retention(len(chain.keys), chain.priorities, chain.durations_ms, f"chains[{position}].", some=True)
 
     def _check_items(self, lease: Lease, items: Sequence[CommitItem]) -> None:
         if not items:

@@ -12,6 +12,8 @@ from kvtierd.core.ids import GroupId, Tier
 MIN_PRIORITY: Final = 0
 MAX_PRIORITY: Final = 100
 DEFAULT_PRIORITY: Final = 35
+UNCHANGED: Final = 255
+"""In place of a priority in an acquire: the block keeps what it has."""
 
 
 @dataclass(slots=True, frozen=True)

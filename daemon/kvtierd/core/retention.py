@@ -13,8 +13,8 @@ The rules, which are TensorRT-LLM's wherever it has one:
   with its prefix before it, and one ``updated`` event of cause ``expired`` says so; where a child holds it up, nothing
   visible has changed, nothing moves and nothing is said.
 - A duration given with priority 35 says nothing, and is dropped.
-- Durations and running clocks survive on disk as they were when the block was written there. One that was held then
-  starts its clock when it is found at start.
+- Durations and running clocks survive on disk; a record is brought up to date within about a second. A block whose
+  clock stood then starts it when it is found at start.
 
 Deadlines are kept to the caller's tick, not to the nanosecond.
 """
@@ -28,7 +28,8 @@ from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument
-from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
+from kvtierd.core.ids import Tier
+from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, UNCHANGED
 
 MAX_DURATION_MS: Final = (1 << 32) - 1
 _NS_PER_MS: Final = 1_000_000
@@ -42,18 +43,21 @@ class Clocks:
     Clocks that were started run from the end of the call, where :meth:`stamp` is told the time.
     """
 
-    __slots__ = ("_heap", "_running", "_started")
+    __slots__ = ("_heap", "_restated", "_running", "_started")
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Block]] = []
         self._running = 0
         self._started: dict[Block, None] = {}
+        self._restated: dict[Block, None] = {}
+        """Blocks on disk whose record there is out of date."""
 
     def give(self, block: Block, duration_ms: int) -> None:
         """A new duration for the block; its clock starts if nobody holds it. Its own priority is set already."""
         self.stop(block)
         block.duration_ms = duration_ms if block.own_priority != DEFAULT_PRIORITY else 0
         self.start(block)
+        self._note(block)
 
     def start(self, block: Block) -> None:
         """From now on, with the whole duration, unless the block is held or has none."""
@@ -89,7 +93,25 @@ class Clocks:
         if block is not None:
             self.stop(block)
             block.duration_ms = 0
+            self._note(block)
         return block
+
+    def take_restated(self) -> list[Block]:
+        """Blocks whose retention has changed since the last call, or since they got on disk, whichever is later."""
+        taken: list[Block] = []
+        coming: dict[Block, None] = {}
+        for block in self._restated:
+            copy = block.copies[Tier.DISK]
+            if copy is not None and copy.valid:
+                taken.append(block)
+            elif copy is not None:
+                coming[block] = None
+        self._restated = coming
+        return taken
+
+    def _note(self, block: Block) -> None:
+        if block.copies[Tier.DISK] is not None:
+            self._restated[block] = None
 
     def running(self) -> set[Block]:
         """For the checker: blocks with a live entry."""
@@ -99,6 +121,7 @@ class Clocks:
         self.stop(block)
         block.deadline_ns = deadline_ns
         self._running += 1
+        self._note(block)
         heapq.heappush(self._heap, (deadline_ns, -block.depth, block.id, block))
         if len(self._heap) > 4 * self._running + 64:
             self._heap = [entry for entry in self._heap if entry[3].deadline_ns == entry[0]]
@@ -113,9 +136,11 @@ class Clocks:
         return None
 
 
-def check_retention(blocks: int, priorities: Sequence[int], durations_ms: Sequence[int], within: str = "") -> None:
+def check_retention(
+    blocks: int, priorities: Sequence[int], durations_ms: Sequence[int], within: str = "", *, some: bool = False
+) -> None:
     """Raises :class:`BadArgument` where these cannot be the retention of so many blocks. ``within``: what the fields'
-    names begin with."""
+    names begin with. ``some``: blocks may be left as they are."""
     for field, values, low, high in (
         ("priorities", priorities, MIN_PRIORITY, MAX_PRIORITY),
         ("durations_ms", durations_ms, 0, MAX_DURATION_MS),
@@ -123,7 +148,7 @@ def check_retention(blocks: int, priorities: Sequence[int], durations_ms: Sequen
         if values and len(values) != blocks:
             raise BadArgument(within + field, f"{len(values)} values", f"{blocks}, one a block, or none")
         for value in values:
-            if not low <= value <= high:
+            if not low <= value <= high and not (some and value == UNCHANGED):
                 raise BadArgument(within + field, value, f"{low} to {high}")
     if durations_ms and not priorities:
         raise BadArgument(f"{within}durations_ms", f"{len(durations_ms)} values", "none without priorities")

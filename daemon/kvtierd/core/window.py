@@ -15,14 +15,14 @@ from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
-from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.retention import pairs
 from kvtierd.core.room import Prospect, Room
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
 from kvtierd.core.traits import Traits
-from kvtierd.core.verbs import ChainRequest
+from kvtierd.core.verbs import BlockResult, ChainRequest
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,7 +109,8 @@ class WindowManager:
         """These, the chain's from the ``first`` on, get the retention that comes with it, if any does."""
         given = pairs(wanted.priorities, wanted.durations_ms)[first:]
         for block, (priority, duration_ms) in zip(blocks, given, strict=False):
-            self.state.retain(block, priority, duration_ms, Cause.DEMAND)
+            if priority != UNCHANGED:
+                self.state.retain(block, priority, duration_ms, Cause.DEMAND)
 
     def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
         """Nothing of these blocks is given up while the request waits; what it claimed or held before is let go."""
@@ -461,6 +462,20 @@ class WindowManager:
                 if copy.holds > 0:
                     self.state.unhold(block, ticket.tier, copy)
         del ticket.blocks[keep:], ticket.copies[keep:]
+
+    def plan(self, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
+        """What a move could do: a slot for each block that is not there, as far as what nobody holds goes."""
+        left = self.obtainable(to)
+        results = []
+        for key in keys:
+            block = self.state.index.get(key)
+            if block is None:
+                results.append(BlockResult.NOT_FOUND)
+                continue
+            copy = block.copies[to]
+            left -= copy is None or copy.holds == 0
+            results.append(BlockResult.OK if copy is not None or left >= 0 else BlockResult.NO_ROOM)
+        return tuple(results)
 
     # -- how much ----------------------------------------------------------------------------------------------------
 

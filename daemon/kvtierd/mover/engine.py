@@ -29,6 +29,7 @@ from kvtierd.core.manager import (
     ManagerStats,
     Match,
     Recovered,
+    ResetReport,
 )
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal
 from kvtierd.core.tickets import LeaseRecord
@@ -220,11 +221,56 @@ class Engine:
         cache = self._find(cache_id)
         self._apply(cache, cache.manager.release(session, leases, self._clock(), first_blocks))
 
-    def drop(self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key]) -> DropReport:
+    def drop(
+        self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
+    ) -> DropReport:
         cache = self._find(cache_id)
-        report, outcome = cache.manager.drop(session, group, keys, self._clock())
+        report, outcome = cache.manager.drop(session, group, keys, self._clock(), dry_run=dry_run)
         self._apply(cache, outcome)
         return report
+
+    def set_retention(
+        self,
+        cache_id: CacheId,
+        session: SessionId,
+        group: GroupId,
+        keys: Sequence[Key],
+        priorities: Sequence[int],
+        durations_ms: Sequence[int],
+    ) -> tuple[BlockResult, ...]:
+        cache = self._find(cache_id)
+        results, outcome = cache.manager.set_retention(session, group, keys, priorities, durations_ms, self._clock())
+        self._apply(cache, outcome)
+        return results
+
+    def pin(
+        self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, keys: Sequence[Key], *, unpin: bool
+    ) -> tuple[BlockResult, ...]:
+        cache = self._find(cache_id)
+        results, outcome = cache.manager.pin(session, group, tier, keys, self._clock(), unpin=unpin)
+        self._apply(cache, outcome)
+        return results
+
+    async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetReport:
+        """Forgets all blocks that nobody needs, in slices, so that others have their turn in between."""
+        cache = self._find(cache_id)
+        dropped = kept = 0
+        following = None
+        while True:
+            step, outcome = cache.manager.reset(session, self._clock(), force=force, following=following)
+            self._apply(cache, outcome)
+            dropped, kept, following = dropped + step.dropped, kept + step.kept, step.following
+            if following is None:
+                return ResetReport(dropped, kept)
+            await asyncio.sleep(0)
+            if cache.removed:
+                raise UnknownCache(cache_id)
+
+    def reset_plan(self, cache_id: CacheId) -> ResetReport:
+        return self._find(cache_id).manager.reset_plan()
+
+    def plan_move(self, cache_id: CacheId, group: GroupId, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
+        return self._find(cache_id).manager.plan_move(group, to, keys)
 
     def match(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> Match:
         return self._find(cache_id).manager.match(group, keys)

@@ -1,4 +1,4 @@
-"""Recency for the disk to remember: which of its blocks were used, written down about once a second.
+"""For the disk to remember: which of its blocks were used and whose retention changed, written about once a second.
 
 Without it the order of eviction after a restart would be the order of writing. A kill loses the uses of the last second
 at most, and those of a write that was under way.
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from kvtierd.core.ids import GroupId, Key
+from kvtierd.core.traits import Traits
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.tiers.base import TierError
 
@@ -45,13 +46,17 @@ class UseLog:
     def _start(self) -> None:
         self._written_at = time.monotonic()
         uses = self._runtime.manager.take_disk_uses()
-        if uses:
-            self._writing = asyncio.get_running_loop().create_task(self._write(uses))
+        changed = self._runtime.manager.take_restated()
+        if uses or changed:
+            self._writing = asyncio.get_running_loop().create_task(self._write(uses, changed))
 
-    async def _write(self, uses: Mapping[GroupId, Sequence[Key]]) -> None:
+    async def _write(
+        self, uses: Mapping[GroupId, Sequence[Key]], changed: Mapping[GroupId, Sequence[tuple[Key, Traits]]]
+    ) -> None:
         touches = [(group, b"".join(keys)) for group, keys in uses.items()]
+        restate = [(group, key, traits) for group, blocks in changed.items() for key, traits in blocks]
         try:
-            await asyncio.to_thread(self._runtime.store.write, (), (), touches)
+            await asyncio.to_thread(self._runtime.store.write, (), (), touches, restate)
             self.problem = None
         except TierError as error:
             self.problem = f"cache {self._runtime.name}: the order of use could not be written: {error}"

@@ -56,6 +56,9 @@ class BlocksService:
             "Release": self.release,
             "Move": self.move,
             "Drop": self.drop,
+            "SetRetention": self.set_retention,
+            "Pin": self.pin,
+            "Reset": self.reset,
             "List": self.list,
         }
 
@@ -97,12 +100,9 @@ class BlocksService:
             raise bad_argument("slots", f"{len(request.slots)} slots", f"{len(keys)} slots, one a key")
         parents = validate.parents("parents", request.parents, len(keys))
         priorities = validate.priorities("priorities", request.priorities, len(keys))
-        items = [
-            CommitItem(SlotId(slot), key, parent, priority, label=label)
-            for slot, key, parent, priority, label in zip(
-                request.slots, keys, parents, priorities, labels(cache, request, len(keys)), strict=True
-            )
-        ]
+        durations = validate.durations("durations_ms", request.durations_ms, len(keys))
+        named = labels(cache, request, len(keys))
+        items = list(map(CommitItem, map(SlotId, request.slots), keys, parents, priorities, durations, named))
         results = self._engine.commit(cache.id, session.id, LeaseId(request.lease_id), items)
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
 
@@ -133,6 +133,9 @@ class BlocksService:
         to = validate.tier("to", request.to, cache.slots)
         keys = validate.keys("keys", request.keys)
         wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
+        if request.dry_run:
+            planned = self._engine.plan_move(cache.id, group, to, keys)
+            return blocks_pb2.MoveResponse(results=bytes(planned), as_of_event=self._now_cursor())
         grant = await self._engine.move(cache.id, session.id, group, to, keys, wait_s)
         return blocks_pb2.MoveResponse(
             results=self._move_results(cache, group, keys, grant), as_of_event=self._now_cursor()
@@ -140,10 +143,38 @@ class BlocksService:
 
     async def drop(self, session: Session, request: blocks_pb2.DropRequest) -> blocks_pb2.DropResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        report = self._engine.drop(cache.id, session.id, group, validate.keys("keys", request.keys))
+        keys = validate.keys("keys", request.keys)
+        report = self._engine.drop(cache.id, session.id, group, keys, dry_run=request.dry_run)
         return blocks_pb2.DropResponse(
             results=bytes(report.results), dropped=report.dropped, as_of_event=self._now_cursor()
         )
+
+    async def set_retention(
+        self, session: Session, request: blocks_pb2.SetRetentionRequest
+    ) -> blocks_pb2.SetRetentionResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        keys = validate.keys("keys", request.keys)
+        if not request.priorities:
+            raise bad_argument("priorities", "no bytes", f"{len(keys)} bytes, one a key")
+        priorities = validate.priorities("priorities", request.priorities, len(keys))
+        durations = validate.durations("durations_ms", request.durations_ms, len(keys))
+        results = self._engine.set_retention(cache.id, session.id, group, keys, priorities, durations)
+        return blocks_pb2.SetRetentionResponse(results=bytes(results), as_of_event=self._now_cursor())
+
+    async def pin(self, session: Session, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        tier = validate.tier("tier", request.tier, cache.slots)
+        keys = validate.keys("keys", request.keys)
+        results = self._engine.pin(cache.id, session.id, group, tier, keys, unpin=request.unpin)
+        return blocks_pb2.PinResponse(results=bytes(results), as_of_event=self._now_cursor())
+
+    async def reset(self, session: Session, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
+        cache = opened(self._catalog, session, request.cache_id)
+        if request.dry_run:
+            report = self._engine.reset_plan(cache.id)
+        else:
+            report = await self._engine.reset(cache.id, session.id, force=request.force)
+        return blocks_pb2.ResetResponse(dropped=report.dropped, kept=report.kept, as_of_event=self._now_cursor())
 
     async def list(self, session: Session, request: blocks_pb2.ListBlocksRequest) -> blocks_pb2.ListBlocksResponse:
         cache, group = self._place(session, request.cache_id, request.group)
@@ -153,6 +184,7 @@ class BlocksService:
             parents=wire.parents(row.parent for row in page.rows),
             residency=bytes(row.residency for row in page.rows),
             priorities=bytes(row.priority for row in page.rows),
+            pinned=bytes(row.pinned for row in page.rows),
             next_page=page.next_page,
             as_of_event=self._now_cursor(),
         )
@@ -222,7 +254,13 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
         keys = validate.keys(f"chains[{index}].keys", message.keys, max_keys=left)
         left -= len(keys)
         least = validate.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys))
-        chains.append(ChainRequest(keys, least))
+        priorities = message.priorities and validate.priorities(
+            f"chains[{index}].priorities", message.priorities, len(keys), some=True
+        )
+        durations = message.durations_ms and validate.durations(
+            f"chains[{index}].durations_ms", message.durations_ms, len(keys)
+        )
+        chains.append(ChainRequest(keys, least, priorities, durations))
     return chains
 
 

@@ -17,7 +17,7 @@ from google.rpc import status_pb2
 
 from kvtier.abi.errors import FieldError
 from kvtier.v1 import common_pb2
-from kvtierd.core.errors import BadArgument, ForeignLease, TierOffline, UnknownGroup, UnknownLease
+from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.ids import SessionId
 from kvtierd.core.outcome import Holder, Refusal, RefusalReason
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
@@ -95,6 +95,7 @@ class Translator:
             UnknownLease: lambda error: refused(grpc.StatusCode.NOT_FOUND, "UNKNOWN_LEASE", str(error)),
             ForeignLease: lambda error: refused(grpc.StatusCode.PERMISSION_DENIED, "FOREIGN_LEASE", str(error)),
             TierOffline: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(error)),
+            StillHeld: self._still_held,
             TierError: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_FAILED", str(error)),
             UnknownCache: lambda error: unknown_cache(error.cache),
             ShuttingDown: lambda error: shutting_down(),
@@ -124,6 +125,12 @@ class Translator:
         code, says = _REFUSALS[refusal.reason]
         numbers = f"{refusal.wanted} slots of the {refusal.tier} tier wanted, {refusal.free} free"
         return CallRefused(code, f"{says}: {numbers}", self.detail(refusal))
+
+    def _still_held(self, error: StillHeld) -> CallRefused:
+        holders = [self._holder(holder) for holder in error.holders[:MAX_HOLDERS]]
+        detail = common_pb2.ErrorDetail(reason="STILL_HELD", holders=holders)
+        message = f"{error}; a forced reset drops the rest"
+        return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
 
     def _holder(self, holder: Holder) -> common_pb2.Holder:
         pid, command = self._owner_of(holder.session)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, NoReturn
 
 from kvtier.v1 import common_pb2
 from kvtierd.core.ids import KEY_BYTES, Key, Tier
-from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY
+from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED
 from kvtierd.service.errors import bad_argument
 from kvtierd.service.wire import ROOT_PARENT, TIER_FROM_WIRE
 
@@ -59,15 +59,25 @@ def parents(field: str, packed: bytes, count: int) -> list[Key | None]:
     return [None if parent == ROOT_PARENT else Key(parent) for parent in split]
 
 
-def priorities(field: str, packed: bytes, count: int) -> bytes:
-    """One byte a block; none at all = the default for each."""
+def durations(field: str, values: Sequence[int], count: int) -> Sequence[int]:
+    """Milliseconds, one a block; none at all = for ever for each."""
+    if not values:
+        return [0] * count
+    if len(values) != count:
+        raise bad_argument(field, f"{len(values)} values", f"{count} values, one a key, or none")
+    return values
+
+
+def priorities(field: str, packed: bytes, count: int, *, some: bool = False) -> bytes:
+    """One byte a block; none at all = the default for each. ``some``: 255 leaves a block as it is."""
     if not packed:
         return bytes([DEFAULT_PRIORITY]) * count
     if len(packed) != count:
         raise bad_argument(field, f"{len(packed)} bytes", f"{count} bytes, one a key, or none")
     if max(packed) > MAX_PRIORITY:
-        index = next(i for i, value in enumerate(packed) if value > MAX_PRIORITY)
-        raise bad_argument(f"{field}[{index}]", packed[index], f"0 to {MAX_PRIORITY}")
+        for index, value in enumerate(packed):
+            if value > MAX_PRIORITY and not (some and value == UNCHANGED):
+                raise bad_argument(f"{field}[{index}]", value, f"0 to {MAX_PRIORITY}")
     return packed
 
 
