@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 import kvtier
 from kvtier.cli.replay import replay_spec, table
-from kvtier.cli.watch import text_line
+from kvtier.cli.watch import text_lines
 from kvtier.events import WatchItem
 from kvtier.private import PrivateDaemon, TierSlots
 from kvtier.replay.payload import Payload
@@ -106,9 +106,8 @@ async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[str
         if isinstance(item, kvtier.Event):
             kind = (item.type, item.cause, item.moved_from, item.moved_to)
             seen[kind] = seen.get(kind, 0) + 1
-            line = text_line(item)
-            if line is not None and seen[kind] <= EVENTS_SHOWN_OF_A_KIND:
-                lines.append(line)
+            if seen[kind] <= EVENTS_SHOWN_OF_A_KIND:
+                lines.extend(text_lines(item))
 
     async def follow() -> None:
         async for item in client.watch():

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
     from kvtier.lease import ReadLease, WriteLease
     from kvtier.options import CacheOptions, WritePolicy
+    from kvtier.prompt import Prompt
     from kvtier.residency import ResidencyTable
     from kvtier.sync import Client
     from kvtier.transport import TlsFiles
@@ -83,6 +84,7 @@ _HOMES = {
     "kvtier.events": ("Event", "Gap", "Heartbeat", "SnapshotEnd", "SnapshotSlice", "SnapshotStart"),
     "kvtier.lease": ("ReadLease", "WriteLease"),
     "kvtier.options": ("CacheOptions", "WritePolicy"),
+    "kvtier.prompt": ("Prompt",),
     "kvtier.residency": ("ResidencyTable",),
     "kvtier.sync": ("Client",),
     "kvtier.transport": ("TlsFiles",),
@@ -119,6 +121,7 @@ __all__ = [
     "NotFound",
     "PermissionDenied",
     "PoolSpec",
+    "Prompt",
     "ReadLease",
     "ResidencyTable",
     "RetryableError",

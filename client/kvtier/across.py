@@ -19,6 +19,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.binding import Binder, Binding
 from kvtier.errors import InvalidArgument, KvtierError, StaleRead, TooShort
 from kvtier.lease import Held, Lease, ReadLease
+from kvtier.prompt import Prompt
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline
 from kvtier.types import BlockResult, Cursor, Tier
@@ -164,6 +165,7 @@ class AcrossGroups:
         parent: bytes | None = None,
         tier: Tier | None = None,
         priorities: int | Sequence[int] | None = None,
+        prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> dict[int, list[BlockResult]]:
         """Stores a chain in several groups, one after another: by group, one result an array.
@@ -188,6 +190,7 @@ class AcrossGroups:
                 parent=chain[first - 1] if first else parent,
                 tier=tier,
                 priorities=ranks[first:] if isinstance(ranks, list) else ranks,
+                prompt=prompt,
                 timeout=timeout,
             )
         return results

@@ -14,6 +14,7 @@ from kvtier.types import BlockResult, Tier
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
+    from kvtier.prompt import Prompt
 
 MAX_PIECE: Final = 16_384
 """Keys that the daemon takes in one call."""
@@ -31,6 +32,7 @@ async def put(
     blocks: Sequence[Bytes],
     parent: bytes | None,
     priorities: Sequence[int],
+    prompt: Prompt | None,
     timeout: float | None,
 ) -> list[BlockResult]:
     """See :meth:`kvtier.cache.Cache.put`; ``blocks`` are flat."""
@@ -42,7 +44,7 @@ async def put(
             results += [BlockResult.PARENT_MISSING] * (end - start)
             continue
         up = chain[start - 1] if start else parent
-        piece = (chain[start:end], blocks[start:end], up, priorities[start:end], timeout)
+        piece = (chain[start:end], blocks[start:end], up, priorities[start:end], prompt, timeout)
         try:
             results += await _put_piece(cache, tier, *piece)
         except LeaseLost:
@@ -74,12 +76,13 @@ async def _put_piece(
     blocks: Sequence[Bytes],
     parent: bytes | None,
     priorities: Sequence[int],
+    prompt: Prompt | None,
     timeout: float | None,
 ) -> list[BlockResult]:
     async with cache.reserve(len(chain), tier, timeout=timeout) as lease:
         pools = lease.arena.pools(tier, cache.group)
         await transfer.run(lambda: transfer.into_slots(pools, lease.slots, blocks), len(chain) * cache.block_bytes)
-        return await lease.commit(chain, parent=parent, priorities=priorities, timeout=timeout)
+        return await lease.commit(chain, parent=parent, priorities=priorities, prompt=prompt, timeout=timeout)
 
 
 async def _get_piece(

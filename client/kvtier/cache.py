@@ -12,7 +12,7 @@ from grpc.aio import UnaryUnaryMultiCallable
 from numpy.typing import NDArray
 
 from kvtier import arrays, transfer
-from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.across import AcrossGroups
 from kvtier.answers import DropReport, ListedBlock, Location, Match, Page
@@ -21,6 +21,7 @@ from kvtier.binding import Binder, Binding, Request, Response, send
 from kvtier.errors import InvalidArgument, KvtierError, LeaseLost, RetryableError
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.options import CacheOptions
+from kvtier.prompt import Prompt
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
@@ -122,6 +123,24 @@ class Cache:
             have = " or ".join(str(each) for each in mapped)
             raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
         return tier
+
+    def prompt(
+        self,
+        token_ids: TokenIds,
+        scope: Scope = PLAIN,
+        extra_ids: TokenIds | None = None,
+        *,
+        salt_id: int | None = None,
+        vocab_size: int | None = None,
+    ) -> Prompt:
+        """The full blocks of a prompt: their keys, those of :func:`kvtier.chain_keys`, and what events tell of them.
+
+        A cache with the option ``event_hash`` or ``keep_tokens`` wants it handed to ``put`` or ``commit``. ``salt_id``
+        and ``vocab_size``: what some hashes need beside a salt or multimodal items (see
+        :func:`kvtier.event_hashes`). Raises :class:`InvalidArgument`.
+        """
+        step = self.spec.tokens_per_block
+        return Prompt(token_ids, step, scope, extra_ids, salt_id=salt_id, vocab_size=vocab_size)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
@@ -253,6 +272,7 @@ class Cache:
         parent: bytes | None,
         parents: Sequence[bytes | None] | None,
         priorities: int | Sequence[int] | None,
+        prompt: Prompt | None,
         timeout: float | None,
     ) -> list[BlockResult]:
         """See :meth:`WriteLease.commit`, the way to call it."""
@@ -269,6 +289,7 @@ class Cache:
             parents=_packed_parents(packed, parent, parents),
             priorities=_packed_priorities(count, priorities),
             seq=seq,
+            **(prompt.told(packed, lease.binding.info.options) if prompt is not None else {}),
         )
 
         async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
@@ -321,6 +342,7 @@ class Cache:
         parent: bytes | None = None,
         tier: Tier | None = None,
         priorities: int | Sequence[int] | None = None,
+        prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
         """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
@@ -328,14 +350,15 @@ class Cache:
         ``blocks``: one array a key of any dtype and shape with exactly :attr:`block_bytes`, or one array whose first
         axis is the block. ``parent``: key of the block before the first one (None: it is a root). A chain of more
         than half a tier goes in pieces, each released before the next; where a piece's parent has been evicted
-        meanwhile, it and the rest are PARENT_MISSING and not stored. ``timeout`` is for each piece.
+        meanwhile, it and the rest are PARENT_MISSING and not stored. ``prompt``: what the keys are of, for a cache that
+        tells more than keys in its events (see :meth:`prompt`). ``timeout`` is for each piece.
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
         chain = split_keys(packed_keys(keys))
         ranks = list(_packed_priorities(len(chain), priorities)) or [DEFAULT_PRIORITY] * len(chain)
         sources = transfer.readable(blocks, len(chain), self.block_bytes)
-        return await arrays.put(self, self.lease_tier(tier), chain, sources, parent, ranks, timeout)
+        return await arrays.put(self, self.lease_tier(tier), chain, sources, parent, ranks, prompt, timeout)
 
     async def get(
         self,

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from kvtier.types import ROOT_PARENT, Cause, Cursor, EventType, Tier, fastest, tiers_of
 from kvtier.v1 import events_pb2
 from kvtier.wire import split_keys, tier_from_wire
+
+
+@dataclass(slots=True, frozen=True)
+class BlockTokens:
+    """What a block holds of its prompt. ``extra_ids``: one a token; None = no token has one.
+
+    ``items``: digest, 32 bytes, and the place in the item of its first token in the block, of each multimodal item that
+    covers it.
+    """
+
+    token_ids: tuple[int, ...]
+    extra_ids: tuple[int, ...] | None = None
+    lora_id: int | None = None
+    cache_salt: str | None = None
+    items: tuple[tuple[bytes, int], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -19,6 +37,10 @@ class Event:
     ``moved_from`` to ``copy_ns`` are set where a move caused it: bytes copied, nanoseconds waited and spent.
     ``time_ns``: nanoseconds since the Unix epoch. ``num_blocks_per_cache_level``: created only, the fastest tier
     first.
+
+    Of a cache with the option ``event_hash``: its value; ``packed_hashes`` of the blocks, all of 8 or all of 32 bytes,
+    zeros for a block without; ``packed_parent_hashes`` (stored only). ``tokens`` (stored only): one a block, where the
+    cache keeps them and the watcher may see them. ``window_tokens``: of the group, 0 = full attention.
     """
 
     epoch: int
@@ -38,6 +60,11 @@ class Event:
     queue_ns: int = 0
     copy_ns: int = 0
     num_blocks_per_cache_level: tuple[int, ...] = ()
+    event_hash: str = ""
+    packed_hashes: bytes = b""
+    packed_parent_hashes: bytes = b""
+    tokens: tuple[BlockTokens, ...] = ()
+    window_tokens: int = 0
 
     @property
     def cursor(self) -> Cursor:
@@ -81,6 +108,11 @@ class SnapshotSlice:
     packed_parents: bytes
     residency: bytes
     priorities: bytes
+    event_hash: str = ""
+    packed_hashes: bytes = b""
+    packed_parent_hashes: bytes = b""
+    tokens: tuple[BlockTokens, ...] = ()
+    window_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "snapshot", "cache": self.cache, "group": self.group, "blocks": _stored_blocks(self)}
@@ -151,6 +183,11 @@ def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
         queue_ns=message.queue_ns,
         copy_ns=message.copy_ns,
         num_blocks_per_cache_level=tuple(message.num_blocks_per_cache_level),
+        event_hash=message.event_hash,
+        packed_hashes=message.event_hashes,
+        packed_parent_hashes=message.parent_hashes,
+        tokens=_tokens(message.tokens),
+        window_tokens=message.window_tokens,
     )
 
 
@@ -162,6 +199,24 @@ def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
         packed_parents=message.parents,
         residency=message.residency,
         priorities=message.priorities,
+        event_hash=message.event_hash,
+        packed_hashes=message.event_hashes,
+        packed_parent_hashes=message.parent_hashes,
+        tokens=_tokens(message.tokens),
+        window_tokens=message.window_tokens,
+    )
+
+
+def _tokens(messages: Iterable[events_pb2.BlockTokens]) -> tuple[BlockTokens, ...]:
+    return tuple(
+        BlockTokens(
+            token_ids=tuple(np.frombuffer(each.token_ids, "<u4").tolist()),
+            extra_ids=tuple(np.frombuffer(each.extra_ids, "<u8").tolist()) if each.extra_ids else None,
+            lora_id=each.lora_id if each.HasField("lora_id") else None,
+            cache_salt=each.cache_salt if each.HasField("cache_salt") else None,
+            items=tuple(zip(split_keys(each.mm_digests), each.mm_offsets, strict=True)),
+        )
+        for each in messages
     )
 
 
@@ -177,7 +232,7 @@ def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
     rows = zip(
         split_keys(item.packed_keys), split_keys(item.packed_parents), item.residency, item.priorities, strict=True
     )
-    return [
+    blocks: list[dict[str, Any]] = [
         {
             "block_hash": key.hex(),
             "parent_hash": None if parent == ROOT_PARENT else parent.hex(),
@@ -187,6 +242,12 @@ def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
         }
         for key, parent, residency, priority in rows
     ]
+    size = len(item.packed_hashes) // max(1, len(blocks))
+    for place, block in enumerate(blocks if size else ()):
+        block["event_hash"] = item.packed_hashes[place * size : (place + 1) * size].hex()
+    for block, tokens in zip(blocks, item.tokens, strict=False):
+        block["token_ids"] = tokens.token_ids
+    return blocks
 
 
 def _created(event: Event) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing
 from datetime import datetime
 from functools import reduce
@@ -19,9 +19,13 @@ import click
 from kvtier import aio
 from kvtier.cli.common import CONNECT_WAIT_S, address_option, json_option, run
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, WatchItem
+from kvtier.trtllm import TrtllmEvents
 from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
 from kvtier.watch import Filter, Start
 from kvtier.words import duration, size
+
+Show = Callable[[WatchItem], Iterator[str]]
+"""The lines that an item is shown as, if any."""
 
 _COLOURS: Final[Mapping[EventType, str]] = {
     EventType.CREATED: "cyan",
@@ -57,6 +61,13 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
 @click.command()
 @address_option
 @json_option("One JSON object a line; keys in hex, field names as TensorRT-LLM's.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "trtllm"]),
+    default="text",
+    help="Lines for people; JSON, as with --json; or TensorRT-LLM's own event JSON, of one --cache.",
+)
 @click.option("--type", "types", multiple=True, type=_choices(EventType), help="Only these types. Repeatable.")
 @click.option("--cause", "causes", multiple=True, type=_choices(Cause), help="Only these causes. Repeatable.")
 @click.option("--tier", "tiers", multiple=True, type=_choices(Tier), help="Only what touches these tiers. Repeatable.")
@@ -68,6 +79,7 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
 def watch(
     address: str,
     as_json: bool,
+    form: str,
     types: tuple[str, ...],
     causes: tuple[str, ...],
     tiers: tuple[str, ...],
@@ -81,9 +93,14 @@ def watch(
 
     A line shows time, epoch and id, type, number of blocks and the first one's key, where from and to, cause, bytes,
     time queued and copied, and the cache. Goes on over restarts of the daemon; what was lost is shown as a gap.
+
+    With --format trtllm routers that follow TensorRT-LLM can follow kvtier. Hashes are those that the cache was opened
+    with (its option event_hash); token ids are there if it keeps them and you may see them. Begin with --snapshot.
     """
     if (since is not None) + oldest + snapshot > 1:
         raise click.UsageError("--since, --oldest and --snapshot exclude each other.")
+    if form == "trtllm" and (len(caches) != 1 or types or causes or tiers or as_json):
+        raise click.UsageError("--format trtllm needs one --cache, and no --type, --cause, --tier or --json.")
     wanted = Filter(
         types=[EventType[name.upper()] for name in types],
         causes=[Cause[name.upper()] for name in causes],
@@ -91,7 +108,7 @@ def watch(
         caches=caches,
     )
     try:
-        run(_follow(address, Start(since, oldest, snapshot), wanted, as_json, limit))
+        run(_follow(address, Start(since, oldest, snapshot), wanted, _FORMATS["json" if as_json else form](), limit))
     except KeyboardInterrupt:
         pass  # the ordinary end of a watch
     except (BrokenPipeError, asyncio.CancelledError):
@@ -99,8 +116,7 @@ def watch(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-async def _follow(address: str, start: Start, wanted: Filter, as_json: bool, limit: int | None) -> None:
-    show = json_line if as_json else text_line
+async def _follow(address: str, start: Start, wanted: Filter, show: Show, limit: int | None) -> None:
     left = limit
     async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
         _stop_when_nobody_reads()
@@ -115,8 +131,7 @@ async def _follow(address: str, start: Start, wanted: Filter, as_json: bool, lim
         )
         async with aclosing(stream):
             async for item in stream:
-                line = show(item)
-                if line is not None:
+                for line in show(item):
                     click.echo(line)
                 if left is not None and isinstance(item, Event):
                     left -= 1
@@ -133,28 +148,43 @@ def _stop_when_nobody_reads() -> None:
         loop.add_reader(sys.stdout.fileno(), task.cancel)
 
 
-def json_line(item: WatchItem) -> str | None:
-    """None for what is not shown."""
+def json_lines(item: WatchItem) -> Iterator[str]:
     if isinstance(item, (Event, Gap, SnapshotSlice, SnapshotEnd)):
-        return json.dumps(item.to_json(), separators=(",", ":"))
-    return None
+        yield _compact(item.to_json())
 
 
-def text_line(item: WatchItem) -> str | None:
-    """With colours, which ``click.echo`` takes out where there is no terminal. None for what is not shown."""
+def text_lines(item: WatchItem) -> Iterator[str]:
+    """With colours, which ``click.echo`` takes out where there is no terminal."""
     match item:
         case Event():
-            return _event_line(item)
+            yield _event_line(item)
         case Gap():
             text = f"gap        {item.epoch}:{item.first_id} to {item.last_id} were lost: {item.reason}"
-            return click.style(text, fg="yellow", bold=True)
+            yield click.style(text, fg="yellow", bold=True)
         case SnapshotSlice():
             blocks, where = _blocks(len(item.residency)), _places(item.residency)
-            return f"snapshot   {blocks}  {item.packed_keys[:4].hex()}…  in {where}  {item.cache}"
+            yield f"snapshot   {blocks}  {item.packed_keys[:4].hex()}…  in {where}  {item.cache}"
         case SnapshotEnd():
-            return click.style(f"snapshot   complete at {item.cursor}", bold=True)
+            yield click.style(f"snapshot   complete at {item.cursor}", bold=True)
         case _:
-            return None
+            pass
+
+
+def trtllm_lines() -> Show:
+    """Remembers what it has shown."""
+    events = TrtllmEvents()
+    return lambda item: map(_compact, events.of(item))
+
+
+_FORMATS: Final[Mapping[str, Callable[[], Show]]] = {
+    "text": lambda: text_lines,
+    "json": lambda: json_lines,
+    "trtllm": trtllm_lines,
+}
+
+
+def _compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _event_line(event: Event) -> str:

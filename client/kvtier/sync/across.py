@@ -10,6 +10,7 @@ from kvtier import across as inner
 from kvtier import transfer
 from kvtier.across import AcrossBlocks, AcrossMatch
 from kvtier.errors import KvtierError
+from kvtier.prompt import Prompt
 from kvtier.sync.lease import ReadLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
@@ -128,12 +129,15 @@ class AcrossGroups:
         parent: bytes | None = None,
         tier: Tier | None = None,
         priorities: int | Sequence[int] | None = None,
+        prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> dict[int, list[BlockResult]]:
         """Stores a chain in several groups: see :meth:`kvtier.across.AcrossGroups.put`."""
         packed = packed_keys(keys)
         return self._thread.run(
-            lambda: self._inner.put(packed, blocks, parent=parent, tier=tier, priorities=priorities, timeout=timeout)
+            lambda: self._inner.put(
+                packed, blocks, parent=parent, tier=tier, priorities=priorities, prompt=prompt, timeout=timeout
+            )
         )
 
     def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:

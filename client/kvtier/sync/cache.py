@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from kvtier import cache as inner
 from kvtier import transfer
+from kvtier.abi.keys import PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.answers import DropReport, ListedBlock, Location, Match, Page
 from kvtier.arena import Arena
 from kvtier.errors import ClientClosed
+from kvtier.prompt import Prompt
 from kvtier.stats import CacheInfo
 from kvtier.sync.across import AcrossGroups
 from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
@@ -89,6 +91,18 @@ class Cache:
     def lease_tier(self, tier: Tier | None = None) -> Tier:
         """``tier``, or the fastest one whose slots can be mapped. Raises :class:`InvalidArgument` if there is none."""
         return self._inner.lease_tier(tier)
+
+    def prompt(
+        self,
+        token_ids: TokenIds,
+        scope: Scope = PLAIN,
+        extra_ids: TokenIds | None = None,
+        *,
+        salt_id: int | None = None,
+        vocab_size: int | None = None,
+    ) -> Prompt:
+        """The full blocks of a prompt: see :meth:`kvtier.Cache.prompt`."""
+        return self._inner.prompt(token_ids, scope, extra_ids, salt_id=salt_id, vocab_size=vocab_size)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
@@ -166,6 +180,7 @@ class Cache:
         parent: bytes | None = None,
         tier: Tier | None = None,
         priorities: int | Sequence[int] | None = None,
+        prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
         """Stores a chain: see :meth:`kvtier.Cache.put`."""
@@ -173,7 +188,9 @@ class Cache:
         # Here, since it copies what is not contiguous.
         sources = transfer.readable(blocks, len(split_keys(packed)), self.block_bytes)
         return self._thread.run(
-            lambda: self._inner.put(packed, sources, parent=parent, tier=tier, priorities=priorities, timeout=timeout)
+            lambda: self._inner.put(
+                packed, sources, parent=parent, tier=tier, priorities=priorities, prompt=prompt, timeout=timeout
+            )
         )
 
     def get(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvtier import lease as inner
 from kvtier.arena import Arena, Bytes
 from kvtier.errors import KvtierError
+from kvtier.prompt import Prompt
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
 from kvtier.wire import Keys, packed_keys
@@ -93,6 +94,7 @@ class WriteLease(Lease[inner.WriteLease]):
         parent: bytes | None = None,
         parents: Sequence[bytes | None] | None = None,
         priorities: int | Sequence[int] | None = None,
+        prompt: Prompt | None = None,
         at: Sequence[int] | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
@@ -100,7 +102,7 @@ class WriteLease(Lease[inner.WriteLease]):
         packed = packed_keys(keys)
         return self._thread.run(
             lambda: self.inner.commit(
-                packed, parent=parent, parents=parents, priorities=priorities, at=at, timeout=timeout
+                packed, parent=parent, parents=parents, priorities=priorities, prompt=prompt, at=at, timeout=timeout
             )
         )
 

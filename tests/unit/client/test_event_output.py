@@ -8,7 +8,7 @@ import re
 import click
 import pytest
 
-from kvtier.cli.watch import json_line, text_line
+from kvtier.cli.watch import json_lines, text_lines
 from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, event_from_wire
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import events_pb2
@@ -51,8 +51,7 @@ ENVELOPE = {"event_id", "epoch", "type", "cause", "cache", "group", "time_ns"}
 
 
 def as_json(item: Event) -> dict[str, object]:
-    line = json_line(item)
-    assert line is not None
+    (line,) = json_lines(item)
     assert "\n" not in line
     values = json.loads(line)
     assert isinstance(values, dict)
@@ -101,15 +100,15 @@ def test_created_has_a_capacity_a_level() -> None:
 
 
 def test_gaps_and_snapshots_are_lines_too_and_heartbeats_are_none() -> None:
-    gap = json.loads(json_line(Gap(1, 5, 9, "slow")) or "")
+    gap = json.loads(*json_lines(Gap(1, 5, 9, "slow")))
     assert gap == {"type": "gap", "epoch": 1, "first_id": 5, "last_id": 9, "reason": "slow"}
-    end = json.loads(json_line(SnapshotEnd(Cursor(1, 7))) or "")
+    end = json.loads(*json_lines(SnapshotEnd(Cursor(1, 7))))
     assert end == {"type": "snapshot_end", "epoch": 1, "event_id": 7}
     slice_ = SnapshotSlice("llama", 0, KEYS[0], bytes(32), bytes([4]), bytes([35]))
-    assert json.loads(json_line(slice_) or "")["blocks"][0]["residency"] == ["disk"]
+    assert json.loads(*json_lines(slice_))["blocks"][0]["residency"] == ["disk"]
     for silent in (Heartbeat(Cursor(1, 7)), SnapshotStart()):
-        assert json_line(silent) is None
-        assert text_line(silent) is None
+        assert list(json_lines(silent)) == []
+        assert list(text_lines(silent)) == []
 
 
 @pytest.mark.parametrize(
@@ -126,14 +125,14 @@ def test_gaps_and_snapshots_are_lines_too_and_heartbeats_are_none() -> None:
     ],
 )
 def test_a_line_tells_a_person_all_of_it(item: Event, parts: list[str]) -> None:
-    line = click.unstyle(text_line(item) or "")
+    line = click.unstyle(*text_lines(item))
     for part in parts:
         assert part in line
     assert "\n" not in line
 
 
 def test_a_line_has_the_time_of_day_in_milliseconds() -> None:
-    assert re.match(r"\d\d:\d\d:\d\d\.123 ", click.unstyle(text_line(STORED) or ""))
+    assert re.match(r"\d\d:\d\d:\d\d\.123 ", click.unstyle(*text_lines(STORED)))
 
 
 def test_a_cause_of_a_newer_daemon_stays_a_number() -> None:

@@ -1,0 +1,228 @@
+"""TensorRT-LLM's event JSON, to the field."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from kvtier.cli.watch import trtllm_lines
+from kvtier.events import BlockTokens, Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.trtllm import WHOLE_WINDOW, TrtllmEvents
+from kvtier.types import Cause, Cursor, EventType, Tier
+
+KEYS = [bytes([n]) * 32 for n in range(1, 6)]
+NUMBERS = [2**64 - n for n in range(1, 6)]
+"""Of blocks, unsigned: all of them over 2^63."""
+TOKENS = BlockTokens((1, 2860), (0, 7), 5, "tenant", ((b"\xaa" * 32, 3),))
+ROOT = bytes(32)
+
+
+def numbers(*blocks: int) -> bytes:
+    return b"".join(NUMBERS[block].to_bytes(8, "big") for block in blocks)
+
+
+def event(kind: EventType, *blocks: int, **fields: Any) -> Event:
+    named = {"event_hash": "v1_block_key", "packed_hashes": numbers(*blocks)} | fields
+    keys = b"".join(KEYS[block] for block in blocks)
+    return Event(1, 42, kind, Cause.COMMIT, "llama", 2, 0, packed_keys=keys, **named)
+
+
+def stored(*blocks: int, parents: list[int | None], residency: int = 1, **fields: Any) -> Event:
+    return event(
+        EventType.STORED,
+        *blocks,
+        packed_parents=b"".join(ROOT if parent is None else KEYS[parent] for parent in parents),
+        packed_parent_hashes=b"".join(bytes(8) if parent is None else numbers(parent) for parent in parents),
+        residency=bytes([residency]) * len(blocks),
+        priorities=bytes([35]) * len(blocks),
+        **fields,
+    )
+
+
+def updated(block: int, residency: int, priority: int = 35, **fields: Any) -> Event:
+    return event(EventType.UPDATED, block, residency=bytes([residency]), priorities=bytes([priority]), **fields)
+
+
+def told(*items: WatchItem) -> list[dict[str, Any]]:
+    """All that TensorRT-LLM's events say of these items, through JSON."""
+    show = trtllm_lines()
+    return [json.loads(line) for item in items for line in show(item)]
+
+
+def data(*items: WatchItem) -> list[dict[str, Any]]:
+    return [each["data"] for each in told(*items)]
+
+
+def block_json(number: int, **fields: Any) -> dict[str, Any]:
+    plain = {
+        "type": "stored_block",
+        "block_hash": number,
+        "tokens": [],
+        "cache_level": 0,
+        "priority": 35,
+        "mm_keys": [],
+    }
+    return plain | fields
+
+
+def diff(old: int | None, new: int) -> dict[str, Any]:
+    return {"type": "event_diff", "new_value": new, "old_value": old}
+
+
+def test_created_and_the_envelope() -> None:
+    created = event(EventType.CREATED, num_blocks_per_cache_level=(200, 800, 6000), window_tokens=1024)
+    assert told(created) == [
+        {
+            "event_id": 0,
+            "data": {"type": "created", "num_blocks_per_cache_level": [200, 800, 6000]},
+            "window_size": 1024,
+            "hash_algo": "v1_block_key",
+            "layer_group_id": 2,
+        }
+    ]
+
+
+def test_a_chain_is_one_event_and_its_parent_null_at_the_root() -> None:
+    assert data(stored(0, 1, parents=[None, 0]), stored(2, parents=[1])) == [
+        {"type": "stored", "parent_hash": None, "blocks": [block_json(NUMBERS[0]), block_json(NUMBERS[1])]},
+        {"type": "stored", "parent_hash": NUMBERS[1], "blocks": [block_json(NUMBERS[2])]},
+    ]
+
+
+def test_several_chains_of_one_event_are_cut_up() -> None:
+    assert [
+        (each["parent_hash"], [block["block_hash"] for block in each["blocks"]])
+        for each in data(stored(0, 1, 2, 3, parents=[None, 0, 0, None]))
+    ] == [(None, NUMBERS[:2]), (NUMBERS[0], [NUMBERS[2]]), (None, [NUMBERS[3]])]
+
+
+def test_tokens_extra_ids_items_and_salt() -> None:
+    (only,) = data(stored(0, parents=[None], tokens=(TOKENS,)))
+    assert only["blocks"] == [
+        block_json(
+            NUMBERS[0],
+            tokens=[
+                {"type": "unique_token", "token_id": 1, "token_extra_id": 0},
+                {"type": "unique_token", "token_id": 2860, "token_extra_id": 7},
+            ],
+            mm_keys=[{"type": "mm_key", "hash": "aa" * 32, "start_offset": 3}],
+            cache_salt="tenant",
+        )
+    ]
+
+
+def test_digests_are_shown_in_hex() -> None:
+    digest = bytes(range(32))
+    named: dict[str, Any] = {"event_hash": "v2_sha256", "packed_hashes": digest, "packed_parent_hashes": bytes(32)}
+    (only,) = told(replace(stored(0, parents=[None]), **named))
+    assert (only["hash_algo"], only["data"]["blocks"][0]["block_hash"]) == ("v2_sha256", digest.hex())
+
+
+def test_a_cache_without_event_hash_has_its_keys() -> None:
+    plain: dict[str, Any] = {"event_hash": "", "packed_hashes": b"", "packed_parent_hashes": b""}
+    (only,) = told(replace(stored(1, parents=[0]), **plain))
+    assert (only["hash_algo"], only["window_size"]) == ("kvtier_key", WHOLE_WINDOW)
+    assert only["data"]["parent_hash"] == KEYS[0].hex()
+    assert only["data"]["blocks"][0]["block_hash"] == KEYS[1].hex()
+
+
+def test_blocks_without_a_hash_are_left_out() -> None:
+    bare = replace(stored(0, 1, parents=[None, 0]), packed_hashes=bytes(8) + numbers(1), packed_parent_hashes=bytes(16))
+    gone = event(EventType.REMOVED, 1, 0, packed_hashes=numbers(1) + bytes(8))
+    assert data(bare, gone, event(EventType.REMOVED, 0, packed_hashes=bytes(8))) == [
+        {"type": "stored", "parent_hash": None, "blocks": [block_json(NUMBERS[1])]},
+        {"type": "removed", "block_hashes": [NUMBERS[1]]},
+    ]
+
+
+def test_moves_have_old_and_new_levels_and_each_block_an_event() -> None:
+    down = event(
+        EventType.UPDATED,
+        0,
+        1,
+        residency=bytes([2, 2]),
+        priorities=bytes([35, 35]),
+        moved_from=Tier.DEVICE,
+        moved_to=Tier.HOST,
+    )
+    assert data(stored(0, 1, parents=[None, 0]), down)[1:] == [
+        {"type": "updated", "block_hash": number, "cache_level": diff(0, 1), "priority": None} for number in NUMBERS[:2]
+    ]
+
+
+def test_what_changes_only_in_slower_tiers_is_no_event() -> None:
+    assert data(stored(0, parents=[None]), updated(0, 0b101), updated(0, 0b111), updated(0, 0b001))[1:] == []
+
+
+def test_priorities_have_old_and_new_values() -> None:
+    assert data(stored(0, parents=[None]), updated(0, 1, 80), updated(0, 2, 80))[1:] == [
+        {"type": "updated", "block_hash": NUMBERS[0], "cache_level": None, "priority": diff(35, 80)},
+        {"type": "updated", "block_hash": NUMBERS[0], "cache_level": diff(0, 1), "priority": None},
+    ]
+
+
+def test_a_block_never_told_of_has_the_level_that_it_moved_from() -> None:
+    down = updated(0, 2, moved_from=Tier.DEVICE, moved_to=Tier.HOST)
+    copied = updated(1, 3, moved_from=Tier.DEVICE, moved_to=Tier.HOST)
+    assert data(down, copied) == [
+        {"type": "updated", "block_hash": NUMBERS[0], "cache_level": diff(0, 1), "priority": None}
+    ]
+
+
+def test_removed_lists_the_hashes_of_all_blocks() -> None:
+    assert data(stored(0, 1, parents=[None, 0]), event(EventType.REMOVED, 1, 0))[1:] == [
+        {"type": "removed", "block_hashes": [NUMBERS[1], NUMBERS[0]]}
+    ]
+
+
+def test_cleared_removes_all_that_was_known() -> None:
+    cleared = event(EventType.CLEARED)
+    assert data(stored(0, 1, parents=[None, 0]), cleared, cleared)[1:] == [
+        {"type": "removed", "block_hashes": NUMBERS[:2]}
+    ]
+
+
+def part(*blocks: int, residency: int = 2) -> SnapshotSlice:
+    event = stored(*blocks, parents=[None, *blocks[:-1]], residency=residency)
+    return SnapshotSlice(
+        event.cache,
+        event.group,
+        event.packed_keys,
+        event.packed_parents,
+        event.residency,
+        event.priorities,
+        event.event_hash,
+        event.packed_hashes,
+        event.packed_parent_hashes,
+    )
+
+
+def test_a_snapshot_is_stored_and_what_events_repeat_of_it_is_not_told_again() -> None:
+    said = data(
+        SnapshotStart(), part(0, 1), stored(1, parents=[0], residency=2), updated(0, 1), SnapshotEnd(Cursor(1, 9))
+    )
+    assert said == [
+        {
+            "type": "stored",
+            "parent_hash": None,
+            "blocks": [block_json(NUMBERS[0], cache_level=1), block_json(NUMBERS[1], cache_level=1)],
+        },
+        {"type": "updated", "block_hash": NUMBERS[0], "cache_level": diff(1, 0), "priority": None},
+    ]
+
+
+def test_a_snapshot_that_begins_anew_takes_back_what_the_first_one_said() -> None:
+    assert [each["type"] for each in data(part(0), SnapshotStart(), part(1))] == ["stored", "removed", "stored"]
+
+
+def test_ids_count_from_zero_and_show_what_was_lost() -> None:
+    items: list[WatchItem] = [part(0), Heartbeat(Cursor(1, 50)), part(1), Gap(1, 60, 64, "slow"), part(2)]
+    assert [each["event_id"] for each in told(*items)] == [0, 1, 7]
+
+
+def test_each_window_group_has_blocks_of_its_own() -> None:
+    events = TrtllmEvents()
+    other = replace(stored(0, parents=[None]), group=0, window_tokens=0)
+    said = [each for item in (stored(0, parents=[None]), other) for each in events.of(item)]
+    assert [(each["layer_group_id"], each["data"]["type"]) for each in said] == [(2, "stored"), (0, "stored")]
