@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -46,9 +46,13 @@ class PrivateDaemon:
     inside the block: the directories are the same.
     """
 
-    def __init__(self, sizes: Mapping[Tier, int], *, keep: Path | None = None) -> None:
-        """``sizes`` in bytes by tier; 0 or absent = none."""
+    def __init__(
+        self, sizes: Mapping[Tier, int], *, keep: Path | None = None, module: Sequence[str] = ("kvtierd.main",)
+    ) -> None:
+        """``sizes`` in bytes by tier; 0 or absent = none. ``module``: what is run, with its first arguments; one that
+        behaves as ``kvtierd.main`` does."""
         self._sizes = dict(sizes)
+        self._module = tuple(module)
         self._keep = keep
         self._directory: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -69,7 +73,7 @@ class PrivateDaemon:
         """Returns once it serves. Raises :class:`DaemonUnavailable` with the end of its log where it does not."""
         state = self._keep or self._home
         command = [
-            *(sys.executable, "-m", "kvtierd.main"),
+            *(sys.executable, "-m", *self._module),
             *("--runtime-dir", self.address),
             *("--state-dir", str(state / "state")),
             *("--disk-dir", str(state / "disk")),

@@ -63,3 +63,14 @@ def test_scale_says_how_each_cost_grows() -> None:
         assert (smallest["params"]["blocks"], smallest["ratio"]) == (4096, 1.0)
         assert (larger["params"]["blocks"], larger["floor"]) == (8192, smallest["value"])
     assert [result["params"]["blocks"] for result in found["scale.restart"]] == [4096, 8192]
+
+
+def test_latency_is_that_of_a_loaded_daemon() -> None:
+    found = results("latency", "--block-bytes", "4KiB", "--rounds", "1", "--seconds", "0.5")
+    edges = {f"latency.load.{edge}" for edge in ("device>host", "host>disk", "disk>device", "disk>host", "host>device")}
+    quantiles = {f"latency.callback.{name}" for name in ("p50", "p99", "p99.9", "max")}
+    assert set(found) == edges | quantiles | {"latency.match.p50", "latency.match.p99"}
+    (p50,), (p99,) = found["latency.match.p50"], found["latency.match.p99"]
+    assert 0 < p50["value"] <= p99["value"]
+    assert 0 < p50["floor"] <= p99["floor"]
+    assert found["latency.callback.max"][0]["params"]["callbacks"] > 100

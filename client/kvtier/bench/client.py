@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier import transfer
 from kvtier.arena import Bytes
-from kvtier.bench.bare import Call, bare_call
+from kvtier.bench.bare import Call, bare_server
 from kvtier.bench.place import Place, chains, place, scatter
 from kvtier.bench.result import Paired, Result
 from kvtier.bench.rounds import interleaved, timed
@@ -43,9 +43,9 @@ async def run(options: Options) -> AsyncIterator[Result]:
             await scatter(here.cache, TIER)
             bench = _Bench(here, options.rounds)
             with tempfile.TemporaryDirectory(prefix="kvtier-") as directory:
-                async with bare_call(Path(directory)) as nothing:
-                    yield (await bench.match(nothing)).time("client.match", params)
-                    yield (await bench.hold(nothing)).time("client.acquire_release", params)
+                async with bare_server(Path(directory)) as bare:
+                    yield (await bench.match(bare.call)).time("client.match", params)
+                    yield (await bench.hold(bare.call)).time("client.acquire_release", params)
             yield (await bench.store()).rate("client.store", params, nbytes)
             yield (await bench.load()).rate("client.load", params, nbytes)
 

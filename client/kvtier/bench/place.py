@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -46,16 +46,21 @@ class Place:
 
 @asynccontextmanager
 async def place(
-    block_bytes: int, slots: TierSlots, *, address: str | None = None, keep: Path | None = None
+    block_bytes: int,
+    slots: TierSlots,
+    *,
+    address: str | None = None,
+    keep: Path | None = None,
+    module: Sequence[str] = ("kvtierd.main",),
 ) -> AsyncIterator[Place]:
-    """A cache with so many slots. ``address``: of a daemon that runs; its cache is left empty. ``keep``: see
-    :class:`PrivateDaemon`."""
+    """A cache with so many slots. ``address``: of a daemon that runs; its cache is left empty. ``keep`` and ``module``:
+    see :class:`PrivateDaemon`."""
     spec = spec_of(block_bytes)
     sizes = slots.as_bytes(spec)
     async with AsyncExitStack() as stack:
         daemon = None
         if address is None:
-            daemon = await stack.enter_async_context(PrivateDaemon(sizes, keep=keep))
+            daemon = await stack.enter_async_context(PrivateDaemon(sizes, keep=keep, module=module))
             address = daemon.address
         client = await stack.enter_async_context(await aio.connect(address, timeout=600))
         wanted = {tier: size for tier, size in sizes.items() if size}

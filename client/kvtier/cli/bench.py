@@ -11,6 +11,7 @@ import click
 from rich.table import Table
 
 from kvtier.bench import client as client_bench
+from kvtier.bench import latency as latency_bench
 from kvtier.bench import scale as scale_bench
 from kvtier.bench import tiers as tiers_bench
 from kvtier.bench.result import Result
@@ -20,7 +21,7 @@ from kvtier.words import size
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _JSON = json_option("One list of {name, params, value, unit, floor, ratio}.")
-_LEFT_OUT: Final = frozenset({"rounds", "spread", "floor_spread"})
+_LEFT_OUT: Final = frozenset({"rounds", "spread", "floor_spread", "slow"})
 """Of a table: they stand in the JSON."""
 _UNITS: Final = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _DISK_DIR: Final = click.option(
@@ -133,3 +134,16 @@ def scale(blocks: tuple[int, ...], rounds: int, disk_dir: Path | None, as_json: 
     """
     counts = tuple(sorted(blocks)) or scale_bench.Options().blocks
     _tell(scale_bench.run(scale_bench.Options(counts, rounds, disk_dir)), as_json)
+
+
+@bench.command()
+@click.option(
+    "--block-bytes", "block_bytes", type=SizeType(), default=256 << 10, metavar="SIZE", help="[default: 256KiB]"
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Of a round.")
+@_DISK_DIR
+@_JSON
+def latency(block_bytes: int, rounds: int, seconds: float, disk_dir: Path | None, as_json: bool) -> None:
+    """What a match waits while every edge of a private daemon is busy, and how long callbacks keep its loop."""
+    _tell(latency_bench.run(latency_bench.Options(block_bytes, rounds, seconds, disk_dir)), as_json)
