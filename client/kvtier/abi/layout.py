@@ -1,4 +1,4 @@
-"""The arena: what a local client maps of a cache, byte by byte. ABI version 1.
+"""The arena: what a local client maps of a cache, byte by byte. ABI version 2.
 
 An arena is up to three sealed memory segments. ``control`` says where everything is; ``host`` and ``device`` hold
 slots. All integers are unsigned and little-endian; all offsets count from the start of the segment they point into, and
@@ -8,7 +8,7 @@ compare a descriptor's ``fstat`` size with the header's once, then map it whole.
 Control header, 4096 bytes at offset 0::
 
        0    8  magic               b"KVTARENA"
-       8  u32  abi_version         1
+       8  u32  abi_version         2
       12  u32  header_bytes        4096
       16  u64  control_bytes       size of the control segment
       24  u32  page_bytes          4096: alignment of every part in the host segment
@@ -46,6 +46,8 @@ Group entry, 128 bytes each, at group_table_offset::
       48  u64  host_generations    the same for host slots
       56  u64  device_owners       offset in control: u64 x device_slots, 64-byte aligned
       64  u64  host_owners         the same for host slots
+      72  u64  device_records      offset in control: 160 bytes x device_slots, 64-byte aligned
+      80  u64  host_records        the same for host slots
 
 Pool entry, 64 bytes each, at pool_table_offset::
 
@@ -65,7 +67,11 @@ the slot's bytes are READY, odd while they are being written or mean nothing. A 
 generation (odd: a miss), use the bytes, read it again; a change is a miss and what was read is void. This order of
 loads and stores holds by itself on x86-64; other processors need a barrier on either side of the copy.
 
-**Owners.** One u64 a slot: id of the session that leases it to write, 0 = nobody. A restarted daemon reads them.
+**Owners.** One u64 a slot: id of the session that leases it, to write or, the last of several, to read; 0 = nobody. A
+restarted daemon reads them.
+
+**Records.** What each slot holds, for a restarted daemon: ``kvtier.abi.slot_records``. Of no use to clients, whose way
+to a block is the daemon.
 """
 
 from __future__ import annotations
@@ -84,6 +90,7 @@ from kvtier.abi import records
 from kvtier.abi.errors import AbiError, require_equal, require_int
 from kvtier.abi.records import HEADER_BYTES, STATE_OFFSET, TABLE_CRC_OFFSET
 from kvtier.abi.regions import Cursor, Region, check_apart, check_place
+from kvtier.abi.slot_records import SLOT_RECORD_BYTES
 from kvtier.abi.spec import FINGERPRINT_BYTES, PAGE, CacheSpec, padded
 
 __all__ = [
@@ -106,7 +113,7 @@ __all__ = [
     "write_state",
 ]
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 MAGIC: Final = b"KVTARENA"
 
 DEVICE: Final = 0
@@ -189,6 +196,7 @@ class GroupLayout:
     host_offset: int
     generations: tuple[int, int]
     owners: tuple[int, int]
+    records: tuple[int, int]
     pools: tuple[PoolLayout, ...]
 
 
@@ -314,6 +322,11 @@ class ArenaLayout:
         place = self.groups[group]
         return np.frombuffer(control, dtype="<u8", count=place.slots[tier], offset=place.owners[tier])
 
+    def slot_records(self, control: Segment, tier: int, group: int) -> NDArray[np.uint8]:
+        """The records of a group's slots in a memory tier, [slots, ``SLOT_RECORD_BYTES``], likewise."""
+        place = self.groups[group]
+        return _rows(control, place.slots[tier], SLOT_RECORD_BYTES, SLOT_RECORD_BYTES, place.records[tier])
+
     def _places(self, tier: int, group: int, slot: int) -> Iterator[tuple[int, PoolLayout]]:
         if tier not in MEMORY_TIERS:
             raise AbiError("tier", tier, "device (0) or host (1)")
@@ -386,6 +399,8 @@ class ArenaLayout:
                 run = group.slots[tier] * 8
                 control.append(Region(f"{where}.{name}_generations", group.generations[tier], run, RUN_ALIGNMENT))
                 control.append(Region(f"{where}.{name}_owners", group.owners[tier], run, RUN_ALIGNMENT))
+                run = group.slots[tier] * SLOT_RECORD_BYTES
+                control.append(Region(f"{where}.{name}_records", group.records[tier], run, RUN_ALIGNMENT))
             size = group.slots[HOST] * group.record_bytes
             host.append(Region(f"{where}.host_offset", group.host_offset, size, REGION_ALIGNMENT))
             record = []
@@ -437,6 +452,10 @@ def _plan_group(
         host_offset=host.take(slots[HOST] * record.end, REGION_ALIGNMENT),
         generations=(control.take(slots[DEVICE] * 8, RUN_ALIGNMENT), control.take(slots[HOST] * 8, RUN_ALIGNMENT)),
         owners=(control.take(slots[DEVICE] * 8, RUN_ALIGNMENT), control.take(slots[HOST] * 8, RUN_ALIGNMENT)),
+        records=(
+            control.take(slots[DEVICE] * SLOT_RECORD_BYTES, RUN_ALIGNMENT),
+            control.take(slots[HOST] * SLOT_RECORD_BYTES, RUN_ALIGNMENT),
+        ),
         pools=tuple(pools),
     )
 
@@ -455,6 +474,8 @@ def _group_entry(group: GroupLayout, first_pool: int) -> dict[str, int | bytes]:
         "host_generations": group.generations[HOST],
         "device_owners": group.owners[DEVICE],
         "host_owners": group.owners[HOST],
+        "device_records": group.records[DEVICE],
+        "host_records": group.records[HOST],
     }
 
 
@@ -517,6 +538,7 @@ def _read_groups(control: memoryview, header: dict[str, Any]) -> tuple[GroupLayo
                 host_offset=entry["host_offset"],
                 generations=(entry["device_generations"], entry["host_generations"]),
                 owners=(entry["device_owners"], entry["host_owners"]),
+                records=(entry["device_records"], entry["host_records"]),
                 pools=pools,
             )
         )

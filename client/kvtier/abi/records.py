@@ -85,6 +85,8 @@ GROUP: Final = Record(
         "host_generations": (48, "Q"),
         "device_owners": (56, "Q"),
         "host_owners": (64, "Q"),
+        "device_records": (72, "Q"),
+        "host_records": (80, "Q"),
     },
 )
 POOL: Final = Record(

@@ -6,7 +6,7 @@ into the recorder in the same step, so no caller can forget one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 from kvtierd.core.block import Block, Copy, Phase
@@ -270,7 +270,7 @@ class GroupState:
         block.residency |= tier.bit
         self.slots[tier].change(copy.slot, SlotState.READY)
         if tier is not Tier.DISK:
-            self.recorder.end_write(self.ref(tier, copy.slot))
+            self.recorder.end_write(self.ref(tier, copy.slot), block)
 
     def detach(self, block: Block, tier: Tier) -> Copy:
         """The copy is the block's no more. Its slot is freed as soon as nobody holds or touches it. Records no
@@ -283,6 +283,8 @@ class GroupState:
         if copy.holds:
             self._end_pin(tier, copy)
             self.clocks.start(block)
+            if tier is not Tier.DISK:
+                self.recorder.disown(self.ref(tier, copy.slot), block)
         self._candidates[tier].put(block, copy, 0)
         if tier is Tier.DISK and block.indexed and block.parent is not None:
             block.parent.disk_children -= 1
@@ -467,8 +469,24 @@ class GroupState:
         A window slides off the front of its chain, so in a sliding group every block stands for itself: it gets
         neither parent nor children, and all that follows from those is empty there.
         """
+        block = self._index(key, parent_key, traits)
+        self._place_at(block, tier, slot)
+        if tier is not Tier.DISK:
+            self.recorder.end_write(self.ref(tier, slot), block)
+        self._introduce(block, cause)
+        return block
+
+    def recover(self, key: Key, parent_key: Key | None, traits: Traits, places: Mapping[Tier, SlotId]) -> Block:
+        """The same for one whose bytes have been READY in these slots since before a restart."""
+        block = self._index(key, parent_key, traits)
+        for tier, slot in places.items():
+            self._place_at(block, tier, slot)
+        self._introduce(block, Cause.RECOVERED)
+        return block
+
+    def _index(self, key: Key, parent_key: Key | None, traits: Traits) -> Block:
         if self.unsupported(parent_key):
-            raise InvariantViolation(f"a block enters {tier} slot {slot} before its parent is indexed")
+            raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
         parent = self.index.get(parent_key) if parent_key is not None and not self.shape.sliding else None
         self._last_block += 1
         block = Block(BlockId(self._last_block), key, parent.key if parent is not None else parent_key, parent, traits)
@@ -479,15 +497,17 @@ class GroupState:
         self.index.add(block)
         if parent is not None:
             parent.add_child(block)
+        return block
+
+    def _place_at(self, block: Block, tier: Tier, slot: SlotId) -> None:
         self._enter(tier, slot, SlotState.READY)
         self._attach(block, tier, Copy(slot, Phase.READY))
-        if tier is not Tier.DISK:
-            self.recorder.end_write(self.ref(tier, slot))
+
+    def _introduce(self, block: Block, cause: Cause) -> None:
         self.stored += 1
         self.recorder.change(EventType.STORED, cause, self.group, block)
-        self._reprioritise(parent, None, block.priority, cause)
+        self._reprioritise(block.parent, None, block.priority, cause)
         self.reconsider(block)
-        return block
 
     def remove(self, block: Block, cause: Cause) -> None:
         """Takes a block without indexed children out of the index and gives up its copies."""

@@ -23,7 +23,7 @@ from kvtierd.core.pins import Pins
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.retention import check_retention, pairs
-from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, ReserveTicket, Ticket
+from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, LeftLease, ReserveTicket, Ticket
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label, Traits
 from kvtierd.core.verbs import (
     AcrossMatch,
@@ -108,7 +108,7 @@ class BlockManager:
         now: int,
         restarted: bool = True,
     ) -> Outcome:
-        """Announces the cache and indexes what its disk tier still holds.
+        """Announces the cache and indexes what its tiers still hold.
 
         ``recovered``: parents before children, least recently used first among the rest. A cache that existed before
         (``restarted``) is announced as cleared first, so that events alone stay the truth over a restart.
@@ -116,6 +116,14 @@ class BlockManager:
         clear = (Cause.LOST if unclean else Cause.SHUTDOWN) if restarted else None
         for group, window in self.windows.items():
             window.open(recovered.get(group, ()), quarantined.get(group, ()), clear)
+        return self._take(now)
+
+    def restore_lease(self, left: LeftLease, now: int) -> Outcome:
+        """A lease from before a restart, right after :meth:`open`. Like that of a session whose connection broke, it
+        ends with its session."""
+        window = self._window(left.group)
+        self._check_memory_tier(window, left.tier)
+        window.restore(self._new_lease(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
     # -- looking -----------------------------------------------------------------------------------------------------

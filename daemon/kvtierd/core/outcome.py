@@ -2,7 +2,7 @@
 
 Every mutating call of the core returns one :class:`Outcome`. The caller carries out all of it in the same loop turn,
 with no ``await`` between the call and the last of it, in this order: ``begin_write``, ``owners``, ``events``,
-``moves``, ``end_write``, ``grants`` and ``refusals``.
+``moves``, ``contents``, ``end_write``, ``grants`` and ``refusals``.
 
 What there is one of for each block is a named tuple: a frozen dataclass takes four times as long to make.
 """
@@ -24,6 +24,16 @@ class SlotRef(NamedTuple):
     group: GroupId
     tier: Tier
     slot: SlotId
+
+
+class Content(NamedTuple):
+    """What a slot of memory holds from this call on, for a restarted daemon to know. ``key`` None: nothing that anybody
+    should find again, though its bytes still stand for those who hold them."""
+
+    ref: SlotRef
+    key: Key | None
+    parent: Key | None
+    traits: Traits
 
 
 class MoveItem(NamedTuple):
@@ -144,6 +154,8 @@ class Outcome:
     grants: tuple[Grant, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     begin_write: tuple[SlotRef, ...] = ()
+    contents: tuple[Content, ...] = ()
+    """Of all in ``end_write``, and of slots that lost their block while held."""
     end_write: tuple[SlotRef, ...] = ()
     owners: tuple[Ownership, ...] = ()
     events: tuple[Event, ...] = ()

@@ -8,7 +8,7 @@ from typing import Final
 from kvtierd.core.block import Block
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, MoveId, SessionId, SlotId, Tier
-from kvtierd.core.outcome import Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
+from kvtierd.core.outcome import Content, Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
 
 MAX_EVENT_BLOCKS: Final = 256
 MAX_MOVE_BLOCKS: Final = 32
@@ -56,7 +56,8 @@ class Recorder:
 
     def _reset(self) -> None:
         self._begins: dict[SlotRef, None] = {}
-        self._ends: dict[SlotRef, None] = {}
+        self._ends: dict[SlotRef, Block] = {}
+        self._disowned: dict[SlotRef, Block] = {}
         self._owners: dict[SlotRef, SessionId | None] = {}
         self._events: list[tuple[_Header, list[BlockChange]]] = []
         self._moves: list[tuple[MoveId, _Lane, list[MoveItem]]] = []
@@ -69,8 +70,14 @@ class Recorder:
         self._ends.pop(ref, None)
         self._begins[ref] = None
 
-    def end_write(self, ref: SlotRef) -> None:
-        self._ends[ref] = None
+    def end_write(self, ref: SlotRef, block: Block) -> None:
+        """The slot's bytes are the block's."""
+        self._ends[ref] = block
+
+    def disown(self, ref: SlotRef, block: Block) -> None:
+        """The slot's bytes stand for those who hold them; they are the block's no more."""
+        if self._ends.get(ref) is None:
+            self._disowned[ref] = block
 
     def owner(self, ref: SlotRef, session: SessionId | None) -> None:
         self._owners[ref] = session
@@ -128,6 +135,10 @@ class Recorder:
             grants=tuple(self._grants),
             refusals=tuple(self._refusals),
             begin_write=tuple(self._begins),
+            contents=(
+                *(Content(ref, block.key, block.parent_key, block.traits) for ref, block in self._ends.items()),
+                *(Content(ref, None, None, block.traits) for ref, block in self._disowned.items()),
+            ),
             end_write=tuple(self._ends),
             owners=tuple(Ownership(ref, session) for ref, session in self._owners.items()),
             events=tuple(self._event(header, changes, now, capacity) for header, changes in self._events),

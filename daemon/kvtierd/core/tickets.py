@@ -61,6 +61,18 @@ class LeaseRecord:
         )
 
 
+@dataclass(slots=True, frozen=True)
+class LeftLease:
+    """What a session of an earlier life had, and its process may still use: ``blank`` slots it may be writing, blocks
+    it may be reading (``keys``, READY in the tier)."""
+
+    session: SessionId
+    group: GroupId
+    tier: Tier
+    blank: tuple[SlotId, ...] = ()
+    keys: tuple[Key, ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class ReserveTicket:
     """Wants blank slots, all or nothing."""

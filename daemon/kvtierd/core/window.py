@@ -27,12 +27,19 @@ from kvtierd.core.verbs import BlockResult, ChainRequest
 
 @dataclass(slots=True, frozen=True)
 class Recovered:
-    """A block found on disk at start, its traits as its ``MoveItem`` had them."""
+    """A block found at start, its traits as they were when its bytes were written. ``slot``: on disk."""
 
-    slot: SlotId
+    slot: SlotId | None
     key: Key
     parent: Key | None
     traits: Traits
+    device: SlotId | None = None
+    host: SlotId | None = None
+
+    @property
+    def places(self) -> dict[Tier, SlotId]:
+        found = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.slot}
+        return {tier: slot for tier, slot in found.items() if slot is not None}
 
 
 class WindowManager:
@@ -517,20 +524,36 @@ class WindowManager:
     # -- existence ---------------------------------------------------------------------------------------------------
 
     def open(self, recovered: Sequence[Recovered], quarantined: Iterable[SlotId], clear: Cause | None) -> None:
-        """Announces the group and indexes what was found on disk, given parents first and least recently used first."""
+        """Announces the group and indexes what was found, given parents first and least recently used first.
+
+        ``quarantined``: of the disk's slots.
+        """
         state = self.state
         self._recorder.mark(EventType.CREATED, Cause.RECOVERED if clear else Cause.EXPLICIT, state.group)
         if clear is not None:
             self._recorder.mark(EventType.CLEARED, clear, state.group)
-        if Tier.DISK not in state.slots:
-            return
-        bad = set(quarantined)
-        state.corrupt[Tier.DISK] |= bad
-        state.slots[Tier.DISK].claim(bad, SlotState.QUARANTINED)
-        state.slots[Tier.DISK].claim((record.slot for record in recovered), SlotState.FILLING)
+        if Tier.DISK in state.slots:
+            bad = set(quarantined)
+            state.corrupt[Tier.DISK] |= bad
+            state.slots[Tier.DISK].claim(bad, SlotState.QUARANTINED)
+        places = [record.places for record in recovered]
+        for tier in state.tiers:
+            state.slots[tier].claim((place[tier] for place in places if tier in place), SlotState.FILLING)
         state.order_by_use(
-            [state.insert(r.key, r.parent, r.traits, Tier.DISK, r.slot, Cause.RECOVERED) for r in recovered]
+            [state.recover(r.key, r.parent, r.traits, place) for r, place in zip(recovered, places, strict=True)]
         )
+
+    def restore(self, lease: Lease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
+        """A lease of an earlier life, whose process lives and may still use what it had: free slots, and READY blocks
+        of the lease's tier."""
+        state = self.state
+        lease.orphaned = True
+        lease.blank = dict.fromkeys(blank)
+        state.slots[lease.tier].claim(lease.blank, SlotState.ORPHANED)
+        for slot in lease.blank:
+            self._recorder.owner(state.ref(lease.tier, slot), lease.session)
+        for block in filter(None, map(state.index.get, keys)):
+            lease.held[block] = state.hold(block, lease.tier, lease.session)
 
     def lose_tier(self, tier: Tier, cause: Cause) -> None:
         self.state.lose_tier(tier, cause)

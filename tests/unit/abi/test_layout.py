@@ -94,7 +94,7 @@ def test_segment_is_as_documented() -> None:
         header
         == {
             "magic": b"KVTARENA",
-            "abi_version": 1,
+            "abi_version": 2,
             "header_bytes": 4096,
             "control_bytes": len(control),
             "page_bytes": 4096,
@@ -129,6 +129,10 @@ def test_segment_is_as_documented() -> None:
         at = group[run]
         assert isinstance(at, int) and at % 64 == 0
         assert struct.unpack_from(f"<{count}Q", control, at) == (0,) * count
+    for run, count in (("device_records", 3), ("host_records", 5)):
+        at = group[run]
+        assert isinstance(at, int) and at % 64 == 0
+        assert control[at : at + 160 * count] == bytes(160 * count)
     assert read_documented("Pool entry", control[4224:]) == {
         "block_bytes": 6000,
         "padded_bytes": 8192,
@@ -283,7 +287,7 @@ HEADER, GROUP, POOL = ("Control header", 0), ("Group entry", 4096), ("Pool entry
     ("table", "field", "value", "named"),
     [
         (HEADER, "magic", b"KVTARENB", "header.magic"),
-        (HEADER, "abi_version", 2, "header.abi_version"),
+        (HEADER, "abi_version", 1, "header.abi_version"),
         (HEADER, "header_bytes", 8192, "header.header_bytes"),
         (HEADER, "control_bytes", 2**63, "header.control_bytes"),
         (HEADER, "control_bytes", 4096, "header.group_table_offset"),
@@ -315,13 +319,15 @@ HEADER, GROUP, POOL = ("Control header", 0), ("Group entry", 4096), ("Pool entry
         (GROUP, "pool_count", 3, "groups[0].pool_count"),
         (GROUP, "pool_count", 1, "groups[0].record_bytes"),
         (GROUP, "device_slots", 2**32 - 1, "groups[0].device_slots"),
-        (GROUP, "host_slots", 6, "groups[0].host_offset"),
+        (GROUP, "host_slots", 6, "header.index_offset"),
         (GROUP, "host_slots", 2**31 - 1, "groups[0]."),
         (GROUP, "record_bytes", 12287, "groups[0].record_bytes"),
         (GROUP, "host_offset", 4096, "groups[0].host_offset"),
         (GROUP, "host_offset", 2 * MIB, "groups[0].host_offset"),
         (GROUP, "device_generations", 4352 + 8, "groups[0].device_generations"),
         (GROUP, "host_generations", 4352, "groups[0]."),
+        (GROUP, "host_records", 0, "groups[0].host_records"),
+        (GROUP, "device_records", 2**64 - 64, "groups[0].device_records"),
         (GROUP, "host_owners", 0, "groups[0].host_owners"),
         (GROUP, "device_owners", 2**64 - 64, "groups[0].device_owners"),
         (POOL, "block_bytes", 0, "groups[0].pools[0].block_bytes"),
@@ -343,7 +349,7 @@ def test_a_wrong_field_is_named(table: tuple[str, int], field: str, value: int |
 
 @pytest.mark.parametrize(
     ("at", "named"),
-    [(28, "header"), (160, "header"), (4084, "header"), (4095, "header"), (4096 + 72, "group"), (4224 + 63, "pool")],
+    [(28, "header"), (160, "header"), (4084, "header"), (4095, "header"), (4096 + 88, "group"), (4224 + 63, "pool")],
 )
 def test_bytes_without_a_name_are_zero(at: int, named: str) -> None:
     control = formatted(two_pools())
