@@ -14,12 +14,12 @@ from kvtier.cache import Cache
 from kvtier.errors import InvalidArgument, NotFound
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
-from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
+from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
 from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
-from kvtier.wire import Budgets, cache_info, daemon_stats, lease_info
+from kvtier.wire import Budgets, cache_info, daemon_stats, lease_info, tier_from_wire
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 
@@ -146,7 +146,7 @@ class AsyncClient:
         return daemon_stats(await self._session.call(attempt, Deadline(timeout or self._default_timeout)))
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
-        """All caches that the daemon has open."""
+        """All caches, also those that no session has open."""
 
         async def attempt(link: Link, seconds: float) -> caches_pb2.ListCachesResponse:
             request = caches_pb2.ListCachesRequest()
@@ -189,6 +189,23 @@ class AsyncClient:
 
         reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
         return KickReport(reply.leases, reply.slots)
+
+    async def remove_cache(
+        self, name: str, *, force: bool = False, dry_run: bool = False, timeout: float | None = None
+    ) -> RemovalReport:
+        """Forgets a cache: its blocks, its budgets and its bytes on disk. ``dry_run`` says what would go.
+
+        ``force`` takes it away from sessions that have it open and hold nothing there, and removes one whose directory
+        is damaged. Raises :class:`kvtier.errors.NotFound`, :class:`CallerError` (CACHE_IN_USE, LEASES_HELD,
+        DAMAGED_CACHE).
+        """
+        request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
+
+        async def attempt(link: Link, seconds: float) -> caches_pb2.RemoveCacheResponse:
+            return await link.stubs.caches.Remove(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+
+        reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
+        return RemovalReport(reply.blocks, {tier_from_wire(each.tier): each.bytes for each in reply.freed})
 
     async def close(self) -> None:
         """Says goodbye, which ends the session and its leases. Later calls raise :class:`ClientClosed`."""

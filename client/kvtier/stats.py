@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.abi.spec import CacheSpec
@@ -120,6 +121,14 @@ class KickReport:
 
 
 @dataclass(slots=True, frozen=True)
+class RemovalReport:
+    """What went with a cache, or would go. ``freed``: bytes by tier that its budgets took."""
+
+    blocks: int
+    freed: Mapping[Tier, int]
+
+
+@dataclass(slots=True, frozen=True)
 class DaemonStats:
     """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch."""
 
@@ -157,7 +166,11 @@ class GroupInfo:
 
 @dataclass(slots=True, frozen=True)
 class CacheInfo:
-    """One open cache: what its bytes mean and where they may live."""
+    """One cache: what its bytes mean and where they may live.
+
+    ``idle_s``: seconds since when no session has it open; 0 = one has. ``cold``: that is so long that it has no memory
+    any more, only its disk tier, until it is opened again.
+    """
 
     cache_id: int
     name: str
@@ -167,3 +180,5 @@ class CacheInfo:
     blocks: int
     sessions: int
     options: CacheOptions
+    idle_s: float
+    cold: bool

@@ -6,12 +6,12 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from kvtier import CacheSpec, Tier, TierFull, connect
+from kvtier import AsyncClient, CacheSpec, CallerError, Event, EventType, Heartbeat, Tier, TierFull, connect
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.starting import refused, tree
@@ -117,10 +117,10 @@ SUPERBLOCKS = {
 
 @pytest.mark.parametrize("damage", SUPERBLOCKS.values(), ids=SUPERBLOCKS.keys())
 async def test_a_damaged_superblock_is_refused_untouched(daemon: DaemonProcess, damage: Callable[[Path], None]) -> None:
-    """Of the disk, of one cache, of the state: nothing starts on it, and once it is mended nothing is missing."""
+    """Of the disk, of the state: nothing starts on it, and once it is mended nothing is missing."""
     await fill(daemon)
     daemon.stop()
-    for owner in (daemon.disk_dir, cache_dir(daemon, "hurt"), daemon.state_dir):
+    for owner in (daemon.disk_dir, daemon.state_dir):
         superblock = owner / "SUPERBLOCK"
         good, times = superblock.read_bytes(), superblock.stat()
         damage(superblock)
@@ -147,36 +147,84 @@ INDEXES = {
 }
 
 
+async def assert_left_out(daemon: DaemonProcess, why: str) -> None:
+    """That the cache is named and not served, and that the other one is."""
+    await assert_whole(daemon, "good")
+    async with await connect(daemon.address) as client:
+        (problem,) = (await client.stats()).problems
+        assert problem.startswith("cache hurt is left out: ") and why in problem
+        assert [cache.name for cache in await client.caches()] == ["good"]
+        with pytest.raises(CallerError, match="cache hurt is left out") as refused:
+            await client.open_cache("hurt", SPEC)
+        assert refused.value.reason == "DAMAGED_CACHE"
+        cleared = {event.cache async for event in past_events(client) if event.type is EventType.CLEARED}
+        assert "hurt" in cleared, "who knew its blocks is told that they cannot be had"
+
+
+async def past_events(client: AsyncClient) -> AsyncIterator[Event]:
+    last = (await client.stats()).last_event_id
+    async with client.watch(oldest=True, heartbeats=True, heartbeat_s=0.02) as watch:
+        async for item in watch:
+            if isinstance(item, Event):
+                yield item
+            elif isinstance(item, Heartbeat) and item.cursor.id >= last:
+                return
+
+
+@pytest.mark.parametrize("damage", SUPERBLOCKS.values(), ids=SUPERBLOCKS.keys())
+async def test_a_cache_with_a_damaged_superblock_is_left_out(
+    daemon: DaemonProcess, damage: Callable[[Path], None]
+) -> None:
+    await fill(daemon)
+    daemon.stop()
+    superblock = cache_dir(daemon, "hurt") / "SUPERBLOCK"
+    good = superblock.read_bytes()
+    damage(superblock)
+    hurt = tree(cache_dir(daemon, "hurt"))
+    daemon.start()
+    await assert_left_out(daemon, str(superblock.parent))
+    daemon.stop()
+    assert tree(cache_dir(daemon, "hurt")) == hurt
+    superblock.write_bytes(good)
+    daemon.start()
+    await assert_whole(daemon, "good", "hurt")
+
+
 @pytest.mark.parametrize("damage", INDEXES.values(), ids=INDEXES.keys())
-async def test_a_damaged_index_is_refused(daemon: DaemonProcess, damage: Callable[[Path], None]) -> None:
-    """It names the index, harms nobody else's, and once that is taken away or mended everything is there."""
+async def test_a_cache_with_a_damaged_index_is_left_out(daemon: DaemonProcess, damage: Callable[[Path], None]) -> None:
+    """It names the index, and once that is mended everything is there."""
     await fill(daemon)
     daemon.stop()
     index = cache_dir(daemon, "hurt") / "index" / "data.mdb"
     good = index.read_bytes()
     damage(index)
     hurt = tree(cache_dir(daemon, "hurt")) if index.exists() else None
-    assert str(index.parent) in refused(daemon)
+    daemon.start()
+    await assert_left_out(daemon, str(index.parent))
+    daemon.stop()
     assert hurt is None or tree(cache_dir(daemon, "hurt"))["index/data.mdb"] == hurt["index/data.mdb"]
     index.write_bytes(good)
     daemon.start()
     await assert_whole(daemon, "good", "hurt")
-    daemon.stop()
-    damage(index)
-    cache_dir(daemon, "hurt").rename(daemon.home / "taken away")
-    daemon.start()
-    await assert_whole(daemon, "good")
 
 
-async def test_a_missing_slab_is_refused(daemon: DaemonProcess) -> None:
+async def test_a_cache_without_its_slab_is_left_out_and_can_be_removed(daemon: DaemonProcess) -> None:
     await fill(daemon)
     daemon.stop()
     slab = cache_dir(daemon, "hurt") / "group-0.slab"
     slab.rename(daemon.home / "slab")
-    assert "group-0.slab is missing" in refused(daemon)
-    (daemon.home / "slab").rename(slab)
     daemon.start()
-    await assert_whole(daemon, "good", "hurt")
+    await assert_left_out(daemon, "group-0.slab is missing")
+    async with await connect(daemon.address) as client:
+        with pytest.raises(CallerError, match="only force removes it"):
+            await client.remove_cache("hurt")
+        await client.remove_cache("hurt", force=True, dry_run=True)
+        assert cache_dir(daemon, "hurt").exists()
+        await client.remove_cache("hurt", force=True)
+        assert not cache_dir(daemon, "hurt").exists()
+        assert (await client.stats()).problems == ()
+        again = await client.open_cache("hurt", SPEC, budgets=EACH)
+        assert (await again.match(CHAINS["hurt"])).blocks == 0
 
 
 # -- somebody else's just now ------------------------------------------------------------------------------------------

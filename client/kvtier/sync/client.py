@@ -13,7 +13,7 @@ from typing import Final, Self
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
 from kvtier.options import CacheOptions
-from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo
+from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
 from kvtier.sync.cache import Cache
 from kvtier.sync.loop import LoopThread
 from kvtier.sync.watch import Watch
@@ -125,7 +125,7 @@ class Client:
         return self._thread.run(lambda: self._client.stats(timeout=timeout))
 
     def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
-        """All caches that the daemon has open."""
+        """All caches, also those that no session has open."""
         return self._thread.run(lambda: self._client.caches(timeout=timeout))
 
     def leases(
@@ -138,6 +138,12 @@ class Client:
     def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:
         """Ends a session as if its process were gone: see :meth:`kvtier.AsyncClient.kick`."""
         return self._thread.run(lambda: self._client.kick(session_id, dry_run=dry_run, timeout=timeout))
+
+    def remove_cache(
+        self, name: str, *, force: bool = False, dry_run: bool = False, timeout: float | None = None
+    ) -> RemovalReport:
+        """Forgets a cache, its blocks and its bytes on disk: see :meth:`kvtier.AsyncClient.remove_cache`."""
+        return self._thread.run(lambda: self._client.remove_cache(name, force=force, dry_run=dry_run, timeout=timeout))
 
     def close(self) -> None:
         """Says goodbye, which ends the session and its leases. Calls under way in other threads, and later ones, raise

@@ -140,6 +140,18 @@ class TcpKeys(_Section):
         )
 
 
+class CacheKeys(_Section):
+    """Caches"""
+
+    idle_ttl: Annotated[Duration, LIVE] = Field(
+        0.0,
+        ge=0,
+        le=366 * 86400,
+        description="A cache that no session has open for so long gives its device and host memory back, after what is "
+        "worth it was copied to disk. The next open brings it back. 0 = never.",
+    )
+
+
 class CallKeys(_Section):
     """Calls"""
 
@@ -173,7 +185,7 @@ class DiagnosisKeys(_Section):
     )
 
 
-class Config(DirectoryKeys, TierKeys, AccessKeys, TcpKeys, CallKeys, EventKeys, DiagnosisKeys, BaseSettings):
+class Config(DirectoryKeys, TierKeys, AccessKeys, TcpKeys, CacheKeys, CallKeys, EventKeys, DiagnosisKeys, BaseSettings):
     """All keys. Made by :func:`kvtierd.config.load.read`, which names the source of every fault."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)

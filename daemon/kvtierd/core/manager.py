@@ -160,6 +160,14 @@ class BlockManager:
     def stats(self) -> ManagerStats:
         return counting.stats(self.windows, self.leases.values(), self.across.waiting)
 
+    def goes_down(self, group: GroupId, row: ListingRow, to: Tier) -> bool:
+        """Whether a block is worth a copy in a lower tier that it is not in yet."""
+        state = self._window(group).state
+        above = next((tier for tier in reversed(state.above[to]) if row.residency & tier.bit), None)
+        if above is None or row.residency & to.bit:
+            return False
+        return row.priority >= state.policy.threshold(above, to)
+
     def session_leases(self, session: SessionId) -> int:
         return len(self._of_session.get(session, ()))
 
@@ -345,6 +353,11 @@ class BlockManager:
         self._pump_all(now)
         return ResetReport(dropped, kept, going_on), self._take(now)
 
+    def pinned_slots(self) -> int:
+        """Over all tiers and groups."""
+        states = (window.state for window in self.windows.values())
+        return sum(state.pins.slots(tier) for state in states for tier in state.tiers)
+
     def reset_plan(self) -> ResetReport:
         """What a forced reset would do."""
         blocks = sum(len(window.state.index) for window in self.windows.values())
@@ -356,8 +369,7 @@ class BlockManager:
         return ResetReport(blocks - kept, kept)
 
     def _require_unheld(self) -> None:
-        states = [window.state for window in self.windows.values()]
-        pinned = sum(state.pins.slots(tier) for state in states for tier in state.tiers)
+        pinned = self.pinned_slots()
         holders = self._holders(self.leases.values())
         if holders or pinned:
             raise StillHeld(holders, pinned)

@@ -122,9 +122,8 @@ class Engine:
         opening = runtime.manager.open(recovered, quarantined, unclean=unclean, restarted=restarted, now=self._clock())
         self._apply(cache, opening)
 
-    def announce_gone(self, cache_id: CacheId, group: GroupId, *, unclean: bool) -> None:
-        """Events of a cache of an earlier life that is not here any more: none of its blocks is."""
-        cause = Cause.LOST if unclean else Cause.SHUTDOWN
+    def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
+        """The event of a cache that is not here any more: none of its blocks is."""
         cleared = Event(self._sequencer.take(), EventType.CLEARED, cause, cache_id, group, self._clock())
         self._hub.publish([cleared])
 

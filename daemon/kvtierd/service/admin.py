@@ -73,6 +73,7 @@ class AdminService:
             caches=[self._cache(cache, stats[cache.id]) for cache in caches],
             sessions=[self._session(one, held.get(one.id, 0)) for one in self._sessions],
             problems=[
+                *self._catalog.problems(),
                 *self._engine.problems(),
                 *self._degraded(caches, stats),
                 *self._old_leases(caches),

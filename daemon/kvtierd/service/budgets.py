@@ -6,6 +6,7 @@ the disk for the disk, in the state directory for the memory tiers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,13 +139,14 @@ def _exhausted(tier: Tier, wanted: int, free: int, says: str) -> CallRefused:
 
 
 class RememberedSlots:
-    """Slots of all caches that there are, written whole or not at all. Blocking.
+    """Slots of all caches that there are, written whole or not at all. Blocking; for any thread.
 
     A stored cache's disk slots are those of its own superblock; here they tell it from one that ends with the daemon.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._changing = threading.Lock()
         content = read_superblock(path, _KIND)
         self._slots: dict[str, dict[str, tuple[int, ...]]] = {} if content is None else _checked(path, content)
 
@@ -162,13 +164,20 @@ class RememberedSlots:
 
     def put(self, name: str, slots: Slots) -> None:
         """Raises TierIOError."""
-        self._replace(self._slots | {name: {str(tier): counts for tier, counts in slots.items()}})
+        with self._changing:
+            self._replace(self._slots | {name: {str(tier): counts for tier, counts in slots.items()}})
+
+    def forget(self, name: str) -> None:
+        """Raises TierIOError."""
+        with self._changing:
+            self._replace({each: slots for each, slots in self._slots.items() if each != name})
 
     def forget_gone(self, stored: Collection[str] | None) -> None:
         """Only caches that can still come back are left. ``stored``: those on disk; None while there is no disk tier,
         when all that have disk slots may be there. Raises TierIOError."""
         names = {name for name, slots in self._slots.items() if str(Tier.DISK) in slots} if stored is None else stored
-        self._replace({name: slots for name, slots in self._slots.items() if name in names})
+        with self._changing:
+            self._replace({name: slots for name, slots in self._slots.items() if name in names})
 
     def _replace(self, slots: dict[str, dict[str, tuple[int, ...]]]) -> None:
         if slots == self._slots:

@@ -13,10 +13,11 @@ from kvtierd.core.ids import CacheId, Tier
 from kvtierd.rights import Right
 from kvtierd.service import options, validate, wire
 from kvtierd.service.access import Access
-from kvtierd.service.budgets import TierBudget
+from kvtierd.service.budgets import Slots, TierBudget
 from kvtierd.service.calls import Verb
-from kvtierd.service.catalog import Cache, Catalog
-from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, unknown_cache
+from kvtierd.service.catalog import Cache, Catalog, ColdCache
+from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, no_such_cache, unknown_cache
+from kvtierd.service.lifecycle import IdleCaches
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
 
@@ -33,24 +34,36 @@ def opened(catalog: Catalog, session: Session, cache_id: int) -> Cache:
 class CachesService:
     """``tiers``: that are configured."""
 
-    def __init__(self, catalog: Catalog, sessions: SessionRegistry, access: Access, tiers: tuple[Tier, ...]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        sessions: SessionRegistry,
+        access: Access,
+        idle: IdleCaches,
+        tiers: tuple[Tier, ...],
+    ) -> None:
         self._catalog: Final = catalog
+        self._idle: Final = idle
         self._access: Final = access
         self._sessions: Final = sessions
         self._tiers: Final = tiers
 
     def verbs(self) -> Mapping[str, Verb]:
-        return {"Open": self.open, "Close": self.close, "List": self.list}
+        return {"Open": self.open, "Close": self.close, "List": self.list, "Remove": self.remove}
 
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
         name = validate.cache_name(request.name)
-        spec = _valid(wire.spec_from_wire(request.spec))
-        if self._catalog.named(name) is None:
+        spec = _valid(wire.spec_from_wire(request.spec)) if request.HasField("spec") else None
+        may_create = self._access.may(session, Right.WRITE, name)
+        if spec is not None and not may_create and not self._catalog.exists(name):
             self._access.require_on(session, Right.WRITE, name)
         named = options.wanted(request.options)
-        cache, created = await self._catalog.open(name, spec, self._budgets(request), named)
+        cache, created = await self._catalog.open(name, spec, self._budgets(request), named, create=may_create)
         require_attached(session)
+        if self._catalog.get(cache.id) is not cache:
+            raise no_such_cache(name)  # removed meanwhile
         session.caches[cache.id] += 1
+        self._idle.look()
         return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
 
     async def close(self, session: Session, request: caches_pb2.CloseRequest) -> caches_pb2.CloseResponse:
@@ -67,7 +80,34 @@ class CachesService:
 
     async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:
         readable = (cache for cache in self._catalog if self._access.may(session, Right.READ, cache.name))
-        return caches_pb2.ListCachesResponse(caches=[self._info(cache) for cache in readable])
+        cold = (cache for cache in self._catalog.cold() if self._access.may(session, Right.READ, cache.name))
+        self._idle.look()
+        return caches_pb2.ListCachesResponse(
+            caches=[*(self._info(cache) for cache in readable), *(self._cold_info(cache) for cache in cold)]
+        )
+
+    async def remove(self, session: Session, request: caches_pb2.RemoveCacheRequest) -> caches_pb2.RemoveCacheResponse:
+        name = validate.cache_name(request.name)
+        removal = await self._catalog.remove(
+            name, lambda cache: self._require_unused(cache, request), force=request.force, dry_run=request.dry_run
+        )
+        freed = [
+            caches_pb2.TierBudget(tier=wire.TIER_TO_WIRE[tier], bytes=nbytes)
+            for tier, nbytes in sorted(removal.freed.items())
+        ]
+        return caches_pb2.RemoveCacheResponse(blocks=removal.blocks, freed=freed)
+
+    def _require_unused(self, cache: Cache, request: caches_pb2.RemoveCacheRequest) -> None:
+        """Raises FAILED_PRECONDITION where the cache must not go; of one that goes, no session has any part left."""
+        users = [session for session in self._sessions if cache.id in session.caches]
+        if users and not request.force:
+            raise _in_use("CACHE_IN_USE", cache, f"{len(users)} sessions have it open")
+        leases = len(cache.runtime.manager.lease_records())
+        if leases:
+            raise _in_use("LEASES_HELD", cache, f"{leases} leases are held there; they must end first")
+        if not request.dry_run:
+            for user in users:
+                del user.caches[cache.id]
 
     def _budgets(self, request: caches_pb2.OpenRequest) -> dict[Tier, TierBudget]:
         budgets: dict[Tier, TierBudget] = {}
@@ -79,31 +119,46 @@ class CachesService:
         return budgets
 
     def _info(self, cache: Cache) -> caches_pb2.CacheInfo:
+        info = self._facts(cache, cache.slots)
+        info.blocks = cache.runtime.manager.stats().blocks
+        info.sessions = sum(cache.id in session.caches for session in self._sessions)
+        return info
+
+    def _cold_info(self, cache: ColdCache) -> caches_pb2.CacheInfo:
+        info = self._facts(cache, cache.on_disk)
+        info.blocks, info.cold = cache.blocks, True
+        return info
+
+    def _facts(self, cache: Cache | ColdCache, slots: Slots) -> caches_pb2.CacheInfo:
         return caches_pb2.CacheInfo(
             cache_id=cache.id,
             name=cache.name,
             spec=wire.spec(cache.spec),
             fingerprint=cache.fingerprint,
-            groups=[_group_info(cache, group) for group in range(len(cache.spec.groups))],
-            blocks=cache.runtime.manager.stats().blocks,
-            sessions=sum(cache.id in session.caches for session in self._sessions),
+            groups=[_group_info(cache.spec, slots, group) for group in range(len(cache.spec.groups))],
             options=cache.options.to_wire(),
+            idle_ns=self._idle.idle_ns(cache.id),
         )
 
 
-def _group_info(cache: Cache, group: int) -> caches_pb2.GroupInfo:
-    each = cache.spec.record_bytes(group)
+def _in_use(reason: str, cache: Cache, why: str) -> CallRefused:
+    detail = common_pb2.ErrorDetail(reason=reason, field="name", value=cache.name)
+    return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, f"cache {cache.name}: {why}", detail)
+
+
+def _group_info(spec: CacheSpec, slots: Slots, group: int) -> caches_pb2.GroupInfo:
+    each = spec.record_bytes(group)
     tiers = [
         caches_pb2.GroupTierInfo(
             tier=wire.TIER_TO_WIRE[tier],
             slots=counts[group],
             slot_bytes=each,
-            tokens=counts[group] * cache.spec.tokens_per_block,
+            tokens=counts[group] * spec.tokens_per_block,
             bytes=counts[group] * each,
         )
-        for tier, counts in sorted(cache.slots.items())
+        for tier, counts in sorted(slots.items())
     ]
-    return caches_pb2.GroupInfo(group=group, window_tokens=cache.spec.groups[group].window_tokens, tiers=tiers)
+    return caches_pb2.GroupInfo(group=group, window_tokens=spec.groups[group].window_tokens, tiers=tiers)
 
 
 def _valid(spec: CacheSpec) -> CacheSpec:

@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
+
+import grpc
 
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core.events import EventSequencer
+from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager, Recovered
 from kvtierd.core.policy import GroupShape
+from kvtierd.core.slots import SlotState
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.budgets import (
@@ -32,12 +37,12 @@ from kvtierd.service.budgets import (
     slots_of,
     tier_bytes,
 )
-from kvtierd.service.errors import bad_argument
+from kvtierd.service.errors import bad_argument, no_such_cache, refused
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.options import CacheOptions, Wanted, require_same
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import TierConfigError
+from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierIOError
 from kvtierd.tiers.device import Chaos, StandInDevice
 from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery, StoredCache
 from kvtierd.tiers.host import HostStore
@@ -74,6 +79,43 @@ class Cache:
 
 
 @dataclass(slots=True, frozen=True)
+class ColdCache:
+    """A cache without memory: nobody has had it open for long. ``slots``: as it had; ``blocks``: left on disk."""
+
+    id: CacheId
+    name: str
+    spec: CacheSpec
+    fingerprint: bytes
+    slots: Slots
+    options: CacheOptions
+    blocks: int
+
+    @property
+    def in_memory(self) -> Slots:
+        """What it gives back while it is cold."""
+        return {tier: counts for tier, counts in self.slots.items() if tier not in self.on_disk}
+
+    @property
+    def on_disk(self) -> Slots:
+        """What it still takes of the budgets."""
+        return {tier: counts for tier, counts in self.slots.items() if tier is Tier.DISK}
+
+
+@dataclass(slots=True, frozen=True)
+class Removal:
+    """What went, or would go, with a cache. ``spec``: None where it could not be read."""
+
+    blocks: int
+    spec: CacheSpec | None
+    slots: Slots
+
+    @property
+    def freed(self) -> dict[Tier, int]:
+        """Bytes by tier."""
+        return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
+
+
+@dataclass(slots=True, frozen=True)
 class Stores:
     """What a catalog opens caches in. ``disk``: None where the disk tier is not configured."""
 
@@ -85,13 +127,14 @@ class Stores:
 
 @dataclass(slots=True, frozen=True)
 class _Plan:
-    """A cache that is to be. ``stored``: it is on disk already."""
+    """A cache that is to be. ``stored``: it is on disk already; ``unclean``: since a life that did not end well."""
 
     name: str
     spec: CacheSpec
     slots: Slots
     options: CacheOptions
-    stored: bool
+    stored: bool = False
+    unclean: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,7 +156,11 @@ class _Parts:
 
 
 class Catalog:
-    """All caches of the daemon, open until it stops. ``faces``: filled in before a cache's first event."""
+    """All caches of the daemon, each open until it is removed, cools or the daemon stops.
+
+    ``faces``: filled in before a cache's first event. What changes a cache's existence holds the lock of its name, so
+    that opening one never waits for another; memory is allocated for one at a time.
+    """
 
     def __init__(
         self,
@@ -130,9 +177,12 @@ class Catalog:
         self._by_id: dict[CacheId, Cache] = {}
         self._by_name: dict[str, Cache] = {}
         self._faces: Final = faces
-        self._parts: list[_Parts] = []
+        self._cold: dict[str, ColdCache] = {}
+        self._left_out: dict[str, str] = {}
+        self._parts: dict[CacheId, _Parts] = {}
         self._ids = count(1)
-        self._opening = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._allocating = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __iter__(self) -> Iterator[Cache]:
@@ -144,6 +194,19 @@ class Catalog:
     def named(self, name: str) -> Cache | None:
         return self._by_name.get(name)
 
+    def cold(self) -> Iterator[ColdCache]:
+        """Those that are not open: nobody has had them open for too long."""
+        return iter(self._cold.values())
+
+    def exists(self, name: str) -> bool:
+        """Also while it cools, or comes into being."""
+        lock = self._locks.get(name)
+        return name in self._by_name or name in self._cold or (lock is not None and lock.locked())
+
+    def problems(self) -> list[str]:
+        """For health: caches on disk that cannot be served."""
+        return [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
+
     def descriptors(self, cache: CacheId, *, write: bool) -> Mapping[str, int] | None:
         """See :class:`kvtierd.service.attach.Arenas`."""
         found = self._by_id.get(cache)
@@ -154,49 +217,161 @@ class Catalog:
         return self._by_id[cache].name
 
     async def open(
-        self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget], named: Wanted
+        self, name: str, spec: CacheSpec | None, asked: Mapping[Tier, TierBudget], named: Wanted, *, create: bool
     ) -> tuple[Cache, bool]:
         """The cache of this name, and whether it was made for this call. ``asked``: none = what is left of every tier.
 
-        Once begun it goes on, whatever becomes of the caller: half a cache is no use to anybody.
-        Raises INVALID_ARGUMENT (another spec, other budgets or options), RESOURCE_EXHAUSTED.
+        ``spec``: None = whatever it has. It is made only with ``create`` and a spec. Once begun that goes on, whatever
+        becomes of the caller: half a cache is no use to anybody. Raises INVALID_ARGUMENT (another spec, other budgets
+        or options), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (it is left out).
         """
-        return await asyncio.shield(self._spawn(self._open(name, spec, asked, named), f"open-{name}"))
+        return await asyncio.shield(self._spawn(self._open(name, spec, asked, named, create), f"open-{name}"))
 
     async def _open(
-        self, name: str, spec: CacheSpec, asked: Mapping[Tier, TierBudget], named: Wanted
+        self, name: str, spec: CacheSpec | None, asked: Mapping[Tier, TierBudget], named: Wanted, create: bool
     ) -> tuple[Cache, bool]:
-        async with self._opening:
-            cache = self._by_name.get(name)
-            if cache is None:
-                slots = self._stores.budgets.slots_for(spec, asked)
-                return await self._make(_Plan(name, spec, slots, CacheOptions(**named), stored=False)), True
-        _require_same(cache, spec, asked)
+        cache = self._by_name.get(name)
+        if cache is None:
+            async with self._lock_of(name):
+                cache = self._by_name.get(name) or await self._warm(name, spec)
+                if cache is None:
+                    if spec is None or not create:
+                        raise no_such_cache(name)
+                    slots = self._stores.budgets.slots_for(spec, asked)
+                    return await self._make(_Plan(name, spec, slots, CacheOptions(**named))), True
+        _require_same(cache, spec or cache.spec, asked)
         require_same(cache.options, named, name)
         return cache, False
+
+    async def _warm(self, name: str, spec: CacheSpec | None) -> Cache | None:
+        """Opens a cold cache again: what its disk tier holds, with the memory it had or what is left of it."""
+        if name in self._left_out:
+            message = f"cache {name} is left out: {self._left_out[name]}"
+            raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
+        cold = self._cold.get(name)
+        if cold is None:
+            return None
+        if spec is not None:
+            _require_same_spec(cold, spec)
+        budgets = self._stores.budgets
+        budgets.give_back(cold.spec, cold.on_disk)
+        try:
+            slots = {**cold.on_disk, **self._memory_slots(cold.spec, cold.slots)}
+            if not slots:
+                budgets.slots_for(cold.spec, {})  # says what is missing
+            cache = await self._make(_Plan(name, cold.spec, slots, cold.options, stored=bool(cold.on_disk)))
+        except BaseException:
+            budgets.take(cold.spec, cold.on_disk)
+            raise
+        del self._cold[name]
+        return cache
+
+    async def cool(self, cache: Cache, still: Callable[[], bool]) -> bool:
+        """Gives a cache's memory back to the budgets, with all that is only there. False if not ``still`` wanted."""
+        return await asyncio.shield(self._spawn(self._cool(cache, still), f"cool-{cache.name}"))
+
+    async def _cool(self, cache: Cache, still: Callable[[], bool]) -> bool:
+        async with self._lock_of(cache.name):
+            if self._by_id.get(cache.id) is not cache or not still():
+                return False
+            disk = cache.runtime.manager.stats().tiers.get(Tier.DISK)
+            blocks = disk.states[SlotState.READY] if disk is not None else 0
+            cold = ColdCache(cache.id, cache.name, cache.spec, cache.fingerprint, cache.slots, cache.options, blocks)
+            try:
+                await self._dismantle(cache, Cause.EXPIRED)
+            finally:
+                self._stores.budgets.give_back(cache.spec, cold.in_memory)
+                self._cold[cache.name] = cold
+        _log.info("cache cold name=%s cache=%d blocks=%d", cache.name, cache.id, blocks)
+        return True
+
+    async def remove(self, name: str, check: Callable[[Cache], None], *, force: bool, dry_run: bool) -> Removal:
+        """Forgets a cache, its blocks and its bytes on disk. ``check`` refuses by raising.
+
+        One that is left out for damage goes only with ``force``. Raises NOT_FOUND, FAILED_PRECONDITION, TierIOError.
+        """
+        return await asyncio.shield(self._spawn(self._remove(name, check, force, dry_run), f"remove-{name}"))
+
+    async def _remove(self, name: str, check: Callable[[Cache], None], force: bool, dry_run: bool) -> Removal:
+        async with self._lock_of(name):
+            cache, cold = self._by_name.get(name), self._cold.get(name)
+            if cache is not None:
+                check(cache)
+                removal = Removal(cache.runtime.manager.stats().blocks, cache.spec, cache.slots)
+            elif cold is not None:
+                removal = Removal(cold.blocks, cold.spec, cold.on_disk)
+            elif name not in self._left_out:
+                raise no_such_cache(name)
+            elif not force:
+                message = f"cache {name} is left out: {self._left_out[name]}; only force removes it"
+                raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
+            else:
+                removal = Removal(0, None, {})
+            if dry_run:
+                return removal
+            if cache is not None:
+                await self._dismantle(cache, Cause.EXPLICIT)
+            self._left_out[name] = "its removal did not end"
+            self._cold.pop(name, None)
+            await asyncio.to_thread(self._delete, name)
+            del self._left_out[name]
+            if removal.spec is not None:
+                self._stores.budgets.give_back(removal.spec, removal.slots)
+        _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
+        return removal
+
+    async def _dismantle(self, cache: Cache, cause: Cause) -> None:
+        """From here on nobody finds the cache; its moves end, then its memory and its store are let go of."""
+        del self._by_id[cache.id], self._by_name[cache.name]
+        cache.runtime.arena.set_state(ArenaState.CLOSED)
+        await self._engine.remove_cache(cache.id)
+        for group in range(len(cache.spec.groups)):
+            self._engine.announce_gone(cache.id, GroupId(group), cause)
+        await asyncio.to_thread(self._parts.pop(cache.id).close)
+
+    def _delete(self, name: str) -> None:
+        """Blocks. The directory first: without it the rest is forgotten at the next start, too."""
+        if self._stores.disk is not None:
+            self._stores.disk.remove(name)
+        self._stores.remembered.forget(name)
+
+    def _lock_of(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
 
     async def restore(self) -> None:
         """Opens the caches that the disk remembers, with the budgets they had; the others are announced as gone.
 
-        Memory budgets shrink to what the configuration still has. Raises :class:`TierConfigError` where the disk tier
-        is smaller than its caches.
+        What is damaged is left out and stays as it is. Memory budgets shrink to what the configuration still has.
+        Raises :class:`TierConfigError` where the disk tier is smaller than its caches.
         """
         disk, remembered = self._stores.disk, self._stores.remembered
         stored = await asyncio.to_thread(disk.caches) if disk is not None else []
+        if disk is not None:
+            self._left_out = await asyncio.to_thread(disk.damaged)
         names = {cache.name for cache in stored}
         self._announce_gone(remembered.names - names)
-        await asyncio.to_thread(remembered.forget_gone, names if disk is not None else None)
+        known = names | set(self._left_out) if disk is not None else None
+        await asyncio.to_thread(remembered.forget_gone, known)
         for position, cache in enumerate(stored):
             slots = self._slots_of_stored(cache, len(stored) - position)
-            await self._make(_Plan(cache.name, cache.spec, slots, _stored_options(cache), stored=True))
+            unclean = self._identity.unclean
+            plan = _Plan(cache.name, cache.spec, slots, _stored_options(cache), stored=True, unclean=unclean)
+            try:
+                await self._make(plan)
+            except (DamagedDirectory, TierIOError) as error:
+                self._left_out[cache.name] = str(error)
+                self._announce_gone({cache.name} & remembered.names)
+        for problem in self.problems():
+            _log.warning("%s", problem)
 
     def _announce_gone(self, names: Collection[str]) -> None:
         """Watchers of an earlier life know blocks of these, and nobody may ever open them again."""
         for name in sorted(names):
             cache_id = CacheId(next(self._ids))
             self._faces[cache_id] = CacheFace(name)
+            cause = Cause.LOST if self._identity.unclean else Cause.SHUTDOWN
             for group in range(self._stores.remembered.groups(name)):
-                self._engine.announce_gone(cache_id, GroupId(group), unclean=self._identity.unclean)
+                self._engine.announce_gone(cache_id, GroupId(group), cause)
 
     async def close(self) -> None:
         """After the engine's shutdown: lets go of all memory and of the disk."""
@@ -205,7 +380,7 @@ class Catalog:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        for parts in self._parts:
+        for parts in self._parts.values():
             parts.close()
         if self._stores.disk is not None:
             self._stores.disk.close()
@@ -219,10 +394,16 @@ class Catalog:
             limit = f"at least {wanted} more than its other caches take: the stored cache {cache.name} has that much"
             raise TierConfigError("disk_bytes", budgets.left(Tier.DISK), limit)
         remembered = self._stores.remembered.get(cache.name)
-        slots = {Tier.DISK: on_disk}
+        if remembered is None:
+            remembered = {tier: share_of(spec, budgets.left(tier) // sharing) for tier in (Tier.DEVICE, Tier.HOST)}
+        return {Tier.DISK: on_disk, **self._memory_slots(spec, remembered)}
+
+    def _memory_slots(self, spec: CacheSpec, had: Slots) -> dict[Tier, tuple[int, ...]]:
+        """Of each memory tier what the cache had, or what is left where that is less."""
+        slots: dict[Tier, tuple[int, ...]] = {}
         for tier in (Tier.DEVICE, Tier.HOST):
-            had = remembered.get(tier, ()) if remembered is not None else share_of(spec, budgets.left(tier) // sharing)
-            share = had if tier_bytes(spec, had) <= budgets.left(tier) else share_of(spec, budgets.left(tier))
+            wanted, left = had.get(tier, ()), self._stores.budgets.left(tier)
+            share = wanted if tier_bytes(spec, wanted) <= left else share_of(spec, left)
             if share:
                 slots[tier] = share
         return slots
@@ -252,12 +433,10 @@ class Catalog:
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, manager, *stores)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
         self._faces[cache_id] = cache.face
-        self._engine.add_cache(
-            runtime, parts.recovered, parts.quarantined, unclean=self._identity.unclean, restarted=plan.stored
-        )
+        self._engine.add_cache(runtime, parts.recovered, parts.quarantined, unclean=plan.unclean, restarted=plan.stored)
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[plan.name] = cache
-        self._parts.append(parts)
+        self._parts[cache_id] = parts
         return cache
 
     def _make_parts(self, plan: _Plan) -> _Parts:
@@ -265,7 +444,8 @@ class Catalog:
         spec, slots = plan.spec, plan.slots
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
         places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
-        arena = Arena.create(plan.name, ArenaLayout.plan(spec, places), identity)
+        with self._allocating:  # whether there is memory enough can be told only for one at a time
+            arena = Arena.create(plan.name, ArenaLayout.plan(spec, places), identity)
         try:
             if not plan.stored:
                 self._stores.remembered.put(plan.name, slots)  # before anything of it can be announced
@@ -325,11 +505,15 @@ def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
     }
 
 
-def _require_same(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
+def _require_same_spec(cache: Cache | ColdCache, spec: CacheSpec) -> None:
     if cache.fingerprint != spec.fingerprint():
         difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
         limit = f"{getattr(cache.spec, difference)!r}, as cache {cache.name} has"
         raise bad_argument(f"spec.{difference}", getattr(spec, difference), limit, reason="SPEC_MISMATCH")
+
+
+def _require_same(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
+    _require_same_spec(cache, spec)
     for tier, budget in asked.items():
         has = cache.slots.get(tier, ())
         if slots_of(spec, tier, budget) != has:

@@ -26,6 +26,7 @@ from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.hub import EventHub, Limits
+from kvtierd.service.lifecycle import IdleCaches
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
@@ -93,6 +94,7 @@ class Daemon:
         )
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._most_sessions)
+        self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, lambda: self.live.now.idle_ttl)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
@@ -127,14 +129,15 @@ class Daemon:
         await self._catalog.restore()
         self._collector.start()
         run = self._directories.run
-        with run.creating_sockets():
-            self._rpc.bind(run.rpc_path)
-            listener = run.bind_attach()
         if (tcp := self.live.now.tcp) is not None:
             self._tcp = replace(tcp, port=self._rpc.listen(tcp)).target
             _log.info("listening on TCP address=%s tls=%s", self._tcp, tcp.tls is not None)
+        with run.creating_sockets():
+            self._rpc.bind(run.rpc_path)
+            listener = run.bind_attach()
         await self._rpc.start()
         self._attach.start(listener)
+        self._idle.start()
         self._serving = True
 
     @property
@@ -155,6 +158,7 @@ class Daemon:
         open, and only the end of the process lets go of them."""
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
+        await self._idle.stop()
         clean = await self._engine.shutdown(self.live.now.shutdown_seconds)
         self._dispatcher.stop()
         self._hub.close()
@@ -180,7 +184,7 @@ class Daemon:
         blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe)
         events = EventsService(self._hub, self._engine, self._catalog, self._access, lambda: live.now.heartbeat_seconds)
         return Services(
-            caches=CachesService(self._catalog, self._sessions, self._access, tiers).verbs(),
+            caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
             blocks=blocks.verbs(),
             events=events.streams(),
             admin=AdminService(

@@ -65,6 +65,11 @@ def unknown_cache(cache_id: int) -> CallRefused:
     return CallRefused(grpc.StatusCode.NOT_FOUND, f"cache_id = {cache_id}: there is no such cache", detail)
 
 
+def no_such_cache(name: str) -> CallRefused:
+    detail = common_pb2.ErrorDetail(reason="UNKNOWN_CACHE", field="name", value=name)
+    return CallRefused(grpc.StatusCode.NOT_FOUND, f"name = {name}: there is no such cache", detail)
+
+
 def cache_not_opened(cache_id: int) -> CallRefused:
     detail = common_pb2.ErrorDetail(reason="CACHE_NOT_OPENED", field="cache_id", value=str(cache_id))
     message = f"cache_id = {cache_id}: this session has not opened the cache"

@@ -220,12 +220,34 @@ def not_an_object(content: bytes) -> bytes:
 DAMAGE = [flipped, other_magic, other_kind, other_version, truncated, empty, not_json, not_an_object]
 
 
-@pytest.mark.parametrize("where", ["SUPERBLOCK", "caches/first/SUPERBLOCK"])
+def assert_left_out(path: Path, name: str, why: str) -> None:
+    """That a cache is not served, but named, and that nothing of it is touched."""
+    before = snapshot(path / "caches")
+    root = open_root(path)
+    assert [cache.name for cache in root.caches() if cache.name == name] == []
+    assert why in root.damaged()[name]
+    with pytest.raises(DamagedDirectory):
+        root.open_cache(name)
+    with pytest.raises(TierConfigError, match="not the name of a stored cache"):
+        root.create(name, spec(), {GroupId(0): 1})
+    root.close()
+    assert snapshot(path / "caches") == before
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_superblock_of_a_cache_leaves_it_out_untouched(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    path = made(tmp_path) / "caches" / "first" / "SUPERBLOCK"
+    path.write_bytes(damage(path.read_bytes()))
+    assert_left_out(tmp_path, "first", str(path.parent))
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_superblock_is_refused_and_everything_untouched(
-    tmp_path: Path, where: str, damage: Callable[[bytes], bytes]
+    tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
-    path = made(tmp_path / "disk") / where
+    path = made(tmp_path / "disk") / "SUPERBLOCK"
     path.write_bytes(damage(path.read_bytes()))
     before = snapshot(tmp_path)
     with pytest.raises(DamagedDirectory, match=str(path.parent)):
@@ -263,23 +285,46 @@ def without(name: str) -> Callable[[dict[str, object]], dict[str, object]]:
         without("name"),
     ],
 )
-def test_a_cache_whose_superblock_contradicts_itself_is_refused(
+def test_a_cache_whose_superblock_contradicts_itself_is_left_out(
     tmp_path: Path, edit: Callable[[dict[str, object]], dict[str, object]]
 ) -> None:
     path = made(tmp_path) / "caches" / "first" / "SUPERBLOCK"
     content = json.loads(path.read_bytes().partition(b"\n")[2])
     path.write_bytes(superblock("kvtier cache 1", json.dumps(edit(content)).encode()))
-    before = snapshot(tmp_path)
-    with pytest.raises(DamagedDirectory):
-        open_root(tmp_path)
-    assert snapshot(tmp_path) == before
+    assert_left_out(tmp_path, "first", "first")
 
 
-def test_swapped_cache_directories_are_refused(tmp_path: Path) -> None:
+def test_swapped_cache_directories_are_left_out(tmp_path: Path) -> None:
     caches = made(tmp_path) / "caches"
     (caches / "first").rename(caches / "second")
-    with pytest.raises(DamagedDirectory, match="of cache 'first'"):
-        open_root(tmp_path)
+    assert_left_out(tmp_path, "second", "of cache 'first'")
+
+
+def test_a_removed_cache_is_gone_with_its_bytes_and_its_name_is_free(tmp_path: Path) -> None:
+    root = open_root(made(tmp_path))
+    store = root.open_cache("first")
+    root.remove("first")
+    assert store.closed
+    assert (root.caches(), os.listdir(tmp_path / "caches")) == ([], [])
+    root.remove("first")
+    root.create("first", spec(), {GroupId(0): 4})
+    root.close()
+
+
+@pytest.mark.parametrize("name", ["../first", ".new-first", "", "a/b"])
+def test_only_names_of_caches_are_removed(tmp_path: Path, name: str) -> None:
+    root = open_root(made(tmp_path))
+    with pytest.raises(TierConfigError):
+        root.remove(name)
+    root.close()
+    assert (tmp_path / "caches" / "first").is_dir()
+
+
+def test_a_removal_that_a_crash_cut_short_ends_at_the_next_start(tmp_path: Path) -> None:
+    caches = made(tmp_path) / "caches"
+    (caches / "first").rename(caches / ".gone-first")
+    open_root(tmp_path).close()
+    assert os.listdir(caches) == []
 
 
 @pytest.mark.parametrize("name", ["group-0.slab", "index/data.mdb"])

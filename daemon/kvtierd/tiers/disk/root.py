@@ -9,8 +9,9 @@
         group-<n>.slab    payload of window group n
         index/            LMDB
 
-Superblocks are read, and the lock taken, before anything is written, so that what is refused stays as it was. A cache
-is made under a name that starts with a dot and renamed when complete.
+The root's superblock is read, and the lock taken, before anything is written, so that what is refused stays as it was.
+A cache is made under a name that starts with a dot and renamed when complete; it is removed the other way round. One
+that is damaged is left as it is, and the others are served.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any, Final, Self
 
 from kvtier.abi.spec import CacheSpec, SpecError
 from kvtierd.core.ids import GroupId
-from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigError
+from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigError, TierError, TierIOError
 from kvtierd.tiers.disk.files import DirectoryLock, io_errors, make_private_directory, sync_directory
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.store import DiskStore, create_files
@@ -37,6 +39,7 @@ CACHES: Final = "caches"
 _OURS_WHILE_NEW: Final = frozenset({LOCK, SUPERBLOCK + ".new", "lost+found"})
 """What an interrupted initialisation leaves, and what a fresh file system has."""
 _UNFINISHED: Final = ".new-"
+_REMOVED: Final = ".gone-"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_SLOTS: Final = 1 << 31
 _DEFAULT_FLOOR: Final = 1 << 30
@@ -70,13 +73,14 @@ class _CacheBlock:
 
 
 class DiskRoot:
-    """Held by one process at a time. Not for several threads at once."""
+    """Held by one process at a time, and used by any of its threads: caches come and go one after the other."""
 
     def __init__(self, path: Path, lock: DirectoryLock, floor_bytes: int) -> None:
         self._path = path
         self._lock = lock
         self._floor_bytes = floor_bytes
         self._stores: dict[str, DiskStore] = {}
+        self._changing = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, floor_bytes: int | None = None) -> Self:
@@ -92,8 +96,6 @@ class DiskRoot:
             if new:
                 _require_room(path, 0, floor)
                 make_private_directory(path)
-            else:
-                _read_caches(path)
             lock = DirectoryLock.take(path / LOCK)
             try:
                 root = cls(path, lock, floor)
@@ -104,8 +106,14 @@ class DiskRoot:
         return root
 
     def caches(self) -> list[StoredCache]:
-        """What is stored here, by name. Raises :class:`DamagedDirectory`."""
-        return [block.cache for block in _read_caches(self._path)]
+        """What is stored here and can be trusted, by name."""
+        found = (_read_or_fault(directory) for directory in self._directories())
+        return [block.cache for block in found if isinstance(block, _CacheBlock)]
+
+    def damaged(self) -> dict[str, str]:
+        """What is stored here and cannot be trusted: name and reason."""
+        found = {directory.name: _read_or_fault(directory) for directory in self._directories()}
+        return {name: str(fault) for name, fault in found.items() if isinstance(fault, TierError)}
 
     def create(
         self,
@@ -121,6 +129,12 @@ class DiskRoot:
         Raises :class:`TierConfigError` (bad or taken name, slots, or the free-space floor would be passed) before
         anything is made, :class:`TierIOError`.
         """
+        with self._changing:
+            return self._create(name, spec, slots, options or {}, label_bytes)
+
+    def _create(
+        self, name: str, spec: CacheSpec, slots: Mapping[GroupId, int], options: Mapping[str, Any], label_bytes: int
+    ) -> DiskStore:
         final = self._path / CACHES / name
         if not _NAME.fullmatch(name):
             raise TierConfigError("name", name, "1 to 128 of [A-Za-z0-9._-], first a letter or a digit")
@@ -128,7 +142,7 @@ class DiskRoot:
             raise TierConfigError("name", name, "not the name of a stored cache")
         _check_slots(spec, slots)
         map_bytes = index_bytes(sum(slots.values()), label_bytes)
-        block = _CacheBlock(StoredCache(name, spec, dict(slots), dict(options or {})), map_bytes)
+        block = _CacheBlock(StoredCache(name, spec, dict(slots), dict(options)), map_bytes)
         wanted = sum(shape.nbytes for shape in block.shapes.values()) + block.map_bytes
         _require_room(self._path, wanted, self._floor_bytes)
 
@@ -143,7 +157,7 @@ class DiskRoot:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 raise
             sync_directory(final.parent)
-        store = self.open_cache(name)
+        store = self._open_cache(name)
         store.recover()
         return store
 
@@ -153,6 +167,31 @@ class DiskRoot:
         Raises :class:`TierConfigError` (no such cache, or it is open already), :class:`DamagedDirectory`,
         :class:`TierIOError`.
         """
+        with self._changing:
+            return self._open_cache(name)
+
+    def remove(self, name: str) -> None:
+        """Deletes a stored cache, damaged or not; its store, if it is open, is closed. Nothing, if there is none.
+
+        After a crash in the middle it is there whole, or gone at the next start. Raises :class:`TierIOError`.
+        """
+        if not _NAME.fullmatch(name):
+            raise TierConfigError("name", name, "the name of a stored cache")
+        directory = self._path / CACHES / name
+        with self._changing, io_errors(f"cannot remove {directory}"):
+            store = self._stores.pop(name, None)
+            if store is not None:
+                store.close()
+            if not directory.exists():
+                return
+            gone = directory.with_name(_REMOVED + name)
+            if gone.exists():
+                shutil.rmtree(gone)
+            directory.rename(gone)
+            sync_directory(directory.parent)
+            shutil.rmtree(gone)
+
+    def _open_cache(self, name: str) -> DiskStore:
         earlier = self._stores.get(name)
         if earlier and not earlier.closed:
             raise TierConfigError("name", name, "not the name of a cache that is open")
@@ -175,8 +214,13 @@ class DiskRoot:
         if read_superblock(self._path, "disk") is None:
             write_superblock(self._path, "disk", {})
         make_private_directory(self._path / CACHES)
-        for leftover in (self._path / CACHES).glob(_UNFINISHED + "*"):
-            shutil.rmtree(leftover)
+        for pattern in (_UNFINISHED, _REMOVED):
+            for leftover in (self._path / CACHES).glob(pattern + "*"):
+                shutil.rmtree(leftover)
+
+    def _directories(self) -> list[Path]:
+        caches = self._path / CACHES
+        return sorted(entry for entry in caches.iterdir() if not entry.name.startswith((_UNFINISHED, _REMOVED)))
 
 
 def _is_new(path: Path) -> bool:
@@ -193,10 +237,11 @@ def _is_new(path: Path) -> bool:
     return True
 
 
-def _read_caches(path: Path) -> list[_CacheBlock]:
-    caches = path / CACHES
-    names = sorted(os.listdir(caches)) if caches.is_dir() else []
-    return [_read_cache(caches / name) for name in names if not name.startswith(_UNFINISHED)]
+def _read_or_fault(directory: Path) -> _CacheBlock | TierError:
+    try:
+        return _read_cache(directory)
+    except (DamagedDirectory, TierIOError) as error:
+        return error
 
 
 def _read_cache(directory: Path) -> _CacheBlock:

@@ -1,0 +1,240 @@
+"""The life of a cache: opened by name, gone cold when nobody comes, warm again, removed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier import (
+    AsyncClient,
+    Cache,
+    CallerError,
+    Cause,
+    Cursor,
+    Event,
+    EventType,
+    NotFound,
+    Tier,
+    TierFull,
+    connect,
+)
+from kvtier.stats import CacheInfo
+from kvtier.v1 import caches_pb2
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import attached
+from tests.integration.seeing import cache_stats
+from tests.integration.waiting import eventually
+
+SLOTS = {"device": 8, "host": 16, "disk": 64}
+KEYS = chain("kept", 6)
+TTL = ("--idle-ttl", "200ms")
+
+
+async def info_of(client: AsyncClient, name: str) -> CacheInfo | None:
+    return next((cache for cache in await client.caches() if cache.name == name), None)
+
+
+async def put(client: AsyncClient, name: str, budgets: dict[Tier, int] | None = None) -> Cache:
+    cache = await client.open_cache(name, SPEC, budgets=budgets)
+    await cache.put(KEYS, blocks(KEYS))
+    return cache
+
+
+async def cooled(client: AsyncClient, name: str) -> CacheInfo:
+    found = await eventually(lambda: info_of(client, name), lambda info: info is not None and info.cold)
+    assert found is not None
+    return found
+
+
+def directory(daemon: DaemonProcess, name: str) -> Path:
+    return daemon.disk_dir / "caches" / name
+
+
+def segments(daemon: DaemonProcess) -> set[str]:
+    """Names of the shared memory that the daemon maps."""
+    maps = Path(f"/proc/{daemon.pid}/maps").read_text().split()
+    return {word for word in maps if word.startswith("/memfd:kvtier:")}
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with await connect(daemon.address) as client:
+        await put(client, "known")
+        link = await client._session.link(None)
+
+        async def by_name(name: str) -> caches_pb2.OpenResponse:
+            return await link.stubs.caches.Open(caches_pb2.OpenRequest(name=name), metadata=link.metadata)
+
+        found = await by_name("known")
+        assert (found.created, found.info.blocks, found.info.spec.model) == (False, len(KEYS), SPEC.model)
+    async with attached(daemon.address) as raw:
+        refusal = await raw.refusal(raw.stubs.caches.Open, caches_pb2.OpenRequest(name="unknown"))
+        assert (refusal.code.name, refusal.reason) == ("NOT_FOUND", "UNKNOWN_CACHE")
+
+
+async def test_opening_one_cache_does_not_wait_for_another(start_daemon: StartDaemon) -> None:
+    """The second is there already: it is found while the first is still being made."""
+    daemon = start_daemon(host=20_000)
+    async with await connect(daemon.address) as client:
+        await client.open_cache("small", SPEC, budgets=sizes(host=4))
+        large = asyncio.create_task(client.open_cache("large", SPEC, budgets=sizes(host=16_000)))
+        await client.open_cache("small", SPEC)
+        await client.open_cache("small", SPEC)
+        await large
+
+
+# -- removed -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_removed_cache_leaves_nothing_behind(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with await connect(daemon.address) as client:
+        cache = await put(client, "doomed")
+        await cache.move(KEYS[:2], Tier.DISK)
+        stats = await client.stats()
+        await cache.close()
+        expected = {tier: count * SLOT_BYTES for tier, count in zip(Tier, SLOTS.values(), strict=True)}
+        planned = await client.remove_cache("doomed", dry_run=True)
+        assert (planned.blocks, dict(planned.freed)) == (len(KEYS), expected)
+        assert (await info_of(client, "doomed")) is not None
+        assert await client.remove_cache("doomed") == planned
+        assert await client.caches() == []
+        assert not directory(daemon, "doomed").exists()
+        assert segments(daemon) == set()
+        async for item in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.CLEARED]):
+            assert isinstance(item, Event)
+            assert (item.cache, item.cause) == ("doomed", Cause.EXPLICIT)
+            break
+        # Name and room are free again, also for something else.
+        again = await client.open_cache("doomed", SPEC)
+        assert [again.slots(tier) for tier in Tier] == list(SLOTS.values())
+        assert (await again.match(KEYS)).blocks == 0
+        await again.close()
+        await client.remove_cache("doomed")
+    await asyncio.to_thread(daemon.stop)
+    await asyncio.to_thread(daemon.start)
+    async with await connect(daemon.address) as client:
+        assert await client.caches() == []
+        with pytest.raises(NotFound):
+            await client.remove_cache("doomed")
+
+
+async def test_a_cache_in_use_goes_by_force_and_only_once_its_leases_have_ended(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with await connect(daemon.address) as user, await connect(daemon.address) as operator:
+        cache = await put(user, "used")
+        with pytest.raises(CallerError) as refused:
+            await operator.remove_cache("used")
+        assert refused.value.reason == "CACHE_IN_USE"
+        async with cache.acquire(KEYS):
+            with pytest.raises(CallerError) as refused:
+                await operator.remove_cache("used", force=True)
+            assert refused.value.reason == "LEASES_HELD"
+        await operator.remove_cache("used", force=True)
+        with pytest.raises(NotFound):
+            await cache.match(KEYS)
+        assert await operator.caches() == []
+
+
+async def test_a_removal_that_a_crash_cut_short_is_finished(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with await connect(daemon.address) as client:
+        await (await put(client, "doomed")).move(KEYS, Tier.DISK)
+    daemon.kill()
+    directory(daemon, "doomed").rename(directory(daemon, ".gone-doomed"))
+    daemon.start()
+    assert os.listdir(daemon.disk_dir / "caches") == []
+    async with await connect(daemon.address) as client:
+        assert await client.caches() == []
+
+
+# -- cold --------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_idle_cache_cools_and_is_warm_again_when_it_is_opened(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(*TTL, **SLOTS)
+    async with await connect(daemon.address) as client:
+        cache = await put(client, "resting")
+        low = chain("not worth it", 2)
+        await cache.put(low, blocks(low), priorities=bytes([1, 1]))
+        stats = await client.stats()
+        assert (await info_of(client, "resting")).idle_s == 0  # type: ignore[union-attr]
+        await cache.close()
+        cold = await cooled(client, "resting")
+        assert cold.idle_s > 0.2
+        assert (cold.blocks, cold.sessions) == (len(KEYS), 0)
+        assert [tier.tier for tier in cold.groups[0].tiers] == [Tier.DISK]
+        assert segments(daemon) == set()
+        async for item in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.CLEARED]):
+            assert isinstance(item, Event)
+            assert (item.cache, item.cause) == ("resting", Cause.EXPIRED)
+            break
+        # The memory is another's while the cache is cold, and its own again after that.
+        guest = await client.open_cache("guest", SPEC, budgets=sizes(device=8, host=16))
+        await guest.close()
+        await client.remove_cache("guest")
+        warm = await client.open_cache("resting", SPEC)
+        assert [warm.slots(tier) for tier in Tier] == list(SLOTS.values())
+        assert_bytes(KEYS, await warm.get(KEYS))
+        assert (await warm.match(low)).blocks == 0
+        assert not (await info_of(client, "resting")).cold  # type: ignore[union-attr]
+
+
+async def test_a_cache_that_is_open_never_cools(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(*TTL, **SLOTS)
+    async with await connect(daemon.address) as client:
+        used = await put(client, "used", sizes(device=4, host=8, disk=32))
+        await (await put(client, "resting", sizes(device=4, host=8, disk=32))).close()
+        await cooled(client, "resting")
+        assert_bytes(KEYS, await used.get(KEYS))
+        assert (await cache_stats(client, "used")).blocks == len(KEYS)
+
+
+async def test_a_cold_cache_gets_the_memory_that_is_left(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(*TTL, **SLOTS)
+    async with await connect(daemon.address) as client:
+        await (await put(client, "resting", sizes(device=8, host=16, disk=32))).close()
+        await cooled(client, "resting")
+        await client.open_cache("guest", SPEC, budgets=sizes(device=6, host=16))
+        warm = await client.open_cache("resting", SPEC)
+        assert (warm.slots(Tier.DEVICE), warm.tiers) == (2, (Tier.DEVICE, Tier.DISK))
+        assert_bytes(KEYS[:2], await warm.get(KEYS[:2]))
+
+
+async def test_without_a_disk_tier_only_the_name_of_a_cold_cache_is_left(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(*TTL, host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("gone", SPEC)
+        await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
+        await cache.close()
+        assert (await cooled(client, "gone")).blocks == 0
+        guest = await client.open_cache("guest", SPEC)
+        with pytest.raises(TierFull):
+            await client.open_cache("gone", SPEC)
+        await guest.close()
+        await cooled(client, "guest")
+        again = await client.open_cache("gone", SPEC)
+        assert (again.slots(Tier.HOST), (await again.match(KEYS)).blocks) == (8, 0)
+
+
+async def test_a_cold_cache_can_be_removed_and_survives_a_restart(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(*TTL, **SLOTS)
+    async with await connect(daemon.address) as client:
+        for name in ("kept", "doomed"):
+            await (await put(client, name, sizes(device=4, host=8, disk=32))).close()
+        await cooled(client, "doomed")
+        removal = await client.remove_cache("doomed")
+        assert (removal.blocks, dict(removal.freed)) == (len(KEYS), {Tier.DISK: 32 * SLOT_BYTES})
+        await cooled(client, "kept")
+    await asyncio.to_thread(daemon.stop)
+    await asyncio.to_thread(daemon.start)
+    async with await connect(daemon.address) as client:
+        assert [cache.name for cache in await client.caches()] == ["kept"]
+        assert_bytes(KEYS, await (await client.open_cache("kept", SPEC)).get(KEYS))
