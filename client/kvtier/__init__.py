@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         RetryableError,
         SpecMismatch,
         StaleRead,
+        StillHeld,
         TierFull,
         TierOffline,
         TooShort,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from kvtier.options import CacheOptions, WritePolicy
     from kvtier.prompt import Prompt
     from kvtier.residency import ResidencyTable
+    from kvtier.retention import Retention, TokenRange
     from kvtier.sync import Client
     from kvtier.transport import TlsFiles
     from kvtier.types import BlockResult, Cause, Cursor, EventType, Tier
@@ -77,6 +79,7 @@ _HOMES = {
         "RetryableError",
         "SpecMismatch",
         "StaleRead",
+        "StillHeld",
         "TierFull",
         "TierOffline",
         "TooShort",
@@ -85,6 +88,7 @@ _HOMES = {
     "kvtier.lease": ("ReadLease", "WriteLease"),
     "kvtier.options": ("CacheOptions", "WritePolicy"),
     "kvtier.prompt": ("Prompt",),
+    "kvtier.retention": ("Retention", "TokenRange"),
     "kvtier.residency": ("ResidencyTable",),
     "kvtier.sync": ("Client",),
     "kvtier.transport": ("TlsFiles",),
@@ -124,6 +128,7 @@ __all__ = [
     "Prompt",
     "ReadLease",
     "ResidencyTable",
+    "Retention",
     "RetryableError",
     "Scope",
     "SnapshotEnd",
@@ -131,10 +136,12 @@ __all__ = [
     "SnapshotStart",
     "SpecMismatch",
     "StaleRead",
+    "StillHeld",
     "Tier",
     "TierFull",
     "TierOffline",
     "TlsFiles",
+    "TokenRange",
     "TooShort",
     "Watch",
     "WindowGroupSpec",

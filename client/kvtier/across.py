@@ -20,6 +20,7 @@ from kvtier.binding import Binder, Binding
 from kvtier.errors import InvalidArgument, KvtierError, StaleRead, TooShort
 from kvtier.lease import Held, Lease, ReadLease
 from kvtier.prompt import Prompt
+from kvtier.retention import Retention, chain_message
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline
 from kvtier.types import BlockResult, Cursor, Tier
@@ -132,7 +133,13 @@ class AcrossGroups:
         return AcrossMatch(reply.blocks, spans, cursor_from_wire(reply.as_of_event))
 
     def acquire(
-        self, keys: Keys, tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+        self,
+        keys: Keys,
+        tier: Tier | None = None,
+        *,
+        min_blocks: int = 0,
+        retention: Retention | None = None,
+        timeout: float | None = None,
     ) -> Held[AcrossLease]:
         """The longest such prefix that can be had, READY in a tier and held in every group.
 
@@ -140,7 +147,7 @@ class AcrossGroups:
         """
 
         async def take() -> AcrossLease:
-            (lease,) = await self._acquire([keys], tier, min_blocks, timeout)
+            (lease,) = await self._acquire([keys], tier, min_blocks, retention, timeout)
             if lease.error is not None:
                 raise lease.error
             return lease
@@ -148,14 +155,20 @@ class AcrossGroups:
         return Held(take, AcrossLease.release)
 
     def acquire_many(
-        self, chains: Iterable[Keys], tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+        self,
+        chains: Iterable[Keys],
+        tier: Tier | None = None,
+        *,
+        min_blocks: int = 0,
+        retention: Retention | None = None,
+        timeout: float | None = None,
     ) -> Held[list[AcrossLease]]:
         """One lease a chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
 
         async def release(leases: list[AcrossLease]) -> None:
             await self._cache.release(*(part for lease in leases for part in lease.groups))
 
-        return Held(lambda: self._acquire(chains, tier, min_blocks, timeout), release)
+        return Held(lambda: self._acquire(chains, tier, min_blocks, retention, timeout), release)
 
     async def put(
         self,
@@ -165,6 +178,7 @@ class AcrossGroups:
         parent: bytes | None = None,
         tier: Tier | None = None,
         priorities: int | Sequence[int] | None = None,
+        retention: Retention | None = None,
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> dict[int, list[BlockResult]]:
@@ -190,6 +204,7 @@ class AcrossGroups:
                 parent=chain[first - 1] if first else parent,
                 tier=tier,
                 priorities=ranks[first:] if isinstance(ranks, list) else ranks,
+                retention=retention and retention.after(first, self._cache.spec.tokens_per_block),
                 prompt=prompt,
                 timeout=timeout,
             )
@@ -209,13 +224,18 @@ class AcrossGroups:
             return AcrossBlocks(0, {group.group: [] for group in self._groups})
 
     async def _acquire(
-        self, chains: Iterable[Keys], tier: Tier | None, min_blocks: int, timeout: float | None
+        self,
+        chains: Iterable[Keys],
+        tier: Tier | None,
+        min_blocks: int,
+        retention: Retention | None,
+        timeout: float | None,
     ) -> list[AcrossLease]:
         packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
         place, seq = self._cache.lease_tier(tier), self._binder.session.next_seq()
         deadline = self._deadline(timeout)
         wait_ns = deadline.wait_ns()
-        wanted = [blocks_pb2.Chain(keys=keys, min_blocks=min_blocks) for keys in packed]
+        wanted = [chain_message(keys, min_blocks, retention, self._cache.spec.tokens_per_block) for keys in packed]
         binding, reply = await self._binder.take(
             lambda stubs: stubs.blocks.Acquire,
             lambda binding: blocks_pb2.AcquireRequest(

@@ -35,6 +35,8 @@ class ListedBlock:
     parent: bytes | None
     residency: int
     priority: int
+    pinned: int = 0
+    """The tiers where it is pinned, as a bit set."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,3 +53,11 @@ class DropReport:
 
     results: list[BlockResult]
     dropped: int
+
+
+@dataclass(slots=True, frozen=True)
+class ResetReport:
+    """``kept``: blocks that are leased or pinned, and those that these stand on."""
+
+    dropped: int
+    kept: int

@@ -10,6 +10,7 @@ import numpy as np
 from kvtier import transfer
 from kvtier.arena import Bytes
 from kvtier.errors import LeaseLost, StaleRead, TooShort
+from kvtier.retention import BlockRetention
 from kvtier.types import BlockResult, Tier
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ async def put(
     chain: Sequence[bytes],
     blocks: Sequence[Bytes],
     parent: bytes | None,
-    priorities: Sequence[int],
+    kept: BlockRetention,
     prompt: Prompt | None,
     timeout: float | None,
 ) -> list[BlockResult]:
@@ -44,7 +45,7 @@ async def put(
             results += [BlockResult.PARENT_MISSING] * (end - start)
             continue
         up = chain[start - 1] if start else parent
-        piece = (chain[start:end], blocks[start:end], up, priorities[start:end], prompt, timeout)
+        piece = (chain[start:end], blocks[start:end], up, kept[start:end], prompt, timeout)
         try:
             results += await _put_piece(cache, tier, *piece)
         except LeaseLost:
@@ -75,14 +76,14 @@ async def _put_piece(
     chain: Sequence[bytes],
     blocks: Sequence[Bytes],
     parent: bytes | None,
-    priorities: Sequence[int],
+    kept: BlockRetention,
     prompt: Prompt | None,
     timeout: float | None,
 ) -> list[BlockResult]:
     async with cache.reserve(len(chain), tier, timeout=timeout) as lease:
         pools = lease.arena.pools(tier, cache.group)
         await transfer.run(lambda: transfer.into_slots(pools, lease.slots, blocks), len(chain) * cache.block_bytes)
-        return await lease.commit(chain, parent=parent, priorities=priorities, prompt=prompt, timeout=timeout)
+        return await lease.commit(chain, parent=parent, retention=kept, prompt=prompt, timeout=timeout)
 
 
 async def _get_piece(

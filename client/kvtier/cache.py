@@ -15,17 +15,18 @@ from kvtier import arrays, transfer
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.across import AcrossGroups
-from kvtier.answers import DropReport, ListedBlock, Location, Match, Page
+from kvtier.answers import DropReport, ListedBlock, Location, Match, Page, ResetReport
 from kvtier.arena import Arena
 from kvtier.binding import Binder, Binding, Request, Response, send
 from kvtier.errors import InvalidArgument, KvtierError, LeaseLost, RetryableError
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.options import CacheOptions
 from kvtier.prompt import Prompt
+from kvtier.retention import BlockRetention, Retention, block_retention, chain_message, each_duration_ms, each_priority
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
-from kvtier.types import DEFAULT_PRIORITY, MAPPED_TIERS, ROOT_PARENT, BlockResult, Tier
+from kvtier.types import MAPPED_TIERS, ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import (
     Budgets,
@@ -35,8 +36,6 @@ from kvtier.wire import (
     split_keys,
     tier_to_wire,
 )
-
-MAX_PRIORITY: Final = 100
 
 _log = logging.getLogger(__name__)
 
@@ -184,11 +183,17 @@ class Cache:
                 timeout,
             )
             rows = zip(
-                split_keys(reply.keys), split_keys(reply.parents), reply.residency, reply.priorities, strict=True
+                split_keys(reply.keys),
+                split_keys(reply.parents),
+                reply.residency,
+                reply.priorities,
+                reply.pinned or bytes(len(reply.residency)),
+                strict=True,
             )
             yield Page(
                 tuple(
-                    ListedBlock(key, None if up == ROOT_PARENT else up, where, rank) for key, up, where, rank in rows
+                    ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
+                    for key, up, where, rank, pinned in rows
                 ),
                 cursor_from_wire(reply.as_of_event),
             )
@@ -212,14 +217,21 @@ class Cache:
         return Held(lambda: self._reserve(count, tier, timeout), self.release)
 
     def acquire(
-        self, keys: Keys, tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+        self,
+        keys: Keys,
+        tier: Tier | None = None,
+        *,
+        min_blocks: int = 0,
+        retention: Retention | None = None,
+        timeout: float | None = None,
     ) -> Held[ReadLease]:
         """The longest prefix that can be had, READY in a tier and held: ``async with cache.acquire(keys) as lease``.
 
+        ``retention``: new values for what is found, counted from this lease's release.
         Raises :class:`TooShort` where less than ``min_blocks`` is stored, :class:`TierFull` where the tier has no
         room for that many.
         """
-        return Held(lambda: self._acquire(keys, tier, min_blocks, timeout), self.release)
+        return Held(lambda: self._acquire(keys, tier, min_blocks, retention, timeout), self.release)
 
     def acquire_many(
         self,
@@ -227,14 +239,19 @@ class Cache:
         tier: Tier | None = None,
         *,
         min_blocks: int = 0,
+        retention: Retention | None = None,
         timeout: float | None = None,
     ) -> Held[list[ReadLease]]:
         """One lease a chain, in order. No chain takes what another one of the call matches.
 
         A chain that cannot have ``min_blocks`` gets an empty lease with its :attr:`ReadLease.refusal`; nothing is
-        raised.
+        raised. ``retention``: the same for each chain.
         """
-        return Held(lambda: self._acquire_many(chains, tier, min_blocks, timeout), lambda leases: self.release(*leases))
+
+        def release(leases: list[ReadLease]) -> Awaitable[None]:
+            return self.release(*leases)
+
+        return Held(lambda: self._acquire_many(chains, tier, min_blocks, retention, timeout), release)
 
     async def release(self, *leases: Lease, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: give the tail of a chain before its head.
@@ -272,6 +289,7 @@ class Cache:
         parent: bytes | None,
         parents: Sequence[bytes | None] | None,
         priorities: int | Sequence[int] | None,
+        retention: Retention | BlockRetention | None,
         prompt: Prompt | None,
         timeout: float | None,
     ) -> list[BlockResult]:
@@ -280,6 +298,7 @@ class Cache:
         count = len(packed) // KEY_BYTES
         if count > len(indices):
             raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
+        kept = block_retention(count, self.spec.tokens_per_block, priorities, retention)
         seq = self._session.next_seq()
         request = blocks_pb2.CommitRequest(
             cache_id=lease.binding.cache_id,
@@ -287,7 +306,8 @@ class Cache:
             slots=[lease.slots[index] for index in indices[:count]],
             keys=packed,
             parents=_packed_parents(packed, parent, parents),
-            priorities=_packed_priorities(count, priorities),
+            priorities=kept.priorities,
+            durations_ms=kept.durations_ms,
             seq=seq,
             **(prompt.told(packed, lease.binding.info.options) if prompt is not None else {}),
         )
@@ -303,8 +323,14 @@ class Cache:
 
     # -- placement -------------------------------------------------------------------------------------------------
 
-    async def move(self, keys: Keys, to: Tier, *, timeout: float | None = None) -> list[BlockResult]:
-        """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above."""
+    async def move(
+        self, keys: Keys, to: Tier, *, dry_run: bool = False, timeout: float | None = None
+    ) -> list[BlockResult]:
+        """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above.
+
+        Some blocks at a time, so that a caller who gives up, or whose time is up, stops what has not begun.
+        ``dry_run``: only says what could be done at best.
+        """
         packed, seq = packed_keys(keys), self._session.next_seq()
         deadline = self._deadline(timeout)
         wait_ns = deadline.wait_ns()
@@ -317,20 +343,95 @@ class Cache:
                 keys=packed,
                 timeout_ns=wait_ns,
                 seq=seq,
+                dry_run=dry_run,
             ),
             deadline,
         )
         return [BlockResult(result) for result in reply.results]
 
-    async def drop(self, keys: Keys, *, timeout: float | None = None) -> DropReport:
-        """Forgets blocks and everything below them, in every tier."""
+    async def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
+        """Forgets blocks and everything below them, in every tier. ``dry_run``: only says what would go."""
         packed, seq = packed_keys(keys), self._session.next_seq()
         reply = await self._binder.call(
             lambda stubs: stubs.blocks.Drop,
-            lambda binding: blocks_pb2.DropRequest(cache_id=binding.cache_id, group=self.group, keys=packed, seq=seq),
+            lambda binding: blocks_pb2.DropRequest(
+                cache_id=binding.cache_id, group=self.group, keys=packed, seq=seq, dry_run=dry_run
+            ),
             self._deadline(timeout),
         )
         return DropReport([BlockResult(result) for result in reply.results], reply.dropped)
+
+    # -- upkeep ----------------------------------------------------------------------------------------------------
+
+    async def set_retention(
+        self,
+        keys: Keys,
+        priorities: int | Sequence[int],
+        durations_s: float | Sequence[float | None] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """New priorities, and for how long from now, or from the release of what is held; for all, or one a key.
+
+        ``durations_s``: None = for ever. At their end a block's priority is the default of 35 again.
+        """
+        packed, seq = packed_keys(keys), self._session.next_seq()
+        count = len(packed) // KEY_BYTES
+        ranks, durations = each_priority(count, priorities), each_duration_ms(count, durations_s)
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.SetRetention,
+            lambda binding: blocks_pb2.SetRetentionRequest(
+                cache_id=binding.cache_id,
+                group=self.group,
+                keys=packed,
+                priorities=ranks,
+                durations_ms=durations,
+                seq=seq,
+            ),
+            self._deadline(timeout),
+        )
+        return [BlockResult(result) for result in reply.results]
+
+    async def pin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+        """Keeps copies that are READY in a tier there, whoever goes, until each pin is undone or the daemon ends.
+
+        Results: NOT_READY where there is no such copy, OVER_CAP where too much of the tier is pinned.
+        """
+        return await self._pin(keys, tier, False, timeout)
+
+    async def unpin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+        """Undoes one pin of each. Result NOT_READY where there is none."""
+        return await self._pin(keys, tier, True, timeout)
+
+    async def reset(self, *, force: bool = False, dry_run: bool = False, timeout: float | None = None) -> ResetReport:
+        """Forgets all blocks of the cache, of every window group.
+
+        Raises :class:`kvtier.errors.StillHeld` while any is leased or pinned, unless forced: then the rest goes.
+        ``dry_run``: only counts what a forced one would do.
+        """
+        seq = self._session.next_seq()
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Reset,
+            lambda binding: blocks_pb2.ResetRequest(cache_id=binding.cache_id, force=force, dry_run=dry_run, seq=seq),
+            self._deadline(timeout),
+        )
+        return ResetReport(reply.dropped, reply.kept)
+
+    async def _pin(self, keys: Keys, tier: Tier, unpin: bool, timeout: float | None) -> list[BlockResult]:
+        packed, seq = packed_keys(keys), self._session.next_seq()
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Pin,
+            lambda binding: blocks_pb2.PinRequest(
+                cache_id=binding.cache_id,
+                group=self.group,
+                tier=tier_to_wire(tier),
+                keys=packed,
+                unpin=unpin,
+                seq=seq,
+            ),
+            self._deadline(timeout),
+        )
+        return [BlockResult(result) for result in reply.results]
 
     # -- arrays ----------------------------------------------------------------------------------------------------
 
@@ -342,6 +443,7 @@ class Cache:
         parent: bytes | None = None,
         tier: Tier | None = None,
         priorities: int | Sequence[int] | None = None,
+        retention: Retention | None = None,
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
@@ -350,15 +452,16 @@ class Cache:
         ``blocks``: one array a key of any dtype and shape with exactly :attr:`block_bytes`, or one array whose first
         axis is the block. ``parent``: key of the block before the first one (None: it is a root). A chain of more
         than half a tier goes in pieces, each released before the next; where a piece's parent has been evicted
-        meanwhile, it and the rest are PARENT_MISSING and not stored. ``prompt``: what the keys are of, for a cache that
-        tells more than keys in its events (see :meth:`prompt`). ``timeout`` is for each piece.
+        meanwhile, it and the rest are PARENT_MISSING and not stored. ``retention``: instead of ``priorities``.
+        ``prompt``: what the keys are of, for a cache that tells more than keys in its events (see :meth:`prompt`).
+        ``timeout`` is for each piece.
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
         chain = split_keys(packed_keys(keys))
-        ranks = list(_packed_priorities(len(chain), priorities)) or [DEFAULT_PRIORITY] * len(chain)
+        kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
         sources = transfer.readable(blocks, len(chain), self.block_bytes)
-        return await arrays.put(self, self.lease_tier(tier), chain, sources, parent, ranks, prompt, timeout)
+        return await arrays.put(self, self.lease_tier(tier), chain, sources, parent, kept, prompt, timeout)
 
     async def get(
         self,
@@ -446,20 +549,27 @@ class Cache:
         self._leases.add(lease)
         return lease
 
-    async def _acquire(self, keys: Keys, tier: Tier | None, min_blocks: int, timeout: float | None) -> ReadLease:
-        (lease,) = await self._acquire_many([keys], tier, min_blocks, timeout)
+    async def _acquire(
+        self, keys: Keys, tier: Tier | None, min_blocks: int, retention: Retention | None, timeout: float | None
+    ) -> ReadLease:
+        (lease,) = await self._acquire_many([keys], tier, min_blocks, retention, timeout)
         if lease.error is not None:
             raise lease.error
         return lease
 
     async def _acquire_many(
-        self, chains: Iterable[Keys], tier: Tier | None, min_blocks: int, timeout: float | None
+        self,
+        chains: Iterable[Keys],
+        tier: Tier | None,
+        min_blocks: int,
+        retention: Retention | None,
+        timeout: float | None,
     ) -> list[ReadLease]:
         packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
         place, seq = self.lease_tier(tier), self._session.next_seq()
         deadline = self._deadline(timeout)
         wait_ns = deadline.wait_ns()
-        wanted = [blocks_pb2.Chain(keys=keys, min_blocks=min_blocks) for keys in packed]
+        wanted = [chain_message(keys, min_blocks, retention, self.spec.tokens_per_block) for keys in packed]
         binding, reply = await self._binder.take(
             lambda stubs: stubs.blocks.Acquire,
             lambda binding: blocks_pb2.AcquireRequest(
@@ -524,13 +634,3 @@ def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes
     if parents is not None:
         return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
     return packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed[:-KEY_BYTES]
-
-
-def _packed_priorities(count: int, priorities: int | Sequence[int] | None) -> bytes:
-    if priorities is None:
-        return b""
-    listed = [priorities] * count if isinstance(priorities, int) else list(priorities)
-    for index, value in enumerate(listed):
-        if not 0 <= value <= MAX_PRIORITY:
-            raise InvalidArgument(f"priorities[{index}]", value, f"0 to {MAX_PRIORITY}")
-    return bytes(listed)

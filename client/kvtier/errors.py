@@ -95,6 +95,14 @@ class TooShort(NotFound):
         self.matched = matched
 
 
+class StillHeld(CallerError):
+    """A reset is refused while anything is leased or pinned. ``holders``: who leases what, most first."""
+
+    def __init__(self, message: str, *, holders: tuple[Holder, ...], reason: str) -> None:
+        super().__init__(message, reason=reason)
+        self.holders = holders
+
+
 class LeaseError(CallerError):
     """The lease cannot be used for this."""
 

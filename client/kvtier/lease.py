@@ -12,6 +12,7 @@ from kvtier.arena import Arena, Bytes
 from kvtier.binding import Binding
 from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost
 from kvtier.prompt import Prompt
+from kvtier.retention import BlockRetention, Retention
 from kvtier.types import BlockResult, Tier
 from kvtier.wire import Keys
 
@@ -101,6 +102,7 @@ class WriteLease(Lease):
         parent: bytes | None = None,
         parents: Sequence[bytes | None] | None = None,
         priorities: int | Sequence[int] | None = None,
+        retention: Retention | BlockRetention | None = None,
         prompt: Prompt | None = None,
         at: Sequence[int] | None = None,
         timeout: float | None = None,
@@ -109,15 +111,16 @@ class WriteLease(Lease):
 
         By default the keys are a chain: each one's parent is the key before it, the first one's is ``parent`` (None:
         the first is a root). ``parents`` names one a key instead. ``priorities``: 0 to 100, one for all or one a key
-        (default 35). ``prompt``: what the keys are of, for a cache that tells more than keys in its events. ``at``:
-        indices of the slots, by default the first blank ones in order. A slot whose result is PARENT_MISSING or
-        PARENT_CONFLICT stays blank; one whose result is EXISTS has gone back to the daemon.
+        (default 35). ``retention``: instead of that, in tokens and with durations. ``prompt``: what the keys are of,
+        for a cache that tells more than keys in its events. ``at``: indices of the slots, by default the first blank
+        ones in order. A slot whose result is PARENT_MISSING or PARENT_CONFLICT stays blank; one whose result is EXISTS
+        has gone back to the daemon.
 
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
         """
         self.require_live()
         indices = self.blank if at is None else list(at)
-        results = await self.cache.commit(self, keys, indices, parent, parents, priorities, prompt, timeout)
+        results = await self.cache.commit(self, keys, indices, parent, parents, priorities, retention, prompt, timeout)
         for index, result in zip(indices, results, strict=False):
             self._blank[index] = result in _STAYS_BLANK
             if result is BlockResult.EXISTS:

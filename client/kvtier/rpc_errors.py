@@ -97,9 +97,17 @@ def tier_full(message: str, detail: common_pb2.ErrorDetail) -> errors.TierFull:
         tier=Tier(detail.tier - 1) if detail.tier else None,
         wanted=detail.wanted,
         free=detail.free,
-        holders=tuple(errors.Holder(h.session_id, h.pid, h.command, h.slots) for h in detail.holders),
+        holders=_holders(detail),
         reason=detail.reason,
     )
+
+
+def _holders(detail: common_pb2.ErrorDetail) -> tuple[errors.Holder, ...]:
+    return tuple(errors.Holder(h.session_id, h.pid, h.command, h.slots) for h in detail.holders)
+
+
+def _still_held(fault: Fault) -> errors.StillHeld:
+    return errors.StillHeld(fault.message, holders=_holders(fault.detail), reason=fault.reason)
 
 
 def _compacted(fault: Fault) -> errors.KvtierError:
@@ -110,6 +118,7 @@ def _compacted(fault: Fault) -> errors.KvtierError:
 _BY_REASON: Final[Mapping[str, _Make]] = {
     "UNKNOWN_LEASE": _plain(errors.LeaseError),
     "FOREIGN_LEASE": _plain(errors.LeaseError),
+    "STILL_HELD": _still_held,
     "TIER_OFFLINE": _plain(errors.TierOffline),
     "TIER_FAILED": _plain(errors.TierOffline),
 }

@@ -90,6 +90,10 @@ class BlockResult(IntEnum):
     """move: the copy failed; the source is as it was."""
     PARENT_CONFLICT = 7
     """commit: an equal key is indexed under another parent; the slot stays blank and leased."""
+    NOT_READY = 8
+    """pin: it has no READY copy in the tier; unpin: it is not pinned there."""
+    OVER_CAP = 9
+    """pin: too many slots of the tier are pinned."""
 
     def __str__(self) -> str:
         return self.name.lower()

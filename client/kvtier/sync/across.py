@@ -11,6 +11,7 @@ from kvtier import transfer
 from kvtier.across import AcrossBlocks, AcrossMatch
 from kvtier.errors import KvtierError
 from kvtier.prompt import Prompt
+from kvtier.retention import Retention
 from kvtier.sync.lease import ReadLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
@@ -106,18 +107,30 @@ class AcrossGroups:
         return self._thread.run(lambda: self._inner.match(packed, timeout=timeout))
 
     def acquire(
-        self, keys: Keys, tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+        self,
+        keys: Keys,
+        tier: Tier | None = None,
+        *,
+        min_blocks: int = 0,
+        retention: Retention | None = None,
+        timeout: float | None = None,
     ) -> AcrossLease:
         """``with cache.across.acquire(keys) as lease``: see :meth:`kvtier.across.AcrossGroups.acquire`."""
-        held = self._inner.acquire(packed_keys(keys), tier, min_blocks=min_blocks, timeout=timeout)
+        held = self._inner.acquire(packed_keys(keys), tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
         return AcrossLease(self._thread, self._cache, self._thread.run(held.take, inner.AcrossLease.release))
 
     def acquire_many(
-        self, chains: Iterable[Keys], tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+        self,
+        chains: Iterable[Keys],
+        tier: Tier | None = None,
+        *,
+        min_blocks: int = 0,
+        retention: Retention | None = None,
+        timeout: float | None = None,
     ) -> AcrossLeases:
         """One lease a chain, in order: see :meth:`kvtier.across.AcrossGroups.acquire_many`."""
         packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
-        held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, timeout=timeout)
+        held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
         leases = self._thread.run(held.take, held.give_back)
         return AcrossLeases(self._thread, self._cache, leases)
 
@@ -129,6 +142,7 @@ class AcrossGroups:
         parent: bytes | None = None,
         tier: Tier | None = None,
         priorities: int | Sequence[int] | None = None,
+        retention: Retention | None = None,
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> dict[int, list[BlockResult]]:
@@ -136,7 +150,14 @@ class AcrossGroups:
         packed = packed_keys(keys)
         return self._thread.run(
             lambda: self._inner.put(
-                packed, blocks, parent=parent, tier=tier, priorities=priorities, prompt=prompt, timeout=timeout
+                packed,
+                blocks,
+                parent=parent,
+                tier=tier,
+                priorities=priorities,
+                retention=retention,
+                prompt=prompt,
+                timeout=timeout,
             )
         )
 

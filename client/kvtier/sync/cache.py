@@ -12,10 +12,11 @@ from kvtier import cache as inner
 from kvtier import transfer
 from kvtier.abi.keys import PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
-from kvtier.answers import DropReport, ListedBlock, Location, Match, Page
+from kvtier.answers import DropReport, ListedBlock, Location, Match, Page, ResetReport
 from kvtier.arena import Arena
 from kvtier.errors import ClientClosed
 from kvtier.prompt import Prompt
+from kvtier.retention import Retention
 from kvtier.stats import CacheInfo
 from kvtier.sync.across import AcrossGroups
 from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
@@ -133,10 +134,16 @@ class Cache:
         return WriteLease(self._thread, self, self._thread.run(held.take, self._inner.release))
 
     def acquire(
-        self, keys: Keys, tier: Tier | None = None, *, min_blocks: int = 0, timeout: float | None = None
+        self,
+        keys: Keys,
+        tier: Tier | None = None,
+        *,
+        min_blocks: int = 0,
+        retention: Retention | None = None,
+        timeout: float | None = None,
     ) -> ReadLease:
         """``with cache.acquire(keys) as lease``: see :meth:`kvtier.Cache.acquire`."""
-        held = self._inner.acquire(packed_keys(keys), tier, min_blocks=min_blocks, timeout=timeout)
+        held = self._inner.acquire(packed_keys(keys), tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
         return ReadLease(self._thread, self, self._thread.run(held.take, self._inner.release))
 
     def acquire_many(
@@ -145,11 +152,12 @@ class Cache:
         tier: Tier | None = None,
         *,
         min_blocks: int = 0,
+        retention: Retention | None = None,
         timeout: float | None = None,
     ) -> Leases:
         """One lease a chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
         packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
-        held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, timeout=timeout)
+        held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
         leases = self._thread.run(held.take, lambda leases: self._inner.release(*leases))
         return Leases(self._thread, self, leases)
 
@@ -160,15 +168,43 @@ class Cache:
 
     # -- placement -------------------------------------------------------------------------------------------------
 
-    def move(self, keys: Keys, to: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+    def move(self, keys: Keys, to: Tier, *, dry_run: bool = False, timeout: float | None = None) -> list[BlockResult]:
         """See :meth:`kvtier.Cache.move`."""
         packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.move(packed, to, timeout=timeout))
+        return self._thread.run(lambda: self._inner.move(packed, to, dry_run=dry_run, timeout=timeout))
 
-    def drop(self, keys: Keys, *, timeout: float | None = None) -> DropReport:
+    def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
         """See :meth:`kvtier.Cache.drop`."""
         packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.drop(packed, timeout=timeout))
+        return self._thread.run(lambda: self._inner.drop(packed, dry_run=dry_run, timeout=timeout))
+
+    # -- upkeep ----------------------------------------------------------------------------------------------------
+
+    def set_retention(
+        self,
+        keys: Keys,
+        priorities: int | Sequence[int],
+        durations_s: float | Sequence[float | None] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """See :meth:`kvtier.Cache.set_retention`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.set_retention(packed, priorities, durations_s, timeout=timeout))
+
+    def pin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+        """See :meth:`kvtier.Cache.pin`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.pin(packed, tier, timeout=timeout))
+
+    def unpin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+        """See :meth:`kvtier.Cache.unpin`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.unpin(packed, tier, timeout=timeout))
+
+    def reset(self, *, force: bool = False, dry_run: bool = False, timeout: float | None = None) -> ResetReport:
+        """See :meth:`kvtier.Cache.reset`."""
+        return self._thread.run(lambda: self._inner.reset(force=force, dry_run=dry_run, timeout=timeout))
 
     # -- arrays ----------------------------------------------------------------------------------------------------
 
@@ -180,6 +216,7 @@ class Cache:
         parent: bytes | None = None,
         tier: Tier | None = None,
         priorities: int | Sequence[int] | None = None,
+        retention: Retention | None = None,
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
@@ -189,7 +226,14 @@ class Cache:
         sources = transfer.readable(blocks, len(split_keys(packed)), self.block_bytes)
         return self._thread.run(
             lambda: self._inner.put(
-                packed, sources, parent=parent, tier=tier, priorities=priorities, prompt=prompt, timeout=timeout
+                packed,
+                sources,
+                parent=parent,
+                tier=tier,
+                priorities=priorities,
+                retention=retention,
+                prompt=prompt,
+                timeout=timeout,
             )
         )
 

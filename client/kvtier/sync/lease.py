@@ -13,6 +13,7 @@ from kvtier import lease as inner
 from kvtier.arena import Arena, Bytes
 from kvtier.errors import KvtierError
 from kvtier.prompt import Prompt
+from kvtier.retention import BlockRetention, Retention
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
 from kvtier.wire import Keys, packed_keys
@@ -94,6 +95,7 @@ class WriteLease(Lease[inner.WriteLease]):
         parent: bytes | None = None,
         parents: Sequence[bytes | None] | None = None,
         priorities: int | Sequence[int] | None = None,
+        retention: Retention | BlockRetention | None = None,
         prompt: Prompt | None = None,
         at: Sequence[int] | None = None,
         timeout: float | None = None,
@@ -102,7 +104,14 @@ class WriteLease(Lease[inner.WriteLease]):
         packed = packed_keys(keys)
         return self._thread.run(
             lambda: self.inner.commit(
-                packed, parent=parent, parents=parents, priorities=priorities, prompt=prompt, at=at, timeout=timeout
+                packed,
+                parent=parent,
+                parents=parents,
+                priorities=priorities,
+                retention=retention,
+                prompt=prompt,
+                at=at,
+                timeout=timeout,
             )
         )
 
