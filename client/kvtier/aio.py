@@ -86,13 +86,15 @@ class AsyncClient:
         budgets: Budgets | None = None,
         options: CacheOptions | None = None,
         write: bool = True,
+        mapped: bool = True,
         timeout: float | None = None,
     ) -> Cache:
         """Opens a cache, creating it where it does not exist, and maps its memory.
 
         ``budgets``: bytes by tier, or one number a window group by tier, only heeded at creation (none: all that is
         left). ``options``: how it behaves (none: as it does, or the daemon's defaults). ``write`` False maps the memory
-        read-only: such a cache object cannot fill slots.
+        read-only: such a cache object cannot fill slots. ``mapped`` False does without the memory, as a client must
+        that cannot map it (over TCP, in a container): put and get go through streams, and leases have no views.
 
         Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`TierFull` for budgets that are
         not to be had.
@@ -101,7 +103,16 @@ class AsyncClient:
             spec.validate()
         except FieldError as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from error
-        cache = Cache(self._session, name, spec, budgets, options, write, self._default_timeout)
+        cache = Cache(
+            self._session,
+            name,
+            spec,
+            budgets,
+            options,
+            write=write,
+            mapped=mapped,
+            default_timeout=self._default_timeout,
+        )
         await cache.open(timeout)
         return cache
 

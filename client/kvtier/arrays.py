@@ -1,9 +1,10 @@
-"""Chains of blocks in and out of a cache as arrays: reserve, copy, commit, release; acquire, copy, check, release."""
+"""Chains of blocks in and out of a cache as arrays, piece by piece, through its mapped memory or through streams."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -21,80 +22,103 @@ MAX_PIECE: Final = 16_384
 """Keys that the daemon takes in one call."""
 
 
-def pieces(cache: Cache, tier: Tier) -> int:
-    """Blocks handled at a time: half a tier, so that two clients fit side by side."""
-    return max(1, min(cache.slots(tier) // 2, MAX_PIECE))
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """A chain, or consecutive keys of one, to be stored. ``blocks``: flat, one a key. ``parent``: the first one's."""
+
+    chain: Sequence[bytes]
+    blocks: Sequence[Bytes]
+    parent: bytes | None
+    kept: BlockRetention
+    prompt: Prompt | None
+
+    def part(self, start: int, end: int) -> Piece:
+        parent = self.chain[start - 1] if start else self.parent
+        return Piece(self.chain[start:end], self.blocks[start:end], parent, self.kept[start:end], self.prompt)
 
 
-async def put(
-    cache: Cache,
-    tier: Tier,
-    chain: Sequence[bytes],
-    blocks: Sequence[Bytes],
-    parent: bytes | None,
-    kept: BlockRetention,
-    prompt: Prompt | None,
-    timeout: float | None,
-) -> list[BlockResult]:
-    """See :meth:`kvtier.cache.Cache.put`; ``blocks`` are flat."""
-    step = pieces(cache, tier)
+class Way(Protocol):
+    """How the bytes of one piece of a chain travel. ``max_blocks``: of a piece."""
+
+    @property
+    def max_blocks(self) -> int: ...
+
+    async def put(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]: ...
+
+    async def get(
+        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
+    ) -> list[Bytes]:
+        """Raises :class:`TooShort` where none of it is stored."""
+        ...
+
+
+class Mapped:
+    """Through the cache's memory: reserve, copy, commit, release; acquire, copy, check, release."""
+
+    max_blocks: Final = MAX_PIECE
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache: Final = cache
+
+    async def put(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        cache, count = self._cache, len(piece.chain)
+        async with cache.reserve(count, tier, timeout=timeout) as lease:
+            pools = lease.arena.pools(tier, cache.group)
+            work = lambda: transfer.into_slots(pools, lease.slots, piece.blocks)  # noqa: E731
+            await transfer.run(work, count * cache.block_bytes)
+            return await lease.commit(
+                piece.chain, parent=piece.parent, retention=piece.kept, prompt=piece.prompt, timeout=timeout
+            )
+
+    async def get(
+        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
+    ) -> list[Bytes]:
+        cache = self._cache
+        async with cache.acquire(chain, tier, min_blocks=1, timeout=timeout) as lease:
+            pools = lease.arena.pools(tier, cache.group)
+            rows = list(targets or np.empty((lease.blocks, cache.block_bytes), dtype=np.uint8))[: lease.blocks]
+            before = lease.unchanged()
+            nbytes = lease.blocks * cache.block_bytes
+            await transfer.run(lambda: transfer.out_of_slots(pools, lease.slots, rows), nbytes)
+            if not (before and lease.unchanged()):
+                raise StaleRead("a slot changed under its lease", reason="STALE_READ")
+            return rows
+
+
+def pieces(cache: Cache, tier: Tier, way: Way) -> int:
+    """Blocks handled at a time: half a tier at most, so that two clients fit side by side."""
+    return max(1, min(cache.slots(tier) // 2, MAX_PIECE, way.max_blocks))
+
+
+async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float | None) -> list[BlockResult]:
+    """See :meth:`kvtier.cache.Cache.put`."""
+    step, count = pieces(cache, tier, way), len(whole.chain)
     results: list[BlockResult] = []
-    for start in range(0, len(chain), step):
-        end = min(start + step, len(chain))
+    for start in range(0, count, step):
+        end = min(start + step, count)
         if results and results[-1] is BlockResult.PARENT_MISSING:
             results += [BlockResult.PARENT_MISSING] * (end - start)
             continue
-        up = chain[start - 1] if start else parent
-        piece = (chain[start:end], blocks[start:end], up, kept[start:end], prompt, timeout)
+        piece = whole.part(start, end)
         try:
-            results += await _put_piece(cache, tier, *piece)
+            results += await way.put(tier, piece, timeout)
         except LeaseLost:
             # The daemon restarted under us; the caller's arrays are still good.
-            results += await _put_piece(cache, tier, *piece)
+            results += await way.put(tier, piece, timeout)
     return results
 
 
 async def get(
-    cache: Cache, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
+    cache: Cache, way: Way, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
 ) -> list[Bytes]:
     """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat."""
-    step = pieces(cache, tier)
+    step = pieces(cache, tier, way)
     found: list[Bytes] = []
     while len(found) < len(chain):
         start = len(found)
         end = min(start + step, len(chain))
         try:
-            found += await _get_piece(cache, tier, chain[start:end], targets and targets[start:end], timeout)
+            found += await way.get(tier, chain[start:end], targets and targets[start:end], timeout)
         except TooShort:
             break
     return found
-
-
-async def _put_piece(
-    cache: Cache,
-    tier: Tier,
-    chain: Sequence[bytes],
-    blocks: Sequence[Bytes],
-    parent: bytes | None,
-    kept: BlockRetention,
-    prompt: Prompt | None,
-    timeout: float | None,
-) -> list[BlockResult]:
-    async with cache.reserve(len(chain), tier, timeout=timeout) as lease:
-        pools = lease.arena.pools(tier, cache.group)
-        await transfer.run(lambda: transfer.into_slots(pools, lease.slots, blocks), len(chain) * cache.block_bytes)
-        return await lease.commit(chain, parent=parent, retention=kept, prompt=prompt, timeout=timeout)
-
-
-async def _get_piece(
-    cache: Cache, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
-) -> list[Bytes]:
-    """Raises :class:`TooShort` where none of it is stored."""
-    async with cache.acquire(chain, tier, min_blocks=1, timeout=timeout) as lease:
-        pools = lease.arena.pools(tier, cache.group)
-        rows = list(targets or np.empty((lease.blocks, cache.block_bytes), dtype=np.uint8))[: lease.blocks]
-        before = lease.unchanged()
-        await transfer.run(lambda: transfer.out_of_slots(pools, lease.slots, rows), lease.blocks * cache.block_bytes)
-        if not (before and lease.unchanged()):
-            raise StaleRead("a slot changed under its lease", reason="STALE_READ")
-        return rows

@@ -30,7 +30,7 @@ Response = TypeVar("Response")
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Binding:
-    """A cache in one session. ``mapped``: None where the session cannot map memory."""
+    """A cache in one session. ``mapped``: None where its memory is not mapped."""
 
     session: int
     cache_id: int
@@ -39,9 +39,10 @@ class Binding:
 
     @property
     def arena(self) -> Arena:
-        """Raises :class:`kvtier.errors.CallerError` (CANNOT_MAP) over TCP."""
+        """Raises :class:`kvtier.errors.CallerError` (CANNOT_MAP) where the memory is not mapped."""
         if self.mapped is None:
-            raise CallerError(f"cache {self.info.name}: its memory is not mapped over TCP", reason="CANNOT_MAP")
+            message = f"cache {self.info.name}: its memory is not mapped; put and get go without"
+            raise CallerError(message, reason="CANNOT_MAP")
         return self.mapped
 
 
@@ -55,17 +56,26 @@ class Binder:
         spec: CacheSpec,
         budgets: Budgets,
         options: CacheOptions | None,
+        *,
         write: bool,
+        mapped: bool,
     ) -> None:
+        """``write``: slots may be filled. ``mapped``: wanted, where the session can."""
         self.session: Final = session
+        self.write: Final = write
         self._name = name
         self._spec = spec
         self._budgets = dict(budgets)
         self._options = options
-        self._write = write
+        self._mapped = mapped
         self._binding: Binding | None = None
         self._lock = asyncio.Lock()
         self._closed = False
+
+    @property
+    def maps(self) -> bool:
+        """Whether the cache's memory is mapped."""
+        return self._mapped and self.session.can_map
 
     def close(self) -> bool:
         """No call goes through any more. False if that was so already."""
@@ -108,14 +118,14 @@ class Binder:
                 options=options_to_wire(self._options) if self._options is not None else None,
             )
             reply = await send(link, lambda stubs: stubs.caches.Open, request, seconds)
-            mapped = await self._map(link, reply.cache_id) if self.session.can_map else None
+            mapped = await self._map(link, reply.cache_id) if self.maps else None
             self._binding = Binding(link.session, reply.cache_id, mapped, cache_info(reply.info))
             return self._binding
 
     async def _map(self, link: Link, cache_id: int) -> Arena:
-        fds = await link.attach.map(cache_id, write=self._write)
+        fds = await link.attach.map(cache_id, write=self.write)
         try:
-            return Arena(fds, write=self._write, fingerprint=self._spec.fingerprint())
+            return Arena(fds, write=self.write, fingerprint=self._spec.fingerprint())
         finally:
             for fd in fds.values():
                 os.close(fd)

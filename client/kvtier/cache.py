@@ -18,7 +18,7 @@ from kvtier.across import AcrossGroups
 from kvtier.answers import DropReport, ListedBlock, Location, Match, Page, ResetReport
 from kvtier.arena import Arena
 from kvtier.binding import Binder, Binding, Request, Response, send
-from kvtier.errors import InvalidArgument, KvtierError, LeaseLost, RetryableError
+from kvtier.errors import CallerError, InvalidArgument, KvtierError, LeaseLost, RetryableError
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.options import CacheOptions
 from kvtier.prompt import Prompt
@@ -26,6 +26,7 @@ from kvtier.retention import BlockRetention, Retention, block_retention, chain_m
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
+from kvtier.streams import Streamed
 from kvtier.types import MAPPED_TIERS, ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import (
@@ -57,7 +58,9 @@ class Cache:
         spec: CacheSpec,
         budgets: Budgets | None,
         options: CacheOptions | None,
+        *,
         write: bool,
+        mapped: bool,
         default_timeout: float,
     ) -> None:
         self.name: Final = name
@@ -65,7 +68,7 @@ class Cache:
         self.group = 0
         """The window group whose verbs these are."""
         self._session = session
-        self._binder = Binder(session, name, spec, budgets or {}, options, write)
+        self._binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
         self._default_timeout = default_timeout
         self._leases: set[Lease] = set()
 
@@ -95,8 +98,13 @@ class Cache:
         return self._binder.binding.info
 
     @property
+    def mapped(self) -> bool:
+        """Whether its memory is mapped. If not, put and get go through streams, and leases have no views."""
+        return self._binder.maps
+
+    @property
     def arena(self) -> Arena:
-        """Its memory, as mapped last."""
+        """Its memory, as mapped last. Raises :class:`CallerError` where it is not mapped."""
         return self._binder.binding.arena
 
     @property
@@ -454,14 +462,30 @@ class Cache:
         than half a tier goes in pieces, each released before the next; where a piece's parent has been evicted
         meanwhile, it and the rest are PARENT_MISSING and not stored. ``retention``: instead of ``priorities``.
         ``prompt``: what the keys are of, for a cache that tells more than keys in its events (see :meth:`prompt`).
-        ``timeout`` is for each piece.
+        ``timeout`` is for each piece. Where the cache is not mapped, the bytes go through a stream.
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
-        chain = split_keys(packed_keys(keys))
-        kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
-        sources = transfer.readable(blocks, len(chain), self.block_bytes)
-        return await arrays.put(self, self.lease_tier(tier), chain, sources, parent, kept, prompt, timeout)
+        return await self._put(self._way, keys, blocks, parent, tier, priorities, retention, prompt, timeout)
+
+    async def stream_put(
+        self,
+        keys: Keys,
+        blocks: transfer.Blocks,
+        *,
+        parent: bytes | None = None,
+        tier: Tier | None = None,
+        priorities: int | Sequence[int] | None = None,
+        retention: Retention | None = None,
+        prompt: Prompt | None = None,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """As :meth:`put`, the bytes through a stream even where the memory is mapped.
+
+        Each piece is checked against its checksums and stored whole or not at all. Raises also
+        :class:`DamagedTransfer`.
+        """
+        return await self._put(self._streamed, keys, blocks, parent, tier, priorities, retention, prompt, timeout)
 
     async def get(
         self,
@@ -475,14 +499,26 @@ class Cache:
 
         ``out``: arrays of exactly :attr:`block_bytes` to copy into, one a key, C-contiguous; the first ones are
         filled and returned. Without it: fresh uint8 arrays. ``tier`` is where the blocks are read, and stay for now.
-        ``timeout`` is for each piece of at most half that tier.
+        ``timeout`` is for each piece of at most half that tier. Where the cache is not mapped, the bytes come through a
+        stream.
 
         Raises :class:`TierFull`, :class:`StaleRead`.
         """
-        chain = split_keys(packed_keys(keys))
-        targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
-        rows = await arrays.get(self, self.lease_tier(tier), chain, targets, timeout)
-        return list(rows) if out is None else list(out[: len(rows)])
+        return await self._get(self._way, keys, out, tier, timeout)
+
+    async def stream_get(
+        self,
+        keys: Keys,
+        out: transfer.Blocks | None = None,
+        *,
+        tier: Tier | None = None,
+        timeout: float | None = None,
+    ) -> list[NDArray[Any]]:
+        """As :meth:`get`, the bytes through a stream even where the memory is mapped.
+
+        They are checked against their checksums: raises also :class:`DamagedTransfer`.
+        """
+        return await self._get(self._streamed, keys, out, tier, timeout)
 
     async def close(self, *, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched."""
@@ -523,11 +559,55 @@ class Cache:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
 
+    @property
+    def _way(self) -> arrays.Way:
+        return arrays.Mapped(self) if self.mapped else self._streamed
+
+    @property
+    def _streamed(self) -> arrays.Way:
+        return Streamed(self, self._binder, self._deadline)
+
+    async def _put(
+        self,
+        way: arrays.Way,
+        keys: Keys,
+        blocks: transfer.Blocks,
+        parent: bytes | None,
+        tier: Tier | None,
+        priorities: int | Sequence[int] | None,
+        retention: Retention | None,
+        prompt: Prompt | None,
+        timeout: float | None,
+    ) -> list[BlockResult]:
+        chain = split_keys(packed_keys(keys))
+        kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
+        sources = transfer.readable(blocks, len(chain), self.block_bytes)
+        self._require_writable()
+        whole = arrays.Piece(chain, sources, parent, kept, prompt)
+        return await arrays.put(self, way, self.lease_tier(tier), whole, timeout)
+
+    async def _get(
+        self, way: arrays.Way, keys: Keys, out: transfer.Blocks | None, tier: Tier | None, timeout: float | None
+    ) -> list[NDArray[Any]]:
+        chain = split_keys(packed_keys(keys))
+        targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
+        rows = await arrays.get(self, way, self.lease_tier(tier), chain, targets, timeout)
+        return list(rows) if out is None else list(out[: len(rows)])
+
+    def _require_writable(self) -> None:
+        if not self._binder.write:
+            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
+
+    def _require_mapped(self) -> None:
+        if not self.mapped:
+            message = f"cache {self.name} is not mapped: its slots cannot be filled here; put sends the bytes"
+            raise CallerError(message, reason="CANNOT_MAP")
+
     async def _reserve(self, count: int, tier: Tier | None, timeout: float | None) -> WriteLease:
         if not isinstance(count, int) or not 1 <= count < 2**32:
             raise InvalidArgument("count", count, "1 or more")
-        if not self.arena.writable:
-            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
+        self._require_writable()
+        self._require_mapped()
         place, seq = self.lease_tier(tier), self._session.next_seq()
         deadline = self._deadline(timeout)
         # A repeated call must be the same to the byte, so it carries the whole time, not what is left.

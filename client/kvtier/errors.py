@@ -62,6 +62,10 @@ class StaleRead(RetryableError):
     """A slot's generation changed while its bytes were copied: what was copied is not the block."""
 
 
+class DamagedTransfer(RetryableError):
+    """Bytes did not arrive as they were sent. A put stored nothing of them; what a get wrote is not the blocks."""
+
+
 class CallerError(KvtierError):
     """The call is wrong; repeating it does not help."""
 

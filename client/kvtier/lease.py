@@ -87,7 +87,7 @@ class WriteLease(Lease):
 
     def __init__(self, cache: Cache, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]) -> None:
         super().__init__(cache, binding, tier, lease_id, slots)
-        self._blank = [binding.arena.writable] * len(slots)
+        self._blank = [True] * len(slots)
         self._given_back: set[int] = set()
 
     @property

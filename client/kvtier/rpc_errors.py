@@ -116,6 +116,7 @@ def _compacted(fault: Fault) -> errors.KvtierError:
 
 
 _BY_REASON: Final[Mapping[str, _Make]] = {
+    "CHECKSUM_MISMATCH": _plain(errors.DamagedTransfer),
     "UNKNOWN_LEASE": _plain(errors.LeaseError),
     "FOREIGN_LEASE": _plain(errors.LeaseError),
     "STILL_HELD": _still_held,

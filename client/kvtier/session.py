@@ -31,7 +31,7 @@ from kvtier.errors import (
 )
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
-from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc
+from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
 
 ANSWER_GRACE_S: Final = 1.0
 """How long after a call's deadline the daemon's own answer is still waited for: it says more than "time is up"."""
@@ -88,6 +88,7 @@ class Stubs:
     blocks: blocks_pb2_grpc.BlocksAsyncStub
     caches: caches_pb2_grpc.CachesAsyncStub
     events: events_pb2_grpc.EventsAsyncStub
+    transfer: transfer_pb2_grpc.TransferAsyncStub
 
     @classmethod
     def over(cls, channel: grpc.aio.Channel) -> Self:
@@ -96,6 +97,7 @@ class Stubs:
             blocks=cast("blocks_pb2_grpc.BlocksAsyncStub", blocks_pb2_grpc.BlocksStub(channel)),
             caches=cast("caches_pb2_grpc.CachesAsyncStub", caches_pb2_grpc.CachesStub(channel)),
             events=cast("events_pb2_grpc.EventsAsyncStub", events_pb2_grpc.EventsStub(channel)),
+            transfer=cast("transfer_pb2_grpc.TransferAsyncStub", transfer_pb2_grpc.TransferStub(channel)),
         )
 
 

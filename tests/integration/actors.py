@@ -24,7 +24,7 @@ from kvtier import AsyncClient, Event, KvtierError, Tier, connect
 from kvtier.abi import attach
 from kvtier.rpc_errors import fault_of
 from kvtier.session import Stubs
-from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.blocks import SPEC, chain, sizes
 from tests.integration.raw import AttachSocket, attached, channel_to
@@ -109,6 +109,17 @@ async def hold(
         if detach:
             client.detach()
         _say(session=client.welcome.session_id, token=client.welcome.token, slots=slots)
+        await _stay()
+
+
+async def send_half(address: str, cache: str, messages: Sequence[str]) -> None:
+    """Begins a put through a stream, with messages as they are on the wire, in hex, and never ends it."""
+    async with attached(address) as client:
+        await client.open(cache)
+        call = client.stubs.transfer.Put(metadata=client.metadata)
+        for message in messages:
+            await call.write(transfer_pb2.PutChunk.FromString(bytes.fromhex(message)))
+        _say(session=client.welcome.session_id)
         await _stay()
 
 
@@ -255,7 +266,7 @@ async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
 
 
 _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
-    part.__name__: part for part in (hold, steal, stare, be_foreign, be_somebody)
+    part.__name__: part for part in (hold, send_half, steal, stare, be_foreign, be_somebody)
 }
 
 

@@ -71,6 +71,11 @@ class Cache:
         return self._inner.info
 
     @property
+    def mapped(self) -> bool:
+        """Whether its memory is mapped. If not, put and get go through streams, and leases have no views."""
+        return self._inner.mapped
+
+    @property
     def arena(self) -> Arena:
         """Its memory, as mapped last."""
         return self._inner.arena
@@ -237,6 +242,35 @@ class Cache:
             )
         )
 
+    def stream_put(
+        self,
+        keys: Keys,
+        blocks: transfer.Blocks,
+        *,
+        parent: bytes | None = None,
+        tier: Tier | None = None,
+        priorities: int | Sequence[int] | None = None,
+        retention: Retention | None = None,
+        prompt: Prompt | None = None,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """Stores a chain through a stream: see :meth:`kvtier.Cache.stream_put`."""
+        packed = packed_keys(keys)
+        # Here, since it copies what is not contiguous.
+        sources = transfer.readable(blocks, len(split_keys(packed)), self.block_bytes)
+        return self._thread.run(
+            lambda: self._inner.stream_put(
+                packed,
+                sources,
+                parent=parent,
+                tier=tier,
+                priorities=priorities,
+                retention=retention,
+                prompt=prompt,
+                timeout=timeout,
+            )
+        )
+
     def get(
         self,
         keys: Keys,
@@ -248,6 +282,18 @@ class Cache:
         """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
         packed = packed_keys(keys)
         return self._thread.run(lambda: self._inner.get(packed, out, tier=tier, timeout=timeout))
+
+    def stream_get(
+        self,
+        keys: Keys,
+        out: transfer.Blocks | None = None,
+        *,
+        tier: Tier | None = None,
+        timeout: float | None = None,
+    ) -> list[NDArray[Any]]:
+        """The longest stored prefix, through a stream: see :meth:`kvtier.Cache.stream_get`."""
+        packed = packed_keys(keys)
+        return self._thread.run(lambda: self._inner.stream_get(packed, out, tier=tier, timeout=timeout))
 
     def close(self, *, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched."""

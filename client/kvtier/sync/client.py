@@ -81,11 +81,14 @@ class Client:
         budgets: Budgets | None = None,
         options: CacheOptions | None = None,
         write: bool = True,
+        mapped: bool = True,
         timeout: float | None = None,
     ) -> Cache:
         """See :meth:`kvtier.AsyncClient.open_cache`."""
         cache = self._thread.run(
-            lambda: self._client.open_cache(name, spec, budgets=budgets, options=options, write=write, timeout=timeout),
+            lambda: self._client.open_cache(
+                name, spec, budgets=budgets, options=options, write=write, mapped=mapped, timeout=timeout
+            ),
             lambda cache: cache.close(),
         )
         return Cache(self._thread, cache)

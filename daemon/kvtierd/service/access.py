@@ -31,11 +31,13 @@ class Over(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Needs:
-    """``forced``: the right that the request needs instead where its ``force`` is set."""
+    """``forced``: the right that the request needs instead where its ``force`` is set. ``within``: the part of the
+    request that has the ``cache_id``, where it is not the request itself."""
 
     right: Right
     over: Over = Over.ID
     forced: Right | None = None
+    within: str | None = None
 
 
 NEEDS: Final[Mapping[str, Needs]] = {
@@ -55,6 +57,8 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Blocks.Pin": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Reset": Needs(Right.WRITE, forced=Right.ADMIN),
     "kvtier.v1.Blocks.List": Needs(Right.READ),
+    "kvtier.v1.Transfer.Put": Needs(Right.WRITE, within="commit"),  # in its header
+    "kvtier.v1.Transfer.Get": Needs(Right.READ, within="acquire"),
     "kvtier.v1.Events.Watch": Needs(Right.WATCH, Over.SOME),
     "kvtier.v1.Admin.Stats": Needs(Right.ADMIN, Over.SOME),
     "kvtier.v1.Admin.Leases": Needs(Right.ADMIN, Over.EVERY),
@@ -90,7 +94,8 @@ class Access:
             case Over.NAME:
                 self.require_on(session, right, request.name)
             case Over.ID:
-                cache = self._catalog.get(CacheId(request.cache_id))
+                part = getattr(request, needs.within) if needs.within is not None else request
+                cache = self._catalog.get(CacheId(part.cache_id))
                 if cache is not None:  # where there is none, the verb says so
                     self._require_on_open(session, right, cache)
 

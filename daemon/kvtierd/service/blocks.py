@@ -95,14 +95,7 @@ class BlocksService:
 
     async def commit(self, session: Session, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
         cache = opened(self._catalog, session, request.cache_id)
-        keys = validate.keys("keys", request.keys)
-        if len(request.slots) != len(keys):
-            raise bad_argument("slots", f"{len(request.slots)} slots", f"{len(keys)} slots, one a key")
-        parents = validate.parents("parents", request.parents, len(keys))
-        priorities = validate.priorities("priorities", request.priorities, len(keys))
-        durations = validate.durations("durations_ms", request.durations_ms, len(keys))
-        named = labels(cache, request, len(keys))
-        items = list(map(CommitItem, map(SlotId, request.slots), keys, parents, priorities, durations, named))
+        items = commit_items(cache, request, request.slots)
         results = self._engine.commit(cache.id, session.id, LeaseId(request.lease_id), items)
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
 
@@ -240,6 +233,18 @@ class BlocksService:
             BlockResult.OK if there else BlockResult.NO_ROOM if place.residency else BlockResult.NOT_FOUND
             for there, place in zip(grant.results, places, strict=True)
         )
+
+
+def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:
+    """What a commit wants to store in these slots. Raises INVALID_ARGUMENT."""
+    keys = validate.keys("keys", request.keys)
+    if len(slots) != len(keys):
+        raise bad_argument("slots", f"{len(slots)} slots", f"{len(keys)} slots, one a key")
+    parents = validate.parents("parents", request.parents, len(keys))
+    priorities = validate.priorities("priorities", request.priorities, len(keys))
+    durations = validate.durations("durations_ms", request.durations_ms, len(keys))
+    named = labels(cache, request, len(keys))
+    return list(map(CommitItem, map(SlotId, slots), keys, parents, priorities, durations, named))
 
 
 def _leasable(cache: Cache) -> list[Tier]:

@@ -1,5 +1,4 @@
-"""Every unary call of ``kvtier.v1`` passes through here: who calls, may they, has it been answered
-already, how does it fail.
+"""Every call of ``kvtier.v1`` passes through here: who calls, may they, has it been answered already, how does it fail.
 
 A verb is a coroutine from a session and a request to a reply; it refuses by raising. That a verb mutates follows from
 its request having a ``seq`` field, so no verb can forget to be repeatable.
@@ -7,8 +6,9 @@ its request having a ``seq`` field, so no verb can forget to be repeatable.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Final
 
 import grpc
@@ -18,14 +18,25 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from kvtier.abi.stream import GO_AHEAD_KEY
+from kvtier.v1 import transfer_pb2
 from kvtierd.service.access import NEEDS, Access
 from kvtierd.service.caller import caller_of
-from kvtierd.service.errors import Translator, bad_argument, shutting_down
+from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
 StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
 """Yields serialised replies."""
+
+UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]]
+"""Takes a header and the chunks that follow it."""
+
+MAX_DRAINED: Final = 128
+"""Messages of a refused upload that are read and thrown away before it is told."""
+
+DRAIN_S: Final = 0.25
+"""A refused sender that is quiet for so long has nothing under way."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -48,23 +59,35 @@ class Dispatcher:
         service: ServiceDescriptor,
         verbs: Mapping[str, Verb],
         streams: Mapping[str, StreamVerb] | None = None,
+        uploads: Mapping[str, UploadVerb] | None = None,
+        stall_s: float | None = None,
     ) -> grpc.GenericRpcHandler:
-        """The methods of a service that have a verb; the others are UNIMPLEMENTED.
+        """The methods of a service that have a verb; the others are UNIMPLEMENTED. ``stall_s``: how long a peer may
+        take to send or to take a message of a stream.
 
         Raises KeyError for a verb of no method, or of one that stands in no table of rights.
         """
-        streams = streams or {}
-        if not {*verbs, *streams} <= set(service.methods_by_name):
+        streams, uploads = streams or {}, uploads or {}
+        if not {*verbs, *streams, *uploads} <= set(service.methods_by_name):
             raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._unary(service.methods_by_name[name], verb), response_serializer=_serialise
-            )
-            for name, verb in verbs.items()
-        } | {
-            name: grpc.unary_stream_rpc_method_handler(self._stream(service.methods_by_name[name], verb))
-            for name, verb in streams.items()
-        }
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = (
+            {
+                name: grpc.unary_unary_rpc_method_handler(
+                    self._unary(service.methods_by_name[name], verb), response_serializer=_serialise
+                )
+                for name, verb in verbs.items()
+            }
+            | {
+                name: grpc.unary_stream_rpc_method_handler(self._stream(service.methods_by_name[name], verb, stall_s))
+                for name, verb in streams.items()
+            }
+            | {
+                name: grpc.stream_unary_rpc_method_handler(
+                    self._upload(service.methods_by_name[name], verb, stall_s), response_serializer=_serialise
+                )
+                for name, verb in uploads.items()
+            }
+        )
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
     def _unary(self, method: MethodDescriptor, verb: Verb) -> Callable[[bytes, _Context], Awaitable[Message]]:
@@ -90,7 +113,9 @@ class Dispatcher:
 
         return call
 
-    def _stream(self, method: MethodDescriptor, verb: StreamVerb) -> Callable[[bytes, _Context], Awaitable[None]]:
+    def _stream(
+        self, method: MethodDescriptor, verb: StreamVerb, stall_s: float | None
+    ) -> Callable[[bytes, _Context], Awaitable[None]]:
         parse = _parser(method)
         needs = NEEDS[method.full_name]
 
@@ -101,13 +126,104 @@ class Dispatcher:
                 self._access.require(session, needs, request)
                 async with aclosing(verb(session, request)) as replies:
                     async for reply in replies:
-                        await context.write(reply)
+                        async with _patience(stall_s):
+                            await context.write(reply)
                 return
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
 
         return call
+
+    def _upload(
+        self, method: MethodDescriptor, verb: UploadVerb, stall_s: float | None
+    ) -> Callable[[AsyncIterator[bytes], _Context], Awaitable[Message]]:
+        needs = NEEDS[method.full_name]
+        name = method.full_name.encode()
+
+        async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
+            upload = _Upload(messages, _parser(method), context, stall_s)
+            try:
+                if self._stopping:
+                    raise shutting_down()
+                session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
+                raw, header = await upload.header()
+                self._access.require(session, needs, header)
+                seq = header.commit.seq
+                if not seq:
+                    return await verb(session, header, upload.chunks())
+                # The checksums in the header stand for the bytes after it.
+                digest = xxhash.xxh3_128_digest(name + raw)
+                return await session.replies.answer(seq, digest, lambda: _run_upload(verb, session, header, upload))
+            except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
+                refusal = self._translate(shutting_down() if self._stopping else error)
+            await upload.drain()
+            await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
+
+        return call
+
+
+class _Upload:
+    """The messages of a call: a header, then chunks."""
+
+    def __init__(
+        self, messages: AsyncIterator[bytes], parse: Callable[[bytes], Any], context: _Context, stall_s: float | None
+    ) -> None:
+        self._messages = aiter(messages)
+        self._parse = parse
+        self._context = context
+        self._stall_s = stall_s
+        self._expected = False
+
+    async def header(self) -> tuple[bytes, transfer_pb2.PutHeader]:
+        """The first message, also as it came."""
+        raw = await self._next(self._stall_s)
+        message = self._parse(raw or b"")
+        if message.WhichOneof("part") != "header":
+            raise bad_argument("part", message.WhichOneof("part") or "nothing", "header, in the first message")
+        return raw or b"", message.header
+
+    async def chunks(self) -> AsyncGenerator[transfer_pb2.BlockBytes, None]:
+        """Until the sender ends the stream. Raises CANCELLED where the stream broke instead."""
+        self._expected = True
+        await self._context.send_initial_metadata(((GO_AHEAD_KEY, "1"),))
+        while (raw := await self._next(self._stall_s)) is not None:
+            message = self._parse(raw)
+            if message.WhichOneof("part") != "bytes":
+                raise bad_argument("part", message.WhichOneof("part") or "nothing", "bytes, after the header")
+            yield message.bytes
+
+    async def drain(self) -> None:
+        """Takes what a refused sender has still under way: gRPC clients that are told in the middle of a message see an
+        internal error instead of the refusal."""
+        with suppress(CallRefused):  # it is refused already
+            for _ in range(MAX_DRAINED if self._expected else 0):
+                if await self._next(DRAIN_S) is None:
+                    return
+
+    async def _next(self, patience_s: float | None) -> bytes | None:
+        async with _patience(patience_s):
+            raw = await anext(self._messages, None)
+        if raw is None and self._context.cancelled():
+            # Whoever repeats the call waits for this one: that its stream broke must not look like a wrong argument.
+            raise refused(grpc.StatusCode.CANCELLED, "STREAM_BROKEN", "the stream broke before its end")
+        return raw
+
+
+@asynccontextmanager
+async def _patience(seconds: float | None) -> AsyncGenerator[None, None]:
+    """Raises DEADLINE_EXCEEDED where a peer takes longer for one message."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        message = f"no message was sent, or taken, for {seconds:g} seconds"
+        raise refused(grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED", message) from error
+
+
+async def _run_upload(verb: UploadVerb, session: Session, header: transfer_pb2.PutHeader, upload: _Upload) -> Message:
+    require_attached(session)
+    return await verb(session, header, upload.chunks())
 
 
 async def _run(verb: Verb, session: Session, request: Any) -> Message:

@@ -31,6 +31,7 @@ from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import SessionRegistry
+from kvtierd.service.transfer import TransferService
 from kvtierd.state import DurableSequencer, StateDir
 from kvtierd.tiers.device import Chaos
 from kvtierd.tiers.disk import DiskRoot
@@ -183,6 +184,7 @@ class Daemon:
         describe = self._translator.detail
         blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe)
         events = EventsService(self._hub, self._engine, self._catalog, self._access, lambda: live.now.heartbeat_seconds)
+        transfer = TransferService(self._engine, self._catalog, blocks, lambda: live.now.wait_seconds)
         return Services(
             caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
             blocks=blocks.verbs(),
@@ -190,6 +192,8 @@ class Daemon:
             admin=AdminService(
                 self._engine, self._catalog, self._sessions, self._access, self._hub, self._identity, live
             ).verbs(),
+            uploads=transfer.uploads(),
+            downloads=transfer.streams(),
         )
 
     def _change_rights(self, config: Config) -> None:

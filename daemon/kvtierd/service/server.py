@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc.aio
-from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2
-from kvtierd.service.calls import Dispatcher, StreamVerb, Verb
+from kvtier.abi.stream import STALL_S
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, transfer_pb2
+from kvtierd.service.calls import Dispatcher, StreamVerb, UploadVerb, Verb
 from kvtierd.tcp import TcpListener
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -34,17 +34,20 @@ _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
 _CACHES: Final = caches_pb2.DESCRIPTOR.services_by_name["Caches"]
 _BLOCKS: Final = blocks_pb2.DESCRIPTOR.services_by_name["Blocks"]
 _EVENTS: Final = events_pb2.DESCRIPTOR.services_by_name["Events"]
+_TRANSFER: Final = transfer_pb2.DESCRIPTOR.services_by_name["Transfer"]
 _ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
 
 @dataclass(slots=True, frozen=True)
 class Services:
-    """The verbs of each service, by RPC name."""
+    """The verbs of each service, by RPC name. ``uploads`` and ``downloads``: those of Transfer."""
 
     caches: Mapping[str, Verb]
     blocks: Mapping[str, Verb]
     events: Mapping[str, StreamVerb]
     admin: Mapping[str, Verb]
+    uploads: Mapping[str, UploadVerb]
+    downloads: Mapping[str, StreamVerb]
 
 
 class RpcServer:
@@ -58,22 +61,17 @@ class RpcServer:
         self._health = health.HealthServicer()
         self._served: list[str] = []
         for descriptor, verbs in ((_CACHES, services.caches), (_BLOCKS, services.blocks), (_ADMIN, services.admin)):
-            self._add(descriptor, dispatcher, verbs, {})
-        self._add(_EVENTS, dispatcher, {}, services.events)
-        self._server.add_generic_rpc_handlers(tuple(others.values()))
-        self._served.extend(others)
+            self._add(descriptor.full_name, dispatcher.handler(descriptor, verbs))
+        self._add(_EVENTS.full_name, dispatcher.handler(_EVENTS, {}, services.events))
+        self._add(_TRANSFER.full_name, dispatcher.handler(_TRANSFER, {}, services.downloads, services.uploads, STALL_S))
+        for name, handler in others.items():
+            self._add(name, handler)
         add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._served, HEALTH_SERVICE, reflection.SERVICE_NAME], self._server)
 
-    def _add(
-        self,
-        service: ServiceDescriptor,
-        dispatcher: Dispatcher,
-        verbs: Mapping[str, Verb],
-        streams: Mapping[str, StreamVerb],
-    ) -> None:
-        self._server.add_generic_rpc_handlers((dispatcher.handler(service, verbs, streams),))
-        self._served.append(service.full_name)
+    def _add(self, service: str, handler: grpc.GenericRpcHandler) -> None:
+        self._server.add_generic_rpc_handlers((handler,))
+        self._served.append(service)
 
     def bind(self, path: str) -> None:
         """Raises RuntimeError where the socket cannot be made."""

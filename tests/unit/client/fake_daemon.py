@@ -25,14 +25,14 @@ from google.protobuf.message import Message
 from kvtier.abi import attach
 from kvtier.abi.layout import DEVICE, ArenaIdentity, ArenaLayout
 from kvtier.abi.spec import CacheSpec
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, transfer_pb2
 from kvtier.wire import spec_to_wire
 from kvtierd.tiers.arena import Arena
 
 SPEC = CacheSpec.single("fake", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
 SLOTS = 8
 
-_MODULES = (admin_pb2, blocks_pb2, caches_pb2, events_pb2)
+_MODULES = (admin_pb2, blocks_pb2, caches_pb2, events_pb2, transfer_pb2)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Answer = Callable[[Any, Context], Any]
@@ -41,7 +41,7 @@ Answer = Callable[[Any, Context], Any]
 class FakeDaemon:
     """``answers`` by method name: a coroutine, or for Watch an async generator, from request and context to the reply.
 
-    ``calls`` has every request by method name; ``tokens`` what each call's metadata said.
+    ``calls`` has every request by method name, of an upload its first; ``tokens`` what each call's metadata said.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -187,7 +187,13 @@ class FakeDaemon:
             async for reply in note(request, context)(request, context):
                 yield reply
 
+        async def upload(requests: AsyncIterator[Message], context: Context) -> Any:
+            first = await anext(aiter(requests))
+            return await note(first, context)(first, context)
+
         serialise = lambda message: message.SerializeToString()  # noqa: E731
+        if method.client_streaming:
+            return grpc.stream_unary_rpc_method_handler(upload, parse, serialise)
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(stream, parse, serialise)
         return grpc.unary_unary_rpc_method_handler(unary, parse, serialise)

@@ -1,0 +1,211 @@
+"""``kvtier.v1.Transfer``: blocks whose bytes come and go in the stream.
+
+A transfer is a lease of the caller's session. Before every chunk it is asked whether the lease still stands, and
+between that and the copy there is no ``await``: whatever ends the lease runs on this loop, too, so no byte is ever
+written to, or read from, a slot that has become somebody else's. A chunk is small enough to be copied here; handing it
+to a thread costs the loop about as much as copying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+import numpy as np
+import xxhash
+
+from kvtier.abi.stream import CHECKSUM_BYTES, Progress, Span
+from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
+from kvtierd.core.errors import UnknownLease
+from kvtierd.core.ids import GroupId, LeaseId, SlotId, Tier
+from kvtierd.mover.engine import Engine
+from kvtierd.mover.errors import UnknownCache
+from kvtierd.service import validate
+from kvtierd.service.blocks import MEMORY_TIERS, BlocksService, commit_items
+from kvtierd.service.caches import opened
+from kvtierd.service.calls import StreamVerb, UploadVerb
+from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.errors import CallRefused, bad_argument
+from kvtierd.service.sessions import Session, require_attached
+from kvtierd.tiers.base import Bytes
+
+
+@dataclass(slots=True, frozen=True)
+class _Held:
+    """Slots that a transfer holds. ``generations``: of READY ones, none of blank ones."""
+
+    session: Session
+    cache: Cache
+    group: GroupId
+    tier: Tier
+    lease: LeaseId
+    slots: Sequence[SlotId]
+    generations: Sequence[int] = ()
+
+    @property
+    def block_bytes(self) -> int:
+        return self.cache.spec.block_bytes(self.group)
+
+    def require_live(self) -> None:
+        """Raises what a unary call of a session without this lease raises."""
+        require_attached(self.session)
+        if self.lease not in self.cache.runtime.manager.leases:
+            raise UnknownLease(self.lease)
+
+    def memory(self, span: Span) -> Iterator[Bytes]:
+        """The bytes of the span in place: one array for each pool that it touches."""
+        slot = self.slots[span.block]
+        if self.generations:
+            self._require_unchanged(span.block, slot)
+        end = 0
+        for part in self.cache.runtime.memory(self.tier).parts(self.group, slot):
+            begin, end = end, end + len(part)
+            if span.start < end and span.stop > begin:
+                yield part[max(span.start - begin, 0) : span.stop - begin]
+
+    def _require_unchanged(self, index: int, slot: SlotId) -> None:
+        if self.cache.runtime.arena.generation(self.tier, self.group, slot) != self.generations[index]:
+            raise AssertionError(f"{self.tier} slot {slot} changed under lease {self.lease}")
+
+
+class TransferService:
+    """``wait_s``: how long a call waits for room that does not say."""
+
+    def __init__(self, engine: Engine, catalog: Catalog, blocks: BlocksService, wait_s: Callable[[], float]) -> None:
+        self._engine: Final = engine
+        self._catalog: Final = catalog
+        self._blocks: Final = blocks
+        self._wait_s: Final = wait_s
+
+    def uploads(self) -> Mapping[str, UploadVerb]:
+        return {"Put": self.put}
+
+    def streams(self) -> Mapping[str, StreamVerb]:
+        return {"Get": self.get}
+
+    async def put(
+        self, session: Session, header: transfer_pb2.PutHeader, chunks: AsyncIterator[transfer_pb2.BlockBytes]
+    ) -> transfer_pb2.PutResponse:
+        """All blocks are committed in one step, after the last byte of the last one has been verified."""
+        commit = header.commit
+        if commit.slots or commit.lease_id:
+            raise bad_argument(
+                "header.commit.lease_id", commit.lease_id, "absent, as are slots: the call reserves them"
+            )
+        cache = opened(self._catalog, session, commit.cache_id)
+        group = _group("header.group", header.group, cache)
+        tier = _tier("header.tier", header.tier, cache)
+        keys = validate.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
+        commit_items(cache, commit, range(len(keys)))  # refused now, or not at all
+        checksums = _checksums(header.checksums, len(keys))
+        wait_s = validate.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s())
+        grant = await self._engine.reserve(cache.id, session.id, group, tier, len(keys), wait_s)
+        lease = LeaseId(grant.lease or 0)
+        try:
+            await _receive(_Held(session, cache, group, tier, lease, grant.slots), checksums, chunks)
+            require_attached(session)
+            commit.lease_id = lease
+            commit.slots.extend(grant.slots)
+            done = await self._blocks.commit(session, commit)
+            return transfer_pb2.PutResponse(results=done.results, as_of_event=done.as_of_event)
+        finally:
+            self._release(session, cache, lease)
+
+    async def get(self, session: Session, request: transfer_pb2.GetRequest) -> AsyncGenerator[bytes, None]:
+        acquire = request.acquire
+        validate.count("acquire.chains", len(acquire.chains), 1, 1)
+        if acquire.across_groups:
+            raise bad_argument("acquire.across_groups", True, "false: a transfer is of one group")
+        cache = opened(self._catalog, session, acquire.cache_id)
+        group = _group("acquire.group", acquire.group, cache)
+        tier = _tier("acquire.tier", acquire.tier, cache)
+        (chain,) = (await self._blocks.acquire(session, acquire)).chains
+        lease, slots, generations = LeaseId(chain.lease_id), list(map(SlotId, chain.slots)), list(chain.generations)
+        try:
+            yield _header(chain).SerializeToString()
+            async for chunk in _chunks(_Held(session, cache, group, tier, lease, slots, generations)):
+                yield chunk
+        finally:
+            if lease:
+                self._release(session, cache, lease)
+
+    def _release(self, session: Session, cache: Cache, lease: LeaseId) -> None:
+        with suppress(UnknownLease, UnknownCache):  # ended with the session, or with the daemon
+            self._engine.release(cache.id, session.id, [lease])
+
+
+async def _receive(held: _Held, checksums: Sequence[bytes], chunks: AsyncIterator[transfer_pb2.BlockBytes]) -> None:
+    """Fills the slots. Returns once every byte is there, is what its checksum says, and the sender has ended."""
+    progress = Progress(len(held.slots), held.block_bytes)
+    digest = xxhash.xxh3_128()
+    async for chunk in chunks:
+        data = np.frombuffer(chunk.data, dtype=np.uint8)
+        spans = progress.accept(chunk.block, chunk.offset, len(data))
+        held.require_live()
+        for span in spans:
+            start = 0
+            for memory in held.memory(span):
+                np.copyto(memory, data[start : start + len(memory)])
+                digest.update(memory.data)  # what was written, not what was sent
+                start += len(memory)
+            data = data[start:]
+            if span.stop == held.block_bytes:
+                _require_checksum(span.block, digest.digest(), checksums[span.block])
+                digest.reset()
+    progress.require_finished()
+
+
+async def _chunks(held: _Held) -> AsyncGenerator[bytes, None]:
+    """The bytes of the slots. Each chunk is a copy, made while the lease stood."""
+    progress = Progress(len(held.slots), held.block_bytes)
+    digest = xxhash.xxh3_128()
+    while not progress.finished:
+        block, offset = progress.block, progress.offset
+        pieces: list[Bytes] = []
+        checksums = b""
+        held.require_live()
+        for span in progress.take():
+            for memory in held.memory(span):
+                digest.update(memory.data)
+                pieces.append(memory)
+            if span.stop == held.block_bytes:
+                checksums += digest.digest()
+                digest.reset()
+        part = transfer_pb2.BlockBytes(block=block, offset=offset, data=b"".join(piece.data for piece in pieces))
+        yield transfer_pb2.GetChunk(bytes=part, checksums=checksums).SerializeToString()
+
+
+def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:
+    """What was found, without what only a holder of the lease could use."""
+    chain.blocks = len(chain.slots)
+    for field in ("lease_id", "slots", "generations"):
+        chain.ClearField(field)
+    return transfer_pb2.GetChunk(header=transfer_pb2.GetHeader(found=chain))
+
+
+def _group(field: str, value: int, cache: Cache) -> GroupId:
+    return GroupId(validate.count(field, value, 0, len(cache.spec.groups) - 1))
+
+
+def _tier(field: str, value: int, cache: Cache) -> Tier:
+    return validate.tier(field, value, [tier for tier in MEMORY_TIERS if tier in cache.slots])
+
+
+def _checksums(packed: bytes, count: int) -> list[bytes]:
+    if len(packed) != count * CHECKSUM_BYTES:
+        limit = f"{count * CHECKSUM_BYTES} bytes: {CHECKSUM_BYTES} a key"
+        raise bad_argument("header.checksums", f"{len(packed)} bytes", limit)
+    return [packed[start : start + CHECKSUM_BYTES] for start in range(0, len(packed), CHECKSUM_BYTES)]
+
+
+def _require_checksum(block: int, found: bytes, said: bytes) -> None:
+    if found != said:
+        field = f"header.checksums[{block}]"
+        detail = common_pb2.ErrorDetail(
+            reason="CHECKSUM_MISMATCH", field=field, value=said.hex(), limit=f"{found.hex()}, which its bytes have"
+        )
+        message = f"block {block}: its bytes are not what {field} says; nothing was stored"
+        raise CallRefused(grpc.StatusCode.DATA_LOSS, message, detail)

@@ -1,0 +1,381 @@
+"""Blocks through streams, against a real daemon: honest clients, hostile ones, and those that vanish midway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+import xxhash
+
+from kvtier import AsyncClient, Cache, Client, connect, errors
+from kvtier.abi.stream import MAX_CHUNK_BYTES
+from kvtier.rpc_errors import Fault
+from kvtier.types import ROOT_PARENT, BlockResult, Tier
+from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
+from kvtier.wire import tier_to_wire
+from tests.integration.actors import Actor
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import RawClient, attached, refusal
+from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.waiting import eventually
+
+Code = grpc.StatusCode
+OK = BlockResult.OK
+BUDGET = sizes(device=8, host=8)
+
+
+@pytest.fixture
+async def streamed(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=BUDGET, mapped=False)
+
+
+async def nothing_held(client: AsyncClient, cache: str) -> None:
+    """Nobody holds a slot of any tier, sooner or later."""
+    await eventually(lambda: cache_stats(client, cache), lambda seen: not any(each.held for each in seen.tiers))
+
+
+# -- honest clients --------------------------------------------------------------------------------------------------
+
+
+async def test_put_and_get_without_a_mapping(streamed: Cache) -> None:
+    keys = chain("unmapped", 3)
+    assert not streamed.mapped
+    assert await streamed.put(keys, blocks(keys)) == [OK] * 3
+    assert_bytes(keys, await streamed.get([*keys, *chain("else", 1)]))
+    assert await streamed.put(keys, blocks(keys)) == [BlockResult.EXISTS] * 3
+    assert await streamed.get(chain("else", 2)) == []
+
+
+async def test_streams_and_mappings_are_of_the_same_blocks(client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=BUDGET)
+    keys = chain("both", 6)
+    assert await cache.stream_put(keys[:3], blocks(keys[:3]), tier=Tier.HOST) == [OK] * 3
+    assert await cache.put(keys[3:], blocks(keys[3:]), parent=keys[2], tier=Tier.HOST) == [OK] * 3
+    assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
+    assert_bytes(keys, await cache.stream_get(keys, tier=Tier.HOST))
+    assert [found.parent for found in [each async for each in cache.blocks()]] == [None, *keys[:-1]]
+
+
+async def test_a_chain_longer_than_the_tier_goes_in_pieces(client: AsyncClient, name: str) -> None:
+    streamed = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=64), mapped=False)
+    keys = chain("long", 14)
+    assert await streamed.put(keys, blocks(keys)) == [OK] * 14
+    out = np.zeros((14, BLOCK_BYTES), dtype=np.uint8)
+    found = await streamed.get(keys, out)
+    assert_bytes(keys, list(found))
+    assert_bytes(keys, list(out))
+
+
+async def test_blocks_larger_than_a_chunk(client: AsyncClient, name: str, start_daemon: StartDaemon) -> None:
+    spec = type(SPEC).single("large", "uint8", tokens_per_block=64, layers=23, kv_heads=1, head_size=1024)
+    assert spec.block_bytes(0) > MAX_CHUNK_BYTES
+    daemon = start_daemon(host=5 * spec.record_bytes(0) // SPEC.record_bytes(0))
+    data = np.random.default_rng(0).integers(0, 256, (2, spec.block_bytes(0)), dtype=np.uint8)
+    async with await connect(daemon.address) as own:
+        cache = await own.open_cache(name, spec, mapped=False)
+        keys = chain("large", 2)
+        assert await cache.put(keys, data) == [OK] * 2
+        assert np.array_equal(await cache.get(keys), data)
+
+
+async def test_the_synchronous_client_streams_too(daemon: DaemonProcess, name: str) -> None:
+    keys = chain("sync", 3)
+
+    def work() -> None:
+        with Client(daemon.address) as client:
+            cache = client.open_cache(name, SPEC, budgets=BUDGET, mapped=False)
+            assert cache.put(keys, blocks(keys)) == [OK] * 3
+            assert_bytes(keys, cache.get(keys))
+            assert_bytes(keys, cache.stream_get(keys))
+
+    await asyncio.to_thread(work)
+
+
+async def test_an_unmapped_cache_has_no_slots_to_fill_or_to_look_at(streamed: Cache) -> None:
+    keys = chain("views", 1)
+    await streamed.put(keys, blocks(keys))
+    with pytest.raises(errors.CallerError, match="not mapped") as refused:
+        await streamed.reserve(1)
+    assert refused.value.reason == "CANNOT_MAP"
+    async with streamed.acquire(keys) as lease:
+        assert lease.blocks == 1
+        with pytest.raises(errors.CallerError, match="not mapped"):
+            lease.view(0)
+
+
+async def test_a_cache_opened_to_read_is_not_written_by_streams(client: AsyncClient, streamed: Cache) -> None:
+    reader = await client.open_cache(streamed.name, SPEC, write=False, mapped=False)
+    with pytest.raises(errors.InvalidArgument, match="write"):
+        await reader.put(chain("no", 1), blocks(chain("no", 1)))
+
+
+async def test_many_put_and_get_while_blocks_are_evicted(client: AsyncClient, name: str) -> None:
+    streamed = await client.open_cache(name, SPEC, budgets=sizes(device=24, host=24), mapped=False)
+
+    async def one(number: int) -> None:
+        for turn in range(6):
+            keys = chain(f"evict-{number}-{turn}", 3)
+            await streamed.put(keys, blocks(keys))
+            found = await streamed.get(keys)
+            assert_bytes(keys[: len(found)], found)
+
+    await asyncio.gather(*(one(number) for number in range(4)))
+    await nothing_held(client, streamed.name)
+
+
+async def test_what_does_not_fit_is_refused_as_ever(client: AsyncClient, streamed: Cache) -> None:
+    keys = chain("held", 8)
+    for start in (0, 4):
+        await streamed.put(keys[start : start + 4], blocks(keys[start : start + 4]), parent=keys[3] if start else None)
+    async with streamed.acquire(keys) as lease:
+        assert lease.blocks == 8
+        with pytest.raises(errors.TierFull) as full:
+            await streamed.put(chain("more", 1), blocks(chain("more", 1)))
+        assert full.value.tier is Tier.DEVICE
+
+
+# -- hostile ones ----------------------------------------------------------------------------------------------------
+
+
+def header(cache_id: int, keys: Sequence[bytes], **more: Any) -> transfer_pb2.PutChunk:
+    """Of a chain with its right bytes; ``more`` replaces fields, of ``commit`` with a prefix."""
+    commit: dict[str, Any] = {
+        "cache_id": cache_id,
+        "keys": b"".join(keys),
+        "parents": b"".join([ROOT_PARENT, *keys[:-1]]),
+    }
+    commit |= {field.removeprefix("commit_"): more.pop(field) for field in list(more) if field.startswith("commit_")}
+    sums = b"".join(xxhash.xxh3_128_digest(block(key).data) for key in keys)
+    fields: dict[str, Any] = {
+        "tier": tier_to_wire(Tier.HOST),
+        "checksums": sums,
+        "commit": blocks_pb2.CommitRequest(**commit),
+    } | more
+    return transfer_pb2.PutChunk(header=transfer_pb2.PutHeader(**fields))
+
+
+def part(index: int, offset: int, data: bytes) -> transfer_pb2.PutChunk:
+    return transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(block=index, offset=offset, data=data))
+
+
+async def put_refused(raw: RawClient, messages: Iterable[transfer_pb2.PutChunk]) -> Fault:
+    return await refusal(raw.stubs.transfer.Put(iter(messages), metadata=raw.metadata, timeout=10))
+
+
+KEYS = chain("hostile", 2)
+ALL = b"".join(block(key).tobytes() for key in KEYS)
+HALF = BLOCK_BYTES // 2
+FLIPPED = bytes([ALL[0] ^ 1]) + ALL[1:]
+
+HOSTILE: dict[str, tuple[list[transfer_pb2.PutChunk], Code, str]] = {
+    "a flipped bit": ([part(0, 0, FLIPPED)], Code.DATA_LOSS, "header.checksums[0]"),
+    "a flipped bit in the second": ([part(0, 0, ALL[:-1] + b"\xff")], Code.DATA_LOSS, "header.checksums[1]"),
+    "short": ([part(0, 0, ALL[:-1])], Code.INVALID_ARGUMENT, "bytes"),
+    "nothing at all": ([], Code.INVALID_ARGUMENT, "bytes"),
+    "too long": ([part(0, 0, ALL + b"!")], Code.INVALID_ARGUMENT, "bytes.data"),
+    "a chunk after the end": ([part(0, 0, ALL), part(2, 0, b"!")], Code.INVALID_ARGUMENT, "bytes.block"),
+    "an unknown block": ([part(7, 0, ALL)], Code.INVALID_ARGUMENT, "bytes.block"),
+    "out of order": ([part(1, 0, ALL[BLOCK_BYTES:])], Code.INVALID_ARGUMENT, "bytes.block"),
+    "a gap": ([part(0, 0, ALL[:HALF]), part(0, HALF + 1, ALL[HALF:])], Code.INVALID_ARGUMENT, "bytes.offset"),
+    "an overlap": ([part(0, 0, ALL[:HALF]), part(0, 0, ALL[:HALF])], Code.INVALID_ARGUMENT, "bytes.offset"),
+    "an empty chunk": ([part(0, 0, b"")], Code.INVALID_ARGUMENT, "bytes.data"),
+    "a huge chunk": ([part(0, 0, bytes(MAX_CHUNK_BYTES + 1))], Code.INVALID_ARGUMENT, "bytes.data"),
+    "another header": ([header(1, KEYS)], Code.INVALID_ARGUMENT, "part"),
+    "an empty message": ([transfer_pb2.PutChunk()], Code.INVALID_ARGUMENT, "part"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+async def test_a_sender_that_lies_is_refused_by_name_and_nothing_is_stored(
+    raw: RawClient, client: AsyncClient, name: str, case: str
+) -> None:
+    opened = await raw.open(name, budgets=sizes(host=4))
+    messages, code, field = HOSTILE[case]
+    fault = await put_refused(raw, [header(opened.cache_id, KEYS), *messages])
+    assert (fault.code, fault.detail.field) == (code, field), fault
+    cache = await client.open_cache(name, SPEC)
+    assert (await cache.match(KEYS)).blocks == 0
+    await nothing_held(client, name)
+    # And the same slots take the honest bytes afterwards.
+    assert await cache.stream_put(KEYS, blocks(KEYS)) == [OK] * 2
+
+
+BAD_HEADERS: dict[str, tuple[dict[str, Any], Code, str]] = {
+    "checksums of other length": ({"checksums": b"x" * 31}, Code.INVALID_ARGUMENT, "header.checksums"),
+    "no keys": ({"commit_keys": b""}, Code.INVALID_ARGUMENT, "header.commit.keys"),
+    "a key twice": ({"commit_keys": KEYS[0] * 2}, Code.INVALID_ARGUMENT, "header.commit.keys[1]"),
+    "more than the tier": (
+        {"commit_keys": b"".join(chain("many", 5))},
+        Code.INVALID_ARGUMENT,
+        "header.commit.keys",
+    ),
+    "the disk": ({"tier": tier_to_wire(Tier.DISK)}, Code.INVALID_ARGUMENT, "header.tier"),
+    "no such group": ({"group": 1}, Code.INVALID_ARGUMENT, "header.group"),
+    "slots of its own": ({"commit_slots": [0, 1]}, Code.INVALID_ARGUMENT, "header.commit.lease_id"),
+    "an unknown cache": ({"commit_cache_id": 999}, Code.NOT_FOUND, "cache_id"),
+    "a bad priority": ({"commit_priorities": b"\xff\xff"}, Code.INVALID_ARGUMENT, "priorities[0]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADERS)
+async def test_a_bad_header_is_refused_and_holds_nothing(
+    raw: RawClient, client: AsyncClient, name: str, case: str
+) -> None:
+    opened = await raw.open(name, budgets=sizes(host=4))
+    fields, code, field = BAD_HEADERS[case]
+    fault = await put_refused(raw, [header(opened.cache_id, KEYS, **fields), part(0, 0, ALL)])
+    assert (fault.code, fault.detail.field) == (code, field), fault
+    await nothing_held(client, name)
+
+
+async def test_bytes_before_a_header_and_no_message_at_all_are_refused(raw: RawClient) -> None:
+    for messages in ([part(0, 0, ALL)], []):
+        fault = await put_refused(raw, messages)
+        assert (fault.code, fault.detail.field) == (Code.INVALID_ARGUMENT, "part")
+
+
+async def test_a_cache_of_others_is_refused(daemon: DaemonProcess, raw: RawClient, name: str) -> None:
+    opened = await raw.open(name, budgets=sizes(host=4))
+    async with attached(daemon.address) as stranger:
+        fault = await put_refused(stranger, [header(opened.cache_id, KEYS), part(0, 0, ALL)])
+        assert fault.reason == "CACHE_NOT_OPENED"
+        request = transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, KEYS))
+        assert (await refusal(anext(aiter(get(stranger, request))))).reason == "CACHE_NOT_OPENED"
+        nobody = stranger.stubs.transfer.Put(iter([header(opened.cache_id, KEYS)]), timeout=10)
+        assert (await refusal(nobody)).code is Code.UNAUTHENTICATED
+
+
+def acquire(cache_id: int, keys: Sequence[bytes], **more: Any) -> blocks_pb2.AcquireRequest:
+    wanted = blocks_pb2.Chain(keys=b"".join(keys), min_blocks=1)
+    fields: dict[str, Any] = {"tier": tier_to_wire(Tier.HOST), "chains": [wanted]} | more
+    return blocks_pb2.AcquireRequest(cache_id=cache_id, **fields)
+
+
+async def get(raw: RawClient, request: transfer_pb2.GetRequest) -> AsyncIterator[transfer_pb2.GetChunk]:
+    async for chunk in raw.stubs.transfer.Get(request, metadata=raw.metadata, timeout=10):
+        yield chunk
+
+
+async def test_a_get_says_what_it_found_and_sums_up_its_bytes(raw: RawClient, client: AsyncClient, name: str) -> None:
+    opened = await raw.open(name, budgets=sizes(host=4))
+    await (await client.open_cache(name, SPEC)).put(KEYS, blocks(KEYS))
+    first, *rest = [chunk async for chunk in get(raw, transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, KEYS)))]
+    found = first.header.found
+    assert (found.blocks, found.matched, found.found_in, found.refusal) == (2, 2, bytes([Tier.HOST.bit] * 2), "")
+    assert (found.lease_id, list(found.slots), list(found.generations)) == (0, [], [])
+    assert b"".join(chunk.bytes.data for chunk in rest) == ALL
+    assert b"".join(chunk.checksums for chunk in rest) == header(0, KEYS).header.checksums
+    request = transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, chain("nowhere", 1)))
+    (missing,) = [chunk async for chunk in get(raw, request)]
+    assert missing.header.found.refusal == "TOO_SHORT"
+    await nothing_held(client, name)
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"chains": []}, "acquire.chains"),
+        ({"across_groups": True}, "acquire.across_groups"),
+        ({"group": 3}, "acquire.group"),
+        ({"tier": common_pb2.TIER_DISK}, "acquire.tier"),
+    ],
+)
+async def test_a_bad_get_is_refused(raw: RawClient, name: str, more: dict[str, Any], field: str) -> None:
+    opened = await raw.open(name, budgets=sizes(host=4))
+    request = transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, KEYS, **more))
+    fault = await refusal(anext(aiter(get(raw, request))))
+    assert (fault.code, fault.detail.field) == (Code.INVALID_ARGUMENT, field)
+
+
+# -- those that vanish -----------------------------------------------------------------------------------------------
+
+
+async def begun(raw: RawClient, client: AsyncClient, cache_id: int, name: str) -> Any:
+    """A put that has sent half of its bytes and holds its slots."""
+    call = raw.stubs.transfer.Put(metadata=raw.metadata, timeout=60)
+    await call.write(header(cache_id, KEYS, commit_seq=77))
+    await call.write(part(0, 0, ALL[:HALF]))
+    await eventually(lambda: tier_stats(client, name, Tier.HOST), lambda seen: seen.held == 2)
+    return call
+
+
+async def test_a_cancelled_put_leaves_nothing_held_and_nothing_stored(
+    raw: RawClient, client: AsyncClient, name: str
+) -> None:
+    opened = await raw.open(name, budgets=sizes(host=4))
+    call = await begun(raw, client, opened.cache_id, name)
+    call.cancel()
+    await nothing_held(client, name)
+    cache = await client.open_cache(name, SPEC)
+    assert (await cache.match(KEYS)).blocks == 0
+
+
+async def test_a_put_ends_with_its_session_and_writes_no_slot_of_anybody_elses(
+    daemon: DaemonProcess, client: AsyncClient, name: str
+) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=2))
+    async with attached(daemon.address) as raw:
+        opened = await raw.open(name)
+        call = await begun(raw, client, opened.cache_id, name)
+        await client.kick(raw.welcome.session_id)
+        # Its slots are given to somebody else, who writes them, while its stream goes on.
+        other = chain("other", 2)
+        await cache.put(other, blocks(other))
+        await call.write(part(0, HALF, ALL[HALF:]))
+        await call.done_writing()
+        assert (await refusal(call)).code is Code.UNAUTHENTICATED
+        raw.detach()
+    assert_bytes(other, await cache.get(other))
+    assert (await cache.match(KEYS)).blocks == 0
+
+
+async def test_a_put_ends_when_its_session_breaks_off_and_can_be_repeated(
+    raw: RawClient, client: AsyncClient, name: str
+) -> None:
+    opened = await raw.open(name, budgets=sizes(host=4))
+    call = await begun(raw, client, opened.cache_id, name)
+    raw.detach()
+    await eventually(client.stats, lambda seen: any(not each.attached for each in seen.sessions))
+    await call.write(part(0, HALF, ALL[HALF:]))
+    assert (await refusal(call)).code is Code.UNAUTHENTICATED
+    await nothing_held(client, name)
+    raw.attach_again()
+    honest = [header(opened.cache_id, KEYS, commit_seq=77), part(0, 0, ALL)]
+    for _ in range(2):
+        # The second time without its bytes: it is answered, not executed again.
+        reply = await raw.stubs.transfer.Put(iter(honest), metadata=raw.metadata, timeout=10)
+        assert list(reply.results) == [OK, OK]
+        honest = honest[:1]
+    other = header(opened.cache_id, KEYS, commit_seq=77, timeout_ns=1)
+    assert (await put_refused(raw, [other])).detail.field == "seq"
+
+
+async def test_a_killed_sender_leaves_nothing(daemon: DaemonProcess, client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
+    begin, chunk = header(cache.info.cache_id, KEYS), part(0, 0, ALL[:HALF])
+    sent = [message.SerializeToString().hex() for message in (begin, chunk)]
+    with Actor("send_half", address=daemon.address, cache=name, messages=sent) as actor:
+        actor.says()
+        await eventually(lambda: tier_stats(client, name, Tier.HOST), lambda seen: seen.held == 2)
+        actor.kill()
+        await nothing_held(client, name)
+    assert (await cache.match(KEYS)).blocks == 0
+
+
+async def test_a_reader_that_leaves_midway_holds_nothing(raw: RawClient, client: AsyncClient, name: str) -> None:
+    opened = await raw.open(name, budgets=sizes(host=4))
+    await (await client.open_cache(name, SPEC)).put(KEYS, blocks(KEYS))
+    call = raw.stubs.transfer.Get(
+        transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, KEYS)), metadata=raw.metadata, timeout=10
+    )
+    first = await call.read()
+    assert isinstance(first, transfer_pb2.GetChunk)
+    assert first.HasField("header")
+    call.cancel()
+    await nothing_held(client, name)

@@ -1,0 +1,87 @@
+"""A peer of a transfer that neither sends nor takes anything is given up, and holds nothing any more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+
+from kvtier.v1 import blocks_pb2, transfer_pb2, transfer_pb2_grpc
+from kvtierd.service import server
+from kvtierd.service.daemon import Daemon
+from tests.unit.service.rig import HOST, SPEC, Client, attached, chain, config, parents_of, refusal, running
+
+KEYS = chain(2)
+SLOTS = 8192
+
+
+def stub(client: Client) -> Any:
+    return transfer_pb2_grpc.TransferStub(client.channel)
+
+
+@pytest.fixture
+async def daemon(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Daemon]:
+    monkeypatch.setattr(server, "STALL_S", 0.1)
+    async with running(config(short_dir, device=0, host=SLOTS)) as daemon:
+        yield daemon
+
+
+def header(cache: int) -> transfer_pb2.PutChunk:
+    commit = blocks_pb2.CommitRequest(cache_id=cache, keys=b"".join(KEYS), parents=parents_of(KEYS))
+    sums = xxhash.xxh3_128_digest(bytes(SPEC.block_bytes(0))) * 2
+    return transfer_pb2.PutChunk(header=transfer_pb2.PutHeader(commit=commit, tier=HOST, checksums=sums))
+
+
+async def is_free(client: Client, cache: int) -> bool:
+    """Whether a lease of every slot can be had."""
+    try:
+        await client.release(cache, (await client.reserve(cache, SLOTS, HOST)).lease_id)
+    except grpc.aio.AioRpcError:
+        return False
+    return True
+
+
+async def test_a_sender_that_never_ends_is_given_up(daemon: Daemon) -> None:
+    async with attached(daemon) as client:
+        cache = await client.open()
+        call = stub(client).Put(metadata=client.metadata)
+        await call.write(header(cache))
+        await call.write(transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(data=b"\0" * 16)))
+        code, detail = await refusal(call)
+        assert (code, detail.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED")
+        assert await is_free(client, cache)
+
+
+async def test_a_sender_whose_bytes_are_complete_must_end_too(daemon: Daemon) -> None:
+    async with attached(daemon) as client:
+        cache = await client.open()
+        call = stub(client).Put(metadata=client.metadata)
+        await call.write(header(cache))
+        data = bytes(2 * SPEC.block_bytes(0))
+        await call.write(transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(data=data)))
+        assert (await refusal(call))[1].reason == "STALLED"
+        match = blocks_pb2.MatchRequest(cache_id=cache, keys=b"".join(KEYS))
+        assert (await client.call(client.blocks.Match, match)).blocks == 0
+
+
+async def test_a_reader_that_takes_nothing_is_given_up(daemon: Daemon) -> None:
+    """More bytes than gRPC takes on its own while nobody reads."""
+    async with attached(daemon) as client:
+        cache = await client.open()
+        keys = chain(SLOTS - 1)
+        await client.put(cache, keys, HOST)
+        acquire = blocks_pb2.AcquireRequest(cache_id=cache, tier=HOST, chains=[blocks_pb2.Chain(keys=b"".join(keys))])
+        call = stub(client).Get(transfer_pb2.GetRequest(acquire=acquire), metadata=client.metadata)
+        assert (await call.read()).header.found.blocks == SLOTS - 1
+        while not await is_free(client, cache):
+            pass
+
+        async def read_on() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        assert (await refusal(read_on()))[1].reason == "STALLED"
