@@ -126,8 +126,10 @@ class Dispatcher:
                 self._access.require(session, needs, request)
                 async with aclosing(verb(session, request)) as replies:
                     async for reply in replies:
-                        async with _patience(stall_s):
+                        if stall_s is None:
                             await context.write(reply)
+                        else:
+                            await _write(context, reply, stall_s, replies.aclose)
                 return
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
@@ -161,6 +163,20 @@ class Dispatcher:
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
 
         return call
+
+
+async def _write(context: _Context, reply: bytes, stall_s: float, give_back: Callable[[], Awaitable[None]]) -> None:
+    """Raises DEADLINE_EXCEEDED where the peer does not take the reply, after ``give_back``."""
+    writing = asyncio.ensure_future(context.write(reply))
+    try:
+        await asyncio.wait([writing], timeout=stall_s)
+        if not writing.done():
+            await give_back()
+            await writing  # gRPC has no way to end a call while one of its writes is pending
+            raise _stalled("taken", stall_s)
+        writing.result()
+    finally:
+        writing.cancel()
 
 
 class _Upload:
@@ -212,13 +228,16 @@ class _Upload:
 
 @asynccontextmanager
 async def _patience(seconds: float | None) -> AsyncGenerator[None, None]:
-    """Raises DEADLINE_EXCEEDED where a peer takes longer for one message."""
+    """Raises DEADLINE_EXCEEDED where a peer takes longer to send a message."""
     try:
         async with asyncio.timeout(seconds):
             yield
     except TimeoutError as error:
-        message = f"no message was sent, or taken, for {seconds:g} seconds"
-        raise refused(grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED", message) from error
+        raise _stalled("sent", seconds) from error
+
+
+def _stalled(what: str, seconds: float | None) -> CallRefused:
+    return refused(grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED", f"no message was {what} for {seconds:g} seconds")
 
 
 async def _run_upload(verb: UploadVerb, session: Session, header: transfer_pb2.PutHeader, upload: _Upload) -> Message:
