@@ -8,6 +8,7 @@ import kvtier.v1.admin_pb2
 import kvtier.v1.blocks_pb2
 import kvtier.v1.caches_pb2
 import kvtier.v1.events_pb2
+import kvtier.v1.transfer_pb2
 from kvtierd.config import ConfigError, load
 from kvtierd.rights import ALL_RIGHTS, AllowRule, Anonymous, Certificate, Identity, Right, Rights, User
 from kvtierd.service.access import NEEDS, Over
@@ -129,11 +130,22 @@ def test_a_rule_that_makes_no_sense_is_refused(tmp_path: Path, table: str, says:
 
 
 def test_every_method_of_the_wire_needs_a_right() -> None:
-    modules = (kvtier.v1.admin_pb2, kvtier.v1.blocks_pb2, kvtier.v1.caches_pb2, kvtier.v1.events_pb2)
+    modules = (
+        kvtier.v1.admin_pb2,
+        kvtier.v1.blocks_pb2,
+        kvtier.v1.caches_pb2,
+        kvtier.v1.events_pb2,
+        kvtier.v1.transfer_pb2,
+    )
     services = [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
-    methods = {method.full_name: method.input_type.fields_by_name for service in services for method in service.methods}
+    methods = {method.full_name: method for service in services for method in service.methods}
     assert set(NEEDS) == set(methods)
     field = {Over.ID: "cache_id", Over.NAME: "name"}
     for name, needs in NEEDS.items():
-        assert needs.over not in field or field[needs.over] in methods[name], name
-        assert needs.forced is None or "force" in methods[name], name
+        request = methods[name].input_type
+        if methods[name].client_streaming:
+            request = request.fields_by_name["header"].message_type
+        if needs.within is not None:
+            request = request.fields_by_name[needs.within].message_type
+        assert needs.over not in field or field[needs.over] in request.fields_by_name, name
+        assert needs.forced is None or "force" in request.fields_by_name, name
