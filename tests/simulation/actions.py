@@ -8,6 +8,7 @@ from typing import Final
 from kvtierd.core.ids import Key, SessionId, SlotId
 from kvtierd.core.manager import ChainRequest, CommitItem
 from tests.simulation.chooser import Chooser
+from tests.simulation.forest import label_of
 from tests.simulation.world import World
 
 PRIORITIES: Final = (35, 35, 35, 35, 0, 10, 29, 30, 49, 50, 100)
@@ -55,7 +56,7 @@ def _item(world: World, choose: Chooser, slot: SlotId, key: Key) -> CommitItem:
     parent = world.forest.parent[key]
     if key in world.mirror.blocks and choose.chance(20):
         parent = choose.pick([other for other in world.forest.keys if other != key])
-    return CommitItem(slot, key, parent, choose.pick(PRIORITIES), choose.pick(DURATIONS_MS))
+    return CommitItem(slot, key, parent, choose.pick(PRIORITIES), choose.pick(DURATIONS_MS), label_of(key))
 
 
 def acquire(world: World, choose: Chooser) -> None:

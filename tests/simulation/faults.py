@@ -265,6 +265,11 @@ def _omits(type_: EventType, cause_: Cause) -> Callable[[Method], Method]:
     return spoil
 
 
+def _has_no_label(right: Any) -> Any:
+    """On its way to disk. ``traits`` is a property."""
+    return property(lambda block: right.__get__(block)._replace(label=None))
+
+
 def _says_it_twice(right: Method) -> Method:
     def change(recorder: Recorder, *about: object) -> None:
         right(recorder, *about)
@@ -317,6 +322,7 @@ FAULTS: Final = {
         Fault("expiry_untold", ((GroupState, "_set_priority", _expires_untold),)),
         Fault("pin_holds_nothing", ((GroupState, "_keep", _is_no_pin), (GroupState, "unpin", _does_nothing))),
         Fault("needed_blocks_dropped", ((upkeep, "needed", _nobody_needs),)),
+        Fault("label_left_behind", ((Block, "traits", _has_no_label),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
         Fault("generation_not_bumped", ((Recorder, "begin_write", _does_nothing),)),

@@ -6,11 +6,17 @@ import hashlib
 from collections.abc import Sequence
 
 from kvtierd.core.ids import Key
+from kvtierd.core.traits import Label
 from tests.simulation.chooser import Chooser
 
 
 def key(number: int) -> Key:
     return Key(hashlib.sha256(number.to_bytes(4, "little")).digest())
+
+
+def label_of(key: Key) -> Label | None:
+    """What is told of a block besides its key; of some blocks nothing."""
+    return Label(key[:8], key[8:]) if key[0] % 4 else None
 
 
 class Forest:

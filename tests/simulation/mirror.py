@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvtierd.core.events import BlockChange, Event, EventType
 from kvtierd.core.ids import Key
+from tests.simulation.forest import label_of
 from tests.simulation.violation import require
 
 
@@ -34,6 +35,7 @@ class Mirror:
             self._children.clear()
         handle = self._handlers.get(event.type)
         for change in event.blocks:
+            require(change.label == label_of(change.key), "a block is told of under another's label")
             require(handle is not None, f"a {event.type.name} event names a block")
             if handle is not None:
                 handle(change)
@@ -49,7 +51,9 @@ class Mirror:
         if change.parent is not None:
             require(change.parent in self.blocks, "a block is stored before its parent")
             self._children[change.parent] = self._children.get(change.parent, 0) + 1
-        self.blocks[change.key] = change
+        above = label_of(change.parent) if change.parent is not None else None
+        require(change.parent_label == above, "a block is told of under another parent's label")
+        self.blocks[change.key] = change._replace(parent_label=None)
 
     def _updated(self, change: BlockChange) -> None:
         known = self.blocks.get(change.key)

@@ -21,7 +21,7 @@ from kvtierd.core.policy import GroupShape, Policy, WritePolicy
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import Clients, Holding, MoveRequest, PrefixRequest, Request, SlotsRequest
 from tests.simulation.disk import Disk
-from tests.simulation.forest import Forest
+from tests.simulation.forest import Forest, label_of
 from tests.simulation.memory import ROT, Memory
 from tests.simulation.mirror import Mirror
 from tests.simulation.mover import Mover
@@ -472,6 +472,7 @@ class World:
                 and (told.parent, told.residency, told.priority) == (row.parent, row.residency, row.priority),
                 f"the events say {told}, the core {row}",
             )
+            require(row.label == label_of(row.key), "a block is listed under another's label")
             self.retentions.verify(row.key, row.priority, effective.get(row.key, 0))
             if row.parent is not None:
                 require(row.parent in self.mirror.blocks, "a block is listed without its parent")
