@@ -20,7 +20,7 @@ from pydantic_core import to_jsonable_python
 from kvtierd.config.keys import ENV_PREFIX, KEYS, SECTIONS, Config
 from kvtierd.config.kinds import LIVE, Kind
 
-_NAMES: Final[Mapping[Any, str]] = {bool: "true or false", int: "integer", str: "text", Path: "path"}
+_NAMES: Final[Mapping[Any, str]] = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _REFERENCE_HEAD: Final = f"""\
 # Configuration
 

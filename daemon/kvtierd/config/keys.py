@@ -143,6 +143,13 @@ class TcpKeys(_Section):
 class CacheKeys(_Section):
     """Caches"""
 
+    max_reserved_fraction: Annotated[float, LIVE] = Field(
+        1.0, gt=0, le=1, description="Of a tier's slots of a window group, how many one session may hold reserved."
+    )
+    max_session_leases: Annotated[int, LIVE] = Field(65536, ge=1, le=1 << 24, description="Leases of one session.")
+    max_pinned_fraction: float = Field(
+        0.5, ge=0, le=1, description="Of a tier's slots of a window group, how many may be pinned."
+    )
     idle_ttl: Annotated[Duration, LIVE] = Field(
         0.0,
         ge=0,

@@ -175,6 +175,11 @@ class BlockManager:
         """Slots under the session's leases."""
         return sum(lease.slots for lease in self._leases_of(session))
 
+    def blank_of(self, session: SessionId, group: GroupId, tier: Tier) -> int:
+        """Slots that it holds to write."""
+        leases = (lease for lease in self._leases_of(session) if lease.group == group and lease.tier is tier)
+        return sum(len(lease.blank) for lease in leases)
+
     def lease_records(self) -> list[LeaseRecord]:
         """Every lease there is, the oldest first."""
         return [LeaseRecord.of(lease) for lease in self.leases.values()]

@@ -16,6 +16,7 @@ from kvtierd.mover.errors import Refused, UnknownCache
 from kvtierd.service import validate, wire
 from kvtierd.service.caches import opened
 from kvtierd.service.calls import Verb
+from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Cache, Catalog
 from kvtierd.service.errors import bad_argument
 from kvtierd.service.labels import labels
@@ -39,8 +40,10 @@ class BlocksService:
         epoch: int,
         wait_s: Callable[[], float],
         describe: Callable[[Refusal], common_pb2.ErrorDetail],
+        caps: Caps,
     ) -> None:
         self._engine: Final = engine
+        self._caps: Final = caps
         self._catalog: Final = catalog
         self._epoch: Final = epoch
         self._wait_s: Final = wait_s
@@ -90,7 +93,8 @@ class BlocksService:
         tier = validate.tier("tier", request.tier, _leasable(cache))
         wanted = validate.count("count", request.count, 1, cache.slots[tier][group])
         wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
-        grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
+        with self._caps.reserving(session, cache, group, tier, wanted):
+            grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
 
     async def commit(self, session: Session, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
@@ -104,11 +108,12 @@ class BlocksService:
         tier = validate.tier("tier", request.tier, _leasable(cache))
         wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
         chains = _chains(request.chains)
-        if request.across_groups:
-            _require_no_group(group)
-            answers = await self._engine.acquire_across(cache.id, session.id, tier, chains, wait_s)
-        else:
-            answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
+        with self._caps.leasing(session, len(chains)):
+            if request.across_groups:
+                _require_no_group(group)
+                answers = await self._engine.acquire_across(cache.id, session.id, tier, chains, wait_s)
+            else:
+                answers = await self._engine.acquire(cache.id, session.id, group, tier, chains, wait_s)
         self._require_not_withdrawn(cache, session, answers)
         return blocks_pb2.AcquireResponse(
             chains=[self._acquired(cache, tier, group, answer) for answer in answers], as_of_event=self._now_cursor()

@@ -23,7 +23,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager, Recovered
-from kvtierd.core.policy import GroupShape
+from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.slots import SlotState
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
@@ -117,12 +117,16 @@ class Removal:
 
 @dataclass(slots=True, frozen=True)
 class Stores:
-    """What a catalog opens caches in. ``disk``: None where the disk tier is not configured."""
+    """What a catalog opens caches in, and what all of them have of policy.
+
+    ``disk``: None where the disk tier is not configured.
+    """
 
     budgets: Budgets
     remembered: RememberedSlots
     disk: DiskRoot | None
     chaos: Chaos | None
+    policy: Policy
 
 
 @dataclass(slots=True, frozen=True)
@@ -428,7 +432,7 @@ class Catalog:
 
     def _introduce(self, plan: _Plan, parts: _Parts) -> Cache:
         cache_id = CacheId(next(self._ids))
-        manager = BlockManager(cache_id, _shapes(plan.spec, plan.slots), self._sequencer)
+        manager = BlockManager(cache_id, _shapes(plan.spec, plan.slots), self._sequencer, self._stores.policy)
         stores = (parts.arena, parts.host, parts.device, parts.disk)
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, manager, *stores)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)

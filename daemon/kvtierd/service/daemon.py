@@ -11,6 +11,7 @@ from typing import Final, Self
 
 from kvtierd.config import Config, LiveConfig
 from kvtierd.core.ids import CacheId, SessionId, Tier
+from kvtierd.core.policy import Policy
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Rights
 from kvtierd.service.access import Access
@@ -20,6 +21,7 @@ from kvtierd.service.blocks import BlocksService
 from kvtierd.service.budgets import Budgets, RememberedSlots
 from kvtierd.service.caches import CachesService
 from kvtierd.service.calls import Dispatcher
+from kvtierd.service.caps import CapLimits, Caps
 from kvtierd.service.catalog import Catalog, Stores
 from kvtierd.service.collector import Collector
 from kvtierd.service.errors import Translator
@@ -92,6 +94,7 @@ class Daemon:
             directories.remembered,
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
+            Policy(max_pinned=config.max_pinned_fraction),
         )
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._most_sessions)
@@ -182,7 +185,8 @@ class Daemon:
         epoch, live = self._identity.epoch, self.live
         tiers = tuple(live.now.tier_bytes)
         describe = self._translator.detail
-        blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe)
+        caps = Caps(self._engine, lambda: CapLimits(live.now.max_reserved_fraction, live.now.max_session_leases))
+        blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe, caps)
         events = EventsService(self._hub, self._engine, self._catalog, self._access, lambda: live.now.heartbeat_seconds)
         transfer = TransferService(self._engine, self._catalog, blocks, lambda: live.now.wait_seconds)
         return Services(
