@@ -36,6 +36,7 @@ class IdleCaches:
         self._sessions: Final = sessions
         self._ttl_s: Final = ttl_s
         self._since: dict[CacheId, float] = {}
+        self._cooling: CacheId | None = None
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -50,6 +51,8 @@ class IdleCaches:
         """Notes which caches nobody has open."""
         in_use = {cache for session in self._sessions for cache in session.caches}
         there = {cache.id for cache in self._catalog} | {cache.id for cache in self._catalog.cold()}
+        if self._cooling is not None:
+            there.add(self._cooling)  # for a moment it is neither open nor cold
         now = time.monotonic()
         self._since = {cache: self._since.get(cache, now) for cache in there - in_use}
 
@@ -80,7 +83,11 @@ class IdleCaches:
         if Tier.DISK in cache.slots:
             for group in range(len(cache.spec.groups)):
                 await self._copy_down(cache, GroupId(group))
-        await self._catalog.cool(cache, lambda: self._is_due(cache))
+        self._cooling = cache.id
+        try:
+            await self._catalog.cool(cache, lambda: self._is_due(cache))
+        finally:
+            self._cooling = None
 
     async def _copy_down(self, cache: Cache, group: GroupId) -> None:
         """What is worth it, as long as nobody comes back."""
