@@ -170,3 +170,65 @@ def test_the_doctor_fails_where_the_daemon_would(daemon: DaemonProcess) -> None:
     flags = ("--address", daemon.address, "--disk-dir", str(daemon.disk_dir), "--disk-bytes", "900TiB")
     (space,) = [each for each in answer("doctor", *flags, status=1)["findings"] if each["check"] == "disk space"]
     assert space["level"] == "fail"
+
+
+async def test_drop_says_what_goes_before_it_goes(at: tuple[str, str], cache: Cache) -> None:
+    keys = chain(cache.name, 4)
+    await cache.put(keys, blocks(keys))
+    dry = answer("drop", cache.name, keys[1].hex(), "--dry-run", *at)
+    assert (dry["dry_run"], dry["done"], dry["dropped"]) == (True, 1, 3)
+    assert (await cache.match(keys)).blocks == 4
+    done = answer("drop", cache.name, keys[1].hex(), *at)
+    assert (done["dry_run"], done["done"], done["dropped"]) == (False, 1, 3)
+    assert (await cache.match(keys)).blocks == 1
+    async with cache.acquire(keys[:1]):
+        kept = answer("drop", cache.name, keys[0].hex(), keys[3].hex(), *at, status=1)
+    assert [each["result"] for each in kept["not_done"]] == ["held", "not_found"]
+    said = kvtier("drop", cache.name, "--from", "-", "--yes", *at, said=keys[0].hex()).stdout
+    assert "drop 1 blocks: 1 ok, 1 dropped" in said
+
+
+async def test_what_is_pinned_stays_until_it_is_unpinned(at: tuple[str, str], cache: Cache) -> None:
+    keys = chain(cache.name, 3)
+    await cache.put(keys, blocks(keys))
+    assert answer("pin", cache.name, "device", keys[0].hex(), keys[2].hex(), *at)["done"] == 2
+    assert answer("pin", cache.name, "device", keys[0].hex(), *at)["done"] == 1
+    (refused,) = answer("pin", cache.name, "host", keys[0].hex(), *at, status=1)["not_done"]
+    assert refused["result"] == "not_ready"
+    assert answer("drop", cache.name, keys[1].hex(), "--dry-run", *at, status=1)["not_done"][0]["result"] == "held"
+    assert answer("unpin", cache.name, "device", keys[2].hex(), *at)["done"] == 1
+    # Two rounds: the first block is pinned twice.
+    assert answer("unpin", cache.name, "device", "--all", *at)["done"] == 2
+    assert not [block async for block in cache.blocks() if block.pinned]
+    assert answer("drop", cache.name, keys[0].hex(), *at)["dropped"] == 3
+
+
+async def test_reset_forgets_all_or_what_it_can(at: tuple[str, str], cache: Cache) -> None:
+    one, two = chain(f"{cache.name}-1", 2), chain(f"{cache.name}-2", 3)
+    for keys in (one, two):
+        await cache.put(keys, blocks(keys))
+    async with cache.acquire(one):
+        dry = answer("reset", cache.name, "--dry-run", *at)
+        assert (dry["dropped"], dry["kept"], dry["dry_run"]) == (3, 2, True)
+        assert "leased" in kvtier("reset", cache.name, *at, status=1).stderr
+        assert (await cache.match(two)).blocks == 3
+        done = answer("reset", cache.name, "--force", "--yes", *at)
+        assert (done["dropped"], done["kept"]) == (3, 2)
+    assert "2 blocks forgotten, 0 kept" in kvtier("reset", cache.name, *at).stdout
+    assert not [block async for block in cache.blocks()]
+
+
+async def test_a_cache_is_removed(daemon: DaemonProcess, at: tuple[str, str], client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, disk=16))
+    keys = chain(name, 3)
+    await cache.put(keys, blocks(keys))
+    assert "open" in kvtier("cache", "rm", name, *at, status=1).stderr
+    await cache.close()
+    dry = answer("cache", "rm", name, "--dry-run", *at)
+    assert (dry["blocks"], dry["freed"]["disk"], dry["dry_run"]) == (3, 16 * SLOT_BYTES, True)
+    (info,) = [each for each in answer("cache", "ls", *at) if each["name"] == name]
+    assert (info["sessions"], info["cold"]) == (0, False)
+    assert info["idle_s"] > 0
+    assert "3 blocks" in kvtier("cache", "rm", name, "--yes", *at).stdout
+    assert name not in [each["name"] for each in answer("cache", "ls", *at)]
+    assert "no such cache" in kvtier("cache", "rm", name, *at, status=1).stderr

@@ -10,8 +10,12 @@ import click
 
 # Under other names than their modules, which would be hidden otherwise.
 from kvtier.cli.bench import bench as bench_commands
+from kvtier.cli.blocks import drop as drop_command
 from kvtier.cli.blocks import move as move_command
+from kvtier.cli.blocks import pin as pin_command
+from kvtier.cli.blocks import unpin as unpin_command
 from kvtier.cli.caches import cache as cache_commands
+from kvtier.cli.caches import reset as reset_command
 from kvtier.cli.doctor import doctor as doctor_command
 from kvtier.cli.leases import kick as kick_command
 from kvtier.cli.leases import leases as leases_command
@@ -35,6 +39,10 @@ for command in (
     leases_command,
     kick_command,
     move_command,
+    drop_command,
+    pin_command,
+    unpin_command,
+    reset_command,
     cache_commands,
     replay_command,
     doctor_command,

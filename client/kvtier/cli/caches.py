@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import click
 from rich.table import Table
 
 from kvtier import aio
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run, slim_table
-from kvtier.stats import CacheInfo
+from kvtier.answers import ResetReport
+from kvtier.cli.common import (
+    CONNECT_WAIT_S,
+    address_option,
+    confirmed,
+    console,
+    dry_run_option,
+    existing_cache,
+    json_option,
+    run,
+    slim_table,
+    yes_option,
+)
+from kvtier.stats import CacheInfo, RemovalReport
 from kvtier.words import size
 
 
 @click.group()
 def cache() -> None:
-    """Look at the caches of a daemon."""
+    """List the caches of a daemon, or remove one."""
 
 
 @cache.command("ls")
@@ -29,6 +42,39 @@ def list_caches(address: str, as_json: bool) -> None:
         click.echo(json.dumps([as_object(info) for info in found], indent=2))
     else:
         console().print(table(found))
+
+
+@cache.command("rm")
+@address_option
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Although sessions have it open, or its directory is damaged.")
+@dry_run_option
+@yes_option
+@json_option("One JSON object.")
+def remove_cache(address: str, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Forget the cache NAME: its blocks, its budgets and its bytes on disk.
+
+    Refused while any session has it open, unless forced; in any case while anybody holds a lease there.
+    """
+    report = run(_remove(address, name, force=force, dry_run=True))
+    if not dry_run:
+        confirmed(f"{_gone(name, report)} would be gone for good. Go on?", yes)
+        report = run(_remove(address, name, force=force, dry_run=False))
+    if as_json:
+        freed = {str(tier): nbytes for tier, nbytes in report.freed.items()}
+        click.echo(json.dumps({"cache": name, "dry_run": dry_run, "blocks": report.blocks, "freed": freed}))
+    else:
+        click.echo(f"{_gone(name, report)} {'would be ' if dry_run else ''}gone")
+
+
+async def _remove(address: str, name: str, *, force: bool, dry_run: bool) -> RemovalReport:
+    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+        return await client.remove_cache(name, force=force, dry_run=dry_run)
+
+
+def _gone(name: str, report: RemovalReport) -> str:
+    freed = ", ".join(f"{size(nbytes)} of {tier}" for tier, nbytes in report.freed.items())
+    return f"{name}: {report.blocks} blocks and {freed or 'nothing else'}"
 
 
 async def _caches(address: str) -> list[CacheInfo]:
@@ -49,6 +95,8 @@ def as_object(info: CacheInfo) -> dict[str, Any]:
         "fingerprint": info.fingerprint.hex(),
         "blocks": info.blocks,
         "sessions": info.sessions,
+        "idle_s": info.idle_s,
+        "cold": info.cold,
         "groups": [
             {
                 "group": group.group,
@@ -67,7 +115,7 @@ def as_object(info: CacheInfo) -> dict[str, Any]:
 def table(found: list[CacheInfo]) -> Table | str:
     if not found:
         return "no caches"
-    columns = ("cache", "model", "group", "window", "block", "blocks", "sessions", "device", "host", "disk")
+    columns = ("cache", "model", "group", "window", "block", "blocks", "open", "device", "host", "disk")
     rows = slim_table(columns, left=("cache", "model"))
     for info in found:
         for group in info.groups:
@@ -80,7 +128,43 @@ def table(found: list[CacheInfo]) -> Table | str:
                 str(group.window_tokens or "full"),
                 size(info.spec.block_bytes(group.group)),
                 str(info.blocks) if first else "",
-                str(info.sessions) if first else "",
+                _use(info) if first else "",
                 *(tiers.get(tier, "") for tier in ("device", "host", "disk")),
             )
     return rows
+
+
+def _use(info: CacheInfo) -> str:
+    """By how many sessions, or since when by none."""
+    if info.cold:
+        return "cold"
+    return str(info.sessions) if info.sessions else f"idle {timedelta(seconds=int(info.idle_s))}"
+
+
+@click.command()
+@address_option
+@click.argument("name", metavar="CACHE")
+@click.option("--force", is_flag=True, help="Forget the rest where some blocks are leased or pinned.")
+@dry_run_option
+@yes_option
+@json_option("One JSON object.")
+def reset(address: str, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Forget all blocks of CACHE, in every tier. The cache stays.
+
+    While any block is leased or pinned nothing is forgotten, unless forced: then those stay, and what they stand on.
+    """
+    plan = run(_reset(address, name, force=force, dry_run=True))
+    report = plan
+    if not dry_run:
+        confirmed(f"{name}: forget {plan.dropped} blocks ({plan.kept} are leased or pinned, or stood on)?", yes)
+        report = run(_reset(address, name, force=force, dry_run=False))
+    if as_json:
+        click.echo(json.dumps({"cache": name, "dry_run": dry_run, "dropped": report.dropped, "kept": report.kept}))
+    else:
+        would = " would be" if dry_run else ""
+        click.echo(f"{name}: {report.dropped} blocks{would} forgotten, {report.kept} kept")
+
+
+async def _reset(address: str, name: str, *, force: bool, dry_run: bool) -> ResetReport:
+    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+        return await (await existing_cache(client, name)).reset(force=force, dry_run=dry_run)

@@ -18,12 +18,19 @@ from kvtier.doctor.examine import examine
 from kvtier.doctor.finding import Finding, Level, worst
 from kvtier.doctor.settings import Settings, read_settings
 
+_USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
+"""Of the systemd unit."""
+
 _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
 @click.command()
 @click.option(
-    "--config", type=click.Path(path_type=Path), metavar="FILE", envvar="KVTIERD_CONFIG", help="The daemon's file."
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    envvar="KVTIERD_CONFIG",
+    help="The daemon's file.  [default: /etc/kvtier/kvtierd.toml where there is one]",
 )
 @click.option("--address", metavar="DIR", envvar=attach.ADDRESS_VARIABLE, help="Instead of its runtime directory.")
 @click.option("--disk-dir", metavar="DIR", help="Instead of its directory of the disk tier.")
@@ -47,6 +54,8 @@ def doctor(
 
     Exit status 1 where any check fails.
     """
+    if config is None and _USUAL_FILE.is_file():
+        config = _USUAL_FILE
     given = {
         "--config": config,
         "--runtime-dir": address,
