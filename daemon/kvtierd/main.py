@@ -20,6 +20,7 @@ from kvtierd.config import ENV_PREFIX, Config, ConfigError
 from kvtierd.config.describe import as_json, as_toml, reference
 from kvtierd.config.flags import given, with_flags
 from kvtierd.serve import Manager, Sources, serve
+from kvtierd.service.metrics.counting import TimedSelector
 from kvtierd.tiers.base import TierConfigError, TierError
 
 EXIT_FAILED: Final = 1
@@ -82,7 +83,9 @@ def _serve(sources: Sources, config: Config) -> None:
     except ValueError as error:
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
-        clean = asyncio.run(serve(sources, config, manager))
+        turns = TimedSelector() if config.metrics_listen is not None else None
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+            clean = runner.run(serve(sources, config, manager, turns))
     except (TierError, OSError, RuntimeError) as error:
         _log.debug("start failed", exc_info=error)
         manager.notifier.status(f"failed: {error}")

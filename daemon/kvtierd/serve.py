@@ -18,6 +18,7 @@ import click
 from kvtierd.config import Config, ConfigError, Loaded, read
 from kvtierd.notify import Notifier, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
+from kvtierd.service.metrics.counting import TimedSelector
 from kvtierd.service.watchdog import Watchdog
 
 _EXTEND_EVERY_S: Final = 5.0
@@ -55,8 +56,8 @@ class Manager:
         return cls(Notifier.from_environment(environment), watchdog_interval_s(environment))
 
 
-async def serve(sources: Sources, config: Config, manager: Manager) -> bool:
-    """A daemon until a signal asks for its end. Returns whether it ended cleanly."""
+async def serve(sources: Sources, config: Config, manager: Manager, turns: TimedSelector | None = None) -> bool:
+    """A daemon until a signal asks for its end. Returns whether it ended cleanly. ``turns``: the loop's selector."""
     loop = asyncio.get_running_loop()
     notifier = manager.notifier
     stop, reload = asyncio.Event(), asyncio.Event()
@@ -64,7 +65,7 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> bool:
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
     async with _taking_long(notifier):
-        daemon = await Daemon.start(config)
+        daemon = await Daemon.start(config, turns)
     daemon.live.on_change(lambda now: logging.getLogger().setLevel(now.log_level.upper()))
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
     async with _watched(manager, daemon):

@@ -40,10 +40,7 @@ class TcpListener:
     @classmethod
     def of(cls, address: str, cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool) -> Self:
         """Raises ValueError, naming the key at fault, for what must not listen."""
-        found = _ADDRESS.fullmatch(address)
-        if found is None or int(found[3]) > 65535:
-            raise ValueError(f"listen_tcp = {address}: must be host:port, or [host]:port for IPv6")
-        host, port = found[1] or found[2], int(found[3])
+        host, port = host_and_port("listen_tcp", address)
         if cert is not None and key is not None and client_ca is not None:
             if insecure:
                 raise ValueError("tcp_insecure = true: there is TLS; take one or the other away")
@@ -57,7 +54,7 @@ class TcpListener:
             )
         if len(missing) < len(files):
             raise ValueError("tcp_insecure = true: some of the keys of TLS are set; set all of them or none")
-        if not _is_loopback(host):
+        if not is_loopback(host):
             raise ValueError(f"listen_tcp = {address}: without TLS only a loopback address may listen")
         return cls(host, port, None)
 
@@ -95,7 +92,15 @@ class TcpListener:
             raise TierConfigError("tls_client_ca", tls.client_ca, f"holds no certificate: {error}") from error
 
 
-def _is_loopback(host: str) -> bool:
+def host_and_port(key: str, address: str) -> tuple[str, int]:
+    """Raises ValueError, naming the key, for what is no address."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or int(found[3]) > 65535:
+        raise ValueError(f"{key} = {address}: must be host:port, or [host]:port for IPv6")
+    return found[1] or found[2], int(found[3])
+
+
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

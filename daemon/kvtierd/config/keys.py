@@ -17,7 +17,7 @@ from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
 from kvtierd.config.kinds import LIVE, Duration, Size
 from kvtierd.core.ids import Tier
 from kvtierd.rights import EVERY_CACHE, SHORTHAND_RIGHTS, AllowRule
-from kvtierd.tcp import TcpListener
+from kvtierd.tcp import TcpListener, host_and_port, is_loopback
 
 ENV_PREFIX: Final = "KVTIERD_"
 
@@ -180,6 +180,33 @@ class EventKeys(_Section):
     event_ring_events: int = Field(1 << 18, ge=1, le=1 << 28, description="Past events kept at most.")
 
 
+class MetricsKeys(_Section):
+    """Metrics
+
+    For Prometheus, over HTTP; see docs/observability.md. Whoever can connect can read them.
+    """
+
+    metrics_listen: str | None = Field(
+        None, description="host:port to serve metrics on, such as 127.0.0.1:9464; port 0 = any that is free."
+    )
+    metrics_public: bool = Field(False, description="The address of the metrics need not be a loopback one.")
+
+    @model_validator(mode="after")
+    def _sound_metrics(self) -> Self:
+        if self.metrics_listen is None and self.metrics_public:
+            raise ValueError("metrics_public = true: metrics_listen is not set")
+        if self.metrics_address is not None and not (self.metrics_public or is_loopback(self.metrics_address[0])):
+            raise ValueError(
+                f"metrics_listen = {self.metrics_listen}: must be a loopback address, unless metrics_public = true"
+            )
+        return self
+
+    @property
+    def metrics_address(self) -> tuple[str, int] | None:
+        """Host and port. Raises ValueError for what is no address."""
+        return None if self.metrics_listen is None else host_and_port("metrics_listen", self.metrics_listen)
+
+
 class DiagnosisKeys(_Section):
     """Diagnosis"""
 
@@ -192,7 +219,18 @@ class DiagnosisKeys(_Section):
     )
 
 
-class Config(DirectoryKeys, TierKeys, AccessKeys, TcpKeys, CacheKeys, CallKeys, EventKeys, DiagnosisKeys, BaseSettings):
+class Config(
+    DirectoryKeys,
+    TierKeys,
+    AccessKeys,
+    TcpKeys,
+    CacheKeys,
+    CallKeys,
+    EventKeys,
+    MetricsKeys,
+    DiagnosisKeys,
+    BaseSettings,
+):
     """All keys. Made by :func:`kvtierd.config.load.read`, which names the source of every fault."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)

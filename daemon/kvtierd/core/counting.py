@@ -33,6 +33,8 @@ def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], w
         waiting=sum(window.waiting for window in windows.values()) + waiting_across,
         held_by=held_by,
         groups=groups,
+        leases=len(leases),
+        orphaned_leases=sum(lease.orphaned for lease in leases),
     )
 
 

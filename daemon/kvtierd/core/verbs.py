@@ -152,7 +152,7 @@ class GroupCounts:
 
 @dataclass(slots=True, frozen=True)
 class ManagerStats:
-    """``held_by``: slots by session. Sums over the groups of the cache."""
+    """``held_by``: slots by session. Sums over the groups of the cache. Orphaned leases are among the ``leases``."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]
@@ -164,3 +164,5 @@ class ManagerStats:
     waiting: int
     held_by: Mapping[SessionId, int]
     groups: Mapping[GroupId, GroupCounts]
+    leases: int
+    orphaned_leases: int

@@ -48,6 +48,7 @@ BLOCKS_PER_TURN: Final = 16
 """Bounds what one loop callback tells the core; the rest follows in the next turn."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
+Arrived = Callable[[CacheRuntime, Move, MoveResult], None]
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class Edges:
     """The lanes with their threads, and the moves under way.
 
     ``deliver`` gets the moves that have ended: all of a cache at once, at most once a loop turn. It must not raise.
+    ``arrived`` is told of each of them, with its move.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class Edges:
         deliver: Deliver,
         lanes: Sequence[Lane] = LANES,
         stuck_after_s: float = STUCK_AFTER_S,
+        arrived: Arrived | None = None,
     ) -> None:
+        self._tell = arrived
         self._loop = loop
         self._deliver = deliver
         self._stuck_after_s = stuck_after_s
@@ -178,7 +182,10 @@ class Edges:
         del self._journeys[runtime.id, move.id]
         self._in_flight[runtime.id] -= 1
         self._queued[move.src, move.dst] -= len(move.items)
-        return journey.result()
+        result = journey.result()
+        if self._tell is not None:
+            self._tell(runtime, move, result)
+        return result
 
 
 def _blocks(report: Report) -> int:

@@ -34,7 +34,7 @@ from kvtierd.core.manager import (
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal
 from kvtierd.core.tickets import LeaseRecord
 from kvtierd.core.verbs import AcrossMatch
-from kvtierd.mover.edges import Edges
+from kvtierd.mover.edges import Arrived, Edges
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Answer, Tickets, Waiting, cancelled
@@ -86,14 +86,16 @@ class Engine:
         *,
         clock: Callable[[], int] = time.time_ns,
         debug_checks: bool = False,
+        arrived: Arrived | None = None,
     ) -> None:
+        """``arrived``: is told of each move that has ended, once. It must not raise."""
         self._loop = loop
         self._hub = hub
         self._sequencer = sequencer
         self._clock = clock
         self._debug_checks = debug_checks
         self._caches: dict[CacheId, _Open] = {}
-        self._edges = Edges(loop, self._completed)
+        self._edges = Edges(loop, self._completed, arrived=arrived)
         self._broken: deque[str] = deque(maxlen=BROKEN_SHOWN)
         self._closing = False
         self._ticker = loop.call_later(TICK_S, self._tick)

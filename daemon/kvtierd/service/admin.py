@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import Final
 
 import grpc
 
 from kvtier.v1 import admin_pb2, common_pb2
-from kvtierd.config import LiveConfig
-from kvtierd.core.ids import CacheId, GroupId, SessionId, Tier
+from kvtierd.core.ids import GroupId, SessionId, Tier
 from kvtierd.core.manager import ManagerStats, TierCount
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import LeaseRecord
@@ -24,11 +23,9 @@ from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Cache, Catalog
 from kvtierd.service.errors import CallRefused
+from kvtierd.service.health import Health
 from kvtierd.service.hub import EventHub
 from kvtierd.service.sessions import Session, SessionRegistry
-
-OLD_LEASE_S: Final = 3600
-"""A request of an engine takes seconds; a lease this old is more likely forgotten than needed, and health names it."""
 
 
 class AdminService:
@@ -40,7 +37,7 @@ class AdminService:
         access: Access,
         hub: EventHub,
         identity: DaemonIdentity,
-        live: LiveConfig,
+        health: Health,
     ) -> None:
         self._engine: Final = engine
         self._catalog: Final = catalog
@@ -48,7 +45,7 @@ class AdminService:
         self._access: Final = access
         self._hub: Final = hub
         self._identity: Final = identity
-        self._live: Final = live
+        self._health: Final = health
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
 
@@ -72,13 +69,7 @@ class AdminService:
             watchers=self._hub.watchers,
             caches=[self._cache(cache, stats[cache.id]) for cache in caches],
             sessions=[self._session(one, held.get(one.id, 0)) for one in self._sessions],
-            problems=[
-                *self._catalog.problems(),
-                *self._engine.problems(),
-                *self._degraded(caches, stats),
-                *self._old_leases(caches),
-                *self._live.problems,
-            ],
+            problems=self._health.problems(caches),
         )
 
     async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
@@ -113,15 +104,6 @@ class AdminService:
     def _leases(self, caches: Iterable[Cache]) -> Iterator[tuple[Cache, LeaseRecord]]:
         return ((cache, lease) for cache in caches for lease in self._engine.leases(cache.id))
 
-    def _old_leases(self, caches: Iterable[Cache]) -> Iterator[str]:
-        now = time.time_ns()
-        for cache, lease in self._leases(caches):
-            if (age_s := (now - lease.granted_at) // 10**9) >= OLD_LEASE_S:
-                pid, command = self._sessions.owner_of(lease.session)
-                slots = lease.blank_slots + lease.held_blocks
-                owner = f"session {lease.session}, pid {pid} {command}"
-                yield f"cache {cache.name}: {slots} {lease.tier} slots are leased since {age_s} s by {owner}"
-
     def _lease(self, cache: Cache, lease: LeaseRecord, now: int) -> admin_pb2.LeaseInfo:
         holder = self._sessions.get(lease.session)
         return admin_pb2.LeaseInfo(
@@ -138,14 +120,6 @@ class AdminService:
             uid=holder.peer.uid if holder else 0,
             command=holder.peer.command if holder else "",
         )
-
-    def _degraded(self, caches: Sequence[Cache], stats: Mapping[CacheId, ManagerStats]) -> Iterator[str]:
-        now = time.time_ns()
-        for cache in caches:
-            for (src, dst), record in sorted(stats[cache.id].edges.items()):
-                if (left := (record.degraded_until - now) / 1e9) > 0:
-                    again = f"{record.failures} blocks could not be moved; tried again in {left:.1f} s"
-                    yield f"cache {cache.name}: {src}>{dst} is not in use: {again}"
 
     def _session(self, session: Session, held_slots: int) -> admin_pb2.SessionStats:
         return admin_pb2.SessionStats(

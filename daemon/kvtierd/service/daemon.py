@@ -27,8 +27,12 @@ from kvtierd.service.collector import Collector
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.faces import CacheFace
+from kvtierd.service.health import Health
 from kvtierd.service.hub import EventHub, Limits
 from kvtierd.service.lifecycle import IdleCaches
+from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
+from kvtierd.service.metrics.reading import Subjects
+from kvtierd.service.metrics.service import Metrics
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
@@ -76,7 +80,7 @@ class _Directories:
 class Daemon:
     """Serves from :meth:`start` to :meth:`stop`. ``live``: its configuration, to be reloaded through."""
 
-    def __init__(self, config: Config, directories: _Directories) -> None:
+    def __init__(self, config: Config, directories: _Directories, turns: TimedSelector | None) -> None:
         state, life = directories.state, directories.state.identity
         self.live: Final = LiveConfig(config)
         self._directories: Final = directories
@@ -86,8 +90,14 @@ class Daemon:
         faces: dict[CacheId, CacheFace] = {}
         limits = Limits(config.event_ring_bytes, config.event_ring_events)
         self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits)
+        moves = MoveCounts()
+        self._metrics: Final = Metrics(moves, turns)
         self._engine: Final = Engine(
-            asyncio.get_running_loop(), self._hub, self._sequencer, debug_checks=config.debug_checks
+            asyncio.get_running_loop(),
+            self._hub,
+            self._sequencer,
+            debug_checks=config.debug_checks,
+            arrived=moves.moved,
         )
         stores = Stores(
             Budgets(config.tier_bytes),
@@ -103,6 +113,10 @@ class Daemon:
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
         self.live.on_change(self._change_rights)
+        self._health: Final = Health(self._engine, self._catalog, self._sessions, self.live)
+        self._events: Final = EventsService(
+            self._hub, self._engine, self._catalog, self._access, lambda: self.live.now.heartbeat_seconds
+        )
         self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator)
         self._attach: Final = AttachServer(
             self._sessions,
@@ -118,10 +132,13 @@ class Daemon:
         self._tcp: str | None = None
 
     @classmethod
-    async def start(cls, config: Config) -> Self:
-        """Serving when this returns. Raises the errors of ``kvtierd.tiers.base`` where a directory cannot be had."""
+    async def start(cls, config: Config, turns: TimedSelector | None = None) -> Self:
+        """Serving when this returns. ``turns``: the loop's selector, for metrics.
+
+        Raises the errors of ``kvtierd.tiers.base`` where a directory or an address cannot be had.
+        """
         directories = await asyncio.to_thread(_Directories.open, config)
-        daemon = cls(config, directories)
+        daemon = cls(config, directories, turns)
         try:
             await daemon._serve()
         except BaseException:
@@ -139,6 +156,8 @@ class Daemon:
         with run.creating_sockets():
             self._rpc.bind(run.rpc_path)
             listener = run.bind_attach()
+        if (metrics := self.live.now.metrics_address) is not None:
+            self._metrics.start(*metrics, self._subjects())
         await self._rpc.start()
         self._attach.start(listener)
         self._idle.start()
@@ -153,6 +172,11 @@ class Daemon:
         """host:port for TCP clients; None where there are none."""
         return self._tcp
 
+    @property
+    def metrics_port(self) -> int | None:
+        """Where metrics are served; None where they are not."""
+        return self._metrics.port
+
     def stalled_s(self) -> float:
         """The movers' heartbeat, for a watchdog: for how long the slowest of their threads has been in one call."""
         return self._engine.stalled_s()
@@ -160,6 +184,7 @@ class Daemon:
     async def stop(self) -> bool:
         """Within the configured time. False if it was not clean: then threads may still be in the stores, which stay
         open, and only the end of the process lets go of them."""
+        await self._metrics.stop()
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
         await self._idle.stop()
@@ -187,17 +212,27 @@ class Daemon:
         describe = self._translator.detail
         caps = Caps(self._engine, lambda: CapLimits(live.now.max_reserved_fraction, live.now.max_session_leases))
         blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe, caps)
-        events = EventsService(self._hub, self._engine, self._catalog, self._access, lambda: live.now.heartbeat_seconds)
         transfer = TransferService(self._engine, self._catalog, blocks, lambda: live.now.wait_seconds)
         return Services(
             caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
             blocks=blocks.verbs(),
-            events=events.streams(),
+            events=self._events.streams(),
             admin=AdminService(
-                self._engine, self._catalog, self._sessions, self._access, self._hub, self._identity, live
+                self._engine, self._catalog, self._sessions, self._access, self._hub, self._identity, self._health
             ).verbs(),
             uploads=transfer.uploads(),
             downloads=transfer.streams(),
+        )
+
+    def _subjects(self) -> Subjects:
+        return Subjects(
+            self._engine,
+            self._hub,
+            self._catalog,
+            self._sessions,
+            self._identity,
+            self._events.lags,
+            lambda: self._health.problems(list(self._catalog)),
         )
 
     def _change_rights(self, config: Config) -> None:

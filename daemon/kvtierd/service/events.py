@@ -36,9 +36,14 @@ class EventsService:
         self._catalog: Final = catalog
         self._access: Final = access
         self._heartbeat_s: Final = heartbeat_s
+        self._watchers: Final[set[Watcher]] = set()
 
     def streams(self) -> Mapping[str, StreamVerb]:
         return {"Watch": self.watch}
+
+    def lags(self) -> list[int]:
+        """Of each watcher, how many events it has not been sent."""
+        return [watcher.lag for watcher in self._watchers]
 
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         wanted = _filter(
@@ -51,11 +56,12 @@ class EventsService:
             cursor = self._hub.oldest - 1
         elif start == "since":
             cursor = self._resume_at(request.since)
+        watcher = Watcher(self._hub, cursor, wanted, heartbeat_s)
         self._hub.watchers += 1
         try:
             if start == "since" and 0 < request.since.epoch < self._hub.epoch:
                 yield lost_range(self._hub, request.since.epoch, request.since.id)
-            watcher = Watcher(self._hub, cursor, wanted, heartbeat_s)
+            self._watchers.add(watcher)
             snapshot_end = None
             if start == "snapshot" and request.snapshot:
                 async with aclosing(self._slices(cursor, wanted)) as slices:
@@ -67,6 +73,7 @@ class EventsService:
                     yield batch
         finally:
             self._hub.watchers -= 1
+            self._watchers.discard(watcher)
 
     def _visible(self, session: Session, named: Sequence[str]) -> Callable[[str], bool] | None:
         """Events of other caches are filtered away; those asked for by name are refused instead."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import Event
+from kvtierd.core.events import Cause, Event, EventType
 from kvtierd.service import wire
 from kvtierd.service.faces import Faces
 
@@ -80,6 +81,8 @@ class EventHub:
         self.epoch: Final = epoch
         self.epoch_first: Final = epoch_first
         self.watchers = 0
+        self.published: Final[Counter[tuple[EventType, Cause]]] = Counter()
+        """Events of this life by type and cause."""
         self._faces = faces
         self._limits = limits
         self._published = last
@@ -116,6 +119,7 @@ class EventHub:
         if not events:
             return
         self._pending.extend(events)
+        self.published.update((event.type, event.cause) for event in events)
         self._published = events[-1].id
         if self._packing is None:
             self._packing = asyncio.get_running_loop().call_later(LINGER_S, self._pack_some)

@@ -90,6 +90,11 @@ class Watcher:
         self._filter = wanted
         self._heartbeat_s = heartbeat_s
 
+    @property
+    def lag(self) -> int:
+        """Events that it has not looked at yet."""
+        return self._hub.last - self._cursor
+
     async def follow(self, snapshot_end: int | None = None) -> AsyncGenerator[bytes, None]:
         """Batches without end, serialised; the first comes at once and, if it has no events, says where this starts.
 
