@@ -18,7 +18,7 @@ from kvtierd.service.access import Access
 from kvtierd.service.calls import StreamVerb
 from kvtierd.service.catalog import Cache, Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
-from kvtierd.service.hub import EventHub
+from kvtierd.service.hub import TOKENS_WEIGH, EventHub
 from kvtierd.service.sessions import Session
 from kvtierd.service.watch import EventFilter, Watcher, lost_range
 
@@ -123,8 +123,9 @@ class EventsService:
         self, cursor: int, cache: Cache, group: GroupId, private: bool
     ) -> AsyncGenerator[bytes, None]:
         page = 0
+        limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
         while True:
-            listing = self._engine.listing(cache.id, group, page, SLICE_BLOCKS)
+            listing = self._engine.listing(cache.id, group, page, limit)
             if listing.rows:
                 slice = wire.slice_of(cache.face, group, listing.rows, private=private)
                 batch = events_pb2.WatchBatch(epoch=self._hub.epoch, first_id=cursor + 1, last_id=cursor, slice=slice)

@@ -26,6 +26,9 @@ RUN_EVENTS: Final = 128
 RUN_BLOCKS: Final = 2048
 """A run is closed once it has so many events, or blocks: packing one takes about a millisecond of the loop."""
 
+TOKENS_WEIGH: Final = 4
+"""A block with tokens counts as so many: packing it takes a microsecond instead of a quarter of one."""
+
 MESSAGE_EVENTS: Final = 256
 """Most events of a message to a watcher."""
 
@@ -192,10 +195,16 @@ class EventHub:
 def _run_length(events: Sequence[Event]) -> int:
     blocks = 0
     for count, event in enumerate(events[:RUN_EVENTS], start=1):
-        blocks += len(event.blocks)
+        blocks += len(event.blocks) * (TOKENS_WEIGH if _has_tokens(event) else 1)
         if blocks >= RUN_BLOCKS:
             return count
     return min(len(events), RUN_EVENTS)
+
+
+def _has_tokens(event: Event) -> bool:
+    return event.type is EventType.STORED and any(
+        block.label is not None and block.label.tokens for block in event.blocks
+    )
 
 
 def _without_events_up_to(cursor: int, run: Run) -> Run:

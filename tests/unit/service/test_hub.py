@@ -5,13 +5,14 @@ import asyncio
 from kvtier.v1 import events_pb2
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key
+from kvtierd.core.traits import Label
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.hub import MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, EventHub, Limits, Run
 
 FACES = {CacheId(1): CacheFace("cache")}
 
 
-def event(number: int, blocks: int = 1) -> Event:
+def event(number: int, blocks: int = 1, label: Label | None = None) -> Event:
     keys = [Key(index.to_bytes(32, "big")) for index in range(blocks)]
     return Event(
         EventId(number),
@@ -20,7 +21,7 @@ def event(number: int, blocks: int = 1) -> Event:
         CacheId(1),
         GroupId(0),
         7,
-        tuple(BlockChange(key, None, 1, 35) for key in keys),
+        tuple(BlockChange(key, None, 1, 35, label) for key in keys),
     )
 
 
@@ -159,3 +160,24 @@ async def test_no_event_is_lost_when_more_come_while_a_backlog_is_packed() -> No
         seen += len(ids(run))
         cursor = run.last
     assert seen == last
+
+
+async def test_tokens_are_kept_apart() -> None:
+    tokens = events_pb2.BlockTokens(token_ids=bytes(64))
+    told, count = hub(), 5
+    told.publish([event(number, 128, Label(b"", tokens.SerializeToString())) for number in range(1, count + 1)])
+    await readable(told, count)
+    first = told.after(0)
+    assert first is not None
+    assert not any(each.tokens for each in events_pb2.WatchBatch.FromString(first.body).events)
+    private = events_pb2.WatchBatch.FromString(first.private).events
+    assert all(list(each.tokens) == [tokens] * 128 for each in private)
+
+
+async def test_without_tokens_a_run_is_held_once() -> None:
+    told = hub()
+    publish(told, 1, 3)
+    await readable(told, 3)
+    run = told.after(0)
+    assert run is not None
+    assert run.private is run.body
