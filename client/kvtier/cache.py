@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 from typing import Any, Final
 
 from grpc.aio import UnaryUnaryMultiCallable
-from numpy.typing import NDArray
 
 from kvtier import arrays, transfer
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
@@ -457,9 +456,9 @@ class Cache:
     ) -> list[BlockResult]:
         """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
 
-        ``blocks``: one array a key of any dtype and shape with exactly :attr:`block_bytes`, or one array whose first
-        axis is the block. ``parent``: key of the block before the first one (None: it is a root). A chain of more
-        than half a tier goes in pieces, each released before the next; where a piece's parent has been evicted
+        ``blocks``: one array or torch tensor a key, of any dtype, shape and device, with exactly :attr:`block_bytes`,
+        or one whose first axis is the block. ``parent``: key of the block before the first one (None: it is a root). A
+        chain of more than half a tier goes in pieces, each released before the next; where a piece's parent was evicted
         meanwhile, it and the rest are PARENT_MISSING and not stored. ``retention``: instead of ``priorities``.
         ``prompt``: what the keys are of, for a cache that tells more than keys in its events (see :meth:`prompt`).
         ``timeout`` is for each piece. Where the cache is not mapped, the bytes go through a stream.
@@ -494,11 +493,12 @@ class Cache:
         *,
         tier: Tier | None = None,
         timeout: float | None = None,
-    ) -> list[NDArray[Any]]:
+    ) -> list[Any]:
         """The longest stored prefix of a chain, copied out: one array a block of the prefix.
 
-        ``out``: arrays of exactly :attr:`block_bytes` to copy into, one a key, C-contiguous; the first ones are
-        filled and returned. Without it: fresh uint8 arrays. ``tier`` is where the blocks are read, and stay for now.
+        ``out``: arrays or tensors of exactly :attr:`block_bytes` to copy into, one a key, arrays C-contiguous; the
+        first ones are filled and returned. Without it: fresh uint8 arrays. ``tier`` is where the blocks are read, and
+        stay for now.
         ``timeout`` is for each piece of at most half that tier. Where the cache is not mapped, the bytes come through a
         stream.
 
@@ -513,7 +513,7 @@ class Cache:
         *,
         tier: Tier | None = None,
         timeout: float | None = None,
-    ) -> list[NDArray[Any]]:
+    ) -> list[Any]:
         """As :meth:`get`, the bytes through a stream even where the memory is mapped.
 
         They are checked against their checksums: raises also :class:`DamagedTransfer`.
@@ -588,11 +588,15 @@ class Cache:
 
     async def _get(
         self, way: arrays.Way, keys: Keys, out: transfer.Blocks | None, tier: Tier | None, timeout: float | None
-    ) -> list[NDArray[Any]]:
+    ) -> list[Any]:
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
         rows = await arrays.get(self, way, self.lease_tier(tier), chain, targets, timeout)
-        return list(rows) if out is None else list(out[: len(rows)])
+        if out is None:
+            return list(rows)
+        filled = list(out[: len(rows)])
+        await transfer.deliver(filled, rows)
+        return filled
 
     def _require_writable(self) -> None:
         if not self._binder.write:

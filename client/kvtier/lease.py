@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 
+from kvtier import tensors
 from kvtier.arena import Arena, Bytes
 from kvtier.binding import Binding
 from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost
@@ -17,6 +18,8 @@ from kvtier.types import BlockResult, Tier
 from kvtier.wire import Keys
 
 if TYPE_CHECKING:
+    import torch
+
     from kvtier.cache import Cache
 
 T = TypeVar("T")
@@ -55,6 +58,14 @@ class Lease:
         if not 0 <= index < len(self.slots):
             raise InvalidArgument("index", index, f"0 to {len(self.slots) - 1}")
         return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._is_blank(index))
+
+    def tensors(self, index: int) -> list[torch.Tensor]:
+        """As :meth:`view`, as torch tensors of the cache's dtype, 1-D, not copied. Imports torch.
+
+        torch has no read-only tensors. Do not write to one whose slot is not blank: that spoils the block for
+        everybody, or, in a cache opened with ``write`` False, ends the process (SIGSEGV).
+        """
+        return [tensors.over(part, self.cache.spec.dtype) for part in self.view(index)]
 
     def require_live(self) -> None:
         """Raises :class:`LeaseError` or :class:`LeaseLost` where the slots are not held any more."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier import tensors
 from kvtier.arena import Bytes
 from kvtier.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
 
 INLINE_BYTES: Final = 1 << 20
 """Copies up to this size run on the loop; above it a thread does less harm than the stall."""
@@ -22,8 +26,9 @@ INLINE_BYTES: Final = 1 << 20
 copy_in: ContextVar[Callable[[Callable[[], None]], asyncio.Future[None]] | None] = ContextVar("copy_in", default=None)
 """Where copies of this task run, whatever their size. None: here, or in a thread of the loop's executor."""
 
-Blocks = NDArray[Any] | Sequence[NDArray[Any]]
-"""n blocks: one array whose first axis is the block, or a sequence of n arrays. Any dtype and shape."""
+Block: TypeAlias = "NDArray[Any] | torch.Tensor"
+Blocks: TypeAlias = "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor]"
+"""n blocks: one array or tensor whose first axis is the block, or a sequence of n of them. Any dtype and shape."""
 
 
 def readable(blocks: Blocks, count: int, block_bytes: int) -> list[Bytes]:
@@ -32,16 +37,41 @@ def readable(blocks: Blocks, count: int, block_bytes: int) -> list[Bytes]:
     Raises :class:`InvalidArgument` where there are not ``count`` of ``block_bytes`` each.
     """
     _check(blocks, "blocks", count, block_bytes)
-    return [np.ascontiguousarray(block).reshape(-1).view(np.uint8) for block in blocks]
+    return [
+        tensors.bytes_of(block) if tensors.is_tensor(block) else np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+        for block in blocks
+    ]
 
 
 def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]:
-    """The bytes of the caller's arrays, to be written in place. Raises :class:`InvalidArgument`, as above."""
+    """The bytes of the caller's arrays, to be written in place. Raises :class:`InvalidArgument`, as above.
+
+    For a tensor that is not contiguous CPU memory: fresh bytes, for :func:`deliver` to bring there.
+    """
     _check(out, "out", count, block_bytes)
+    targets: list[Bytes] = []
     for index, block in enumerate(out):
-        if not (block.flags.c_contiguous and block.flags.writeable):
+        if tensors.is_tensor(block):
+            in_place = tensors.is_in_place(block)
+            targets.append(tensors.bytes_of(block) if in_place else np.empty(block_bytes, np.uint8))
+        elif isinstance(block, np.ndarray) and block.flags.c_contiguous and block.flags.writeable:
+            targets.append(block.reshape(-1).view(np.uint8))
+        else:
             raise InvalidArgument(f"out[{index}]", "an array that is not", "C-contiguous and writable")
-    return [block.reshape(-1).view(np.uint8) for block in out]
+    return targets
+
+
+async def deliver(out: Sequence[Block], rows: Sequence[Bytes]) -> None:
+    """After :func:`writable` and a copy into what it gave: fills the tensors that could not be written in place."""
+    pairs = [(block, row) for block, row in zip(out, rows, strict=True) if tensors.is_tensor(block)]
+    late = [(tensor, row) for tensor, row in pairs if not tensors.is_in_place(tensor)]
+
+    def fill() -> None:
+        for tensor, row in late:
+            tensors.fill(tensor, row)
+
+    if late:
+        await run(fill, sum(len(row) for _, row in late))
 
 
 async def run(copy: Callable[[], None], nbytes: int) -> None:
@@ -94,7 +124,7 @@ def _check(blocks: Blocks, field: str, count: int, block_bytes: int) -> None:
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
     for index, block in enumerate(blocks):
-        if not isinstance(block, np.ndarray):
-            raise InvalidArgument(f"{field}[{index}]", type(block).__name__, "a numpy array")
+        if not (isinstance(block, np.ndarray) or tensors.is_tensor(block)):
+            raise InvalidArgument(f"{field}[{index}]", type(block).__name__, "a numpy array or a torch tensor")
         if block.nbytes != block_bytes:
             raise InvalidArgument(f"{field}[{index}]", f"{block.nbytes} bytes", f"{block_bytes} bytes")

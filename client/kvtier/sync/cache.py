@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from numpy.typing import NDArray
-
 from kvtier import cache as inner
 from kvtier import transfer
 from kvtier.abi.keys import PLAIN, Scope, TokenIds
@@ -278,7 +276,7 @@ class Cache:
         *,
         tier: Tier | None = None,
         timeout: float | None = None,
-    ) -> list[NDArray[Any]]:
+    ) -> list[Any]:
         """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
         packed = packed_keys(keys)
         return self._thread.run(lambda: self._inner.get(packed, out, tier=tier, timeout=timeout))
@@ -290,7 +288,7 @@ class Cache:
         *,
         tier: Tier | None = None,
         timeout: float | None = None,
-    ) -> list[NDArray[Any]]:
+    ) -> list[Any]:
         """The longest stored prefix, through a stream: see :meth:`kvtier.Cache.stream_get`."""
         packed = packed_keys(keys)
         return self._thread.run(lambda: self._inner.stream_get(packed, out, tier=tier, timeout=timeout))

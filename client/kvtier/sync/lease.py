@@ -19,6 +19,8 @@ from kvtier.types import BlockResult, Tier
 from kvtier.wire import Keys, packed_keys
 
 if TYPE_CHECKING:
+    import torch
+
     from kvtier.sync.cache import Cache
 
 L = TypeVar("L", bound=inner.Lease)
@@ -61,6 +63,10 @@ class Lease(Generic[L]):
     def view(self, index: int) -> list[Bytes]:
         """See :meth:`kvtier.lease.Lease.view`."""
         return self.inner.view(index)
+
+    def tensors(self, index: int) -> list[torch.Tensor]:
+        """See :meth:`kvtier.lease.Lease.tensors`."""
+        return self.inner.tensors(index)
 
     def require_live(self) -> None:
         """Raises :class:`LeaseError` or :class:`LeaseLost` where the slots are not held any more."""

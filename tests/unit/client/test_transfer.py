@@ -65,7 +65,7 @@ def test_one_array_whose_first_axis_is_the_block_is_n_blocks() -> None:
     [
         ([np.zeros(63, np.uint8)], "blocks[0]", "63 bytes", "64 bytes"),
         ([np.zeros(64, np.uint8)] * 2, "blocks", "2 blocks", "1, one a key"),
-        ([b"x" * 64], "blocks[0]", "bytes", "a numpy array"),
+        ([b"x" * 64], "blocks[0]", "bytes", "a numpy array or a torch tensor"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(blocks: Any, field: str, value: str, limit: str) -> None:
