@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvtierd.core.ids import Key, SessionId, SlotId
+from kvtierd.core.ids import Key, LeaseId, SessionId, SlotId
 from kvtierd.core.manager import ChainRequest, CommitItem
 from tests.simulation.chooser import Chooser
 from tests.simulation.forest import label_of
+from tests.simulation.site import Site
 from tests.simulation.world import World
 
 PRIORITIES: Final = (35, 35, 35, 35, 0, 10, 29, 30, 49, 50, 100)
@@ -20,9 +21,9 @@ Action = Callable[[World, Chooser], None]
 
 
 def reserve(world: World, choose: Chooser) -> None:
-    if world.memories:
-        tier = choose.pick(list(world.memories))
-        world.reserve(_session(world, choose), tier, choose.between(1, min(4, world.slots[tier])))
+    if world.memory_tiers:
+        site, tier = _site(world, choose), choose.pick(world.memory_tiers)
+        world.reserve(_session(world, choose), site, tier, choose.between(1, min(4, site.slots[tier])))
 
 
 def scribble(world: World, choose: Chooser) -> None:
@@ -39,42 +40,54 @@ def commit(world: World, choose: Chooser) -> None:
     if not writers:
         return
     holding = choose.pick(writers)
+    site = world.sites[holding.plan.group]
     slots = list(holding.blank)
-    keys = _to_store(world, choose, len(slots))
-    world.commit(holding, [_item(world, choose, slot, key) for slot, key in zip(slots, keys, strict=False)])
+    keys = _to_store(world, site, choose, len(slots))
+    world.commit(holding, [_item(world, site, choose, slot, key) for slot, key in zip(slots, keys, strict=False)])
 
 
-def _to_store(world: World, choose: Chooser, most: int) -> Sequence[Key]:
+def _to_store(world: World, site: Site, choose: Chooser, most: int) -> Sequence[Key]:
     if choose.chance(15):
         return choose.some(world.forest.keys, most)
     chain = world.forest.chain(choose.pick(world.forest.keys))
-    missing = [key for key in chain if key not in world.mirror.blocks]
+    missing = [key for key in chain if key not in site.mirror.blocks]
     return (missing or chain)[: choose.between(1, most)]
 
 
-def _item(world: World, choose: Chooser, slot: SlotId, key: Key) -> CommitItem:
+def _item(world: World, site: Site, choose: Chooser, slot: SlotId, key: Key) -> CommitItem:
     parent = world.forest.parent[key]
-    if key in world.mirror.blocks and choose.chance(20):
+    if key in site.mirror.blocks and choose.chance(20):
         parent = choose.pick([other for other in world.forest.keys if other != key])
     return CommitItem(slot, key, parent, choose.pick(PRIORITIES), choose.pick(DURATIONS_MS), label_of(key))
 
 
 def acquire(world: World, choose: Chooser) -> None:
-    if not world.memories:
-        return
+    if world.memory_tiers:
+        tier = choose.pick(world.memory_tiers)
+        world.acquire(_session(world, choose), _site(world, choose), tier, _chains(world, choose))
+
+
+def acquire_across(world: World, choose: Chooser) -> None:
+    if world.memory_tiers:
+        tier = choose.pick(world.memory_tiers)
+        world.acquire_across(_session(world, choose), tier, _chains(world, choose))
+
+
+def _chains(world: World, choose: Chooser) -> list[ChainRequest]:
     chains = []
     for _ in range(choose.between(1, 3)):
         keys = world.forest.chain(choose.pick(world.forest.keys))
         least = choose.below(len(keys) + 1) if choose.chance(40) else 0
         retention = _retention(choose, len(keys)) if choose.chance(20) else ((), ())
         chains.append(ChainRequest(keys, least, *retention))
-    world.acquire(_session(world, choose), choose.pick(list(world.memories)), chains)
+    return chains
 
 
 def retain(world: World, choose: Chooser) -> None:
-    stored = list(world.mirror.blocks)
+    site = _site(world, choose)
+    stored = list(site.mirror.blocks)
     keys = choose.some(stored if stored and choose.chance(80) else world.forest.keys, 4)
-    world.retain(_session(world, choose), keys, *_retention(choose, len(keys)))
+    world.retain(_session(world, choose), site, keys, *_retention(choose, len(keys)))
 
 
 def _retention(choose: Chooser, blocks: int) -> tuple[list[int], list[int]]:
@@ -86,28 +99,35 @@ def release(world: World, choose: Chooser) -> None:
     if world.clients.leases:
         first = choose.pick(list(world.clients.leases.values()))
         of_session = [lease for lease, holding in world.clients.leases.items() if holding.session == first.session]
-        world.release(first.session, choose.some(of_session, 3))
+        world.release(
+            first.session, {lease: _first_blocks(world, choose, lease) for lease in choose.some(of_session, 3)}
+        )
+
+
+def _first_blocks(world: World, choose: Chooser, lease: LeaseId) -> int:
+    held = len(world.clients.leases[lease].blocks)
+    return choose.between(1, held) if held and choose.chance(25) else 0
 
 
 def move(world: World, choose: Chooser) -> None:
     keys = choose.some(world.forest.keys, 4)
     if choose.chance(50):
         keys = list(world.forest.chain(keys[0]))
-    world.move(_session(world, choose), choose.pick(list(world.slots)), keys)
+    world.move(_session(world, choose), _site(world, choose), choose.pick(world.tiers), keys)
 
 
 def drop(world: World, choose: Chooser) -> None:
     plan = world.plan_drop if choose.chance(30) else world.drop
-    plan(_session(world, choose), choose.some(world.forest.keys, 3))
+    plan(_session(world, choose), _site(world, choose), choose.some(world.forest.keys, 3))
 
 
 def pin(world: World, choose: Chooser) -> None:
-    tier = choose.pick(list(world.slots))
-    pinned = [key for (of, key), count in world.pins.items() if of is tier and count]
-    there = [key for key, change in world.mirror.blocks.items() if change.residency & tier.bit]
+    site, tier = _site(world, choose), choose.pick(world.tiers)
+    pinned = [key for (of, key), count in site.pins.items() if of is tier and count]
+    there = [key for key, change in site.mirror.blocks.items() if change.residency & tier.bit]
     unpin = choose.chance(60)
     keys = choose.some((pinned if unpin else there) or world.forest.keys, 3)
-    world.pin(_session(world, choose), tier, keys, unpin=unpin)
+    world.pin(_session(world, choose), site, tier, keys, unpin=unpin)
 
 
 def reset(world: World, choose: Chooser) -> None:
@@ -137,7 +157,7 @@ def end(world: World, choose: Chooser) -> None:
 
 
 def report(world: World, choose: Chooser) -> None:
-    if world.mover.in_flight:
+    if world.in_flight:
         world.report(choose)
 
 
@@ -149,12 +169,13 @@ def tick(world: World, choose: Chooser) -> None:
 
 def rot(world: World, choose: Chooser) -> None:
     """Not a call: the disk's bytes flip."""
-    if world.disk is not None:
-        world.disk.rot(SlotId(choose.below(len(world.disk.slab))))
+    disk = _site(world, choose).disk
+    if disk is not None:
+        disk.rot(SlotId(choose.below(len(disk.slab))))
 
 
 def lose(world: World, choose: Chooser) -> None:
-    world.lose(choose.pick(list(world.slots)))
+    world.lose(choose.pick(world.tiers))
 
 
 def restore(world: World, choose: Chooser) -> None:
@@ -180,7 +201,8 @@ def stop_and_start(world: World, choose: Chooser) -> None:
 
 WEIGHTS: Final[Mapping[Action, int]] = {
     report: 330,
-    acquire: 150,
+    acquire: 110,
+    acquire_across: 60,
     reserve: 130,
     commit: 130,
     release: 130,
@@ -205,6 +227,10 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     stop_and_start: 1,
 }
 """How often each happens in a random walk, against the sum."""
+
+
+def _site(world: World, choose: Chooser) -> Site:
+    return choose.pick(list(world.sites.values()))
 
 
 def _session(world: World, choose: Chooser) -> SessionId:

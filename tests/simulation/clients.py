@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvtierd.core.ids import Key, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.outcome import Grant, Refusal
+from kvtierd.core.tickets import LeaseRecord
 from tests.simulation.memory import Content, Memory
+from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import require
 
 SESSIONS: Final = 3
@@ -24,12 +26,17 @@ class Request:
 
 
 @dataclass(slots=True, frozen=True)
-class SlotsRequest(Request):
+class GroupRequest(Request):
+    group: GroupId
+
+
+@dataclass(slots=True, frozen=True)
+class SlotsRequest(GroupRequest):
     count: int
 
 
 @dataclass(slots=True, frozen=True)
-class PrefixRequest(Request):
+class PrefixRequest(GroupRequest):
     """``found_in``: residencies of the prefix that was stored when the call was made.
 
     ``readable``: how much of it no failing edge was needed for.
@@ -42,25 +49,61 @@ class PrefixRequest(Request):
 
 
 @dataclass(slots=True, frozen=True)
-class MoveRequest(Request):
+class MoveRequest(GroupRequest):
     keys: tuple[Key, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class AcrossRequest(Request):
+    """``found_in``: residencies of the blocks stored when the call was made, by group. ``readable``, ``stored``: the
+    longest prefix that all groups could serve, without and with what a failing edge may be needed for. ``removed``:
+    blocks that went since; they may have been stored again elsewhere."""
+
+    keys: tuple[Key, ...]
+    min_blocks: int
+    found_in: Mapping[GroupId, Mapping[Key, int]]
+    readable: int
+    stored: int
+    removed: set[tuple[GroupId, Key]] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """A lease. ``blank``: what its client last wrote into each slot. ``blocks``: what it was told each slot holds."""
+    """A lease. ``blank``: what its client last wrote into each slot. ``blocks``: what it was told each slot holds, in
+    the order in which it got them. ``chains``: of a sliding group what it stored, each block under the one before."""
 
     id: LeaseId
     session: SessionId
+    plan: GroupPlan
     tier: Tier
     blank: dict[SlotId, Content] = field(default_factory=dict)
     blocks: dict[SlotId, Key] = field(default_factory=dict)
+    chains: list[list[tuple[Key, SlotId | None]]] = field(default_factory=list)
+
+    def extend(self, key: Key, parent: Key | None, slot: SlotId | None) -> None:
+        """The block is stored, in this slot or, None, before: what its window does not reach is not held any more, nor
+        is what the client stored of it itself and was lost since."""
+        if not self.plan.sliding:
+            return
+        again = next((chain for chain in self.chains if chain[-1][0] == key), None)
+        chain = again or next((chain for chain in self.chains if chain[-1][0] == parent), None)
+        if chain is None:
+            chain = []
+            self.chains.append(chain)
+        kept = chain[:-1] if again else chain[:]
+        kept.append((key, slot))
+        kept = kept[-self.plan.reach :]
+        for _, outside in chain:
+            if outside is not None and outside not in {at for _, at in kept}:
+                self.blocks.pop(outside, None)
+        chain[:] = kept
 
 
 class Clients:
     """All sessions, attached or orphaned, their requests and leases. A session that ended may begin anew."""
 
-    def __init__(self, memories: Mapping[Tier, Memory]) -> None:
+    def __init__(self, plans: Sequence[GroupPlan], memories: Mapping[GroupId, Mapping[Tier, Memory]]) -> None:
+        self._plans = {plan.group: plan for plan in plans}
         self._memories = memories
         self.requests: dict[TicketId, Request] = {}
         self.leases: dict[LeaseId, Holding] = {}
@@ -77,11 +120,25 @@ class Clients:
 
     def write(self, holding: Holding, slot: SlotId, content: Content) -> None:
         holding.blank[slot] = content
-        self._memories[holding.tier].contents[slot] = content
+        self._memories[holding.plan.group][holding.tier].contents[slot] = content
 
-    def committed(self, holding: Holding, slot: SlotId, key: Key) -> None:
+    def committed(self, holding: Holding, slot: SlotId, key: Key, parent: Key | None) -> None:
         del holding.blank[slot]
         holding.blocks[slot] = key
+        holding.extend(key, parent, slot)
+
+    def found_stored(self, holding: Holding, slot: SlotId, key: Key, parent: Key | None) -> None:
+        del holding.blank[slot]
+        if key not in holding.blocks.values():
+            holding.extend(key, parent, None)
+
+    def release(self, lease: LeaseId, first_blocks: int) -> None:
+        """0 = the whole lease."""
+        holding = self.leases[lease]
+        for slot in list(holding.blocks)[:first_blocks]:
+            del holding.blocks[slot]
+        if first_blocks == 0:
+            del self.leases[lease]
 
     def forget_requests(self, session: SessionId) -> None:
         """The session's calls are cancelled: none of them may be answered."""
@@ -94,10 +151,10 @@ class Clients:
         for holding in [holding for holding in self.leases.values() if holding.session == session]:
             del self.leases[holding.id]
 
-    def leased(self, tier: Tier) -> set[SlotId]:
+    def leased(self, group: GroupId, tier: Tier) -> set[SlotId]:
         slots: set[SlotId] = set()
         for holding in self.leases.values():
-            if holding.tier is tier:
+            if (holding.plan.group, holding.tier) == (group, tier):
                 slots |= holding.blank.keys() | holding.blocks.keys()
         return slots
 
@@ -111,10 +168,12 @@ class Clients:
 
     def take_slots(self, request: SlotsRequest, grant: Grant) -> None:
         require(grant.lease is not None, "a reservation is granted without a lease")
+        assert grant.lease is not None
         require(len(set(grant.slots)) == request.count, f"{request.count} slots are asked, {grant.slots} granted")
-        require(self.leased(request.tier).isdisjoint(grant.slots), "a leased slot is granted again")
-        holding = self._lease(request, grant)
-        memory = self._memories[request.tier]
+        leased = self.leased(request.group, request.tier)
+        require(leased.isdisjoint(grant.slots), "a leased slot is granted again")
+        holding = self._lease(request, request.group, grant.lease)
+        memory = self._memories[request.group][request.tier]
         holding.blank = {slot: memory.contents[slot] for slot in grant.slots}
 
     def take_prefix(self, request: PrefixRequest, grant: Grant) -> None:
@@ -125,9 +184,28 @@ class Clients:
         require(request.min_blocks <= blocks <= grant.matched, f"{blocks} blocks are granted")
         require((grant.lease is None) == (blocks == 0), "a lease holds nothing, or nothing is leased")
         if grant.lease is not None:
-            holding = self._lease(request, grant)
-            holding.blocks = dict(zip(grant.slots, request.keys, strict=False))
-            require(len(holding.blocks) == blocks, "a slot is granted for two blocks")
+            self._hold(request, request.group, grant.lease, request.keys[:blocks], grant.slots)
+
+    def take_across(self, request: AcrossRequest, grant: Grant) -> None:
+        """In every group just what the prefix needs there, by the definition."""
+        require(request.readable <= grant.matched <= request.stored, "a match across groups is not what was stored")
+        require(request.min_blocks <= grant.blocks <= grant.matched, f"{grant.blocks} blocks are granted")
+        require((grant.lease, grant.slots) == (None, ()), "an answer across groups is none of one group")
+        require([part.group for part in grant.groups] == list(self._plans), "a group is missing from an answer")
+        for part in grant.groups:
+            needed = self._plans[part.group].needed(grant.blocks)
+            given = range(part.first_block, part.first_block + len(part.slots))
+            require(list(given) == list(needed), f"a prefix of {grant.blocks} needs blocks {needed}, not {given}")
+            require((part.lease is None) == (not needed), "a lease holds nothing, or nothing is leased")
+            keys = [request.keys[place] for place in needed]
+            known = request.found_in[part.group]
+            told = zip(keys, part.found_in, strict=True)
+            certain = request.readable == request.stored and grant.blocks == grant.matched
+            sure = {key for key in keys if certain and (part.group, key) not in request.removed}
+            right = all(found == known[key] if key in sure else found for key, found in told)
+            require(right, "an acquire says wrongly where its blocks were")
+            if part.lease is not None:
+                self._hold(request, part.group, part.lease, keys, part.slots)
 
     def take_refusal(self, request: Request, refusal: Refusal) -> None:
         require(refusal.tier is request.tier, "a refusal names another tier")
@@ -135,21 +213,31 @@ class Clients:
 
     def verify_turn(self, request: SlotsRequest) -> None:
         """After all answers of an outcome: nobody who asked for slots of the tier earlier still waits."""
-        older = [r for r in self.requests.values() if isinstance(r, SlotsRequest) and r.tier is request.tier]
-        require(all(r.id > request.id for r in older), f"{request.tier}: an older reservation was overtaken")
+        asked = [r for r in self.requests.values() if isinstance(r, SlotsRequest)]
+        older = [r for r in asked if (r.group, r.tier) == (request.group, request.tier) and r.id < request.id]
+        require(not older, f"{request.tier}: an older reservation was overtaken")
 
-    def _lease(self, request: Request, grant: Grant) -> Holding:
-        assert grant.lease is not None
-        require(grant.lease not in self.leases, f"lease {grant.lease} is given twice")
-        holding = self.leases[grant.lease] = Holding(grant.lease, request.session, request.tier)
+    def _hold(
+        self, request: Request, group: GroupId, lease: LeaseId, keys: Sequence[Key], slots: Sequence[SlotId]
+    ) -> None:
+        holding = self._lease(request, group, lease)
+        holding.blocks = dict(zip(slots, keys, strict=True))
+        require(len(holding.blocks) == len(slots), "a slot is granted for two blocks")
+
+    def _lease(self, request: Request, group: GroupId, lease: LeaseId) -> Holding:
+        require(lease not in self.leases, f"lease {lease} is given twice")
+        holding = self.leases[lease] = Holding(lease, request.session, self._plans[group], request.tier)
         return holding
 
     # -- whether it is so --------------------------------------------------------------------------------------------
 
-    def verify(self) -> None:
-        """Leased slots hold what their clients were told or wrote, and have an owner."""
+    def verify(self, records: Sequence[LeaseRecord]) -> None:
+        """Leased slots hold what their clients were told or wrote, and have an owner; nothing else is leased."""
+        told = {record.id: (record.blank_slots, record.held_blocks) for record in records}
+        known = {holding.id: (len(holding.blank), len(holding.blocks)) for holding in self.leases.values()}
+        require(told == known, f"leases are of {told} slots, their clients know of {known}")
         for holding in self.leases.values():
-            memory = self._memories[holding.tier]
+            memory = self._memories[holding.plan.group][holding.tier]
             for slot, key in holding.blocks.items():
                 require(
                     memory.contents[slot] == key, f"{holding.tier} slot {slot} is leased and lost its block's bytes"

@@ -34,9 +34,11 @@ class Write:
 
 
 class Disk:
-    """``bad``: slots found corrupt, which hold no block ever again."""
+    """One group's. ``bad``: slots found corrupt, which hold no block ever again. ``sliding``: a block needs no
+    ancestors."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, sliding: bool) -> None:
+        self.sliding = sliding
         self.slab: list[Content] = [POISON] * slots
         self.records: dict[Key, Record] = {}
         self.bad: set[SlotId] = set()
@@ -57,7 +59,7 @@ class Disk:
                 self._delete(key)
         refused: set[Key] = set()
         for write in writes:
-            if write.parent is not None and write.parent not in self.records:
+            if self._lacks_parent(write.parent):
                 refused.add(write.key)
                 continue
             if write.key in self.records:
@@ -66,6 +68,9 @@ class Disk:
             self.records[write.key] = Record(write.slot, write.parent, write.traits, self._clock)
             self._holders[write.slot] = write.key
         return refused
+
+    def _lacks_parent(self, parent: Key | None) -> bool:
+        return parent is not None and parent not in self.records and not self.sliding
 
     def read(self, key: Key, slot: SlotId) -> Content | None:
         """The block's bytes; None where the checksum tells that they are not."""
@@ -96,7 +101,7 @@ class Disk:
         children: dict[Key | None, list[Key]] = {}
         for key, record in self.records.items():
             if record.slot not in self.bad:
-                children.setdefault(record.parent, []).append(key)
+                children.setdefault(None if self.sliding else record.parent, []).append(key)
         ready = [(self.records[key].last_use, key) for key in children.get(None, ())]
         heapq.heapify(ready)
         while ready:

@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
 from unittest.mock import patch
 
 from kvtierd.core import upkeep
+from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.flights import Flight, Flights
 from kvtierd.core.group import LEAF, GroupState
-from kvtierd.core.ids import MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ids import Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import MoveResult
+from kvtierd.core.policy import GroupShape
 from kvtierd.core.recorder import Recorder, Transfer
 from kvtierd.core.retention import Clocks
 from kvtierd.core.room import Room
@@ -244,6 +246,43 @@ def _nobody_needs(right: Method) -> Method:
     return needed
 
 
+# -- several groups --------------------------------------------------------------------------------------------------
+
+
+def _too_short(right: Method) -> Method:
+    span = cast(property, right).fget
+    assert span is not None
+    return cast(Method, property(lambda shape: max(1, span(shape) - 1)))
+
+
+def _asks_for_parents(right: Method) -> Method:
+    def unsupported(state: GroupState, parent_key: Key | None) -> bool:
+        return parent_key is not None and state.index.get(parent_key) is None
+
+    return unsupported
+
+
+def _lets_go_of_one_part(right: Method) -> Method:
+    def let_go(across: AcrossGroups, ticket: AcrossTicket) -> None:
+        right(across, replace(ticket, parts=ticket.parts[:1]))
+
+    return let_go
+
+
+def _grants_what_failed(right: Method) -> Method:
+    def finish(across: AcrossGroups, ticket: AcrossTicket, now: int) -> None:
+        across._grant(ticket)
+
+    return finish
+
+
+def _lets_go_of_all(right: Method) -> Method:
+    def release_first(window: WindowManager, lease: Lease, count: int) -> None:
+        right(window, lease, len(lease.held))
+
+    return release_first
+
+
 # -- events and generations ------------------------------------------------------------------------------------------
 
 
@@ -323,6 +362,13 @@ FAULTS: Final = {
         Fault("pin_holds_nothing", ((GroupState, "_keep", _is_no_pin), (GroupState, "unpin", _does_nothing))),
         Fault("needed_blocks_dropped", ((upkeep, "needed", _nobody_needs),)),
         Fault("label_left_behind", ((Block, "traits", _has_no_label),)),
+        Fault("window_never_slides", ((WindowManager, "_slide", _does_nothing),)),
+        Fault("window_too_short", ((GroupShape, "span", _too_short),)),
+        Fault("window_needs_parents", ((GroupState, "unsupported", _asks_for_parents),)),
+        Fault("part_left_behind", ((AcrossGroups, "_let_go", _lets_go_of_one_part),)),
+        Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
+        Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
+        Fault("part_released_whole", ((WindowManager, "release_first", _lets_go_of_all),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
         Fault("generation_not_bumped", ((Recorder, "begin_write", _does_nothing),)),

@@ -1,4 +1,4 @@
-"""A watcher: rebuilds what is where from the events alone."""
+"""A watcher of one window group: rebuilds what is where from the events alone."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.simulation.violation import require
 class Mirror:
     """``blocks``: the last that was said of each block. ``children``: how many stored ones it has.
 
-    Holds every event to the order that it promises: parents are stored before their children and removed after them,
-    and nothing is said twice.
+    Holds every event to the order that it promises: nothing is said twice, and outside sliding groups parents are
+    stored before their children and removed after them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sliding: bool) -> None:
         self.blocks: dict[Key, BlockChange] = {}
-        self.last_id = 0
+        self._sliding = sliding
         self._children: dict[Key, int] = {}
         self._handlers: dict[EventType, Callable[[BlockChange], None]] = {
             EventType.STORED: self._stored,
@@ -28,8 +28,6 @@ class Mirror:
         }
 
     def apply(self, event: Event) -> None:
-        require(event.id == self.last_id + 1, f"event {event.id} follows event {self.last_id}")
-        self.last_id = event.id
         if event.type is EventType.CLEARED:
             self.blocks.clear()
             self._children.clear()
@@ -40,18 +38,13 @@ class Mirror:
             if handle is not None:
                 handle(change)
 
-    def skip_to(self, last_id: int) -> None:
-        """The next event is ``last_id`` + 1: what was before it is lost, as the daemon declared."""
-        require(last_id >= self.last_id, f"ids start again at {last_id + 1}, after {self.last_id} was given out")
-        self.last_id = last_id
-
     def _stored(self, change: BlockChange) -> None:
         require(change.key not in self.blocks, "a block is stored twice")
         require(change.residency != 0, "a block is stored nowhere")
-        if change.parent is not None:
+        if change.parent is not None and not self._sliding:
             require(change.parent in self.blocks, "a block is stored before its parent")
             self._children[change.parent] = self._children.get(change.parent, 0) + 1
-        above = label_of(change.parent) if change.parent is not None else None
+        above = label_of(change.parent) if change.parent is not None and not self._sliding else None
         require(change.parent_label == above, "a block is told of under another parent's label")
         self.blocks[change.key] = change._replace(parent_label=None)
 
@@ -68,5 +61,5 @@ class Mirror:
         require(change.residency == 0, "a removed block is said to be somewhere")
         require(self._children.get(change.key, 0) == 0, "a block is removed before its children")
         del self.blocks[change.key]
-        if change.parent is not None:
+        if change.parent is not None and not self._sliding:
             self._children[change.parent] -= 1

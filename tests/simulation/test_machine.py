@@ -14,7 +14,8 @@ from tests.simulation import actions
 from tests.simulation.actions import Action
 from tests.simulation.chooser import Chooser
 from tests.simulation.faults import FAULTS
-from tests.simulation.world import Setup, World
+from tests.simulation.setup import Setup
+from tests.simulation.world import World
 
 LONG: Final = os.environ.get("KVTIER_LONG") == "1"
 EXAMPLES: Final = 2_000 if LONG else 150
@@ -36,7 +37,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def take(self, action: Action, data: st.DataObject) -> None:
         choose = chooser(data)
-        self.world.mover.progress(choose)
+        self.world.progress(choose)
         action(self.world, choose)
 
     @rule(data=st.data())
@@ -59,6 +60,10 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acquire(self, data: st.DataObject) -> None:
         self.take(actions.acquire, data)
+
+    @rule(data=st.data())
+    def acquire_across(self, data: st.DataObject) -> None:
+        self.take(actions.acquire_across, data)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:

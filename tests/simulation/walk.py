@@ -19,7 +19,8 @@ from kvtierd.core import group, recorder
 from tests.simulation.actions import WEIGHTS
 from tests.simulation.chooser import Chooser
 from tests.simulation.faults import FAULTS
-from tests.simulation.world import Setup, World
+from tests.simulation.setup import Setup
+from tests.simulation.world import World
 
 _ACTIONS: Final = tuple(WEIGHTS)
 _BOUNDS: Final = tuple(accumulate(WEIGHTS.values()))
@@ -58,7 +59,7 @@ def walk(seed: int, steps: int, *, inspect: bool = True) -> Walked:
         while world.steps < steps:
             action = _ACTIONS[bisect_right(_BOUNDS, choose.below(_BOUNDS[-1]))]
             try:
-                world.mover.progress(choose)
+                world.progress(choose)
                 action(world, choose)
             except Exception as error:
                 raise WalkFailed(seed, world.steps, action.__name__, error) from error

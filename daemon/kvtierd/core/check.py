@@ -84,7 +84,7 @@ class _Checker:
         for tier in self.state.tiers:
             table = self.state.slots[tier]
             _require(sum(table.count(s) for s in SlotState) == table.capacity, 1, f"{tier}: states do not sum up")
-            states = Counter(table.state(SlotId(n)) for n in range(table.capacity))
+            states = Counter(table.snapshot())
             _require(all(states[s] == table.count(s) for s in SlotState), 1, f"{tier}: counts are wrong")
             free = table.free_slots()
             _require(len(free) == len(set(free)) == states[SlotState.FREE], 1, f"{tier}: free list is wrong")
@@ -271,21 +271,21 @@ class _Checker:
         """4, 5: only what may leave is offered, and all of it."""
         for tier in self.state.tiers:
             lists = self.state.candidates(tier)
-            expected = {
-                name: {block for block in self.state.index if self._belongs(block, tier, name)}
-                for name in ("redundant", "demotable", "clean", "leaf")
-            }
+            expected: dict[str, set[Block]] = {name: set() for name in ("redundant", "demotable", "clean", "leaf")}
+            for block in self.state.index:
+                for name in self._lists_of(block, tier):
+                    expected[name].add(block)
             for name, blocks in expected.items():
                 offered = list(getattr(lists, name))
                 right = len(offered) == len(blocks) and all(block in blocks for block in offered)
                 _require(right, 4, f"{tier}: the {name} candidates are wrong")
 
-    def _belongs(self, block: Block, tier: Tier, name: str) -> bool:
+    def _lists_of(self, block: Block, tier: Tier) -> list[str]:
         copy = block.copies[tier]
         if copy is None or copy.phase is not Phase.READY or copy.holds or block.claims:
-            return False
+            return []
         if copy.reads:
-            return name == "demotable" and copy.reads == copy.sinks == 1
+            return ["demotable"] if copy.reads == copy.sinks == 1 else []
         mask = block.residency
         up = any(mask & t.bit for t in self.state.tiers if t < tier)
         low = any(mask & t.bit for t in self.state.tiers if t > tier)
@@ -293,12 +293,13 @@ class _Checker:
         below = self.state.below[tier]
         fresh = self.state.policy.write_policy is WritePolicy.SELECTIVE and block not in self.state.reused
         kept = not fresh and any(block.priority >= self.state.policy.threshold(tier, t) for t in below)
-        return {
+        belongs = {
             "redundant": redundant,
             "demotable": bool(below) and not redundant and (low or kept),
             "clean": low,
             "leaf": block.first_child is None and all(c is None or c is copy for c in block.copies),
-        }[name]
+        }
+        return [name for name, true in belongs.items() if true]
 
     def queues(self) -> None:
         """Nobody is overtaken, and nobody waits for nothing."""

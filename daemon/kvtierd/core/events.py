@@ -47,7 +47,8 @@ class Cause(IntEnum):
 
 
 class BlockChange(NamedTuple):
-    """One block after the change. ``residency`` is 0 for a removed block. ``parent_label``: of stored ones only."""
+    """One block after the change. ``residency`` is 0 for a removed block. ``parent_label``: of stored ones only,
+    and only of a parent that the block stands on: none in a sliding group."""
 
     key: Key
     parent: Key | None

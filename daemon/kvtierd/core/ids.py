@@ -37,7 +37,8 @@ class Tier(IntEnum):
         return _BITS[self]
 
     def __str__(self) -> str:
-        return self.name.lower()
+        return _NAMES[self]
 
 
 _BITS: Final = (1, 2, 4)
+_NAMES: Final = ("device", "host", "disk")

@@ -324,7 +324,8 @@ class BlockManager:
         window = self._window(group)
         self._check_keys(keys, "keys")
         report = upkeep.drop(window.state, keys, dry_run=dry_run)
-        self._pump(now, window)
+        if not dry_run:
+            self._pump(now, window)
         return report, self._take(now)
 
     def pin(
@@ -366,7 +367,8 @@ class BlockManager:
     def reset_plan(self) -> ResetReport:
         """What a forced reset would do."""
         blocks = sum(len(window.state.index) for window in self.windows.values())
-        leased = [block for lease in self.leases.values() for block in lease.held]
+        held = ((block, lease.tier, copy) for lease in self.leases.values() for block, copy in lease.held.items())
+        leased = [block for block, tier, copy in held if block.copies[tier] is copy]
         waited = [b for _, t in self.tickets.values() if isinstance(t, FetchTicket) for b in t.blocks]
         across = [b for ticket in self.across.tickets.values() for part in ticket.parts for b in part.fetch.blocks]
         pinned = [block for window in self.windows.values() for block in window.state.pins.blocks()]
@@ -375,7 +377,7 @@ class BlockManager:
 
     def _require_unheld(self) -> None:
         pinned = self.pinned_slots()
-        holders = self._holders(self.leases.values())
+        holders = self._holders(self.leases.values())  # a lease may have let go of all that it had
         if holders or pinned:
             raise StillHeld(holders, pinned)
 

@@ -104,6 +104,10 @@ class SlotTable:
             if self._states[slot] == SlotState.QUARANTINED and slot not in bad:
                 self.give_back(slot)
 
+    def snapshot(self) -> bytes:
+        """For the checker: the state of every slot."""
+        return bytes(self._states)
+
     def free_slots(self) -> tuple[SlotId, ...]:
         """For the checker."""
         return tuple(map(SlotId, self._free))

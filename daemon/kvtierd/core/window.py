@@ -165,17 +165,23 @@ class WindowManager:
 
     def _slide(self, lease: Lease, block: Block) -> None:
         """The block is the newest of its chain: what its window does not reach is let go."""
-        if not self.state.shape.sliding or block.key in lease.trails:
+        if not self.state.shape.sliding:
             return
-        trail = lease.trails.pop(block.parent_key, None) if block.parent_key is not None else None
+        trail = lease.trails.get(block.key)
+        if trail is not None:
+            self._let_slide(lease, trail.pop(), unless=block)  # lost since, and stored again
+        else:
+            trail = lease.trails.pop(block.parent_key, None) if block.parent_key is not None else None
         trail = trail if trail is not None else deque()
         trail.append(block)
         lease.trails[block.key] = trail
         if len(trail) > self.state.shape.span:
-            outside = trail.popleft()
-            copy = lease.held.pop(outside, None)
-            if copy is not None:
-                self.state.unhold(outside, lease.tier, copy)
+            self._let_slide(lease, trail.popleft())
+
+    def _let_slide(self, lease: Lease, block: Block, unless: Block | None = None) -> None:
+        copy = lease.held.pop(block, None) if block is not unless else None
+        if copy is not None:
+            self.state.unhold(block, lease.tier, copy)
 
     def release(self, lease: Lease) -> None:
         """Blank slots become free, and blocks lose this hold."""

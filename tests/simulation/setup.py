@@ -1,0 +1,87 @@
+"""What a world is made of: drawn once, tiny, so that every corner is met soon."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtierd.core.ids import GroupId, Tier
+from kvtierd.core.policy import GroupShape, Policy, WritePolicy
+from tests.simulation.chooser import Chooser
+from tests.simulation.forest import Forest
+
+SLOT_BYTES: Final = 4096
+EDGES_DOWN: Final = ((Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.DISK), (Tier.HOST, Tier.DISK))
+
+
+@dataclass(slots=True, frozen=True)
+class GroupPlan:
+    """One window group. ``window``: in tokens, 0 = full attention; ``disk``: its slots there, 0 = it has none."""
+
+    group: GroupId
+    window: int
+    tokens_per_block: int
+    slot_bytes: int
+    disk: int
+
+    @property
+    def sliding(self) -> bool:
+        return self.window > 0
+
+    def shape(self, slots: Mapping[Tier, int]) -> GroupShape:
+        slot_bytes = dict.fromkeys(slots, self.slot_bytes)
+        return GroupShape(self.group, slots, slot_bytes, self.window, self.tokens_per_block)
+
+    def needed(self, blocks: int) -> Sequence[int]:
+        """The definition, word by word: blocks with a token that attention over a prefix of so many looks at."""
+        tokens = blocks * self.tokens_per_block
+        first = max(0, tokens - self.window) if self.sliding else 0
+        return sorted({token // self.tokens_per_block for token in range(first, tokens)})
+
+    @property
+    def reach(self) -> int:
+        """How many blocks a window covers."""
+        return len(self.needed(self.window)) if self.sliding else 0
+
+
+@dataclass(slots=True, frozen=True)
+class Setup:
+    """``memory``: slots of the memory tiers of each group, in their order."""
+
+    groups: tuple[GroupPlan, ...]
+    memory: tuple[Mapping[Tier, int], ...]
+    policy: Policy
+    forest: Forest
+
+    @classmethod
+    def draw(cls, choose: Chooser) -> Setup:
+        """One full group, often alone; else with a sliding one, and a third of either kind with larger slots."""
+        count = choose.pick((1, 1, 2, 2, 3))
+        on_disk = choose.chance(80)
+        tokens_per_block = choose.pick((1, 3))
+        groups = tuple(
+            GroupPlan(
+                group=GroupId(number),
+                window=choose.between(1, 4 * tokens_per_block) if number == 1 or (number and choose.chance(50)) else 0,
+                tokens_per_block=tokens_per_block,
+                slot_bytes=SLOT_BYTES * (3 if number == 2 else 1),
+                disk=choose.between(1, 12) if on_disk else 0,
+            )
+            for number in range(count)
+        )
+        policy = Policy(
+            thresholds={edge: choose.pick((30, 0, 50, 101)) for edge in EDGES_DOWN},
+            write_policy=choose.pick((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
+            reserve_shift=choose.pick((7, 3, 2)),
+            victims_a_call=choose.pick((16, 3, 1)),
+            degrade_after=choose.pick((3, 1)),
+        )
+        return cls(groups, draw_memory(choose, count), policy, Forest.draw(choose, choose.between(8, 30)))
+
+
+def draw_memory(choose: Chooser, groups: int) -> tuple[Mapping[Tier, int], ...]:
+    """Memory tiers of a few slots; often both, sometimes one, the same in every group."""
+    tiers = choose.pick((*[(Tier.DEVICE, Tier.HOST)] * 6, (Tier.DEVICE,), (Tier.HOST,)))
+    most = 8 if choose.chance(20) else 4
+    return tuple({tier: choose.between(1, most) for tier in tiers} for _ in range(groups))

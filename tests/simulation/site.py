@@ -1,0 +1,165 @@
+"""One window group as the world sees it: its tiers, the mover under it, and what the events told of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from kvtierd.core.events import BlockChange
+from kvtierd.core.ids import Key, SlotId, Tier
+from kvtierd.core.manager import BlockManager, BlockResult, CommitItem, ListingRow
+from kvtierd.core.outcome import Move
+from kvtierd.core.policy import GroupShape
+from tests.simulation.disk import Disk
+from tests.simulation.forest import Forest, label_of
+from tests.simulation.memory import ROT, Memory
+from tests.simulation.mirror import Mirror
+from tests.simulation.mover import Mover
+from tests.simulation.retention import Retentions
+from tests.simulation.setup import GroupPlan
+from tests.simulation.violation import require
+
+EVERYTHING = 1 << 20
+
+
+class Site:
+    """Its disk, and what a watcher remembers, outlive the daemon; :meth:`boot` renews the rest."""
+
+    def __init__(self, plan: GroupPlan, forest: Forest) -> None:
+        self.plan = plan
+        self.group = plan.group
+        self.mirror = Mirror(sliding=plan.sliding)
+        self.disk = Disk(plan.disk, sliding=plan.sliding) if plan.disk else None
+        self.retentions = Retentions()
+        self.pins: Counter[tuple[Tier, Key]] = Counter()
+        self._forest = forest
+
+    def boot(self, memory: Mapping[Tier, int]) -> GroupShape:
+        """New memory tiers of so many slots."""
+        self.slots = dict(memory) | ({Tier.DISK: len(self.disk.slab)} if self.disk is not None else {})
+        self.memories = {tier: Memory(f"group {self.group} {tier}", count) for tier, count in memory.items()}
+        self.mover = Mover(self.memories, self.disk)
+        self.pins.clear()
+        return self.plan.shape(self.slots)
+
+    def submit(self, move: Move) -> None:
+        if self.disk is not None and move.dst is Tier.DISK:
+            require(self.disk.bad.isdisjoint(item.dst for item in move.items), "a bad disk slot is used again")
+        if move.dst is not None:
+            for item in move.items:
+                self.retentions.verify_own(item.key, item.traits.priority)
+        self.mover.submit(move)
+
+    def note_uses(self, keys: Sequence[Key]) -> None:
+        """The daemon writes down which disk blocks were used."""
+        for key in keys:
+            change = self.mirror.blocks.get(key)
+            require(change is not None and bool(change.residency & Tier.DISK.bit), "a use of a block not on disk")
+            if self.disk is not None:
+                self.disk.touch(key)
+
+    # -- what can be told beforehand ---------------------------------------------------------------------------------
+
+    def stored_prefix(self, keys: Sequence[Key]) -> tuple[int, ...]:
+        """Residencies of the longest stored prefix, as the events tell."""
+        found: list[int] = []
+        for key in keys:
+            change = self.mirror.blocks.get(key)
+            if change is None:
+                break
+            found.append(change.residency)
+        return tuple(found)
+
+    def residency(self, key: Key) -> int:
+        change = self.mirror.blocks.get(key)
+        return change.residency if change is not None else 0
+
+    def expected_commit(self, items: Sequence[CommitItem]) -> list[BlockResult]:
+        stored = {key: change.parent for key, change in self.mirror.blocks.items()}
+        expected = []
+        for item in items:
+            if item.key in stored:
+                same = stored[item.key] == item.parent
+                expected.append(BlockResult.EXISTS if same else BlockResult.PARENT_CONFLICT)
+            elif item.parent is not None and item.parent not in stored and not self.plan.sliding:
+                expected.append(BlockResult.PARENT_MISSING)
+            else:
+                expected.append(BlockResult.OK)
+                stored[item.key] = item.parent
+        return expected
+
+    def surviving(self) -> set[Key]:
+        """Blocks that a restart must find on disk."""
+        return {key for key, change in self.mirror.blocks.items() if self._survives(change)}
+
+    def _survives(self, change: BlockChange) -> bool:
+        """READY on disk, and no reader has found it or an ancestor that it needs rotten without having been heard."""
+        if not change.residency & Tier.DISK.bit or self.disk is None:
+            return False
+        needed = [change.key] if self.plan.sliding else self._forest.chain(change.key)
+        return all(self.disk.records[key].slot not in self.disk.bad for key in needed)
+
+    # -- what must be true after every step --------------------------------------------------------------------------
+
+    def verify(self, core: BlockManager, now: int, *, lossy: bool) -> None:
+        """``lossy``: copies may have been lost in this step."""
+        rows = core.listing(self.group, 0, EVERYTHING).rows
+        self._verify_mirror(rows)
+        self._verify_bytes(core, rows)
+        self._verify_pins(rows, now, lossy=lossy)
+        for memory in self.memories.values():
+            memory.verify()
+
+    def _verify_mirror(self, rows: Sequence[ListingRow]) -> None:
+        """The events alone say what the core says, and an effective priority is the highest of the subtree's."""
+        require(len(rows) == len(self.mirror.blocks), "the events tell of more or fewer blocks than there are")
+        effective: dict[Key, int] = {}
+        for row in reversed(rows):
+            told = self.mirror.blocks.get(row.key)
+            require(
+                told is not None
+                and (told.parent, told.residency, told.priority) == (row.parent, row.residency, row.priority),
+                f"the events say {told}, the core {row}",
+            )
+            require(row.label == label_of(row.key), "a block is listed under another's label")
+            self.retentions.verify(row.key, row.priority, effective.get(row.key, 0))
+            if row.parent is not None and not self.plan.sliding:
+                require(row.parent in self.mirror.blocks, "a block is listed without its parent")
+                effective[row.parent] = max(row.priority, effective.get(row.parent, 0))
+
+    def _verify_pins(self, rows: Sequence[ListingRow], now: int, *, lossy: bool) -> None:
+        """A pinned copy stays, until its tier or its bytes are lost; the listing says so."""
+        for (tier, key), count in list(self.pins.items()):
+            there = bool(self.residency(key) & tier.bit)
+            if count and not there and lossy:
+                del self.pins[tier, key]
+            else:
+                require(not count or there, f"a block pinned in {tier} has left it")
+        for row in rows:
+            pinned = sum(tier.bit for tier in self.slots if self.pins[tier, row.key])
+            require(row.pinned == pinned, f"pinned in {pinned}, listed as pinned in {row.pinned}")
+        self.retentions.held((key for (_, key), count in self.pins.items() if count), now)
+
+    def _verify_bytes(self, core: BlockManager, rows: Sequence[ListingRow]) -> None:
+        """Where the core says that a block is, its bytes are."""
+        keys = [row.key for row in rows]
+        for row, location in zip(rows, core.locate(self.group, keys), strict=True):
+            require(location.residency == row.residency, "the core locates a block elsewhere than it lists it")
+            for tier in self.slots:
+                slot = location.slots[tier]
+                require((slot is not None) == bool(row.residency & tier.bit), f"a block's {tier} slot is not told")
+                if slot is not None and tier is Tier.DISK:
+                    self._verify_record(row, slot)
+                elif slot is not None:
+                    memory = self.memories[tier]
+                    require(memory.contents[slot] == row.key, f"{tier} slot {slot} is READY and holds other bytes")
+                    require(memory.ready(slot), f"{tier} slot {slot} is READY and its generation odd")
+
+    def _verify_record(self, row: ListingRow, slot: SlotId) -> None:
+        assert self.disk is not None
+        require(self.disk.slab[slot] in (row.key, ROT), f"disk slot {slot} is READY and holds other bytes")
+        record = self.disk.records.get(row.key)
+        require(record is not None and record.slot == slot, f"disk slot {slot} is READY and not committed")
+        require(
+            record is not None and record.parent == row.parent, f"disk slot {slot} is committed under another parent"
+        )
