@@ -7,12 +7,15 @@ from collections.abc import Iterable
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.outcome import Move, MoveItem
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Batch, Faults, Piece, destination, items_of
+from kvtierd.mover.work import Batch, Faults, Finish, Piece, destination, items_of
 from kvtierd.tiers.disk import DiskRead, DiskWrite
 
 
-def write(batch: Batch) -> Faults:
-    """Stores blocks and retires slots, all in one transaction. Raises ``TierIOError`` if nothing was stored."""
+def write(batch: Batch) -> Finish:
+    """Stores blocks and retires slots, all in one transaction. Raises ``TierIOError`` if nothing was stored.
+
+    While one batch is made durable, the bytes of the next are written.
+    """
     runtime = batch[0].runtime
     writes: list[DiskWrite] = []
     places: list[int] = []
@@ -24,8 +27,13 @@ def write(batch: Batch) -> Faults:
         parts = runtime.memory(move.src).padded_parts(move.group, item.src)
         writes.append(DiskWrite(move.group, item.dst, item.key, item.parent, item.traits, parts))
         places.append(place)
-    failed = runtime.store.write(writes, retires)
-    return Faults(failed=frozenset(places[index] for index in failed))
+    begun = runtime.store.begin(writes)
+
+    def finish() -> Faults:
+        failed = runtime.store.finish(begun, retires)
+        return Faults(failed=frozenset(places[index] for index in failed))
+
+    return finish
 
 
 def read(batch: Batch) -> Faults:

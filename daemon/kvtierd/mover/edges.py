@@ -31,6 +31,7 @@ LANES: Final = (
         batch_blocks=32,
         carry_out=diskio.write,
         may_join=diskio.independent,
+        halves=True,
     ),
     Lane(
         "disk-reader",

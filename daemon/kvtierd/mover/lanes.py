@@ -17,7 +17,8 @@ class Lane:
     """A queue and its threads.
 
     ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat. ``may_join``
-    is what the lane adds to the rules that hold for all: one cache a batch, in the order queued.
+    is what the lane adds to the rules that hold for all: one cache a batch, in the order queued. ``halves``: the second
+    half of a batch's work is done by another thread while the next one begins.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Lane:
     batch_blocks: int
     carry_out: CarryOut
     may_join: Callable[[Batch, Piece], bool] = lambda batch, piece: True
+    halves: bool = False
 
     def joins(self, batch: Batch, piece: Piece) -> bool:
         """Whether ``piece``, which comes next in the queue, may be carried out together with ``batch``."""

@@ -51,8 +51,12 @@ class Report:
 Batch = Sequence[Piece]
 """Pieces of one cache and one lane, in the order they were queued. Never empty."""
 
-CarryOut = Callable[[Batch], Faults]
-"""Does a batch's work, in a worker thread. An exception means that every item failed."""
+Finish = Callable[[], Faults]
+"""The rest of a batch's work, for another thread."""
+
+CarryOut = Callable[[Batch], Faults | Finish]
+"""Does a batch's work, in a worker thread; or only its first half, and returns the rest. An exception means that every
+item failed."""
 
 
 def items_of(batch: Batch) -> Iterator[tuple[Move, MoveItem]]:

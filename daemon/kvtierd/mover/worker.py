@@ -1,4 +1,7 @@
-"""Worker threads: take pieces in order, carry them out in batches, report each one."""
+"""Worker threads: take pieces in order, carry them out in batches, report each one.
+
+A batch may come in two halves, the second of which another thread does while the next batch's first half begins.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
-from queue import Empty, SimpleQueue
-from typing import Final
+from queue import Empty, Queue, SimpleQueue
+from typing import Final, TypeVar
 
 from kvtierd.mover.lanes import Lane
-from kvtierd.mover.work import Batch, Faults, Piece, Report, reports_of
+from kvtierd.mover.work import Batch, Faults, Finish, Piece, Report, reports_of
 from kvtierd.tiers.device import Chaos
 
 FAILURE_SHOWN_S: Final = 60.0
@@ -23,23 +26,23 @@ _log = logging.getLogger(__name__)
 WorkQueue = SimpleQueue[Piece | None]
 """None tells one worker to stop, after what was queued before it."""
 
+Outcome = TypeVar("Outcome")
+
 Post = Callable[[Sequence[Report]], None]
 
 
-class Worker:
-    """One thread of a lane.
+class Hand:
+    """A thread that works on batches.
 
     The public fields are written by its own thread and read by the loop's, each in one step.
     """
 
-    def __init__(self, name: str, lane: Lane, queue: WorkQueue, post: Post, exited: Callable[[], None]) -> None:
+    def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
         self.name = name
         self.busy_since_ns: int | None = None
         """The heartbeat: ``time.monotonic_ns()`` at which the batch in hand was begun, None between batches."""
         self.failure: tuple[int, str] | None = None
         """When (``time.monotonic_ns()``) and why a batch last failed as a whole."""
-        self._lane = lane
-        self._queue = queue
         self._post = post
         self._exited = exited
         self._abandoned = False
@@ -68,11 +71,83 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            self._work()
+        finally:
+            self._exited()
+
+    def _work(self) -> None:
+        raise NotImplementedError
+
+    def _attempt(self, batch: Batch, work: Callable[[], Outcome]) -> Outcome | Faults:
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - whatever went wrong, the batch failed and the thread goes on
+            self.failure = (time.monotonic_ns(), f"{type(error).__name__}: {error}")
+            _log.exception("%s: a batch failed", self.name)
+            return Faults(failed=frozenset(range(sum(len(piece.items) for piece in batch))))
+
+    def _report(self, batch: Batch, faults: Faults, started_ns: int) -> None:
+        ended_ns = time.monotonic_ns()
+        self._simulate_latency(batch[0].runtime.chaos)
+        self.busy_since_ns = None
+        self._post(reports_of(batch, faults, started_ns, ended_ns))
+
+    def _simulate_latency(self, chaos: Chaos | None) -> None:
+        """Before a copy: it happens late. After it: threads complete in any order among each other."""
+        if chaos is None:
+            return
+        if chaos not in self._delays:
+            self._delays[chaos] = chaos.delays(self.name)
+        time.sleep(next(self._delays[chaos]))
+
+
+class Finisher(Hand):
+    """Does the second halves of a worker's batches, in order."""
+
+    def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
+        super().__init__(name, post, exited)
+        self._queue: Queue[tuple[Batch, Finish, int] | None] = Queue(maxsize=1)
+
+    def put(self, batch: Batch, finish: Finish, started_ns: int) -> None:
+        """Blocks while another batch waits: no more than three are under way."""
+        self._queue.put((batch, finish, started_ns))
+
+    def end(self) -> None:
+        """After what was put before."""
+        self._queue.put(None)
+
+    def _work(self) -> None:
+        while (begun := self._queue.get()) is not None:
+            batch, finish, started_ns = begun
+            self.busy_since_ns = time.monotonic_ns()
+            self._report(batch, self._attempt(batch, finish), started_ns)
+
+
+class Worker(Hand):
+    """Takes a lane's pieces. ``finisher``: for the second halves; None where batches have but one."""
+
+    def __init__(
+        self,
+        name: str,
+        lane: Lane,
+        queue: WorkQueue,
+        post: Post,
+        exited: Callable[[], None],
+        finisher: Finisher | None = None,
+    ) -> None:
+        super().__init__(name, post, exited)
+        self._lane = lane
+        self._queue = queue
+        self._finisher = finisher
+
+    def _work(self) -> None:
+        try:
             for batch in self._batches():
                 if not self._abandoned:
                     self._carry_out(batch)
         finally:
-            self._exited()
+            if self._finisher is not None:
+                self._finisher.end()
 
     def _batches(self) -> Iterator[list[Piece]]:
         batch: list[Piece] = []
@@ -93,27 +168,14 @@ class Worker:
             batch = [piece]
 
     def _carry_out(self, batch: Batch) -> None:
-        chaos = batch[0].runtime.chaos
         started_ns = self.busy_since_ns = time.monotonic_ns()
-        self._simulate_latency(chaos)
-        try:
-            faults = self._lane.carry_out(batch)
-        except Exception as error:  # noqa: BLE001 - whatever went wrong, the batch failed and the thread goes on
-            faults = Faults(failed=frozenset(range(sum(len(piece.items) for piece in batch))))
-            self.failure = (time.monotonic_ns(), f"{type(error).__name__}: {error}")
-            _log.exception("%s: a batch failed", self.name)
-        ended_ns = time.monotonic_ns()
-        self._simulate_latency(chaos)
-        self.busy_since_ns = None
-        self._post(reports_of(batch, faults, started_ns, ended_ns))
-
-    def _simulate_latency(self, chaos: Chaos | None) -> None:
-        """Before a copy: it happens late. After it: threads complete in any order among each other."""
-        if chaos is None:
+        self._simulate_latency(batch[0].runtime.chaos)
+        done = self._attempt(batch, partial(self._lane.carry_out, batch))
+        if self._finisher is None or isinstance(done, Faults):
+            self._report(batch, done if isinstance(done, Faults) else self._attempt(batch, done), started_ns)
             return
-        if chaos not in self._delays:
-            self._delays[chaos] = chaos.delays(self.name)
-        time.sleep(next(self._delays[chaos]))
+        self.busy_since_ns = None
+        self._finisher.put(batch, done, started_ns)
 
 
 class Crew:
@@ -122,13 +184,21 @@ class Crew:
     def __init__(self, lane: Lane, loop: asyncio.AbstractEventLoop, post: Post) -> None:
         self._lane = lane
         self._queue: WorkQueue = SimpleQueue()
-        self._exits: dict[Worker, asyncio.Event] = {}
+        self._workers: list[Worker] = []
+        self._exits: dict[Hand, asyncio.Event] = {}
         for number in range(lane.threads):
             name = lane.name if lane.threads == 1 else f"{lane.name}-{number}"
+            finisher = None
+            if lane.halves:
+                gone = asyncio.Event()
+                finisher = Finisher(f"{name}-finish", post, partial(_tell, loop, gone))
+                self._exits[finisher] = gone
             exited = asyncio.Event()
-            worker = Worker(name, lane, self._queue, post, partial(_tell, loop, exited))
+            worker = Worker(name, lane, self._queue, post, partial(_tell, loop, exited), finisher)
+            self._workers.append(worker)
             self._exits[worker] = exited
-            worker.thread.start()
+        for hand in self._exits:
+            hand.thread.start()
 
     def put(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -142,9 +212,10 @@ class Crew:
         return max(worker.stalled_s(now_ns) for worker in self._exits)
 
     def dismiss(self) -> None:
-        """Ends the threads after the batch in hand; what is queued is not carried out."""
-        for worker in self._exits:
-            worker.abandon()
+        """Ends the threads after the batches in hand; what is queued is not carried out."""
+        for hand in self._exits:
+            hand.abandon()
+        for _ in self._workers:
             self._queue.put(None)
 
     async def gone(self) -> None:

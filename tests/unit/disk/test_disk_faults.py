@@ -262,6 +262,23 @@ def test_a_failed_sync_fails_every_write_and_no_retirement(
         assert set(names(recovery, range(9))) == {2, 3}
 
 
+def test_a_failed_sync_fails_what_had_begun_by_then(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = store.begin([block(1, 1)]), store.begin([block(2, 2)])
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+    assert store.finish(first) == {0}
+    monkeypatch.undo()
+    assert store.finish(second) == {0}, "its bytes may be among those that the sync lost"
+    assert store.write([block(3, 3)]) == frozenset()
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert set(names(recovery, range(9))) == {3}
+
+
 def test_a_commit_that_the_system_refuses_raises_and_the_store_goes_on(store: DiskStore, tmp_path: Path) -> None:
     store.write([block(1, 1), block(2, 2)])
     with file_size_limit(8192), pytest.raises(TierIOError, match="commit") as refused:

@@ -25,7 +25,7 @@ from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.device import Chaos, StandInDevice
-from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, ReadReport, Restatement
+from kvtierd.tiers.disk import Begun, DiskRead, DiskRoot, DiskStore, DiskWrite, ReadReport, Restatement
 from kvtierd.tiers.host import HostStore
 
 GROUP = GroupId(0)
@@ -77,6 +77,19 @@ class StubbornDisk(DiskStore):
     ) -> frozenset[int]:
         self._pass()
         return self._inner.write(writes, retire, touches, restate)
+
+    def begin(self, writes: Sequence[DiskWrite]) -> Begun:
+        return self._inner.begin(writes)
+
+    def finish(
+        self,
+        begun: Begun,
+        retire: Sequence[tuple[GroupId, Key, SlotId]] = (),
+        touches: Sequence[tuple[GroupId, bytes]] = (),
+        restate: Sequence[Restatement] = (),
+    ) -> frozenset[int]:
+        self._pass()
+        return self._inner.finish(begun, retire, touches, restate)
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
         self._pass()

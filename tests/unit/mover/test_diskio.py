@@ -1,16 +1,17 @@
 """What the disk threads hand to the store, and whose the store's answers are."""
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvtierd.core.ids import GroupId, Key, SlotId, Tier
+from kvtierd.core.ids import Key, Tier
 from kvtierd.core.outcome import Move
 from kvtierd.mover import diskio
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Faults, Piece
-from kvtierd.tiers.disk import DiskWrite, Restatement
+from kvtierd.tiers.disk import Begun, DiskWrite
 from tests.unit.mover.rig import House, StubbornDisk, fill, holds, key, move
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -21,16 +22,9 @@ class PickyDisk(StubbornDisk):
 
     refuses: frozenset[Key] = frozenset()
 
-    def write(
-        self,
-        writes: Sequence[DiskWrite],
-        retire: Sequence[tuple[GroupId, Key, SlotId]] = (),
-        touches: Sequence[tuple[GroupId, bytes]] = (),
-        restate: Sequence[Restatement] = (),
-    ) -> frozenset[int]:
-        taken = [write for write in writes if write.key not in self.refuses]
-        assert not super().write(taken, retire, touches, restate)
-        return frozenset(number for number, write in enumerate(writes) if write not in taken)
+    def begin(self, writes: Sequence[DiskWrite]) -> Begun:
+        refused = frozenset(number for number, write in enumerate(writes) if write.key in self.refuses)
+        return replace(super().begin(writes), failed=refused)
 
 
 @pytest.fixture
@@ -46,7 +40,7 @@ def batch(runtime: CacheRuntime, *moves: Move) -> list[Piece]:
 def test_a_failure_beside_deletions_is_the_right_items(runtime: CacheRuntime) -> None:
     for slot in range(6):
         fill(runtime, HOST, slot, key(slot))
-    assert diskio.write(batch(runtime, move(1, HOST, DISK, [(0, 0, 0), (1, 1, 1)]))) == Faults()
+    assert diskio.write(batch(runtime, move(1, HOST, DISK, [(0, 0, 0), (1, 1, 1)])))() == Faults()
     assert isinstance(runtime.disk, PickyDisk)
     runtime.disk.refuses = frozenset([key(3)])
 
@@ -57,7 +51,7 @@ def test_a_failure_beside_deletions_is_the_right_items(runtime: CacheRuntime) ->
         move(4, DISK, None, [(1, 1, None)]),
         move(5, HOST, DISK, [(4, 4, 4)]),
     )
-    assert diskio.write(mixed) == Faults(failed=frozenset([2]))
+    assert diskio.write(mixed)() == Faults(failed=frozenset([2]))
 
     back = move(6, DISK, HOST, [(0, 0, 6), (2, 2, 7), (3, 3, 5), (4, 4, 1)])
     assert diskio.read(batch(runtime, back)) == Faults(corrupt=frozenset([0, 2]))  # deleted, and never stored

@@ -1,6 +1,7 @@
 """Moves go in, results come out once, whatever the threads do."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -13,7 +14,7 @@ from kvtierd.mover.diskio import independent
 from kvtierd.mover.edges import LANES, Edges
 from kvtierd.mover.lanes import Lane
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Batch, CarryOut, Faults, items_of
+from kvtierd.mover.work import Batch, CarryOut, Faults, Finish, items_of
 from tests.unit.mover.rig import fill, holds, key, make_runtime, move, mover_threads
 
 DOWN = (Tier.DEVICE, Tier.HOST)
@@ -44,7 +45,7 @@ class Gate:
         self._open = threading.Event()
         self._work = work
 
-    def __call__(self, batch: Batch) -> Faults:
+    def __call__(self, batch: Batch) -> Faults | Finish:
         self.batches.append([(move.id, item.src) for move, item in items_of(batch)])
         self.begun.release()
         assert self._open.wait(30)
@@ -305,3 +306,39 @@ async def test_stop_gives_up_what_has_not_begun_and_leaves_a_thread_that_hangs(
     assert mover_threads() == []
     assert gate.batches == [[(1, 0)]]
     assert desk.results == []
+
+
+async def test_a_batch_begins_while_the_one_before_is_finished(
+    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
+) -> None:
+    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+    finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+    durable = threading.Event()
+
+    def begin(batch: Batch) -> Finish:
+        number = int(batch[0].move.id)
+        begun.put(number)
+
+        def finish() -> Faults:
+            assert durable.wait(30)
+            finished.put(number)
+            return Faults(failed=frozenset([0] if number == 2 else ()))
+
+        return finish
+
+    edges = make_edges([Lane("test-halves", (DOWN,), 1, 1, begin, halves=True)])
+    for number in (1, 2, 3):
+        edges.submit(runtime, numbered(number, [number]))
+
+    assert [await asyncio.to_thread(begun.get, timeout=30) for _ in range(3)] == [1, 2, 3]
+    assert finished.empty()
+    assert desk.results == []
+    durable.set()
+    await edges.idle()
+
+    assert [finished.get_nowait() for _ in range(3)] == [1, 2, 3]
+    assert [(result.id, result.failed) for result in desk.results] == [
+        (1, frozenset()),
+        (2, frozenset([0])),
+        (3, frozenset()),
+    ]

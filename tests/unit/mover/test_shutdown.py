@@ -49,7 +49,7 @@ async def test_a_disk_that_hangs_does_not_hold_the_shutdown(tmp_path: Path) -> N
         assert not await house.engine.shutdown(0.05)
         with pytest.raises(Refused):
             await waiting
-        assert [thread.name for thread in mover_threads()] == ["kvtierd-disk-writer"]
+        assert [thread.name for thread in mover_threads()] == ["kvtierd-disk-writer-finish"]
         house.disk.open_gate()
         for thread in mover_threads():
             await asyncio.to_thread(thread.join, 30)

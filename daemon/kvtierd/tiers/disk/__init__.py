@@ -6,6 +6,7 @@ A :class:`DiskRoot` is the directory, a :class:`DiskStore` one cache in it. Ever
 from kvtierd.tiers.disk.root import DiskRoot, StoredCache
 from kvtierd.tiers.disk.store import DiskStore
 from kvtierd.tiers.disk.values import (
+    Begun,
     DiskRead,
     DiskRecord,
     DiskWrite,
@@ -17,6 +18,7 @@ from kvtierd.tiers.disk.values import (
 )
 
 __all__ = [
+    "Begun",
     "DiskRead",
     "DiskRecord",
     "DiskRoot",

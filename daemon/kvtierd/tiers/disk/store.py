@@ -21,7 +21,16 @@ from kvtierd.tiers.disk.index import Changes, Index
 from kvtierd.tiers.disk.recovery import recover_group
 from kvtierd.tiers.disk.slab import Piece, Slab, create_slab, require_aligned
 from kvtierd.tiers.disk.table import GroupTable
-from kvtierd.tiers.disk.values import DiskRead, DiskWrite, ReadReport, Recovery, Restatement, Retirement, SlabShape
+from kvtierd.tiers.disk.values import (
+    Begun,
+    DiskRead,
+    DiskWrite,
+    ReadReport,
+    Recovery,
+    Restatement,
+    Retirement,
+    SlabShape,
+)
 
 INDEX: Final = "index"
 _LIMITS: Final = {"priority": 100, "duration_ms": (1 << 32) - 1, "deadline_ns": (1 << 63) - 1}
@@ -45,7 +54,8 @@ def create_files(directory: Path, shapes: Mapping[GroupId, SlabShape], map_bytes
 
 
 class DiskStore:
-    """Blocking; for threads. One thread at a time writes (others wait), any number read beside it.
+    """Blocking; for threads. One thread at a time commits (others wait), any number read beside it, and one may write
+    the bytes of the next batch meanwhile (:meth:`begin`).
 
     :meth:`recover` comes first. The caller gives a slot to another block only after the call that retired the old one
     has returned, and reads only slots that nothing is being written to.
@@ -59,7 +69,8 @@ class DiskStore:
         self._slabs = slabs
         self._index = index
         self._tables: dict[GroupId, GroupTable] = {}
-        self._writing = threading.Lock()
+        self._committing = threading.Lock()
+        self._sync_failures = 0
         self._doubtful: set[tuple[GroupId, Key]] = set()
         """Reported as failed, though their transaction may have reached the disk before it broke."""
         self._corrupt: set[tuple[GroupId, SlotId]] = set()
@@ -89,7 +100,7 @@ class DiskStore:
 
     def recover(self) -> Recovery:
         """Reads the whole index, deletes what cannot be served, readies the store. Raises :class:`TierIOError`."""
-        with self._writing:
+        with self._committing:
             self._commit(Batch(self._tables))
             stored = {group: self._index.load(group) for group in self._shapes}
             groups = {group: recover_group(stored[group], shape) for group, shape in self._shapes.items()}
@@ -123,10 +134,29 @@ class DiskStore:
         there. :class:`TierConfigError` for malformed arguments and :class:`InvariantViolation` for a slot that holds
         a block are raised before anything has changed.
         """
-        with self._writing:
-            self._check(writes)
-            self._check_others(retire, touches, restate)
-            failed = self._write_payloads(writes)
+        self._check_others(retire, touches, restate)
+        return self.finish(self.begin(writes), retire, touches, restate)
+
+    def begin(self, writes: Sequence[DiskWrite]) -> Begun:
+        """The first half of :meth:`write`: the bytes are on their way. Nothing is stored before :meth:`finish`, which
+        may be called from another thread while the next batch begins; batches finish in the order in which they began.
+        Raises as :meth:`write` does for ``writes``.
+        """
+        self._check(writes)
+        sync_failures = self._sync_failures
+        return Begun(writes, self._write_payloads(writes), sync_failures)
+
+    def finish(
+        self,
+        begun: Begun,
+        retire: Sequence[Retirement] = (),
+        touches: Sequence[tuple[GroupId, bytes]] = (),
+        restate: Sequence[Restatement] = (),
+    ) -> frozenset[int]:
+        """The second half of :meth:`write`."""
+        writes = begun.writes
+        with self._committing:
+            failed = self._not_synced(begun)
             failed |= self._without_parent(writes, failed, retire)
             stored = [write for number, write in enumerate(writes) if number not in failed]
             try:
@@ -221,21 +251,27 @@ class DiskStore:
             self._table(group)
             _check_traits(traits)
 
-    def _write_payloads(self, writes: Sequence[DiskWrite]) -> set[int]:
-        """Indices of writes whose bytes did not reach the medium."""
+    def _write_payloads(self, writes: Sequence[DiskWrite]) -> frozenset[int]:
+        """Indices of writes whose bytes did not reach the disk."""
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
         for number, write in enumerate(writes):
             pieces[write.group].append(Piece(number, write.slot, write.parts))
         failed: set[int] = set()
         for group, wanted in pieces.items():
-            slab = self._slabs[group]
-            failed.update(slab.write(wanted))
+            failed.update(self._slabs[group].write(wanted))
+        return frozenset(failed)
+
+    def _not_synced(self, begun: Begun) -> set[int]:
+        """Indices of writes whose bytes did not reach the medium. A sync that fails says nothing of which bytes were
+        lost, so whatever had begun by then is."""
+        for group in {write.group for write in begun.writes}:
             try:
-                slab.sync()
+                self._slabs[group].sync()
             except OSError:
-                _log.exception("%s: sync failed", slab.path)
-                failed.update(piece.number for piece in wanted)
-        return failed
+                _log.exception("%s: sync failed", self._slabs[group].path)
+                self._sync_failures += 1
+        lost = begun.sync_failures != self._sync_failures
+        return set(range(len(begun.writes))) if lost else set(begun.failed)
 
     def _without_parent(self, writes: Sequence[DiskWrite], failed: set[int], retire: Sequence[Retirement]) -> set[int]:
         """Indices of writes that nobody could reach: their parent is not on disk, nor will it be after this batch."""

@@ -48,6 +48,15 @@ Restatement = tuple[GroupId, Key, Traits]
 
 
 @dataclass(slots=True, frozen=True)
+class Begun:
+    """A batch whose bytes have been handed to the disk. ``sync_failures``: how many there had been when it began."""
+
+    writes: Sequence[DiskWrite]
+    failed: frozenset[int]
+    sync_failures: int
+
+
+@dataclass(slots=True, frozen=True)
 class DiskRead:
     """One block to fetch into ``parts`` (writable, else as in :class:`DiskWrite`)."""
 
