@@ -283,6 +283,8 @@ class AcrossGroups:
 
 async def _copied(lease: ReadLease) -> list[NDArray[Any]]:
     cache = lease.cache
+    if not cache.mapped and lease.blocks:
+        return await cache.stream_get(lease.keys, tier=lease.tier)
     rows = np.empty((lease.blocks, cache.block_bytes), dtype=np.uint8)
     if not lease.blocks:
         return []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier import AsyncClient, Cache, Client, connect, errors
+from kvtier import AsyncClient, Cache, CacheSpec, Client, PoolSpec, WindowGroupSpec, connect, errors
 from kvtier.abi.stream import MAX_CHUNK_BYTES
 from kvtier.rpc_errors import Fault
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
@@ -82,6 +82,20 @@ async def test_blocks_larger_than_a_chunk(client: AsyncClient, name: str, start_
         keys = chain("large", 2)
         assert await cache.put(keys, data) == [OK] * 2
         assert np.array_equal(await cache.get(keys), data)
+
+
+async def test_all_window_groups_at_once(client: AsyncClient, name: str) -> None:
+    groups = tuple(WindowGroupSpec(window, (PoolSpec(1, heads, 8),)) for heads, window in ((1, 0), (2, 32)))
+    spec = CacheSpec("groups", "uint8", tokens_per_block=16, groups=groups)
+    room = {Tier.HOST: 8 * (spec.record_bytes(0) + spec.record_bytes(1))}
+    cache = await client.open_cache(name, spec, budgets=room, mapped=False)
+    keys, rng = chain("groups", 3), np.random.default_rng(0)
+    data = {group: rng.integers(0, 256, (3, spec.block_bytes(group)), dtype=np.uint8) for group in (0, 1)}
+    assert await cache.across.put(keys, data) == {0: [OK] * 3, 1: [OK] * 3}
+    found = await cache.across.get(keys)
+    assert found.blocks == 3
+    for group, rows in found.groups.items():
+        assert np.array_equal(rows, data[group][-len(rows) :])
 
 
 async def test_the_synchronous_client_streams_too(daemon: DaemonProcess, name: str) -> None:
