@@ -6,6 +6,7 @@ Recomputes everything that the core keeps incrementally from the little that it 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from kvtierd.core.across import AcrossTicket
 from kvtierd.core.block import Block, Copy, Phase
@@ -17,6 +18,8 @@ from kvtierd.core.policy import DEFAULT_PRIORITY, WritePolicy
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, Ticket
 from kvtierd.core.window import WindowManager
+
+LISTS: Final = ("redundant", "demotable", "clean", "leaf", "dirty")
 
 
 def check(manager: BlockManager) -> None:
@@ -271,7 +274,7 @@ class _Checker:
         """4, 5: only what may leave is offered, and all of it."""
         for tier in self.state.tiers:
             lists = self.state.candidates(tier)
-            expected: dict[str, set[Block]] = {name: set() for name in ("redundant", "demotable", "clean", "leaf")}
+            expected: dict[str, set[Block]] = {name: set() for name in LISTS}
             for block in self.state.index:
                 for name in self._lists_of(block, tier):
                     expected[name].add(block)
@@ -279,6 +282,8 @@ class _Checker:
                 offered = list(getattr(lists, name))
                 right = len(offered) == len(blocks) and all(block in blocks for block in offered)
                 _require(right, 4, f"{tier}: the {name} candidates are wrong")
+            freely = len(expected["redundant"] | expected["clean"])
+            _require(lists.cleans == freely, 4, f"{tier}: counts {lists.cleans} blocks that go freely, not {freely}")
 
     def _lists_of(self, block: Block, tier: Tier) -> list[str]:
         copy = block.copies[tier]
@@ -293,7 +298,9 @@ class _Checker:
         below = self.state.below[tier]
         fresh = self.state.policy.write_policy is WritePolicy.SELECTIVE and block not in self.state.reused
         kept = not fresh and any(block.priority >= self.state.policy.threshold(tier, t) for t in below)
+        watermarks = self.state.policy.clean_high > 0
         belongs = {
+            "dirty": watermarks and kept and not low and not redundant and all(block.copies[t] is None for t in below),
             "redundant": redundant,
             "demotable": bool(below) and not redundant and (low or kept),
             "clean": low,

@@ -48,6 +48,10 @@ class Flights:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._flights: dict[MoveId, list[Flight]] = {}
+        self.background = 0
+        """Copies that nobody waits for."""
+        self.cleaning = dict.fromkeys(state.tiers, 0)
+        """Those of them, by source, that make a slot clean."""
         self.edges: dict[Edge, EdgeRecord] = {
             (src, dst): EdgeRecord() for src in state.tiers for dst in state.tiers if src is not dst
         }
@@ -69,6 +73,7 @@ class Flights:
     def start(self, block: Block, src: Tier, dst: Tier, cause: Cause, *, purge: bool = False) -> Copy:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
+        self._count_background(src, cause, 1)
         self._flights.setdefault(move, []).append(Flight(block, (src, dst), source, copy, cause, purge))
         return copy
 
@@ -107,6 +112,7 @@ class Flights:
 
     def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state, block, (src, dst) = self._state, flight.block, flight.edge
+        self._count_background(src, flight.cause, -1)
         flight.source.reads -= 1
         flight.source.sinks -= dst > src
         attached = block.copies[dst] is flight.copy and block.copies[src] is flight.source
@@ -119,6 +125,11 @@ class Flights:
             self._arrive(flight, transfer)
         if block.copies[src] is not flight.source:
             self._settle_source(flight)
+
+    def _count_background(self, src: Tier, cause: Cause, by: int) -> None:
+        if cause in (Cause.WRITE_THROUGH, Cause.WATERMARK):
+            self.background += by
+            self.cleaning[src] += by
 
     def _parent_below(self, block: Block, dst: Tier) -> bool:
         """The disk stays prefix-closed: a block whose parent's own copy failed does not stay there."""

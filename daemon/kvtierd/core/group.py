@@ -30,6 +30,8 @@ REDUNDANT: Final = 1
 DEMOTABLE: Final = 2
 CLEAN: Final = 4
 LEAF: Final = 8
+DIRTY: Final = 16
+_GOES_FREELY: Final = REDUNDANT | CLEAN
 
 
 class Candidates:
@@ -42,29 +44,36 @@ class Candidates:
     - ``demotable``: not redundant, and its priority or a copy below lets it go down.
     - ``clean``: valid in a tier below: may go without a copy.
     - ``leaf``: resident nowhere else and without indexed children: may be dropped.
+    - ``dirty``: demotable, unread, and neither in a tier below nor on the way there. Only of a cache with watermarks.
+
+    ``cleans``: how many are clean or redundant: those that can go without a copy.
     """
 
-    __slots__ = ("_by_bit", "clean", "demotable", "leaf", "redundant")
+    __slots__ = ("_by_bit", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")
 
     def __init__(self, tier: Tier, make: Callable[[Listed], Evictor]) -> None:
         self.redundant = make(_on_list(tier, REDUNDANT))
         self.demotable = make(_on_list(tier, DEMOTABLE))
         self.clean = make(_on_list(tier, CLEAN))
         self.leaf = make(_on_list(tier, LEAF))
+        self.dirty = make(_on_list(tier, DIRTY))
+        self.cleans = 0
         self._by_bit = (
             (REDUNDANT, self.redundant),
             (DEMOTABLE, self.demotable),
             (CLEAN, self.clean),
             (LEAF, self.leaf),
+            (DIRTY, self.dirty),
         )
 
     def put(self, block: Block, copy: Copy, lists: int) -> None:
         """Puts the block on exactly these lists, at its present rank."""
         before, rank = copy.listed, block.rank
         unchanged = before if rank == copy.ranked else 0
-        if lists == unchanged:
+        if lists == unchanged and lists == before:
             return
         copy.listed, copy.ranked = lists, rank
+        self.cleans += bool(lists & _GOES_FREELY) - bool(before & _GOES_FREELY)
         for bit, evictor in self._by_bit:
             if lists & ~unchanged & bit:
                 evictor.offer(block)
@@ -110,6 +119,7 @@ class GroupState:
         self._floor = {
             tier: min((policy.threshold(tier, low) for low in self.below[tier]), default=NEVER) for tier in self.tiers
         }
+        self._watermarks = policy.clean_high > 0
         self.reused: set[Block] = set()
         """Where the cache writes selectively: those that have been used again since they were committed."""
         self._selective = policy.write_policy is WritePolicy.SELECTIVE
@@ -155,6 +165,8 @@ class GroupState:
             lists |= REDUNDANT
         elif self.below[tier] and (low or not self.expendable(block, tier)):
             lists |= DEMOTABLE
+        if self._watermarks and lists == DEMOTABLE and all(block.copies[t] is None for t in self.below[tier]):
+            lists |= DIRTY
         if residency == bit and block.first_child is None and block.copies.count(None) == 2:
             lists |= LEAF
         return lists
@@ -444,13 +456,13 @@ class GroupState:
             self.reconsider(block)
             self._reprioritise(block.parent, old, new, cause)
 
-    def reuse(self, blocks: Iterable[Block]) -> None:
-        """They are used a second time, or more often."""
-        if self._selective:
-            fresh = [block for block in blocks if block not in self.reused]
-            self.reused.update(fresh)
-            for block in fresh:
-                self.reconsider(block)
+    def reuse(self, blocks: Iterable[Block]) -> list[Block]:
+        """They are used a second time, or more often. Returns those for which it is the second."""
+        fresh = [block for block in blocks if block not in self.reused]
+        self.reused.update(fresh)
+        for block in fresh:
+            self.reconsider(block)
+        return fresh
 
     def take_disk_uses(self) -> list[Key]:
         """Blocks with a disk copy that were used since the last call, in the order of their last use."""

@@ -71,6 +71,9 @@ class Policy:
     TensorRT-LLM's code, not its help); 0 = always, 101 = never, and 30 where none is given. Only a ``move`` by call
     goes down whatever the priority.
 
+    ``clean_low``, ``clean_high``: where fewer than the low share of a tier's slots are clean (free, or READY below,
+    too), the background copies down, in the order of eviction, until the high share is; 0: never.
+
     ``max_pinned``: at most this share of a tier's slots in a group is pinned.
 
     ``reserve_shift`` and ``reserve_max``: the disk keeps ``min(slots >> shift, max)`` slots free ahead of need, since a
@@ -84,6 +87,8 @@ class Policy:
 
     thresholds: Mapping[Edge, int] = field(default_factory=dict)
     write_policy: WritePolicy = WritePolicy.BACK
+    clean_low: float = 0.0
+    clean_high: float = 0.0
     max_pinned: float = 0.5
     reserve_shift: int = 7
     reserve_max: int = 64

@@ -56,6 +56,7 @@ class Room:
         """How many slots this round may still vacate."""
         self._postponed = False
         self._got_on = False
+        self._sparing = False
         self.again = False
 
     def begin(self, now: int) -> None:
@@ -110,7 +111,7 @@ class Room:
 
     def _vacate_one(self, tier: Tier) -> bool:
         state, lists = self._state, self._state.candidates(tier)
-        if (block := lists.redundant.victim()) is not None:
+        if not self._sparing and (block := lists.redundant.victim()) is not None:
             state.free_copy(block, tier, Cause.CAPACITY)
             return True
         if (block := lists.leaf.victim()) is not None and state.expendable(block, tier):
@@ -146,15 +147,9 @@ class Room:
     def _send_down(self, block: Block, tier: Tier, low: Tier) -> bool:
         if not self._flights.usable(tier, low, self._now):
             return False
-        missing, anchor = self._missing_ancestors(block, low)
-        fresh = [m for m in (*missing, block) if low is not Tier.DISK or m not in self._to_disk]
-        prospect = self._secure_guarded(low, len(fresh), [block] if anchor is None else [block, anchor])
-        if prospect is Prospect.NOW and self._promised_only(low, [block] if anchor is None else [block, anchor]):
-            prospect = Prospect.COMING
-            self._promised[low] += len(fresh)
+        prospect, missing, fresh = self._secure_below(block, low)
         if prospect is Prospect.NOW:
-            self.copy_ancestors(missing)
-            self._flights.start(block, tier, low, Cause.CAPACITY)
+            self._copy(block, tier, low, missing, Cause.CAPACITY)
             self._state.leave(block, tier)
             if low is Tier.DISK:
                 self._replenish_disk()
@@ -165,6 +160,38 @@ class Room:
             if low is Tier.DISK:
                 self._to_disk.update(fresh)
         return prospect is not Prospect.NEVER
+
+    def copy_down(
+        self, block: Block, tier: Tier, low: Tier, cause: Cause, now: int, *, sparing: bool = False
+    ) -> Prospect:
+        """Copies a block down, and those of its ancestors that must be there first; their sources stay. COMING: there
+        will be room, but not yet. ``sparing``: room is not made of what makes slots above clean."""
+        if not self._flights.usable(tier, low, now):
+            return Prospect.NEVER
+        self._sparing = sparing
+        prospect, missing, _ = self._secure_below(block, low)
+        self._sparing = False
+        if prospect is Prospect.NOW:
+            self._copy(block, tier, low, missing, cause)
+        return prospect
+
+    def _secure_below(self, block: Block, low: Tier) -> tuple[Prospect, list[Block], list[Block]]:
+        """Slots in a lower tier for a block and those of its ancestors that must be there first.
+
+        Also returns those ancestors, and what of all this nothing was promised before.
+        """
+        missing, anchor = self._missing_ancestors(block, low)
+        fresh = [m for m in (*missing, block) if low is not Tier.DISK or m not in self._to_disk]
+        guarded = [block] if anchor is None else [block, anchor]
+        prospect = self._secure_guarded(low, len(fresh), guarded)
+        if prospect is Prospect.NOW and self._promised_only(low, guarded):
+            prospect = Prospect.COMING
+            self._promised[low] += len(fresh)
+        return prospect, missing, fresh
+
+    def _copy(self, block: Block, tier: Tier, low: Tier, missing: list[Block], cause: Cause) -> None:
+        self.copy_ancestors(missing)
+        self._flights.start(block, tier, low, cause)
 
     def _promised_only(self, low: Tier, needed: list[Block]) -> bool:
         """One of these disk copies is not planned yet, only promised room: its slots are still on their way."""

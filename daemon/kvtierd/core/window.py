@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import assert_never
+from typing import Final, assert_never
 
+from kvtierd.core.background import Background
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.evict import Evictor, Listed
@@ -23,6 +24,9 @@ from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
 from kvtierd.core.traits import Traits
 from kvtierd.core.verbs import BlockResult, ChainRequest
+
+LAST: Final = 1 << 62
+"""Who asks for room under this number comes after all requests."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,6 +66,7 @@ class WindowManager:
         self.state = GroupState(shape, recorder, policy, make_evictor)
         self.flights = Flights(self.state)
         self.room = Room(self.state, self.flights, self._older_wants)
+        self.background = Background(self.state, self.flights, self.room)
         self._recorder = recorder
         self._new_lease = new_lease
         self._refusal = refusal
@@ -134,7 +139,7 @@ class WindowManager:
         self.misses += missed
         for residency in ticket.found_in:
             self.hits[next(tier for tier in self.state.tiers if residency & tier.bit)] += 1
-        self.state.reuse(ticket.blocks)
+        self.background.used_again(ticket.blocks)
         self.state.touch(reversed(ticket.blocks))
         for block in ticket.blocks:
             self.state.clocks.start(block)
@@ -150,6 +155,7 @@ class WindowManager:
 
     def commit(self, lease: Lease, slot: SlotId, key: Key, parent_key: Key | None, traits: Traits) -> Block:
         block = self.state.insert(key, parent_key, traits, lease.tier, slot, Cause.COMMIT)
+        self.background.committed(block)
         del lease.blank[slot]
         lease.held[block] = self.state.hold(block, lease.tier, lease.session)
         self._slide(lease, block)
@@ -157,7 +163,7 @@ class WindowManager:
 
     def keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
         """A commit of a block that exists: it stays, and the slot becomes free."""
-        self.state.reuse([block])
+        self.background.used_again([block])
         del lease.blank[slot]
         self.state.give_back(lease.tier, slot)
         if block not in lease.held:
@@ -233,6 +239,8 @@ class WindowManager:
         for tier in self.state.tiers:
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
+        self.room.serve(LAST)
+        self.background.work(now)
         self.room.end()
 
     # -- parts of requests over several groups -----------------------------------------------------------------------
@@ -545,9 +553,9 @@ class WindowManager:
         places = [record.places for record in recovered]
         for tier in state.tiers:
             state.slots[tier].claim((place[tier] for place in places if tier in place), SlotState.FILLING)
-        state.order_by_use(
-            [state.recover(r.key, r.parent, r.traits, place) for r, place in zip(recovered, places, strict=True)]
-        )
+        blocks = [state.recover(r.key, r.parent, r.traits, place) for r, place in zip(recovered, places, strict=True)]
+        state.order_by_use(blocks)
+        self.background.recovered(blocks)
 
     def restore(self, lease: Lease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
         """A lease of an earlier life, whose process lives and may still use what it had: free slots, and READY blocks
