@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Protocol
 
 from kvtierd.core.block import Block
 
@@ -65,3 +65,7 @@ class PriorityLru:
 
     def __iter__(self) -> Iterator[Block]:
         return iter({block: None for rank, block in self._heap if block.rank == rank and self._listed(block)})
+
+
+EVICTORS: Final[Mapping[str, Callable[[Listed], Evictor]]] = {"lru": PriorityLru}
+"""By the name that a cache's options give."""

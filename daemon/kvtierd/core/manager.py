@@ -7,14 +7,14 @@ nanoseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from kvtierd.core import counting, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.events import Cause, EventSequencer
-from kvtierd.core.evict import Evictor, Listed, PriorityLru
+from kvtierd.core.evict import EVICTORS
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import KEY_BYTES, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.matching import Cover, indexed, match
@@ -71,7 +71,6 @@ class BlockManager:
         shapes: Sequence[GroupShape],
         sequencer: EventSequencer,
         policy: Policy | None = None,
-        make_evictor: Callable[[Listed], Evictor] = PriorityLru,
     ) -> None:
         if len({shape.tokens_per_block for shape in shapes}) > 1:
             raise BadArgument("tokens_per_block", [s.tokens_per_block for s in shapes], "the same in all groups")
@@ -84,10 +83,10 @@ class BlockManager:
         self._last_lease = 0
         self._unstamped: list[Lease] = []
         self._last_ticket = 0
+        policy = policy or Policy()
+        make_evictor = EVICTORS[policy.eviction]
         self.windows = {
-            shape.group: WindowManager(
-                shape, self._recorder, policy or Policy(), make_evictor, self._new_lease, self._refusal
-            )
+            shape.group: WindowManager(shape, self._recorder, policy, make_evictor, self._new_lease, self._refusal)
             for shape in shapes
         }
         self.across = AcrossGroups(tuple(self.windows.values()), self._recorder, self._new_lease, self._refusal)

@@ -432,7 +432,8 @@ class Catalog:
 
     def _introduce(self, plan: _Plan, parts: _Parts) -> Cache:
         cache_id = CacheId(next(self._ids))
-        manager = BlockManager(cache_id, _shapes(plan.spec, plan.slots), self._sequencer, self._stores.policy)
+        policy = plan.options.policy(self._stores.policy)
+        manager = BlockManager(cache_id, _shapes(plan.spec, plan.slots), self._sequencer, policy)
         stores = (parts.arena, parts.host, parts.device, parts.disk)
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, manager, *stores)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)

@@ -5,41 +5,44 @@ What this daemon cannot do is refused, never ignored: the tables here name all t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Self
 
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import caches_pb2
+from kvtierd.core.evict import EVICTORS
+from kvtierd.core.ids import Tier
+from kvtierd.core.policy import NEVER, Policy, WritePolicy
 from kvtierd.service.errors import bad_argument
+from kvtierd.service.validate import count
+from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE
 
-
-class WritePolicy(StrEnum):
-    """When a block is copied down."""
-
-    BACK = "back"
-
-
-EVICTION_POLICIES: Final = frozenset({"lru"})
+EVICTION_POLICIES: Final = frozenset(EVICTORS)
 EVENT_HASHES: Final = frozenset(HASH_BYTES)
 """Hashes by which blocks are named in events besides their keys."""
 
 _BYTES_A_TOKEN: Final = 4 + 8
 _OTHER_BYTES: Final = 128
-_WRITE_POLICIES: Final[Mapping[int, WritePolicy]] = {caches_pb2.WRITE_POLICY_BACK: WritePolicy.BACK}
+_WRITE_POLICIES: Final[Mapping[int, WritePolicy]] = {
+    caches_pb2.WRITE_POLICY_BACK: WritePolicy.BACK,
+    caches_pb2.WRITE_POLICY_THROUGH: WritePolicy.THROUGH,
+    caches_pb2.WRITE_POLICY_SELECTIVE: WritePolicy.SELECTIVE,
+}
 _TO_WIRE: Final = {policy: value for value, policy in _WRITE_POLICIES.items()}
 
 
 @dataclass(slots=True, frozen=True)
 class CacheOptions:
-    """A cache's own. ``event_hash`` "": events name blocks by their keys alone."""
+    """A cache's own. ``event_hash`` "": events name blocks by their keys alone. ``thresholds``: (from, to, least
+    priority) of the edges that have their own, in order."""
 
     write_policy: WritePolicy = WritePolicy.BACK
     eviction: str = "lru"
     event_hash: str = ""
     keep_tokens: bool = False
+    thresholds: tuple[tuple[int, int, int], ...] = ()
 
     def label_bytes(self, spec: CacheSpec) -> int:
         """What a block's hash and tokens take on disk, each token with an extra id, and with a salt of ordinary
@@ -53,6 +56,22 @@ class CacheOptions:
             eviction=self.eviction,
             event_hash=self.event_hash,
             keep_tokens=self.keep_tokens,
+            thresholds=[
+                caches_pb2.EdgeThreshold(
+                    **{"from": TIER_TO_WIRE[Tier(src)]}, to=TIER_TO_WIRE[Tier(dst)], min_priority=least
+                )
+                for src, dst, least in self.thresholds
+            ],
+        )
+
+    def policy(self, defaults: Policy) -> Policy:
+        """What the core is to do for a cache of these options."""
+        own = {(Tier(src), Tier(dst)): least for src, dst, least in self.thresholds}
+        return replace(
+            defaults,
+            write_policy=self.write_policy,
+            eviction=self.eviction,
+            thresholds={**defaults.thresholds, **own},
         )
 
     def to_stored(self) -> dict[str, Any]:
@@ -65,7 +84,9 @@ class CacheOptions:
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"options that this daemon does not know: {', '.join(sorted(unknown))}")
-        options = cls(**{**values, "write_policy": WritePolicy(values.get("write_policy", WritePolicy.BACK))})
+        write_policy = WritePolicy(values.get("write_policy", WritePolicy.BACK))
+        thresholds = tuple((int(src), int(dst), int(least)) for src, dst, least in values.get("thresholds", ()))
+        options = cls(**{**values, "write_policy": write_policy, "thresholds": thresholds})
         if options.eviction not in EVICTION_POLICIES or options.event_hash not in {"", *EVENT_HASHES}:
             raise ValueError(f"options that this daemon cannot do: {values}")
         return options
@@ -87,8 +108,21 @@ def wanted(message: caches_pb2.CacheOptions) -> dict[str, Any]:
     if message.keep_tokens:
         named["keep_tokens"] = True
     if message.thresholds:
-        raise bad_argument("options.thresholds", len(message.thresholds), "none: this daemon has its own only")
+        named["thresholds"] = _thresholds(message.thresholds)
     return named
+
+
+def _thresholds(messages: Sequence[caches_pb2.EdgeThreshold]) -> tuple[tuple[int, int, int], ...]:
+    found: dict[tuple[int, int], int] = {}
+    for index, message in enumerate(messages):
+        field = f"options.thresholds[{index}]"
+        src, dst = TIER_FROM_WIRE.get(getattr(message, "from")), TIER_FROM_WIRE.get(message.to)
+        if src is None or dst is None or src >= dst:
+            raise bad_argument(field, f"from {src} to {dst}", "an edge from a tier to one below it")
+        if (src, dst) in found:
+            raise bad_argument(field, f"from {src} to {dst}", "another edge than those before it")
+        found[src, dst] = count(f"{field}.min_priority", message.min_priority, 0, NEVER)
+    return tuple((int(src), int(dst), least) for (src, dst), least in sorted(found.items()))
 
 
 def require_same(options: CacheOptions, named: Wanted, cache: str) -> None:

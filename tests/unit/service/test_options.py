@@ -9,8 +9,9 @@ import grpc
 import pytest
 
 from kvtier.v1 import caches_pb2
+from kvtierd.core.policy import WritePolicy
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.options import CacheOptions, WritePolicy, require_same, wanted
+from kvtierd.service.options import CacheOptions, require_same, wanted
 
 
 def test_what_is_left_out_asks_for_nothing() -> None:

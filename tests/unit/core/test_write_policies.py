@@ -1,0 +1,185 @@
+"""Copies downwards that nobody waits for: write-through, selective writes, clean slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtierd.core.events import Cause
+from kvtierd.core.policy import Policy, WritePolicy
+from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, keys
+
+THROUGH = Policy(write_policy=WritePolicy.THROUGH)
+SELECTIVE = Policy(write_policy=WritePolicy.SELECTIVE)
+
+
+# -- write-through ----------------------------------------------------------------------------------------------------
+
+
+def test_written_through_blocks_are_on_the_lowest_tier_soon_after_their_commit() -> None:
+    bench = Bench(device=4, host=4, disk=8, policy=THROUGH)
+    bench.store("abc")
+    assert bench.in_flight() == [(name, DEVICE, DISK, Cause.WRITE_THROUGH) for name in "abc"]
+    bench.land()
+    assert [bench.where(name) for name in "abc"] == [{DEVICE, DISK}] * 3
+
+
+def test_without_a_disk_the_host_is_the_lowest() -> None:
+    bench = Bench(device=4, host=4, policy=THROUGH)
+    bench.put("ab")
+    bench.land()
+    assert bench.where("b") == {DEVICE, HOST}
+
+
+def test_a_promotion_keeps_the_host_copy() -> None:
+    bench = Bench(device=1, host=2, policy=THROUGH)
+    bench.put("a")
+    bench.land()
+    bench.put("b")
+    bench.land()
+    assert bench.where("a") == {HOST}
+    bench.acquire("a")
+    bench.land()
+    assert bench.where("a") == {DEVICE, HOST}
+
+
+def test_what_policy_keeps_up_is_not_written_through() -> None:
+    bench = Bench(device=4, disk=4, policy=THROUGH)
+    bench.put("a", priority=29)
+    bench.put("b", priority=30)
+    assert [name for name, *_ in bench.in_flight()] == ["b"]
+
+
+def test_writing_through_drops_the_least_recently_used_below() -> None:
+    bench = Bench(device=4, disk=2, policy=THROUGH)
+    for name in "abc":
+        bench.put(name)
+        bench.land()
+    assert bench.where("a") == {DEVICE}
+    assert bench.where("c") == {DEVICE, DISK}
+
+
+def test_many_blocks_go_down_a_few_at_a_time() -> None:
+    names = [chr(0x4E00 + n) for n in range(200)]
+    bench = Bench(host=200, disk=256, policy=THROUGH)
+    for name in names:
+        bench.put(name, HOST)
+    assert len(bench.in_flight()) == 64
+    bench.land()
+    assert all(bench.where(name) == {HOST, DISK} for name in names)
+
+
+def test_a_reservation_comes_first() -> None:
+    """The disk has one slot to give: who demotes for it gets it, though a block waits to be written through."""
+    bench = Bench(device=2, host=2, policy=THROUGH)
+    bench.store("ab", HOST)
+    bench.put("c")
+    bench.land()
+    assert bench.where("c") == {DEVICE}
+
+
+# -- selective ---------------------------------------------------------------------------------------------------------
+
+
+def test_selective_drops_what_was_used_once() -> None:
+    bench = Bench(device=1, host=1, policy=SELECTIVE)
+    bench.put("a")
+    bench.reserve(DEVICE, 1)
+    assert bench.stored() == ""
+    assert bench.moves == []
+
+
+def test_selective_writes_down_at_the_second_use() -> None:
+    bench = Bench(device=2, host=2, disk=4, policy=SELECTIVE)
+    bench.put("ab")
+    bench.land()
+    assert bench.where("a") == {DEVICE}
+    bench.touch("a")
+    assert bench.in_flight() == [("a", DEVICE, DISK, Cause.WRITE_THROUGH)]
+    bench.land()
+    assert (bench.where("a"), bench.where("b")) == ({DEVICE, DISK}, {DEVICE})
+
+
+def test_selective_demotes_what_was_used_twice() -> None:
+    bench = Bench(device=1, host=1, policy=SELECTIVE)
+    bench.put("a")
+    bench.touch("a")
+    bench.land()
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.where("a") == {HOST}
+
+
+def test_storing_again_what_is_there_is_a_second_use() -> None:
+    bench = Bench(device=3, host=3, policy=SELECTIVE)
+    bench.put("a")
+    grant = bench.blank(DEVICE, 1)
+    bench.commit(grant, [("a", None, 35)])
+    bench.land()
+    assert bench.where("a") == {DEVICE, HOST}
+
+
+def test_what_was_found_on_disk_is_worth_keeping() -> None:
+    bench = Bench(device=1, host=1, disk=1, recovered=[("a", None, 35)], policy=SELECTIVE)
+    (ticket,) = bench.acquire("a")
+    bench.land()
+    bench.release(bench.lease(ticket))
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert HOST in bench.where("a")
+
+
+# -- watermarks --------------------------------------------------------------------------------------------------------
+
+
+def test_below_the_low_mark_slots_are_cleaned_up_to_the_high_one() -> None:
+    bench = Bench(device=10, host=20, policy=Policy(clean_low=0.3, clean_high=0.5))
+    for name in "abcdefg":
+        bench.put(name)
+    assert bench.moves == []
+    bench.put("h")
+    assert bench.in_flight() == [(name, DEVICE, HOST, Cause.WATERMARK) for name in "abc"]
+    bench.land()
+    assert [bench.where(name) for name in "abcd"] == [{DEVICE, HOST}] * 3 + [{DEVICE}]
+
+
+def test_a_clean_slot_is_had_without_a_copy() -> None:
+    bench = Bench(device=4, host=8, policy=Policy(clean_low=0.5, clean_high=0.5))
+    for name in "abcd":
+        bench.put(name)
+        bench.land()
+    ticket = bench.reserve(DEVICE, 2)
+    assert ticket in bench.grants
+    assert (bench.where("a"), bench.where("b")) == ({HOST}, {HOST})
+
+
+def test_cleaning_does_not_chase_its_own_tail() -> None:
+    """The host is full of what keeps device slots clean: no copy is given up for another of its kind."""
+    bench = Bench(device=8, host=2, policy=Policy(clean_low=1.0, clean_high=1.0))
+    for name in "abcdefgh":
+        bench.put(name)
+        bench.land()
+    assert sum(bench.where(name) == {DEVICE, HOST} for name in "abcdefgh") == 2
+    bench.pass_ms(1000)
+    assert bench.moves == []
+
+
+def test_cleaning_sends_the_hosts_oldest_down_for_its_room() -> None:
+    bench = Bench(device=2, host=2, disk=4, policy=Policy(clean_low=0.5, clean_high=0.5))
+    bench.put("ab", HOST)
+    bench.put("x")
+    bench.put("y")
+    bench.land()
+    assert {name: bench.where(name) for name in "xb"} == {"x": {DEVICE, HOST}, "b": {DISK}}
+
+
+@pytest.mark.parametrize("policy", [THROUGH, SELECTIVE, Policy(clean_low=0.9, clean_high=0.9)])
+def test_an_edge_that_fails_does_not_hold_anything_up(policy: Policy) -> None:
+    bench = Bench(device=2, host=2, policy=policy)
+    for name in "abcdef":
+        ticket = bench.reserve(DEVICE, 1)
+        for _ in range(8):
+            bench.fail_all()
+        grant = bench.grants[ticket]
+        bench.commit(grant, [(name, None, 35)])
+        bench.release(bench.lease(ticket))
+    assert bench.core.match(GROUP, keys("f")).blocks == 1
