@@ -80,6 +80,7 @@ class AcrossGroups:
         self._new_lease = new_lease
         self._refusal = refusal
         self.tickets: dict[TicketId, AcrossTicket] = {}
+        self._removed = 0
 
     @property
     def waiting(self) -> int:
@@ -154,6 +155,10 @@ class AcrossGroups:
 
     def refresh(self, now: int) -> None:
         """Matches anew what lost a block while it waited."""
+        removed = sum(window.state.removed for window in self._windows)
+        if removed == self._removed:
+            return
+        self._removed = removed
         for ticket in list(self.tickets.values()):
             if ticket.waiting and any(not block.indexed for part in ticket.parts for block in part.fetch.blocks):
                 self._shorten(ticket, now, RefusalReason.TOO_SHORT)
