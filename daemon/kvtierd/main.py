@@ -10,12 +10,12 @@ import logging
 import os
 import resource
 import sys
-import time
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import click
 
+from kvtierd import logs
 from kvtierd.config import ENV_PREFIX, Config, ConfigError
 from kvtierd.config.describe import as_json, as_toml, reference
 from kvtierd.config.flags import given, with_flags
@@ -28,16 +28,6 @@ EXIT_BAD_CONFIG: Final = 2
 EXIT_UNCLEAN: Final = 3
 
 _log = logging.getLogger(__name__)
-
-
-class _KeyValueFormatter(logging.Formatter):
-    """``time=… level=… where=… event=…``; messages carry their own key=value pairs behind the event."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        head = f"time={stamp}.{int(record.msecs):03}Z level={record.levelname.lower()} where={record.name}"
-        line = f"{head} {record.getMessage()}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 @click.command()
@@ -76,7 +66,7 @@ def main(
 
 def _serve(sources: Sources, config: Config) -> None:
     """Until asked to stop. Returns if that was clean, else the process ends here."""
-    _set_up_logging(config.log_level)
+    logs.set_up(config.log_level, config.log_format)
     _raise_descriptor_limit()
     try:
         manager = Manager.from_environment(os.environ)
@@ -94,12 +84,6 @@ def _serve(sources: Sources, config: Config) -> None:
         # A thread may hang in a call to a device or a disk, and would keep the process alive for as long.
         sys.stderr.flush()
         os._exit(EXIT_UNCLEAN)
-
-
-def _set_up_logging(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_KeyValueFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def _raise_descriptor_limit() -> None:

@@ -15,6 +15,7 @@ from typing import Final, Self
 
 import click
 
+from kvtierd import logs
 from kvtierd.config import Config, ConfigError, Loaded, read
 from kvtierd.notify import Notifier, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
@@ -66,7 +67,7 @@ async def serve(sources: Sources, config: Config, manager: Manager, turns: Timed
     loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
     async with _taking_long(notifier):
         daemon = await Daemon.start(config, turns)
-    daemon.live.on_change(lambda now: logging.getLogger().setLevel(now.log_level.upper()))
+    daemon.live.on_change(lambda now: logs.change(now.log_level, now.log_format))
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
     async with _watched(manager, daemon):
         notifier.ready(_serving(daemon))

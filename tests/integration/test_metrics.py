@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,26 @@ def daemon(start_daemon: StartDaemon) -> DaemonProcess:
     return start_daemon(*LISTEN, **SLOTS)
 
 
-@pytest.fixture
-async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+@pytest.fixture(scope="module")
+def seen() -> Iterator[Scrape]:
+    """One scrape for all that only look at it: of a daemon where :func:`traffic` was."""
+    home = Path(tempfile.mkdtemp(prefix="kv-"))
+    daemon = DaemonProcess(home, sizes(**SLOTS), LISTEN)
+    try:
+        daemon.start()
+        yield asyncio.run(scrape_after_traffic(daemon))
+        daemon.stop()
+    finally:
+        shutil.rmtree(home)
+
+
+async def scrape_after_traffic(daemon: DaemonProcess) -> Scrape:
     async with await connect(daemon.address) as client:
-        yield client
+        await traffic(client)
+        return await scrape(daemon)
 
 
-@pytest.fixture
-async def cache(client: AsyncClient) -> Cache:
+async def traffic(client: AsyncClient) -> Cache:
     """Six blocks, four of which are found on disk and two on the device; three are asked for that are not stored."""
     cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
     await cache.put(KEYS, blocks(KEYS))
@@ -54,9 +67,16 @@ async def cache(client: AsyncClient) -> Cache:
     return cache
 
 
+@pytest.fixture
+async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+    async with await connect(daemon.address) as client:
+        yield client
+
+
 async def test_slots_are_those_of_the_statistics_and_sum_to_the_capacity(
-    daemon: DaemonProcess, client: AsyncClient, cache: Cache
+    daemon: DaemonProcess, client: AsyncClient
 ) -> None:
+    cache = await traffic(client)
     async with cache.reserve(2, Tier.HOST):
         seen = await scrape(daemon)
         for tier in (await cache_stats(client, "c")).tiers:
@@ -69,16 +89,14 @@ async def test_slots_are_those_of_the_statistics_and_sum_to_the_capacity(
         assert seen.value("kvtier_leases", cache="c", state="live") == 1
 
 
-async def test_hits_are_attributed_to_the_tier_of_the_match(daemon: DaemonProcess, cache: Cache) -> None:
-    seen = await scrape(daemon)
+def test_hits_are_attributed_to_the_tier_of_the_match(seen: Scrape) -> None:
     hits = {tier: seen.value("kvtier_hit_blocks_total", cache="c", tier=str(tier)) for tier in Tier}
     assert hits == {Tier.DEVICE: 2, Tier.HOST: 0, Tier.DISK: 4}
     assert seen.value("kvtier_missed_blocks_total", cache="c") == 3
     assert seen.value("kvtier_stored_blocks_total", cache="c") == seen.value("kvtier_blocks", cache="c") == 6
 
 
-async def test_moves_are_counted_by_edge_and_cause_and_timed(daemon: DaemonProcess, cache: Cache) -> None:
-    seen = await scrape(daemon)
+def test_moves_are_counted_by_edge_and_cause_and_timed(seen: Scrape) -> None:
     down, up = {"from": "device", "to": "disk"}, {"from": "disk", "to": "device"}
     assert seen.value("kvtier_moved_blocks_total", **up, cause="demand") == 4
     assert seen.value("kvtier_moved_bytes_total", **up, cause="demand") == 4 * SPEC.block_bytes(0)
@@ -93,7 +111,8 @@ async def test_moves_are_counted_by_edge_and_cause_and_timed(daemon: DaemonProce
     assert seen.values("kvtier_queued_blocks") and seen.value("kvtier_queued_blocks") == 0
 
 
-async def test_sessions_watchers_and_events(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_sessions_watchers_and_events(daemon: DaemonProcess, client: AsyncClient) -> None:
+    await traffic(client)
     async with client.watch(heartbeats=True, heartbeat_s=0.02) as watch:
         await anext(watch)
         seen = await scrape(daemon)
@@ -128,8 +147,7 @@ async def test_the_loop_is_timed(daemon: DaemonProcess, client: AsyncClient) -> 
     assert set(second.values("kvtier_gc_pause_seconds_count")) == {("0",), ("1",), ("2",)}
 
 
-async def test_every_metric_is_told_with_its_labels(daemon: DaemonProcess, cache: Cache) -> None:
-    seen = await scrape(daemon)
+def test_every_metric_is_told_with_its_labels(seen: Scrape) -> None:
     for metric in METRICS:
         family = seen.families[metric.name.removesuffix("_total")]
         assert (family.type, family.documentation) == (str(metric.kind), metric.help)
@@ -141,24 +159,18 @@ async def test_every_metric_is_told_with_its_labels(daemon: DaemonProcess, cache
     }
 
 
-async def test_the_metrics_keep_to_the_conventions(daemon: DaemonProcess, cache: Cache) -> None:
-    assert lint((await scrape(daemon)).families.values()) == []
+def test_the_metrics_keep_to_the_conventions(seen: Scrape) -> None:
+    assert lint(seen.families.values()) == []
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed, and KVTIER_PROMTOOL does not name it")
-async def test_promtool_has_nothing_to_say(daemon: DaemonProcess, cache: Cache) -> None:
-    text = (await scrape(daemon)).text
-    assert await asyncio.to_thread(promtool, text) == (0, "", "")
-
-
-def promtool(text: str) -> tuple[int, str, str]:
+def test_promtool_has_nothing_to_say(seen: Scrape) -> None:
     command = [str(PROMTOOL), "check", "metrics"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
+    done = subprocess.run(command, input=seen.text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-async def test_the_dashboard_asks_for_what_there_is(daemon: DaemonProcess, cache: Cache) -> None:
-    seen = await scrape(daemon)
+def test_the_dashboard_asks_for_what_there_is(seen: Scrape) -> None:
     labels = {
         sample.name: set().union(*(other.labels for other in family.samples if other.name == sample.name))
         for family in seen.families.values()
@@ -220,9 +232,8 @@ def test_nothing_listens_unless_asked(start_daemon: StartDaemon) -> None:
         (("--metrics-public",), "metrics_listen is not set"),
     ],
 )
-def test_an_address_that_must_not_be_is_refused(start_daemon: StartDaemon, flags: tuple[str, ...], says: str) -> None:
-    daemon = start_daemon(host=4)
-    daemon.stop()
+def test_an_address_that_must_not_be_is_refused(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
+    daemon = DaemonProcess(tmp_path, sizes(host=4))
     assert says in refused(daemon, *flags, status=2)
 
 
@@ -231,10 +242,9 @@ def test_a_public_address_can_be_asked_for(start_daemon: StartDaemon) -> None:
     assert "kvtier_build_info" in text_of(daemon)
 
 
-def test_an_address_that_is_taken_stops_the_start(start_daemon: StartDaemon) -> None:
+def test_an_address_that_is_taken_stops_the_start(start_daemon: StartDaemon, short_dir: Path) -> None:
     first = start_daemon(*LISTEN, host=4)
-    second = start_daemon(host=4)
-    second.stop()
+    second = DaemonProcess(short_dir, sizes(host=4))
     says = refused(second, "--metrics-listen", f"127.0.0.1:{port_of(first)}", status=2)
     assert "metrics_listen" in says and "in use" in says
 

@@ -213,6 +213,9 @@ class DiagnosisKeys(_Section):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], LIVE] = Field(
         "info", description="Least level that is logged."
     )
+    log_format: Annotated[Literal["logfmt", "json"], LIVE] = Field(
+        "logfmt", description="Form of log lines: key=value pairs, or one JSON object a line."
+    )
     debug_checks: bool = Field(False, description="Check all invariants of the core after every step. Slow.")
     chaos_seed: int | None = Field(
         None, ge=0, description="For tests: the device stand-in completes its copies late and out of order."

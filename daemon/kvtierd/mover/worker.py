@@ -83,7 +83,7 @@ class Hand:
             return work()
         except Exception as error:  # noqa: BLE001 - whatever went wrong, the batch failed and the thread goes on
             self.failure = (time.monotonic_ns(), f"{type(error).__name__}: {error}")
-            _log.exception("%s: a batch failed", self.name)
+            _log.exception("a batch failed worker=%s", self.name)
             return Faults(failed=frozenset(range(sum(len(piece.items) for piece in batch))))
 
     def _report(self, batch: Batch, faults: Faults, started_ns: int) -> None:

@@ -425,9 +425,9 @@ class Catalog:
             self._stores.budgets.give_back(plan.spec, plan.slots)
             raise
         self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
-        given = " ".join(f"{tier}={'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
+        given = ",".join(f"{tier}:{'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
         blocks = sum(map(len, parts.recovered.values()))
-        _log.info("cache opened name=%s cache=%d %s recovered=%d", plan.name, cache.id, given, blocks)
+        _log.info("cache opened name=%s cache=%d slots=%s recovered=%d", plan.name, cache.id, given, blocks)
         return cache
 
     def _introduce(self, plan: _Plan, parts: _Parts) -> Cache:

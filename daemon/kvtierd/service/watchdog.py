@@ -41,5 +41,5 @@ class Watchdog:
         if fresh:
             self._notifier.alive()
         elif self._fed:
-            _log.warning("a mover's thread is stuck seconds=%.1f: the watchdog is not fed any more", stalled_s)
+            _log.warning("the watchdog is not fed any more: a mover's thread is stuck seconds=%.1f", stalled_s)
         self._fed = fresh

@@ -1,0 +1,45 @@
+"""What a real daemon writes to its log, and what it must never write there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtier import Tier, connect
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import StartDaemon
+from tests.integration.raw import attached
+
+
+@pytest.mark.parametrize("form", ["logfmt", "json"])
+async def test_no_token_and_no_key_is_ever_logged(start_daemon: StartDaemon, form: str) -> None:
+    daemon = start_daemon("--log-level", "debug", "--log-format", form, device=4, host=4, disk=8)
+    keys = chain("secret", 12)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = await client.open_cache("c", SPEC, budgets=sizes(device=4, host=4, disk=8))
+        await cache.put(keys, blocks(keys))
+        await cache.get(keys)
+        await cache.move(keys[:2], Tier.DISK)
+        await cache.drop(keys[:1])
+        await raw.open("c")
+        raw.detach()
+    daemon.stop()
+    assert "cache opened" in daemon.log and "session begins" in daemon.log
+    for secret in (raw.welcome.token, *(key.hex() for key in keys), *(repr(key)[2:-1] for key in keys)):
+        assert secret not in daemon.log
+        assert secret.upper() not in daemon.log
+
+
+def test_json_is_an_object_a_line(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--log-format", "json", host=4)
+    daemon.stop()
+    lines = [json.loads(line) for line in daemon.log.splitlines()]
+    assert lines and all({"time", "level", "where", "event"} <= set(line) for line in lines)
+    assert lines[-1] | {"time": ""} == {
+        "time": "",
+        "level": "info",
+        "where": "kvtierd.serve",
+        "event": "stopped",
+        "clean": "True",
+    }
