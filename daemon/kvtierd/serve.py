@@ -71,7 +71,8 @@ async def serve(sources: Sources, config: Config, manager: Manager, turns: Timed
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
     async with _watched(manager, daemon):
         notifier.ready(_serving(daemon))
-        click.echo(f"kvtierd ready pid={os.getpid()} address={daemon.address}")
+        tcp = f" tcp={daemon.tcp_address}" if daemon.tcp_address else ""
+        click.echo(f"kvtierd ready pid={os.getpid()} address={daemon.address}{tcp}")
         sys.stdout.flush()
         await stop.wait()
         _log.info("stopping")

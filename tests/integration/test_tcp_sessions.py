@@ -30,7 +30,7 @@ from kvtier.session import Link, Stubs
 from kvtier.transport import LocalTransport, TcpTransport
 from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2, session_pb2_grpc
 from kvtier.wire import spec_to_wire, tier_to_wire
-from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import eventually
@@ -121,8 +121,19 @@ async def test_a_certificate_has_the_rights_of_its_rules(daemon: DaemonProcess, 
             assert "certificate engine-1, first.example" in str(refused.value)
         (shown,) = await sessions(daemon)
         assert shown.startswith("certificate engine-1, first.example at ipv4:127.0.0.1:")
-        with pytest.raises(CallerError, match="not mapped over TCP"):
+        with pytest.raises(CallerError, match="not mapped"):
             _ = cache.arena
+
+
+async def test_blocks_go_through_streams(daemon: DaemonProcess, engine: TlsFiles) -> None:
+    await fill(daemon)
+    new = chain("new", 1)
+    async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
+        cache = await client.open_cache("shared", SPEC)
+        assert not cache.mapped
+        await cache.put(new, blocks(new), tier=Tier.HOST)
+        assert_bytes([*KEYS], await cache.get(KEYS, tier=Tier.HOST))
+        assert_bytes(new, await cache.get(new, tier=Tier.HOST))
 
 
 async def test_alternative_names_count_and_strangers_are_refused(daemon: DaemonProcess, authority: Authority) -> None:
