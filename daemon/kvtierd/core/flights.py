@@ -119,6 +119,8 @@ class Flights:
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, flight.copy, written=dst is Tier.DISK and not failed and not corrupt)
             self._source_stays(flight)
+            for ticket in flight.copy.waiters:
+                ticket.failed.add(block)
             if corrupt:
                 state.lose_bytes(block, src, flight.source)
         else:

@@ -299,7 +299,8 @@ class BlockManager:
         self, session: SessionId, group: GroupId, to: Tier, keys: Sequence[Key], now: int
     ) -> tuple[TicketId, Outcome]:
         """Asks for blocks to be READY in a tier without holding them; idle copies above it go. The grant's results say
-        of which keys that is true."""
+        of which keys that is true. What comes up is taken as used: what is fetched ahead of need is not the next to
+        go."""
         window = self._window(group)
         self._check_tier(window, to)
         self._check_keys(keys, "keys")
@@ -309,6 +310,8 @@ class BlockManager:
         self.tickets[ticket.id] = (window, ticket)
         for block in blocks:
             window.state.claim(block)
+        upwards = [block for block in blocks if not block.residency & (2 * to.bit - 1)]
+        window.state.touch(reversed(upwards))
         window.fetch(ticket)
         self._pump(now, window)
         return ticket.id, self._take(now)

@@ -111,7 +111,7 @@ class Grant:
     for. ``found_in``: for an acquire, each block's residency set at the moment of the match; ``blocks``: the length of
     the prefix held. ``groups``: for an acquire over all groups, what is held in each; ``lease``, ``slots`` and
     ``found_in`` are empty then. ``results`` for a move: True for each requested block that is READY in the tier asked
-    for.
+    for; ``failed``: places of those of the others whose copies failed.
     """
 
     ticket: TicketId
@@ -120,6 +120,7 @@ class Grant:
     found_in: tuple[int, ...] = ()
     matched: int = 0
     results: tuple[bool, ...] = ()
+    failed: frozenset[int] = frozenset()
     blocks: int = 0
     groups: tuple[GroupGrant, ...] = ()
 

@@ -116,6 +116,8 @@ class FetchTicket:
     """A move's blocks in the order asked; None where the key is not indexed."""
     waiting: bool = True
     copies: list[Copy] = field(default_factory=list)
+    failed: set[Block] = field(default_factory=set)
+    """Blocks whose copies for it have failed."""
     pending: int = 0
     turn: Turn | None = None
 

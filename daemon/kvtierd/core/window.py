@@ -439,8 +439,10 @@ class WindowManager:
             block is not None and block.indexed and (c := block.copies[tier]) is not None and c.valid
             for block in ticket.wanted
         )
+        places = zip(ticket.wanted, results, strict=True)
+        failed = frozenset(n for n, (block, there) in enumerate(places) if block in ticket.failed and not there)
         self.let_go(ticket)
-        self._recorder.grant(Grant(ticket.id, None, results=results))
+        self._recorder.grant(Grant(ticket.id, None, results=results, failed=failed))
 
     def _give_up(self, ticket: Ticket) -> None:
         """Refuses a request that is in no queue, and forgets what it claimed."""

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final, Protocol
 
@@ -41,6 +41,8 @@ from kvtierd.mover.tickets import Answer, Tickets, Waiting, cancelled
 from kvtierd.mover.uses import UseLog
 from kvtierd.mover.work import Edge
 
+MOVE_SLICE: Final = 32
+"""Blocks of one request that are on the way at a time."""
 TICK_S: Final = 0.25
 """How often the core is told the time: degraded edges come back, and what waits for that goes on."""
 BROKEN_SHOWN: Final = 8
@@ -198,7 +200,33 @@ class Engine:
         keys: Sequence[Key],
         timeout_s: float | None,
     ) -> Grant:
-        """Makes blocks READY in ``to``; ``Grant.results`` says which are. Raises :class:`Refused`."""
+        """Makes blocks READY in ``to``; ``Grant.results`` says which are. Raises :class:`Refused`.
+
+        Not all at once: where the time is up, or the caller goes, blocks whose turn has not come stay as they are.
+        """
+        ends = None if timeout_s is None else self._loop.time() + timeout_s
+        results: list[bool] = []
+        failed: set[int] = set()
+        while True:
+            first = len(results)
+            left = None if ends is None else max(0.0, ends - self._loop.time())
+            part = await self._move_some(cache_id, session, group, to, keys[first : first + MOVE_SLICE], left)
+            results += part.results
+            failed |= {first + place for place in part.failed}
+            if ends is not None and self._loop.time() >= ends:
+                results += [False] * (len(keys) - len(results))
+            if len(results) == len(keys):
+                return replace(part, results=tuple(results), failed=frozenset(failed))
+
+    async def _move_some(
+        self,
+        cache_id: CacheId,
+        session: SessionId,
+        group: GroupId,
+        to: Tier,
+        keys: Sequence[Key],
+        timeout_s: float | None,
+    ) -> Grant:
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.move(session, group, to, keys, self._clock())
         waiting = cache.tickets.open(ticket, session, to, len(keys))

@@ -232,12 +232,16 @@ class BlocksService:
         raise Refused(withdrawn[0])
 
     def _move_results(self, cache: Cache, group: GroupId, keys: Sequence[Key], grant: Grant) -> bytes:
-        """The grant says only which blocks are there; why another is not is seen from where it is now."""
+        """The grant says which blocks are there and which copies failed; whether the others are at all is seen now."""
         places = self._engine.locate(cache.id, group, keys)
-        return bytes(
+        results = [
             BlockResult.OK if there else BlockResult.NO_ROOM if place.residency else BlockResult.NOT_FOUND
             for there, place in zip(grant.results, places, strict=True)
-        )
+        ]
+        for place in grant.failed:
+            if results[place] is BlockResult.NO_ROOM:
+                results[place] = BlockResult.FAILED
+        return bytes(results)
 
 
 def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:

@@ -88,3 +88,28 @@ def test_only_the_caches_tiers_and_sound_keys() -> None:
     for names, tier in (("a", HOST), ("", DEVICE), ("aa", DEVICE)):
         with pytest.raises(BadArgument):
             bench.move(names, tier)
+
+
+def test_a_move_says_which_copies_failed() -> None:
+    """As against what found no room."""
+    bench = Bench(device=2, host=3)
+    bench.put("ab", HOST)
+    lease = bench.store("x")
+    ticket = bench.move("aq", DEVICE)
+    bench.land(failed="a")
+    assert (bench.grants[ticket].results, bench.grants[ticket].failed) == ((False, False), frozenset({0}))
+    crowded = bench.move("ab", DEVICE)
+    assert (bench.grants[crowded].results, bench.grants[crowded].failed) == ((False, False), frozenset())
+    bench.release(lease)
+
+
+def test_what_was_fetched_ahead_of_need_is_not_the_next_to_go() -> None:
+    bench = Bench(device=2, host=4)
+    bench.put("a", HOST)
+    bench.put("x")
+    bench.put("y")
+    bench.move("a", DEVICE)
+    bench.land()
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert DEVICE in bench.where("a")

@@ -9,6 +9,7 @@ import pytest
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.manager import ChainRequest
 from kvtierd.core.outcome import Grant, Refusal, RefusalReason
+from kvtierd.mover.engine import MOVE_SLICE
 from kvtierd.mover.errors import Refused, UnknownCache
 from tests.unit.mover.rig import CACHE, GROUP, House, key
 
@@ -215,3 +216,33 @@ async def test_caches_do_not_wait_for_each_other(house: House) -> None:
     assert len(grant.slots) == 4
     house.engine.end_session(SessionId(2))
     assert house.engine.stats(other).held_by == {}
+
+
+async def test_a_cancelled_prefetch_stops_what_has_not_begun(tmp_path: Path) -> None:
+    many = [key(number) for number in range(MOVE_SLICE + 8)]
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 64, DISK: 64})
+        client = house.client()
+        await client.put(many)
+        assert (await client.move(many, DISK)).results == (True,) * len(many)
+        house.disk.close_gate()
+        task = asyncio.create_task(client.move(many, DEVICE))
+        await asyncio.sleep(0)
+        assert house.engine.queues()[DISK, DEVICE] == MOVE_SLICE
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        house.disk.open_gate()
+        await house.engine.settle()
+        places = house.engine.locate(CACHE, GROUP, many)
+        assert sum(bool(place.residency & DEVICE.bit) for place in places) == MOVE_SLICE
+
+
+async def test_a_long_prefetch_comes_in_slices_and_whole(tmp_path: Path) -> None:
+    many = [key(number) for number in range(2 * MOVE_SLICE + 8)]
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 128, DISK: 128})
+        client = house.client()
+        await client.put(many)
+        await client.move(many, DISK)
+        assert (await client.move(many, DEVICE)).results == (True,) * len(many)
