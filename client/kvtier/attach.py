@@ -96,6 +96,12 @@ class AttachConnection:
             raise
         return dict(zip(mapped.fds, answer.fds, strict=True))
 
+    def forget(self, token: str) -> None:
+        """Nothing that the session of this token had is touched any more: see :class:`kvtier.abi.attach.Forget`."""
+        if not self.closed.is_set():
+            with suppress(OSError):  # the next daemon is told again
+                self._sock.send(protocol.encode(protocol.Forget(token)))
+
     async def say_bye(self) -> None:
         """Ends the session, and gives back all that it holds, instead of leaving it for this process to resume."""
         if not self.closed.is_set():

@@ -70,6 +70,8 @@ class Cache:
         self._binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
         self._default_timeout = default_timeout
         self._leases: set[Lease] = set()
+        self._in_use: set[Lease] = set()
+        """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -84,7 +86,7 @@ class Cache:
     @property
     def across(self) -> AcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each."""
-        return AcrossGroups(self, self._binder, self._deadline, self._leases.update)
+        return AcrossGroups(self, self._binder, self._deadline, self._keep)
 
     @property
     def block_bytes(self) -> int:
@@ -271,6 +273,9 @@ class Cache:
             return
         for lease in live:
             lease.released = True
+            if lease in self._in_use:
+                self._in_use.discard(lease)
+                self._session.give_back(lease.binding.session)
         try:
             await self._to_the_end(self._release(live, self._deadline(timeout)))
         except RetryableError:
@@ -630,7 +635,7 @@ class Cache:
             deadline,
         )
         lease = WriteLease(self, binding, place, reply.lease_id, reply.slots)
-        self._leases.add(lease)
+        self._keep([lease])
         return lease
 
     async def _acquire(
@@ -682,7 +687,7 @@ class Cache:
             )
             for keys, chain in zip(packed, reply.chains, strict=True)
         ]
-        self._leases.update(lease for lease in leases if lease.id)
+        self._keep(lease for lease in leases if lease.id)
         return leases
 
     async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
@@ -693,6 +698,12 @@ class Cache:
         except asyncio.CancelledError:
             self._session.spawn(_logged(work, "release"))
             raise
+
+    def _keep(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self._leases.add(lease)
+            self._in_use.add(lease)
+            self._session.lend(lease.binding.session)
 
     async def _release(self, leases: Sequence[Lease], deadline: Deadline) -> None:
         for binding in {lease.binding for lease in leases}:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -131,6 +132,8 @@ class Session:
         self._seq = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
+        self._lent: Counter[int] = Counter()
+        self._forgotten_by_daemon: dict[int, str] = {}
 
     async def open(self, wait: float) -> None:
         """Attaches, trying for ``wait`` seconds (0: once). Raises :class:`DaemonUnavailable`."""
@@ -226,6 +229,23 @@ class Session:
         """The daemon disowns this link, or is silent on it: attach again."""
         link.attach.close()
 
+    def lend(self, session: int) -> None:
+        """A lease of this :attr:`Link.session` was granted: until :meth:`give_back` its memory may be touched."""
+        self._lent[session] += 1
+
+    def give_back(self, session: int) -> None:
+        """Its memory is not touched any more, though the daemon may not know yet, or not know the lease at all."""
+        self._lent[session] -= 1
+        self._settle()
+
+    def _settle(self) -> None:
+        """A daemon that restarted keeps the slots of the sessions that it forgot for as long as we may touch them."""
+        if self._link is None or self._link.attach.closed.is_set():
+            return
+        for session in [one for one in self._forgotten_by_daemon if self._lent[one] == 0]:
+            self._link.attach.forget(self._forgotten_by_daemon.pop(session))
+            del self._lent[session]
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that outlives its caller, until :meth:`close`."""
         task = asyncio.create_task(work)
@@ -259,7 +279,10 @@ class Session:
             raise self._fatal
 
     def _set_link(self, link: Link) -> None:
+        if self._link is not None and self._link.session != link.session:
+            self._forgotten_by_daemon[self._link.session] = self._link.welcome.token
         self._link = link
+        self._settle()
         self._linked.set()
 
     async def _keep_attached(self) -> None:

@@ -56,6 +56,9 @@ class StreamConnection:
     async def map(self, cache_id: int, *, write: bool) -> dict[str, int]:
         raise CallerError(f"cache {cache_id}: memory cannot be mapped over TCP", reason="CANNOT_MAP")
 
+    def forget(self, token: str) -> None:
+        """Nothing: over TCP no memory is lent."""
+
     async def say_bye(self) -> None:
         if self.closed.is_set():
             return

@@ -52,6 +52,10 @@ class Connection(Protocol):
         """A cache's segments: descriptors by name, owned by the caller."""
         ...
 
+    def forget(self, token: str) -> None:
+        """What an earlier life of the daemon lent to the session of this token is not touched any more."""
+        ...
+
     async def say_bye(self) -> None:
         """Ends the session with all that it holds."""
         ...

@@ -21,6 +21,7 @@ from kvtierd.config.describe import as_json, as_toml, reference
 from kvtierd.config.flags import given, with_flags
 from kvtierd.serve import Manager, Sources, serve
 from kvtierd.service.metrics.counting import TimedSelector
+from kvtierd.supervise import own_command, supervise
 from kvtierd.tiers.base import TierConfigError, TierError
 
 EXIT_FAILED: Final = 1
@@ -38,9 +39,16 @@ _log = logging.getLogger(__name__)
 @click.option("--print-config", is_flag=True, help="Print what is in effect and where it comes from; start nothing.")
 @click.option("--json", "as_json_text", is_flag=True, help="With --print-config: JSON instead of TOML.")
 @click.option("--config-reference", is_flag=True, help="Print docs/configuration.md; start nothing.")
+@click.option("--supervise", "supervised", is_flag=True, help="Keep the memory tiers over crashes, without systemd.")
 @with_flags
 def main(
-    file: Path | None, check_config: bool, print_config: bool, as_json_text: bool, config_reference: bool, **flags: Any
+    file: Path | None,
+    check_config: bool,
+    print_config: bool,
+    as_json_text: bool,
+    config_reference: bool,
+    supervised: bool,
+    **flags: Any,
 ) -> None:
     """Keeps the KV cache of LLM inference engines in tiers of device, host and disk memory.
 
@@ -60,6 +68,9 @@ def main(
         click.echo((as_json if as_json_text else as_toml)(loaded.config, loaded.sources))
     elif check_config:
         click.echo("kvtierd: the configuration is right")
+    elif supervised:
+        logs.set_up(loaded.config.log_level, loaded.config.log_format)
+        sys.exit(supervise(own_command([argument for argument in sys.argv[1:] if argument != "--supervise"])))
     else:
         _serve(sources, loaded.config)
 
@@ -70,7 +81,7 @@ def _serve(sources: Sources, config: Config) -> None:
     _raise_descriptor_limit()
     try:
         manager = Manager.from_environment(os.environ)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
         turns = TimedSelector() if config.metrics_listen is not None else None

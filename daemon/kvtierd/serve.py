@@ -17,7 +17,7 @@ import click
 
 from kvtierd import logs
 from kvtierd.config import Config, ConfigError, Loaded, read
-from kvtierd.notify import Notifier, watchdog_interval_s
+from kvtierd.notify import Notifier, PassedFd, passed_fds, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.metrics.counting import TimedSelector
 from kvtierd.service.watchdog import Watchdog
@@ -46,15 +46,17 @@ class Sources:
 
 @dataclass(slots=True, frozen=True)
 class Manager:
-    """The service manager, or none. ``watchdog_s``: how often it wants to be told that all is well; None: never."""
+    """The service manager, or none. ``watchdog_s``: how often it wants to be told that all is well; None: never.
+    ``passed``: what it kept for us."""
 
     notifier: Notifier
     watchdog_s: float | None
+    passed: tuple[PassedFd, ...]
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Self:
         """Takes what is there. Raises ValueError where it makes no sense."""
-        return cls(Notifier.from_environment(environment), watchdog_interval_s(environment))
+        return cls(Notifier.from_environment(environment), watchdog_interval_s(environment), passed_fds(environment))
 
 
 async def serve(sources: Sources, config: Config, manager: Manager, turns: TimedSelector | None = None) -> bool:
@@ -66,7 +68,7 @@ async def serve(sources: Sources, config: Config, manager: Manager, turns: Timed
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
     async with _taking_long(notifier):
-        daemon = await Daemon.start(config, turns)
+        daemon = await Daemon.start(config, turns, notifier, manager.passed)
     daemon.live.on_change(lambda now: logs.change(now.log_level, now.log_format))
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
     async with _watched(manager, daemon):

@@ -108,3 +108,23 @@ def starved(manager: NotifySocket) -> None:
         message = manager.hear(WATCHDOG_S / 10)
         if message is not None and "WATCHDOG" in message.fields:
             fed = message.at
+
+
+async def test_arenas_are_stored_with_the_manager_and_forgotten_with_their_cache(
+    daemon: DaemonProcess, manager: NotifySocket
+) -> None:
+    daemon.start()
+    async with await connect(daemon.address) as client:
+        await client.open_cache("kept", SPEC)
+
+        def stored() -> dict[str, int]:
+            messages = [message for message in manager.heard if message.fields.get("FDSTORE") == "1"]
+            return {message.fields["FDNAME"]: len(message.fds) for message in messages}
+
+        wanted = dict.fromkeys(["sessions", "arena/kept/control", "arena/kept/host", "arena/kept/about"], 1)
+        await asyncio.to_thread(manager.wait_for, lambda _: stored() == wanted)
+        for message in manager.heard:
+            assert all(os.fstat(fd).st_mode & 0o777 == 0o400 for fd in message.fds)
+        await client.remove_cache("kept", force=True)
+        gone = await asyncio.to_thread(manager.wait_for_field, "FDSTOREREMOVE")
+        assert gone.fields["FDNAME"].startswith("arena/kept/")

@@ -8,6 +8,7 @@ client is. Each message is one UTF-8 JSON object of at most 64 KiB with exactly 
     -> {"op": "map", "cache_id": n, "write": bool}
     <- {"ok": true, "fds": ["control", "host", "device"]}    and those descriptors, in that order, by SCM_RIGHTS
     either <- {"ok": false, "reason": "...", "message": "..."}
+    -> {"op": "forget", "token": <of a session of an earlier life>}    its memory is not touched any more; not answered
     -> {"op": "bye"}    ends the session with all that it holds; the daemon hangs up
 
 The token goes as metadata on every gRPC call. After a refused hello the daemon closes the connection.
@@ -74,6 +75,14 @@ class Map:
 
 
 @dataclass(slots=True, frozen=True)
+class Forget:
+    """A daemon that restarted lent this process slots, and keeps them from others while the process may still copy to
+    or from them. ``token``, of the session that had them: that is over. Not answered."""
+
+    token: str
+
+
+@dataclass(slots=True, frozen=True)
 class Bye:
     """Ends the session. Hanging up without it only ends the connection: the session waits for its process to return."""
 
@@ -101,7 +110,7 @@ class Failure:
     message: str
 
 
-Request = Hello | Map | Bye
+Request = Hello | Map | Forget | Bye
 Reply = Welcome | Mapped | Failure
 
 
@@ -134,6 +143,8 @@ def _fields(message: Request | Reply) -> dict[str, Any]:
             return {"op": "hello", "version": message.version, "token": message.token}
         case Map():
             return {"op": "map", "cache_id": message.cache_id, "write": message.write}
+        case Forget():
+            return {"op": "forget", "token": message.token}
         case Bye():
             return {"op": "bye"}
         case Welcome():
@@ -160,9 +171,11 @@ def decode_request(data: bytes) -> Request:
         return Hello(**_checked(fields, _HELLO_FIELDS, optional=("token",)))
     if op == "map":
         return Map(**_checked(fields, _MAP_FIELDS))
+    if op == "forget":
+        return Forget(**_checked(fields, _FORGET_FIELDS))
     if op == "bye":
         return Bye(**_checked(fields, {}))
-    raise AttachProtocolError("UNKNOWN_OP", f"op {_shown(op)}: must be hello, map or bye")
+    raise AttachProtocolError("UNKNOWN_OP", f"op {_shown(op)}: must be hello, map, forget or bye")
 
 
 def decode_welcome(data: bytes) -> Welcome | Failure:
@@ -221,6 +234,7 @@ _FDS: Final = _Kind(_are_segments, "control, then host and device where the cach
 
 _HELLO_FIELDS: Final[Mapping[str, _Kind]] = {"version": _U64, "token": _TOKEN_KIND}
 _MAP_FIELDS: Final[Mapping[str, _Kind]] = {"cache_id": _U64, "write": _BOOL}
+_FORGET_FIELDS: Final[Mapping[str, _Kind]] = {"token": _TOKEN_KIND}
 _WELCOME_FIELDS: Final[Mapping[str, _Kind]] = {
     "token": _TOKEN_KIND,
     "session_id": _U64,

@@ -32,7 +32,7 @@ from kvtierd.core.manager import (
     ResetReport,
 )
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal
-from kvtierd.core.tickets import LeaseRecord
+from kvtierd.core.tickets import LeaseRecord, LeftLease
 from kvtierd.core.verbs import AcrossMatch
 from kvtierd.mover.edges import Arrived, Edges
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
@@ -112,8 +112,10 @@ class Engine:
         *,
         unclean: bool,
         restarted: bool,
+        left: Sequence[LeftLease] = (),
     ) -> None:
-        """Opens a cache with what its disk holds; the arguments are those of ``BlockManager.open``.
+        """Opens a cache with what its tiers hold; the arguments are those of ``BlockManager.open``. ``left``: leases
+        from before the restart.
 
         ``restarted``: the cache existed before. ``unclean``: and its last run did not end as it should.
         """
@@ -125,6 +127,8 @@ class Engine:
         self._caches[runtime.id] = cache
         opening = runtime.manager.open(recovered, quarantined, unclean=unclean, restarted=restarted, now=self._clock())
         self._apply(cache, opening)
+        for lease in left:
+            self._apply(cache, runtime.manager.restore_lease(lease, self._clock()))
 
     def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
         """The event of a cache that is not here any more: none of its blocks is."""
@@ -417,6 +421,8 @@ class Engine:
             self._hub.publish(outcome.events)
         for move in outcome.moves:
             self._edges.submit(runtime, move)
+        for content in outcome.contents:
+            runtime.note(content)
         for ref in outcome.end_write:
             runtime.end_write(ref)
         for answer in chain[Answer](outcome.grants, outcome.refusals):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import CacheId, GroupId, Tier
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Ownership, SlotRef
+from kvtierd.core.outcome import Content, Ownership, SlotRef
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import MemoryStore
 from kvtierd.tiers.device import Chaos, StandInDevice
@@ -52,6 +52,11 @@ class CacheRuntime:
         self.arena.begin_write(ref.tier, ref.group, ref.slot)
         if ref.tier is Tier.DEVICE:
             self.memory(ref.tier).poison(ref.group, ref.slot)
+
+    def note(self, content: Content) -> None:
+        """What the slot holds from now on; before :meth:`end_write`."""
+        if self.arena.keeps_records:
+            self.arena.note(content)
 
     def end_write(self, ref: SlotRef) -> None:
         """The slot's bytes are READY."""

@@ -130,6 +130,9 @@ class AttachServer:
                 if isinstance(request, attach.Bye):
                     self._sessions.end(session, "goodbye")
                     return
+                if isinstance(request, attach.Forget):
+                    self._sessions.give_up(request.token, session)
+                    continue
                 self._map(sock, session, request)
         finally:
             self._sessions.connection_lost(session, _this_task())

@@ -25,8 +25,11 @@ from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager, Recovered
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.slots import SlotState
+from kvtierd.core.tickets import LeftLease
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.notify import Notifier
+from kvtierd.service.adoption import NOBODY, OldLife, adopt
 from kvtierd.service.budgets import (
     Budgets,
     RememberedSlots,
@@ -39,10 +42,11 @@ from kvtierd.service.budgets import (
 )
 from kvtierd.service.errors import bad_argument, no_such_cache, refused
 from kvtierd.service.faces import CacheFace
+from kvtierd.service.keeping import About, Keeper
 from kvtierd.service.options import CacheOptions, Wanted, require_same
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierIOError
+from kvtierd.tiers.base import DamagedDirectory, NotAdoptable, TierConfigError, TierIOError
 from kvtierd.tiers.device import Chaos, StandInDevice
 from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery, StoredCache
 from kvtierd.tiers.host import HostStore
@@ -127,11 +131,13 @@ class Stores:
     disk: DiskRoot | None
     chaos: Chaos | None
     policy: Policy
+    keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
 
 
 @dataclass(slots=True, frozen=True)
 class _Plan:
-    """A cache that is to be. ``stored``: it is on disk already; ``unclean``: since a life that did not end well."""
+    """A cache that is to be. ``stored``: it is on disk already; ``unclean``: since a life that did not end well;
+    ``old``: whose leases are to be honoured where its memory is still there; None where it is to have fresh memory."""
 
     name: str
     spec: CacheSpec
@@ -139,6 +145,7 @@ class _Plan:
     options: CacheOptions
     stored: bool = False
     unclean: bool = False
+    old: OldLife | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,6 +158,7 @@ class _Parts:
     disk: DiskStore | None
     recovered: Mapping[GroupId, Sequence[Recovered]] = field(default_factory=dict)
     quarantined: Mapping[GroupId, Collection[SlotId]] = field(default_factory=dict)
+    left: Sequence[LeftLease] = ()
 
     def close(self) -> None:
         for store in (self.device, self.host, self.disk):
@@ -331,6 +339,7 @@ class Catalog:
         await self._engine.remove_cache(cache.id)
         for group in range(len(cache.spec.groups)):
             self._engine.announce_gone(cache.id, GroupId(group), cause)
+        self._stores.keeper.forget(cache.name)
         await asyncio.to_thread(self._parts.pop(cache.id).close)
 
     def _delete(self, name: str) -> None:
@@ -342,8 +351,9 @@ class Catalog:
     def _lock_of(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    async def restore(self) -> None:
-        """Opens the caches that the disk remembers, with the budgets they had; the others are announced as gone.
+    async def restore(self, old: OldLife = NOBODY) -> None:
+        """Opens the caches that the disk remembers or whose memory was kept, with the budgets they had; the others are
+        announced as gone.
 
         What is damaged is left out and stays as it is. Memory budgets shrink to what the configuration still has.
         Raises :class:`TierConfigError` where the disk tier is smaller than its caches.
@@ -353,20 +363,34 @@ class Catalog:
         if disk is not None:
             self._left_out = await asyncio.to_thread(disk.damaged)
         names = {cache.name for cache in stored}
-        self._announce_gone(remembered.names - names)
-        known = names | set(self._left_out) if disk is not None else None
+        kept = await asyncio.to_thread(self._kept_alone, names | set(self._left_out))
+        self._announce_gone(remembered.names - names - set(kept))
+        known = names | set(self._left_out) | set(kept) if disk is not None else None
         await asyncio.to_thread(remembered.forget_gone, known)
         for position, cache in enumerate(stored):
             slots = self._slots_of_stored(cache, len(stored) - position)
             unclean = self._identity.unclean
-            plan = _Plan(cache.name, cache.spec, slots, _stored_options(cache), stored=True, unclean=unclean)
+            plan = _Plan(cache.name, cache.spec, slots, _stored_options(cache), stored=True, unclean=unclean, old=old)
             try:
                 await self._make(plan)
             except (DamagedDirectory, TierIOError) as error:
                 self._left_out[cache.name] = str(error)
                 self._announce_gone({cache.name} & remembered.names)
+        for name, about in kept.items():
+            if all(tier_bytes(about.spec, counts) <= self._stores.budgets.left(t) for t, counts in about.slots.items()):
+                unclean = self._identity.unclean
+                await self._make(_Plan(name, about.spec, about.slots, about.options, unclean=unclean, old=old))
+            else:
+                _log.warning("a kept cache has no room in the budgets any more name=%s", name)
+                self._announce_gone({name})
+        self._stores.keeper.close()
         for problem in self.problems():
             _log.warning("%s", problem)
+
+    def _kept_alone(self, others: Collection[str]) -> dict[str, About]:
+        """Caches that only memory has, of those whose memory was kept."""
+        abouts = self._stores.keeper.abouts()
+        return {name: about for name, about in abouts.items() if name not in others and Tier.DISK not in about.slots}
 
     def _announce_gone(self, names: Collection[str]) -> None:
         """Watchers of an earlier life know blocks of these, and nobody may ever open them again."""
@@ -438,7 +462,14 @@ class Catalog:
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, manager, *stores)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
         self._faces[cache_id] = cache.face
-        self._engine.add_cache(runtime, parts.recovered, parts.quarantined, unclean=plan.unclean, restarted=plan.stored)
+        self._engine.add_cache(
+            runtime,
+            parts.recovered,
+            parts.quarantined,
+            unclean=plan.unclean,
+            restarted=plan.stored or plan.old is not None,
+            left=parts.left,
+        )
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[plan.name] = cache
         self._parts[cache_id] = parts
@@ -449,23 +480,49 @@ class Catalog:
         spec, slots = plan.spec, plan.slots
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
         places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
-        with self._allocating:  # whether there is memory enough can be told only for one at a time
-            arena = Arena.create(plan.name, ArenaLayout.plan(spec, places), identity)
+        arena = self._adopted_arena(plan, ArenaLayout.plan(spec, places), identity)
+        old = plan.old if arena is not None else None
+        if arena is None:
+            with self._allocating:  # whether there is memory enough can be told only for one at a time
+                arena = Arena.create(plan.name, ArenaLayout.plan(spec, places), identity)
+        arena.keeps_records = self._stores.keeper.keeps
         try:
+            if old is None:
+                self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options))
             if not plan.stored:
                 self._stores.remembered.put(plan.name, slots)  # before anything of it can be announced
             disk = self._disk_store(plan)
         except BaseException:
+            self._stores.keeper.forget(plan.name)
             arena.close()
             raise
         host = HostStore(arena) if Tier.HOST in slots else None
         device = StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in slots else None
-        if disk is None or not plan.stored:
-            return _Parts(arena, host, device, disk)
-        found = disk.recover()
-        if found.dropped:
-            _log.warning("records on disk could not be used cache=%s dropped=%d", plan.name, found.dropped)
-        return _Parts(arena, host, device, disk, _recovered(found), found.quarantined)
+        recovered: dict[GroupId, list[Recovered]] = {}
+        quarantined: Mapping[GroupId, Collection[SlotId]] = {}
+        if disk is not None and plan.stored:
+            found = disk.recover()
+            if found.dropped:
+                _log.warning("records on disk could not be used cache=%s dropped=%d", plan.name, found.dropped)
+            recovered, quarantined = _recovered(found), found.quarantined
+        if old is None:
+            return _Parts(arena, host, device, disk, recovered, quarantined)
+        adopted = adopt(arena, _shapes(spec, slots), recovered, old)
+        _log.info("memory adopted cache=%s blocks=%d leases=%d", plan.name, adopted.in_memory, len(adopted.left))
+        return _Parts(arena, host, device, disk, adopted.recovered, quarantined, adopted.left)
+
+    def _adopted_arena(self, plan: _Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena | None:
+        """The memory that the cache had before the restart, if it was kept and there is nothing wrong with it."""
+        fds = self._stores.keeper.take(plan.name) if plan.old is not None else None
+        if fds is None:
+            return None
+        try:
+            return Arena.adopt(plan.name, layout, identity, fds)
+        except NotAdoptable as error:
+            _log.warning("kept memory is not adopted cache=%s why=%r", plan.name, str(error))
+            for fd in fds.values():
+                os.close(fd)
+            return None
 
     def _disk_store(self, plan: _Plan) -> DiskStore | None:
         root = self._stores.disk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final, Self
@@ -13,6 +14,7 @@ from kvtierd.config import Config, LiveConfig
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.policy import Policy
 from kvtierd.mover.engine import Engine
+from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service.access import Access
 from kvtierd.service.admin import AdminService
@@ -29,10 +31,12 @@ from kvtierd.service.events import EventsService
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.health import Health
 from kvtierd.service.hub import EventHub, Limits
+from kvtierd.service.keeping import Keeper
 from kvtierd.service.lifecycle import IdleCaches
 from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
 from kvtierd.service.metrics.reading import Subjects
 from kvtierd.service.metrics.service import Metrics
+from kvtierd.service.remnants import Kept
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
@@ -80,7 +84,7 @@ class _Directories:
 class Daemon:
     """Serves from :meth:`start` to :meth:`stop`. ``live``: its configuration, to be reloaded through."""
 
-    def __init__(self, config: Config, directories: _Directories, turns: TimedSelector | None) -> None:
+    def __init__(self, config: Config, directories: _Directories, turns: TimedSelector | None, kept: Kept) -> None:
         state, life = directories.state, directories.state.identity
         self.live: Final = LiveConfig(config)
         self._directories: Final = directories
@@ -105,9 +109,11 @@ class Daemon:
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
             Policy(max_pinned=config.max_pinned_fraction),
+            kept.keeper,
         )
+        self._kept: Final = kept
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
-        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._most_sessions)
+        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._most_sessions, kept.roll)
         self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, lambda: self.live.now.idle_ttl)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
         self._translator: Final = Translator(self._sessions.owner_of)
@@ -132,13 +138,21 @@ class Daemon:
         self._tcp: str | None = None
 
     @classmethod
-    async def start(cls, config: Config, turns: TimedSelector | None = None) -> Self:
-        """Serving when this returns. ``turns``: the loop's selector, for metrics.
+    async def start(
+        cls,
+        config: Config,
+        turns: TimedSelector | None = None,
+        notifier: Notifier | None = None,
+        passed: Sequence[PassedFd] = (),
+    ) -> Self:
+        """Serving when this returns. ``turns``: the loop's selector, for metrics. ``notifier``: to the service manager;
+        ``passed``: what that kept for us, the daemon's from now on.
 
         Raises the errors of ``kvtierd.tiers.base`` where a directory or an address cannot be had.
         """
+        keeper = Keeper(notifier or Notifier(None), passed)
         directories = await asyncio.to_thread(_Directories.open, config)
-        daemon = cls(config, directories, turns)
+        daemon = cls(config, directories, turns, await asyncio.to_thread(Kept.open, keeper))
         try:
             await daemon._serve()
         except BaseException:
@@ -147,7 +161,8 @@ class Daemon:
         return daemon
 
     async def _serve(self) -> None:
-        await self._catalog.restore()
+        await self._catalog.restore(self._sessions.restore(self._kept.entries))
+        self._sessions.settle()
         self._collector.start()
         run = self._directories.run
         if (tcp := self.live.now.tcp) is not None:
@@ -197,6 +212,7 @@ class Daemon:
         await self._attach.hang_up()
         if clean:
             await self._catalog.close()
+            self._kept.close()
         else:
             _log.error("the stop was not clean: moves had to be abandoned")
         # A start that failed after a crash has told nobody of the crash: the next one must.

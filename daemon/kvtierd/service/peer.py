@@ -105,7 +105,7 @@ def identify(sock: socket.socket) -> Peer:
     if who.pid == 0:
         raise UnknownPeer("the client's process is not visible from the daemon's pid namespace")
     pidfd = _open_pidfd(sock, who)
-    return Peer(who.pid, who.user, pidfd, _command(who.pid))
+    return Peer(who.pid, who.user, pidfd, command_of(who.pid))
 
 
 def _open_pidfd(sock: socket.socket, who: Credentials) -> int:
@@ -133,7 +133,8 @@ def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
     return pidfd
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """For people; empty for a process that is gone."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

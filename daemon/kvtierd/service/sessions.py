@@ -23,7 +23,10 @@ from google.protobuf.message import Message
 from kvtier.abi.attach import SESSION_METADATA_KEY
 from kvtierd.core.ids import CacheId, SessionId
 from kvtierd.rights import Identity
+from kvtierd.service.adoption import OldLife
 from kvtierd.service.errors import CallRefused, refused
+from kvtierd.service.peer import Peer
+from kvtierd.service.remnants import Entry, Roll
 from kvtierd.service.replies import ReplyMemory
 
 IDLE_DETACHED_S: Final = 30.0
@@ -105,6 +108,8 @@ class Session:
     caches: Counter[CacheId] = field(default_factory=Counter)
     replies: ReplyMemory[Message] = field(default_factory=ReplyMemory)
     ended: bool = False
+    remnant: bool = False
+    """Of an earlier life: it cannot be resumed, only given up; see ``service/remnants.py``."""
 
     @property
     def identity(self) -> Identity:
@@ -121,25 +126,36 @@ class SessionRegistry:
     ``holds`` tells whether a session holds any slot: at capacity, a detached session that holds nothing gives way.
     """
 
-    def __init__(self, engine: SessionEngine, holds: Callable[[SessionId], bool], capacity: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        engine: SessionEngine,
+        holds: Callable[[SessionId], bool],
+        capacity: Callable[[], int],
+        roll: Roll | None = None,
+    ) -> None:
         self._engine = engine
         self._holds = holds
         self._capacity = capacity
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[SessionId, Session] = {}
         self._ids = count(1)
+        self._roll = roll
+        self._remnants: dict[str, Session] = {}
+        self._keeper = SessionId(0)
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_id.values())
 
     def begin(self, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
         """A new session. ``peer`` is its own, or closed. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS)."""
-        if len(self._by_id) >= (most := self._capacity()) and not self._end_an_idle_one():
+        if len(self._by_id) - len(self._remnants) >= (most := self._capacity()) and not self._end_an_idle_one():
             peer.close()
             raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {most} sessions")
         session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
         self._by_token[session.token] = self._by_id[session.id] = session
         peer.watch(partial(self.end, session, "its process is gone"))
+        if self._roll is not None and isinstance(peer, Peer):
+            self._roll.enter(session.token, session.id, peer)
         _log.info("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
         return session
 
@@ -183,6 +199,40 @@ class SessionRegistry:
         self._forget(session)
         _log.info("session ends session=%d pid=%d why=%r", session.id, session.peer.pid, why)
         self._engine.end_session(session.id)
+        if self._roll is not None:
+            self._roll.strike(session.id)
+        if session.remnant and not self._remnants:
+            self._engine.end_session(self._keeper)
+
+    def restore(self, entries: Iterable[Entry]) -> OldLife:
+        """Sessions of an earlier life whose processes live hold what they held, until they give it up or end. Before
+        any other session."""
+        for entry in entries:
+            self._ids = count(max(next(self._ids), entry.session + 1))
+            peer = entry.peer()
+            if peer is None:
+                if self._roll is not None:
+                    self._roll.strike(entry.session)
+                continue
+            session = Session(entry.session, entry.token, peer, None, remnant=True)
+            self._remnants[entry.token] = self._by_id[session.id] = session
+            peer.watch(partial(self.end, session, "its process is gone"))
+            _log.info("session of an earlier life session=%d pid=%d command=%r", session.id, peer.pid, peer.command)
+        if self._remnants:
+            self._keeper = SessionId(next(self._ids))
+        return OldLife(frozenset(session.id for session in self._remnants.values()), self._keeper)
+
+    def settle(self) -> None:
+        """Once all that earlier sessions held is known: those that held nothing need not be waited for."""
+        if not self._holds(self._keeper):
+            for session in [one for one in self._remnants.values() if not self._holds(one.id)]:
+                self.end(session, "it held nothing")
+
+    def give_up(self, token: str, by: Session) -> None:
+        """A process has done with what its session of an earlier life held. Nothing happens if that is not there."""
+        session = self._remnants.get(token)
+        if session is not None and session.peer.is_same(by.peer):
+            self.end(session, "given up")
 
     def close(self) -> None:
         """Forgets all sessions without a word to the engine, which is shut down already."""
@@ -234,11 +284,12 @@ class SessionRegistry:
         return idle is not None
 
     def _is_idle(self, session: Session) -> bool:
-        return not session.ended and not session.attached and not self._holds(session.id)
+        return not (session.ended or session.attached or session.remnant or self._holds(session.id))
 
     def _forget(self, session: Session) -> None:
         session.ended = True
-        del self._by_token[session.token], self._by_id[session.id]
+        del self._by_id[session.id]
+        del (self._remnants if session.remnant else self._by_token)[session.token]
         _stop_lapsing(session)
         session.peer.unwatch()
         session.peer.close()

@@ -10,14 +10,19 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import stat
+from collections.abc import Iterator, Mapping
 from typing import Final, Self
 
 import numpy as np
 
 from kvtier.abi import attach
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, is_ready, write_state
+from kvtier.abi.errors import AbiError
+from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_generation, is_ready, write_state
+from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotRecord
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
-from kvtierd.tiers.base import Bytes, TierConfigError
+from kvtierd.core.outcome import Content
+from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError
 from kvtierd.tiers.memory import require_memory
 
 SEGMENT_NAMES: Final = {Tier.HOST: attach.HOST, Tier.DEVICE: attach.DEVICE}
@@ -62,6 +67,36 @@ class Memfd:
             raise TierConfigError(name, size, f"cannot allocate shared memory: {error.strerror}") from error
         return cls(fd, read_only_fd, array)
 
+    @classmethod
+    def adopt(cls, name: str, fd: int, size: int) -> Self:
+        """A segment that an earlier process of ours made as :meth:`create` does; ``fd`` is the segment's from now on.
+
+        Raises :class:`NotAdoptable`, ``fd`` then stays the caller's.
+        """
+        status = os.fstat(fd)
+        facts = {
+            "is a regular file": (stat.S_ISREG(status.st_mode), True),
+            "owner": (status.st_uid, os.geteuid()),
+            "mode": (oct(stat.S_IMODE(status.st_mode)), oct(0o400)),
+            "size": (status.st_size, size),
+            "open for writing": (fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR, True),
+        }
+        for fact, (is_, wanted) in facts.items():
+            if is_ != wanted:
+                raise NotAdoptable(f"{name}: {fact}: {is_}, not {wanted}")
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise NotAdoptable(f"{name}: not a memfd: {error.strerror}") from error
+        if seals != _SEALS:
+            raise NotAdoptable(f"{name}: seals {seals:#x}, not {_SEALS:#x}")
+        try:
+            array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
+            read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise NotAdoptable(f"{name}: cannot be mapped: {error.strerror}") from error
+        return cls(fd, read_only_fd, array)
+
     def prefault(self) -> None:
         """Maps every page, so that no copy pays for it later. Call from a thread; the segment may be in use meanwhile.
 
@@ -87,11 +122,15 @@ class Arena:
 
     def __init__(self, layout: ArenaLayout, control: Memfd, data: dict[Tier, Memfd]) -> None:
         self.layout = layout
+        self.keeps_records = False
+        """Whether a restarted daemon may find the segments again, so that it is worth saying what slots hold."""
+        self._order = 0
         self._control = control
         self._data = data
         slots = [(tier, GroupId(group)) for tier in data for group in range(len(layout.groups))]
         self._generations = {place: layout.generations(control.array, *place) for place in slots}
         self._owners = {place: layout.owners(control.array, *place) for place in slots}
+        self._records = {place: layout.slot_records(control.array, *place).reshape(-1).data for place in slots}
 
     @classmethod
     def create(cls, name: str, layout: ArenaLayout, identity: ArenaIdentity) -> Self:
@@ -116,6 +155,36 @@ class Arena:
             raise
         layout.initialise(control.array, identity)
         return cls(layout, control, data)
+
+    @classmethod
+    def adopt(cls, name: str, layout: ArenaLayout, identity: ArenaIdentity, fds: Mapping[str, int]) -> Self:
+        """The segments that an earlier daemon made for cache ``name``, as that one left them. ``fds``, by segment name,
+        are the arena's from now on. ``identity``: what a new one would get.
+
+        Raises :class:`NotAdoptable` where anything about them is not as :meth:`create` makes them; ``fds`` then stay
+        the caller's.
+        """
+        sizes = {SEGMENT_NAMES[tier]: layout.data_bytes(tier) for tier in SEGMENT_NAMES}
+        wanted = {attach.CONTROL: layout.control_bytes} | {segment: size for segment, size in sizes.items() if size}
+        if set(fds) != set(wanted):
+            raise NotAdoptable(f"segments {', '.join(sorted(fds))}, not {', '.join(sorted(wanted))}")
+        adopted: dict[str, Memfd] = {}
+        try:
+            for segment, size in wanted.items():
+                adopted[segment] = Memfd.adopt(f"kvtier:{name}:{segment}", fds[segment], size)
+            _check_control(adopted[attach.CONTROL].array, layout, identity)
+        except NotAdoptable:
+            for memfd in adopted.values():
+                os.close(memfd.read_only_fd)
+            raise
+        data = {tier: adopted[segment] for tier, segment in SEGMENT_NAMES.items() if segment in adopted}
+        return cls(layout, adopted[attach.CONTROL], data)
+
+    @property
+    def kept_fds(self) -> dict[str, int]:
+        """What :meth:`adopt` wants, by segment name: writable descriptors, the arena's own."""
+        segments = {SEGMENT_NAMES[tier]: memfd.fd for tier, memfd in self._data.items()}
+        return {attach.CONTROL: self._control.fd} | segments
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -144,6 +213,54 @@ class Arena:
         if is_ready(value):
             raise AssertionError(f"end_write without begin_write: {tier} group {group} slot {slot}, generation {value}")
         generations[slot] = value + 1
+
+    def note(self, content: Content) -> None:
+        """What the slot holds from its next generation on, or that it holds nothing to be found again."""
+        (group, tier, slot), key, parent, traits = content
+        start = slot * SLOT_RECORD_BYTES
+        if key is None:
+            self._records[tier, group][start : start + SLOT_RECORD_BYTES] = bytes(SLOT_RECORD_BYTES)
+            return
+        self._order += 1
+        packed = SlotRecord(
+            key=key,
+            parent=parent,
+            priority=traits.priority,
+            duration_ms=traits.duration_ms,
+            deadline_ns=traits.deadline_ns,
+            event_hash=traits.label.event_hash if traits.label is not None else b"",
+            generation=int(self._generations[tier, group][slot]) + 1,
+            order=self._order,
+        ).pack()
+        self._records[tier, group][start : start + len(packed)] = packed
+
+    def contents(self, tier: Tier, group: GroupId) -> Iterator[tuple[SlotId, SlotRecord]]:
+        """Of an adopted arena: READY slots whose record is whole and of this generation. What is noted from now on
+        comes later in order than all of these."""
+        rows = self._records[tier, group]
+        for slot in self.ready_slots(tier, group):
+            start = slot * SLOT_RECORD_BYTES
+            try:
+                record = SlotRecord.unpack(rows[start : start + SLOT_RECORD_BYTES])
+            except AbiError:
+                continue
+            if record.generation == self.generation(tier, group, slot):
+                self._order = max(self._order, record.order)
+                yield slot, record
+
+    def ready_slots(self, tier: Tier, group: GroupId) -> list[SlotId]:
+        """Those whose generation is even."""
+        return [SlotId(slot) for slot in np.flatnonzero(self._generations[tier, group] % 2 == 0).tolist()]
+
+    def owned(self, tier: Tier, group: GroupId) -> dict[SlotId, SessionId]:
+        """Slots that somebody leases, and who; of several readers of a block the last."""
+        owners = self._owners[tier, group]
+        return {SlotId(slot): SessionId(int(owners[slot])) for slot in np.flatnonzero(owners).tolist()}
+
+    def disown_all(self) -> None:
+        """Nobody leases anything."""
+        for owners in self._owners.values():
+            owners.fill(0)
 
     def set_owner(self, tier: Tier, group: GroupId, slot: SlotId, session: SessionId | None) -> None:
         """Who leases the slot to write; None = nobody."""
@@ -174,5 +291,24 @@ class Arena:
         self.set_state(ArenaState.CLOSED)
         self._generations.clear()
         self._owners.clear()
+        self._records.clear()
         for memfd in (self._control, *self._data.values()):
             memfd.close()
+
+
+def _check_control(control: Bytes, layout: ArenaLayout, ours: ArenaIdentity) -> None:
+    try:
+        found, identity = ArenaLayout.read(control), ArenaIdentity.read(control)
+    except AbiError as error:
+        raise NotAdoptable(str(error)) from error
+    if identity.fingerprint != ours.fingerprint:
+        raise NotAdoptable("the fingerprint is another specification's")
+    if identity.boot >= ours.boot:
+        raise NotAdoptable(f"it was made in boot {identity.boot}, and this is {ours.boot}: another state directory's")
+    if found != layout:
+        raise NotAdoptable("the layout is not that of the cache's budgets")
+    for tier in SEGMENT_NAMES:
+        for group in range(len(layout.groups)):
+            generations = layout.generations(control, tier, group)
+            if len(generations) and not first_generation(identity.boot) <= int(generations.min()):
+                raise NotAdoptable(f"a generation of {tier} group {group} is below the segment's first")

@@ -66,6 +66,10 @@ class TierIOError(TierError):
         self.errno = errno
 
 
+class NotAdoptable(TierError):
+    """Shared memory of an earlier daemon that cannot be trusted, or is not what is wanted. It was not touched."""
+
+
 class ForeignDirectory(TierError):
     """The directory holds something that kvtier did not make. Nothing in it was touched."""
 

@@ -1,0 +1,162 @@
+"""What outlives this process: descriptors that its service manager keeps, by name.
+
+==============================  ==================================================================================
+``arena/<cache>/<segment>``     the cache's ``control``, ``host`` and ``device``
+``arena/<cache>/about``         a sealed JSON file in memory: what the cache is, for one that no disk remembers
+``sessions``                    see ``service/remnants.py``
+==============================  ==================================================================================
+
+The manager is systemd (``FileDescriptorStoreMax=``) or ``kvtierd --supervise``. Without one nothing is kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier.abi import attach
+from kvtier.abi.spec import CacheSpec
+from kvtierd.core.ids import Tier
+from kvtierd.notify import Notifier, PassedFd
+from kvtierd.service.budgets import Slots
+from kvtierd.service.options import CacheOptions
+from kvtierd.tiers.arena import Arena
+
+SESSIONS: Final = "sessions"
+_ARENA: Final = "arena"
+_ABOUT: Final = "about"
+_MAX_ABOUT_BYTES: Final = 1 << 20
+_SEALED: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class About:
+    """What a cache is."""
+
+    spec: CacheSpec
+    slots: Slots
+    options: CacheOptions
+
+    def to_json(self) -> bytes:
+        slots = {str(tier): counts for tier, counts in self.slots.items()}
+        return json.dumps({"spec": self.spec.to_dict(), "slots": slots, "options": self.options.to_stored()}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> About:
+        """Raises ValueError, KeyError, TypeError or AttributeError for what :meth:`to_json` did not write."""
+        fields: dict[str, Any] = json.loads(text)
+        slots = {Tier[tier.upper()]: tuple(map(int, counts)) for tier, counts in fields["slots"].items()}
+        return cls(CacheSpec.from_dict(fields["spec"]), slots, CacheOptions.from_stored(fields["options"]))
+
+
+class Keeper:
+    """Loop thread, and one thread at a time besides. ``passed``: what was kept for us; the keeper's from now on."""
+
+    def __init__(self, notifier: Notifier, passed: Sequence[PassedFd]) -> None:
+        self._notifier: Final = notifier
+        self._caches: dict[str, dict[str, int]] = {}
+        self._stored: dict[str, tuple[str, ...]] = {}
+        self.sessions_fd: int | None = None
+        for name, fd in ((one.name, one.fd) for one in passed):
+            if not self._accept(name, fd):
+                _log.warning("a kept descriptor is nothing we know or stands twice: let go name=%r", name)
+                os.close(fd)
+                notifier.forget(name)
+
+    def _accept(self, name: str, fd: int) -> bool:
+        if name == SESSIONS and self.sessions_fd is None:
+            self.sessions_fd = fd
+            return True
+        kind, _, rest = name.partition("/")
+        cache, _, segment = rest.rpartition("/")
+        if kind != _ARENA or not cache or segment not in (*attach.SEGMENTS, _ABOUT):
+            return False
+        return self._caches.setdefault(cache, {}).setdefault(segment, fd) == fd
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anybody keeps anything for us."""
+        return self._notifier.listens
+
+    def abouts(self) -> dict[str, About]:
+        """The caches whose arenas were kept and that say what they are."""
+        found = {}
+        for cache, fds in self._caches.items():
+            try:
+                found[cache] = About.from_json(_read_sealed(fds[_ABOUT]))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                _log.warning("a kept arena does not say what it is name=%s error=%r", cache, error)
+        return found
+
+    def take(self, cache: str) -> dict[str, int] | None:
+        """The descriptors of a kept arena, by segment name: the caller's from now on. None: there is none."""
+        fds = self._caches.pop(cache, None)
+        if fds is None:
+            return None
+        self._stored[cache] = tuple(fds)
+        about = fds.pop(_ABOUT, None)
+        if about is not None:
+            os.close(about)
+        return fds
+
+    def store(self, cache: str, arena: Arena, about: About) -> None:
+        """Has a new arena kept, instead of any that was kept under the name."""
+        if not self.keeps:
+            return
+        self.forget(cache)
+        described = _sealed(f"kvtier:{cache}:{_ABOUT}", about.to_json())
+        try:
+            fds = arena.kept_fds | {_ABOUT: described}
+            for segment, fd in fds.items():
+                self._notifier.store(_name(cache, segment), [fd])
+        finally:
+            os.close(described)
+        self._stored[cache] = tuple(fds)
+
+    def store_sessions(self, fd: int) -> None:
+        """Instead of any that was kept."""
+        self._notifier.forget(SESSIONS)
+        self._notifier.store(SESSIONS, [fd])
+
+    def forget(self, cache: str) -> None:
+        """The cache's arena, if it is kept, is kept no longer than its own descriptors."""
+        for segment in self._stored.pop(cache, ()):
+            self._notifier.forget(_name(cache, segment))
+
+    def close(self) -> None:
+        """Lets go of what nobody took, here and at the manager."""
+        for cache in list(self._caches):
+            _log.warning("a kept arena is let go: no such cache is opened name=%s", cache)
+            fds = self.take(cache) or {}
+            for fd in fds.values():
+                os.close(fd)
+            self.forget(cache)
+
+
+def _name(cache: str, segment: str) -> str:
+    return f"{_ARENA}/{cache}/{segment}"
+
+
+def _sealed(name: str, content: bytes) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o400)
+        os.write(fd, content)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALED)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_sealed(fd: int) -> bytes:
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALED or (size := os.fstat(fd).st_size) > _MAX_ABOUT_BYTES:
+        raise ValueError("not sealed, or too large")
+    return os.pread(fd, size, 0)

@@ -1,0 +1,79 @@
+"""``kvtierd --supervise``: a daemon that is killed and upgraded under its supervisor."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvtier import Tier
+from tests.integration.daemon import STOP_S, DaemonProcess
+from tests.integration.starting import environment
+from tests.integration.waiting import PATIENCE_S
+
+
+class SupervisedDaemon:
+    """Below ``home``, as :class:`DaemonProcess`. ``pid`` is the present daemon's, :attr:`supervisor` its parent's."""
+
+    def __init__(self, home: Path, sizes: Mapping[Tier, int], flags: Sequence[str] = ()) -> None:
+        self.plain = DaemonProcess(home, sizes, ["--supervise", *flags])
+        self.pid = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def address(self) -> str:
+        return self.plain.address
+
+    @property
+    def log(self) -> str:
+        return self.plain.log
+
+    @property
+    def supervisor(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        with (self.plain.home / "kvtierd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self.plain.command(), stdout=subprocess.PIPE, stderr=log, env=environment(), text=True
+            )
+        self.await_ready()
+
+    def await_ready(self) -> None:
+        """Until the next daemon serves."""
+        assert self._process is not None and self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], PATIENCE_S * 3)
+        line = self._process.stdout.readline() if readable else ""
+        ready = re.fullmatch(r"kvtierd ready pid=(\d+) address=.*\n", line)
+        assert ready is not None, f"{line!r}\n{self.log}"
+        self.pid = int(ready[1])
+
+    def kill(self) -> None:
+        """SIGKILL for the daemon; returns once the next one serves."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.await_ready()
+
+    def upgrade(self) -> None:
+        """A clean stop and a new start; returns once the new one serves."""
+        os.kill(self.supervisor, signal.SIGUSR2)
+        self.await_ready()
+
+    def stop(self) -> int:
+        """Asks the supervisor for its end, and returns its exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            return self._process.wait(STOP_S)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._process is not None and self._process.stdout is not None:
+            self._process.kill()
+            self._process.wait(PATIENCE_S)
+            self._process.stdout.close()

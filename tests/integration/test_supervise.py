@@ -1,0 +1,176 @@
+"""What survives the daemon: memory tiers, and the slots that live processes may still touch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, LeaseLost, Tier, TierFull, connect
+from tests.integration.actors import Actor
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.seeing import cache_stats
+from tests.integration.supervised import SupervisedDaemon
+from tests.integration.waiting import PATIENCE_S, eventually
+
+HOST = 16
+
+
+@pytest.fixture
+def daemon(short_dir: Path) -> Iterator[SupervisedDaemon]:
+    """Without a disk tier: nothing but memory could bring anything back."""
+    process = SupervisedDaemon(short_dir, sizes(host=HOST))
+    process.start()
+    yield process
+    process.close()
+
+
+async def stored(client: AsyncClient, name: str, length: int) -> tuple[Cache, list[bytes]]:
+    cache = await client.open_cache("c", SPEC)
+    keys = chain(name, length)
+    assert await cache.put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * length
+    return cache, keys
+
+
+async def orphaned(client: AsyncClient) -> int:
+    tiers = (await cache_stats(client, "c")).tiers
+    return next(tier.orphaned for tier in tiers if tier.tier is Tier.HOST)
+
+
+async def test_blocks_in_memory_survive_a_kill(daemon: SupervisedDaemon) -> None:
+    async with await connect(daemon.address) as client:
+        cache, keys = await stored(client, "kept", 10)
+        before = await client.stats()
+        for _ in range(2):
+            await asyncio.to_thread(daemon.kill)
+            assert (await cache.match(keys)).blocks == len(keys)
+            assert_bytes(keys, await cache.get(keys))
+        now = await client.stats()
+        assert (now.epoch, now.boot) == (before.epoch + 2, before.boot + 2)
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+async def test_an_upgrade_keeps_the_host_tier_and_the_epoch(daemon: SupervisedDaemon) -> None:
+    async with await connect(daemon.address) as client:
+        cache, keys = await stored(client, "kept", 10)
+        before = await client.stats()
+        places = await cache.locate(keys)
+        await asyncio.to_thread(daemon.upgrade)
+        assert await cache.locate(keys) == places, "not a byte has moved, nor a generation changed"
+        assert_bytes(keys, await cache.get(keys))
+        now = await client.stats()
+        assert (now.epoch, now.boot) == (before.epoch, before.boot + 1)
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+async def test_a_block_can_be_found_on_host_and_disk(short_dir: Path) -> None:
+    daemon = SupervisedDaemon(short_dir, sizes(host=HOST, disk=64))
+    daemon.start()
+    try:
+        async with await connect(daemon.address) as client:
+            cache, keys = await stored(client, "both", 4)
+            await cache.move(keys, Tier.DISK)
+            async with cache.acquire(keys, tier=Tier.HOST):
+                pass
+            alone = chain("host alone", 3)
+            await cache.put(alone, blocks(alone), tier=Tier.HOST)
+            await asyncio.to_thread(daemon.kill)
+            assert {place.residency for place in await cache.locate(keys)} == {Tier.HOST.bit | Tier.DISK.bit}
+            assert {place.residency for place in await cache.locate(alone)} == {Tier.HOST.bit}
+            assert_bytes([*keys, *alone], [*await cache.get(keys), *await cache.get(alone)])
+        assert await asyncio.to_thread(daemon.stop) == 0
+    finally:
+        daemon.close()
+
+
+@pytest.mark.parametrize("end", ["releases", "dies"])
+async def test_slots_that_a_live_process_writes_are_nobody_elses_until_it_lets_go(
+    daemon: SupervisedDaemon, end: str
+) -> None:
+    async with await connect(daemon.address) as watching:
+        cache = await watching.open_cache("c", SPEC)
+        async with await connect(daemon.address) as writer:
+            with Actor("hold", address=daemon.address, cache="c", reserve={"HOST": 2}, acquire={}) as actor:
+                slots = set(actor.says()["slots"]["HOST"])
+                own = await writer.open_cache("c", SPEC)
+                lease = await own.reserve(3, tier=Tier.HOST)
+                view = lease.view(0)[0]
+                await asyncio.to_thread(daemon.kill)
+                assert await eventually(lambda: orphaned(watching), lambda count: count == 5)
+                view[:] = 7  # it does not know yet, and may: these bytes are nobody's
+                with pytest.raises(TierFull):
+                    await cache.reserve(HOST - 4, tier=Tier.HOST, timeout=PATIENCE_S)
+                async with cache.reserve(HOST - 5, tier=Tier.HOST) as others:
+                    assert not set(others.slots) & (slots | set(lease.slots))
+                await writer.stats()  # attached anew: it knows that the lease is lost, and still holds it
+                with pytest.raises(LeaseLost):
+                    lease.view(0)
+                assert await orphaned(watching) == 5
+                await lease.release()
+                await eventually(lambda: orphaned(watching), lambda count: count == 2)
+                if end == "dies":
+                    actor.kill()
+        await eventually(lambda: orphaned(watching), lambda count: count == 0)
+        async with cache.reserve(HOST, tier=Tier.HOST) as everything:
+            assert len(everything) == HOST
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon: SupervisedDaemon) -> None:
+    async with await connect(daemon.address) as client:
+        cache, keys = await stored(client, "read", 4)
+        acquire = {"HOST": ["read", 4]}
+        with Actor("hold", address=daemon.address, cache="c", reserve={}, acquire=acquire) as reader:
+            reader.says()
+            await asyncio.to_thread(daemon.kill)
+            assert [place.host_slot for place in await cache.locate(keys)] == [0, 1, 2, 3]
+            with pytest.raises(TierFull):
+                await cache.reserve(HOST - 3, tier=Tier.HOST, timeout=PATIENCE_S)
+            reader.kill()
+
+            async def reserved() -> bool:
+                try:
+                    async with cache.reserve(HOST, tier=Tier.HOST):
+                        return True
+                except TierFull:
+                    return False
+
+            await eventually(reserved, bool)
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+async def test_what_was_being_written_is_not_there(daemon: SupervisedDaemon) -> None:
+    """A slot is a block's when it is committed, whatever has been copied into it."""
+    async with await connect(daemon.address) as client:
+        cache, keys = await stored(client, "whole", 2)
+        half = chain("half", 1)
+        lease = await cache.reserve(1, tier=Tier.HOST)
+        lease.view(0)[0][:] = 1
+        await asyncio.to_thread(daemon.kill)
+        assert (await cache.match(half)).blocks == 0
+        assert_bytes(keys, await cache.get(keys))
+        await lease.release()
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+def test_a_stop_leaves_nothing(daemon: SupervisedDaemon) -> None:
+    pid, supervisor = daemon.pid, daemon.supervisor
+    assert daemon.stop() == 0
+    assert not any(Path(f"/proc/{number}").exists() for number in (pid, supervisor))
+    assert not any(path.exists() for path in daemon.plain.sockets)
+    daemon.plain.assert_healthy_log()
+
+
+def test_a_daemon_does_not_outlive_its_supervisor(daemon: SupervisedDaemon) -> None:
+    """Another supervisor could not start one, and nobody would start this one again."""
+    pidfd = os.pidfd_open(daemon.pid)
+    os.kill(daemon.supervisor, signal.SIGKILL)
+    readable, _, _ = select.select([pidfd], [], [], PATIENCE_S)
+    os.close(pidfd)
+    assert readable
+    assert not any(path.exists() for path in daemon.plain.sockets), "it stopped cleanly"

@@ -1,0 +1,236 @@
+"""Segments of an earlier daemon: what is believed of them, and everything for which they are refused."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvtier.abi import attach
+from kvtier.abi.layout import ArenaIdentity, ArenaLayout
+from kvtier.abi.spec import CacheSpec
+from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
+from kvtierd.core.manager import Recovered
+from kvtierd.core.outcome import Content, SlotRef
+from kvtierd.core.policy import GroupShape
+from kvtierd.core.traits import Label, Traits
+from kvtierd.service.adoption import NOBODY, OldLife, adopt
+from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.base import NotAdoptable
+
+SPEC = CacheSpec.single("model", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=128)
+SLOTS = {(0, int(Tier.DEVICE)): 2, (0, int(Tier.HOST)): 6}
+LAYOUT = ArenaLayout.plan(SPEC, SLOTS)
+MADE = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=3, pid=1)
+OURS = replace(MADE, boot=4)
+GROUP = GroupId(0)
+WINDOW = GroupShape(GROUP, {Tier.DEVICE: 2, Tier.HOST: 6}, dict.fromkeys((Tier.DEVICE, Tier.HOST), 4096))
+SLIDING = replace(WINDOW, window_tokens=16, tokens_per_block=16)
+
+
+def key(number: int) -> Key:
+    return Key(number.to_bytes(32, "big"))
+
+
+@pytest.fixture
+def earlier() -> Iterator[Arena]:
+    arena = Arena.create("c", LAYOUT, MADE)
+    yield arena
+    arena.close()
+
+
+def kept(arena: Arena) -> dict[str, int]:
+    """As a service manager passes them on: descriptors of their own."""
+    return {segment: os.dup(fd) for segment, fd in arena.kept_fds.items()}
+
+
+def written(
+    arena: Arena, slot: int, number: int, parent: int | None, tier: Tier = Tier.HOST, priority: int = 35
+) -> None:
+    ref = SlotRef(GROUP, tier, SlotId(slot))
+    traits = Traits(35, 9, 0, Label(b"\7" * 8))
+    arena.note(Content(ref, key(number), None if parent is None else key(parent), traits))
+    arena.end_write(tier, GROUP, SlotId(slot))
+
+
+def adopted(arena: Arena) -> Arena:
+    return Arena.adopt("c", LAYOUT, OURS, kept(arena))
+
+
+def test_bytes_generations_and_contents_are_as_they_were_left(earlier: Arena) -> None:
+    earlier.data(Tier.HOST)[:4] = (1, 2, 3, 4)
+    written(earlier, 0, number=1, parent=None)
+    again = adopted(earlier)
+    assert again.data(Tier.HOST)[:4].tolist() == [1, 2, 3, 4]
+    assert again.generation(Tier.HOST, GROUP, SlotId(0)) == (3 << 32) + 2
+    ((slot, record),) = again.contents(Tier.HOST, GROUP)
+    assert (slot, record.key, record.priority, record.duration_ms, record.event_hash) == (0, key(1), 35, 9, b"\7" * 8)
+    again.close()
+
+
+def put(segment: str, offset: int, data: bytes) -> Callable[[Arena, dict[str, int]], None]:
+    def damage(arena: Arena, fds: dict[str, int]) -> None:
+        os.pwrite(fds[segment], data, offset)
+
+    return damage
+
+
+def without(segment: str) -> Callable[[Arena, dict[str, int]], None]:
+    def damage(arena: Arena, fds: dict[str, int]) -> None:
+        os.close(fds.pop(segment))
+
+    return damage
+
+
+def instead_of(segment: str, make: Callable[[Arena], int]) -> Callable[[Arena, dict[str, int]], None]:
+    def damage(arena: Arena, fds: dict[str, int]) -> None:
+        os.close(fds[segment])
+        fds[segment] = make(arena)
+
+    return damage
+
+
+def _memfd(size: int, *, seals: int = 0, mode: int = 0o400) -> int:
+    fd = os.memfd_create("x", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    os.fchmod(fd, mode)
+    if seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def _all_seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+DAMAGES = {
+    "another magic": (put(attach.CONTROL, 0, b"X"), "header.magic"),
+    "another ABI": (put(attach.CONTROL, 8, struct.pack("<I", 1)), "header.abi_version"),
+    "another specification": (put(attach.CONTROL, 40, b"XXXX"), "header.table_crc"),
+    "a torn table": (put(attach.CONTROL, 4096 + 16, b"\1"), "table_crc"),
+    "a generation from nowhere": (
+        put(attach.CONTROL, LAYOUT.groups[0].generations[Tier.HOST] + 8, struct.pack("<Q", 7)),
+        "generation",
+    ),
+    "no control": (without(attach.CONTROL), "segments"),
+    "no host": (without(attach.HOST), "segments"),
+    "another size": (instead_of(attach.HOST, lambda _: _memfd(4096, seals=_all_seals())), "size"),
+    "no seals": (instead_of(attach.HOST, lambda _: _memfd(LAYOUT.host_bytes)), "seals"),
+    "a mode that lets others write": (
+        instead_of(attach.HOST, lambda _: _memfd(LAYOUT.host_bytes, seals=_all_seals(), mode=0o600)),
+        "mode",
+    ),
+    "a read-only one": (
+        instead_of(attach.HOST, lambda arena: os.dup(arena.fds(write=False)[attach.HOST])),
+        "open for writing",
+    ),
+    "no memory at all": (instead_of(attach.HOST, lambda _: os.open("/dev/null", os.O_RDWR)), "regular file"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_any_doubt_is_a_refusal(earlier: Arena, damage: Callable[[Arena, dict[str, int]], None], says: str) -> None:
+    fds = kept(earlier)
+    damage(earlier, fds)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotAdoptable, match=says):
+        Arena.adopt("c", LAYOUT, OURS, fds)
+    assert len(os.listdir("/proc/self/fd")) == before, "the caller's descriptors are still its own, and no others"
+    for fd in fds.values():
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("ours", "layout", "says"),
+    [
+        (replace(OURS, fingerprint=bytes(32)), LAYOUT, "specification"),
+        (OURS, ArenaLayout.plan(SPEC, {(0, int(Tier.HOST)): 6}), "segments"),
+        (replace(OURS, boot=3), LAYOUT, "another state directory"),
+    ],
+)
+def test_what_is_not_this_caches_is_refused(
+    earlier: Arena, ours: ArenaIdentity, layout: ArenaLayout, says: str
+) -> None:
+    fds = kept(earlier)
+    with pytest.raises(NotAdoptable, match=says):
+        Arena.adopt("c", layout, ours, fds)
+    for fd in fds.values():
+        os.close(fd)
+
+
+def found(
+    arena: Arena, shape: GroupShape = WINDOW, disk: tuple[Recovered, ...] = (), old: OldLife = NOBODY
+) -> list[Recovered]:
+    return adopt(arena, [shape], {GROUP: disk}, old).recovered[GROUP]
+
+
+def test_only_slots_whose_record_is_whole_and_of_their_generation_count(earlier: Arena) -> None:
+    for slot in range(5):
+        written(earlier, slot, number=slot, parent=None)
+    start = LAYOUT.groups[0].records[Tier.HOST]
+    os.pwrite(earlier.kept_fds[attach.CONTROL], b"XX", start + 160)  # 1: torn
+    earlier.begin_write(Tier.HOST, GROUP, SlotId(2))  # 2: being written
+    earlier.begin_write(Tier.HOST, GROUP, SlotId(3))
+    earlier.end_write(Tier.HOST, GROUP, SlotId(3))  # 3: written anew, and the record is the old one
+    again = adopted(earlier)
+    assert [(one.key, one.host) for one in found(again)] == [(key(0), 0), (key(4), 4)]
+    odd = [again.generation(Tier.HOST, GROUP, SlotId(slot)) % 2 for slot in range(6)]
+    assert odd == [0, 1, 1, 1, 0, 1], "whoever still looks at the others finds out"
+    again.close()
+
+
+def test_blocks_without_their_ancestors_do_not_count_unless_the_window_slides(earlier: Arena) -> None:
+    written(earlier, 0, number=2, parent=1)
+    written(earlier, 1, number=1, parent=0)
+    written(earlier, 2, number=5, parent=None)
+    written(earlier, 3, number=6, parent=5)
+    again = adopted(earlier)
+    assert {one.key for one in found(again, SLIDING)} == {key(2), key(1), key(5), key(6)}
+    assert [one.key for one in found(again)] == [key(5), key(6)]
+    again.close()
+
+
+def test_what_is_on_disk_as_well_is_one_block_with_all_its_places(earlier: Arena) -> None:
+    written(earlier, 0, number=2, parent=1)
+    written(earlier, 1, number=3, parent=None, tier=Tier.DEVICE)
+    written(earlier, 2, number=3, parent=None)
+    disk = (Recovered(SlotId(7), key(1), None, Traits(50)), Recovered(SlotId(8), key(2), key(1), Traits(60)))
+    again = adopted(earlier)
+    places = {one.key: one.places for one in found(again, disk=disk)}
+    assert places == {
+        key(1): {Tier.DISK: 7},
+        key(2): {Tier.DISK: 8, Tier.HOST: 0},
+        key(3): {Tier.DEVICE: 1, Tier.HOST: 2},
+    }
+    again.close()
+
+
+def test_what_live_processes_may_touch_is_left_to_them(earlier: Arena) -> None:
+    written(earlier, 0, number=1, parent=None)
+    written(earlier, 1, number=9, parent=8)  # unreachable
+    written(earlier, 2, number=2, parent=None)
+    for slot, owner in ((0, 5), (1, 6), (3, 5), (4, 6)):
+        earlier.set_owner(Tier.HOST, GROUP, SlotId(slot), SessionId(owner))
+    again = adopted(earlier)
+    old = OldLife(live=frozenset({SessionId(5)}), keeper=SessionId(99))
+    left = adopt(again, [WINDOW], {}, old).left
+    assert {(lease.session, lease.blank, lease.keys) for lease in left} == {
+        (99, (1,), ()),  # a reader, perhaps the live one, may still look at what is no block any more
+        (5, (3,), ()),
+        (99, (), (key(1),)),
+    }
+    assert again.owned(Tier.HOST, GROUP) == {}, "whoever gets a slot is entered anew"
+    again.close()
+
+
+def test_nobody_alive_leaves_nothing_behind(earlier: Arena) -> None:
+    written(earlier, 0, number=1, parent=None)
+    earlier.set_owner(Tier.HOST, GROUP, SlotId(0), SessionId(5))
+    earlier.set_owner(Tier.HOST, GROUP, SlotId(1), SessionId(5))
+    again = adopted(earlier)
+    assert adopt(again, [WINDOW], {}, NOBODY).left == []
+    again.close()
