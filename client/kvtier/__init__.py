@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvtier.abi.event_hashes import event_hashes
     from kvtier.abi.keys import MultimodalItem, Scope, chain_keys
     from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+    from kvtier.across import AcrossBlocks, AcrossLease, AcrossMatch
     from kvtier.aio import AsyncClient, connect
     from kvtier.cache import Cache
     from kvtier.errors import (
@@ -61,6 +62,7 @@ _HOMES = {
     "kvtier.abi.event_hashes": ("event_hashes",),
     "kvtier.abi.keys": ("MultimodalItem", "Scope", "chain_keys"),
     "kvtier.abi.spec": ("CacheSpec", "PoolSpec", "WindowGroupSpec"),
+    "kvtier.across": ("AcrossBlocks", "AcrossLease", "AcrossMatch"),
     "kvtier.aio": ("AsyncClient", "connect"),
     "kvtier.cache": ("Cache",),
     "kvtier.errors": (
@@ -100,6 +102,9 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AcrossBlocks",
+    "AcrossLease",
+    "AcrossMatch",
     "AsyncClient",
     "BlockResult",
     "Cache",

@@ -43,6 +43,7 @@ def _group(window: WindowManager) -> GroupCounts:
     return GroupCounts(
         blocks=len(state.index),
         tiers={tier: _tier(state, tier) for tier in state.tiers},
+        pinned={tier: state.pins.slots(tier) for tier in state.tiers},
         hits=dict(window.hits),
         misses=window.misses,
         stored=state.stored,

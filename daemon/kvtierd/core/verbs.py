@@ -140,10 +140,11 @@ class TierCount:
 
 @dataclass(slots=True, frozen=True)
 class GroupCounts:
-    """One window group. ``hits``: blocks by the tier they were found in at the moment of the match."""
+    """One window group. ``pinned``: slots. ``hits``: blocks, by the tier that they were found in at the match."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]
+    pinned: Mapping[Tier, int]
     hits: Mapping[Tier, int]
     misses: int
     stored: int

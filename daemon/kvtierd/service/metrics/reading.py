@@ -76,6 +76,8 @@ class Reading:
         yield table.EPOCH, (), ask.identity.epoch
         yield table.BOOT, (), ask.identity.boot
         yield table.PROBLEMS, (), len(ask.problems())
+        yield table.CACHES, ("open",), sum(1 for _ in ask.catalog)
+        yield table.CACHES, ("cold",), sum(1 for _ in ask.catalog.cold())
         attached = sum(session.attached for session in ask.sessions)
         yield table.SESSIONS, ("attached",), attached
         yield table.SESSIONS, ("detached",), sum(1 for _ in ask.sessions) - attached
@@ -131,6 +133,7 @@ def _group(name: str, group: GroupId, counts: GroupCounts) -> Iterator[Sample]:
         place = (*labels, str(tier))
         yield table.HITS, place, counts.hits.get(tier, 0)
         yield table.HELD, place, count.held
+        yield table.PINNED, place, counts.pinned.get(tier, 0)
         for state, slots in count.states.items():
             yield table.SLOTS, (*place, state.name.lower()), slots
 

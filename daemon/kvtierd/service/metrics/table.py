@@ -40,8 +40,12 @@ EPOCH = Metric("kvtier_epoch", Kind.GAUGE, "Epoch of the event stream, which ris
 BOOT = Metric("kvtier_boot", Kind.GAUGE, "How many times the daemon has been started on its state directory")
 PROBLEMS = Metric("kvtier_problems", Kind.GAUGE, "Problems that kvtier status names, 0 on a healthy daemon")
 
+CACHES = Metric(
+    "kvtier_caches", Kind.GAUGE, "Caches, open or cold: of those that are cold nothing else is told", ("state",)
+)
 SLOTS = Metric("kvtier_slots", Kind.GAUGE, "Slots by state, which sum to the capacity", (*PLACE, "state"))
-HELD = Metric("kvtier_held_slots", Kind.GAUGE, "Slots under a lease", PLACE)
+HELD = Metric("kvtier_held_slots", Kind.GAUGE, "Slots under a lease or pinned", PLACE)
+PINNED = Metric("kvtier_pinned_slots", Kind.GAUGE, "Slots whose block is pinned there", PLACE)
 SLOT_BYTES = Metric("kvtier_slot_bytes", Kind.GAUGE, "Size of a slot, the same in every tier", ("cache", "group"))
 BLOCKS = Metric("kvtier_blocks", Kind.GAUGE, "Blocks that can be found by their key", ("cache", "group"))
 HITS = Metric(
