@@ -196,7 +196,7 @@ class _Supervisor:
         self._pass_on(signal.SIGTERM)
 
     def _ask_to_restart(self) -> None:
-        self._restart = True
+        self._restart = self._listener.pid != 0
         self._pass_on(signal.SIGTERM)
 
     def _pass_on(self, number: signal.Signals) -> None:

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.abi.errors import AbiError
 
@@ -39,9 +38,8 @@ _HAS_PARENT: Final = 1
 _HASH_BYTES: Final = (0, 8, 32)
 
 
-@dataclass(slots=True, frozen=True)
-class SlotRecord:
-    """Key and parent are 32 bytes; ``parent`` None: the block is a root."""
+class SlotRecord(NamedTuple):
+    """Key and parent are 32 bytes; ``parent`` None: the block is a root. A tuple, as a restart reads one a slot."""
 
     key: bytes
     parent: bytes | None
@@ -82,13 +80,5 @@ class SlotRecord:
             raise AbiError("record.flags", flags, "0 or 1")
         if length not in _HASH_BYTES:
             raise AbiError("record.event_hash_bytes", length, "0, 8 or 32")
-        return cls(
-            key=key,
-            parent=parent if flags else None,
-            priority=priority,
-            duration_ms=duration_ms,
-            deadline_ns=deadline_ns,
-            event_hash=event_hash[:length],
-            generation=generation,
-            order=order,
-        )
+        parent = parent if flags else None
+        return cls(key, parent, priority, duration_ms, deadline_ns, event_hash[:length], generation, order)

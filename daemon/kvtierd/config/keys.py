@@ -9,13 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
 from kvtierd.config.kinds import LIVE, Duration, Size
+from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import Tier
+from kvtierd.core.policy import DEFAULT_THRESHOLD, NEVER, Policy, WritePolicy
 from kvtierd.rights import EVERY_CACHE, SHORTHAND_RIGHTS, AllowRule
 from kvtierd.tcp import TcpListener, host_and_port, is_loopback
 
@@ -159,6 +161,49 @@ class CacheKeys(_Section):
     )
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+Threshold = Annotated[int, Field(ge=0, le=NEVER)]
+
+
+def _eviction(name: str) -> str:
+    if name not in EVICTORS:
+        raise ValueError(f"must be one of {', '.join(EVICTORS)}")
+    return name
+
+
+class PolicyKeys(_Section):
+    """Policy
+
+    Of caches that do not choose themselves when they are opened. A threshold is the least effective priority with which
+    a block goes down from one tier to another: 0 = always, 101 = never. A cache keeps the write policy and the eviction
+    that it was made with.
+    """
+
+    write_policy: WritePolicy = Field(
+        WritePolicy.BACK,
+        description="When blocks are copied down: when their slot is wanted, at once, or at their second use.",
+    )
+    eviction: Annotated[str, AfterValidator(_eviction)] = Field(
+        "lru", description=f"Who goes first inside a priority: {', '.join(EVICTORS)}."
+    )
+    threshold_device_to_host: Threshold = Field(DEFAULT_THRESHOLD, description="Priority to go from device to host.")
+    threshold_device_to_disk: Threshold = Field(DEFAULT_THRESHOLD, description="Priority to go from device to disk.")
+    threshold_host_to_disk: Threshold = Field(DEFAULT_THRESHOLD, description="Priority to go from host to disk.")
+    clean_low_fraction: Share = Field(
+        0.0,
+        description="Where fewer of a tier's slots are free or READY below as well, copies are made ahead of need; 0 = "
+        "never.",
+    )
+    clean_high_fraction: Share = Field(0.0, description="So many of a tier's slots it then makes clean.")
+
+    @model_validator(mode="after")
+    def _watermarks_in_order(self) -> Self:
+        low, high = self.clean_low_fraction, self.clean_high_fraction
+        if low > high:
+            raise ValueError(f"clean_low_fraction = {low:g}: must be at most clean_high_fraction = {high:g}")
+        return self
+
+
 class CallKeys(_Section):
     """Calls"""
 
@@ -228,6 +273,7 @@ class Config(
     AccessKeys,
     TcpKeys,
     CacheKeys,
+    PolicyKeys,
     CallKeys,
     EventKeys,
     MetricsKeys,
@@ -237,6 +283,22 @@ class Config(
     """All keys. Made by :func:`kvtierd.config.load.read`, which names the source of every fault."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    @property
+    def policy(self) -> Policy:
+        """What caches have that do not choose themselves."""
+        return Policy(
+            thresholds={
+                (Tier.DEVICE, Tier.HOST): self.threshold_device_to_host,
+                (Tier.DEVICE, Tier.DISK): self.threshold_device_to_disk,
+                (Tier.HOST, Tier.DISK): self.threshold_host_to_disk,
+            },
+            write_policy=self.write_policy,
+            eviction=self.eviction,
+            clean_low=self.clean_low_fraction,
+            clean_high=self.clean_high_fraction,
+            max_pinned=self.max_pinned_fraction,
+        )
 
 
 SECTIONS: Final[tuple[type[BaseModel], ...]] = tuple(base for base in Config.__bases__ if base is not BaseSettings)

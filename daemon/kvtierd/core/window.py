@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Final, assert_never
+from typing import Final, NamedTuple, assert_never
 
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block, Copy
@@ -29,8 +28,7 @@ LAST: Final = 1 << 62
 """Who asks for room under this number comes after all requests."""
 
 
-@dataclass(slots=True, frozen=True)
-class Recovered:
+class Recovered(NamedTuple):
     """A block found at start, its traits as they were when its bytes were written. ``slot``: on disk."""
 
     slot: SlotId | None

@@ -81,16 +81,17 @@ def _merged(in_memory: _InMemory, disk: Sequence[Recovered]) -> list[Recovered]:
         with_copies.append((max((r.order for _, r in same.values()), default=0), _with_copies(one, same)))
     for key, copies in in_memory.items():
         _, newest = max(copies.values(), key=lambda copy: copy[1].order)
-        same = {tier: (slot, record) for tier, (slot, record) in copies.items() if record.parent == newest.parent}
+        if len(copies) > 1:
+            copies = {tier: (slot, record) for tier, (slot, record) in copies.items() if record.parent == newest.parent}
         parent = None if newest.parent is None else Key(newest.parent)
-        with_copies.append((newest.order, _with_copies(Recovered(None, key, parent, _traits(newest)), same)))
+        with_copies.append((newest.order, _with_copies(Recovered(None, key, parent, _traits(newest)), copies)))
     with_copies.sort(key=lambda pair: pair[0])  # stable: the disk's own order among those only there
     return [one for _, one in with_copies]
 
 
 def _with_copies(one: Recovered, copies: Mapping[Tier, tuple[SlotId, SlotRecord]]) -> Recovered:
-    slots = {tier: slot for tier, (slot, _) in copies.items()}
-    return Recovered(one.slot, one.key, one.parent, one.traits, slots.get(Tier.DEVICE), slots.get(Tier.HOST))
+    device, host = copies.get(Tier.DEVICE), copies.get(Tier.HOST)
+    return one._replace(device=None if device is None else device[0], host=None if host is None else host[0])
 
 
 def _traits(record: SlotRecord) -> Traits:

@@ -250,10 +250,15 @@ class Catalog:
                     if spec is None or not create:
                         raise no_such_cache(name)
                     slots = self._stores.budgets.slots_for(spec, asked)
-                    return await self._make(_Plan(name, spec, slots, CacheOptions(**named))), True
+                    return await self._make(_Plan(name, spec, slots, self._options(named))), True
         _require_same(cache, spec or cache.spec, asked)
         require_same(cache.options, named, name)
         return cache, False
+
+    def _options(self, named: Wanted) -> CacheOptions:
+        """Of a new cache."""
+        policy = self._stores.policy
+        return CacheOptions(**{"write_policy": policy.write_policy, "eviction": policy.eviction, **named})
 
     async def _warm(self, name: str, spec: CacheSpec | None) -> Cache | None:
         """Opens a cold cache again: what its disk tier holds, with the memory it had or what is left of it."""

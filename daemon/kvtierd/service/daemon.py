@@ -12,7 +12,6 @@ from typing import Final, Self
 
 from kvtierd.config import Config, LiveConfig
 from kvtierd.core.ids import CacheId, SessionId, Tier
-from kvtierd.core.policy import Policy
 from kvtierd.mover.engine import Engine
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
@@ -108,7 +107,7 @@ class Daemon:
             directories.remembered,
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
-            Policy(max_pinned=config.max_pinned_fraction),
+            config.policy,
             kept.keeper,
         )
         self._kept: Final = kept
