@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
+from rich.console import Console
 from rich.table import Table
 
 from kvtier.bench import client as client_bench
@@ -65,7 +66,13 @@ def _tell(results: AsyncIterator[Result], as_json: bool) -> None:
 
 
 async def _collected(results: AsyncIterator[Result]) -> list[Result]:
-    return [result async for result in results]
+    """Some take minutes: a terminal is told what was measured last."""
+    found = []
+    with Console(stderr=True).status("measuring") as status:
+        async for result in results:
+            found.append(result)
+            status.update(f"{result.name}: {result.value:,.4g} {result.unit}")
+    return found
 
 
 def table(results: list[Result]) -> Table:
