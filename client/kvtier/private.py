@@ -87,15 +87,18 @@ class PrivateDaemon:
             )
         await self._wait_until_ready(self._process)
 
-    async def stop(self) -> int:
-        """Asks it to stop, kills it if it does not; returns its exit status, 0 = cleanly."""
+    async def stop(self, timeout: float = _STOP_TIMEOUT_S) -> int:
+        """Asks it to stop, kills it if it does not; returns its exit status, 0 = cleanly.
+
+        Raises TimeoutError where it had to be killed after so many seconds.
+        """
         process, self._process = self._process, None
         if process is None:
             return 0
         if process.returncode is None:
             process.terminate()
             try:
-                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                async with asyncio.timeout(timeout):
                     await process.wait()
             finally:
                 if process.returncode is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.test_cli import kvtier
 
@@ -54,15 +56,21 @@ def test_sizes_that_the_disk_cannot_have_are_refused() -> None:
 
 
 def test_scale_says_how_each_cost_grows() -> None:
-    found = results("scale", "--blocks", "4096", "--blocks", "8192", "--rounds", "2")
+    found = results("scale", "--blocks", "4096", "--blocks", "8192", "--rounds", "2", "--no-disk")
     operations = {"match", "acquire_release", "commit", "evict"}
     named = {f"scale.{where}.{what}" for where in ("core", "client") for what in operations}
-    assert set(found) == named | {"scale.core.memory", "scale.daemon.memory", "scale.restart"}
+    assert set(found) == named | {"scale.core.memory", "scale.daemon.memory"}
     for name in named:
-        smallest, larger = found[name][:2]
+        smallest, larger = found[name]
         assert (smallest["params"]["blocks"], smallest["ratio"]) == (4096, 1.0)
         assert (larger["params"]["blocks"], larger["floor"]) == (8192, smallest["value"])
-    assert [result["params"]["blocks"] for result in found["scale.restart"]] == [4096, 8192]
+
+
+@pytest.mark.long
+def test_scale_with_a_disk_says_how_soon_it_serves_again() -> None:
+    found = results("scale", "--blocks", "4096", "--rounds", "2")
+    assert [result["params"]["blocks"] for result in found["scale.restart"]] == [4096]
+    assert {"scale.stop", "scale.daemon.memory"} <= set(found)
 
 
 def test_latency_is_that_of_a_loaded_daemon() -> None:

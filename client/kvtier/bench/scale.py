@@ -30,16 +30,19 @@ _FILL: Final = 1024
 """Blocks of a call that only fills."""
 _KEPT: Final = 256
 """Chains of each cache that are looked at."""
+_STOP_TIMEOUT_S: Final = 600.0
 _HOST_PART: Final = 16
 """With a disk, the host has this part of its slots: as in ``kvtierd.bench.core``."""
 
 
 @dataclass(slots=True, frozen=True)
 class Options:
-    """``directory``: where disk tiers go; None = the system's place for temporary files."""
+    """``disk``: measured with a disk tier, too. ``directory``: where that goes; None = the system's place for temporary
+    files."""
 
     blocks: Sequence[int] = (10_000, 100_000, 1_000_000)
     rounds: int = 100
+    disk: bool = True
     directory: Path | None = None
 
 
@@ -49,7 +52,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
         yield result
     async for result in _client(options):
         yield result
-    for blocks in options.blocks:
+    for blocks in options.blocks if options.disk else ():
         async for result in _restart(blocks, options.directory):
             yield result
 
@@ -59,7 +62,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
 
 async def _core(options: Options) -> AsyncIterator[Result]:
     """CPU time, measured inside a process of the daemon's package: this one may not import it."""
-    for flags in ((), ("--disk",)):
+    for flags in ((), ("--disk",)) if options.disk else ((),):
         smallest: dict[str, float] = {}
         for blocks in options.blocks:
             told = await _told("kvtierd.bench.core", "--blocks", str(blocks), *flags)
@@ -185,7 +188,7 @@ async def _restart(blocks: int, directory: Path | None) -> AsyncIterator[Result]
             memory = (_daemon_bytes(here) - before) / blocks
             yield Result("scale.daemon.memory", params, memory, "bytes/block")
             daemon = _daemon(here)
-            await daemon.stop()
+            yield Result("scale.stop", params, await timed(daemon.stop(_STOP_TIMEOUT_S)), "s")
             seconds = await timed(_serving_again(daemon, last))
     async with PrivateDaemon({Tier.HOST: BLOCK_BYTES}) as empty:
         await empty.stop()

@@ -58,21 +58,23 @@ def bench() -> None:
 
 
 def _tell(results: AsyncIterator[Result], as_json: bool) -> None:
-    found = run(_collected(results))
-    if as_json:
-        click.echo(json.dumps([result.to_json() for result in found], indent=1))
-    else:
-        console().print(table(found))
+    """What was measured before a failure is told, too: it may have taken minutes."""
+    found: list[Result] = []
+    try:
+        run(_collect(results, found))
+    finally:
+        if as_json:
+            click.echo(json.dumps([result.to_json() for result in found], indent=1))
+        else:
+            console().print(table(found))
 
 
-async def _collected(results: AsyncIterator[Result]) -> list[Result]:
-    """Some take minutes: a terminal is told what was measured last."""
-    found = []
+async def _collect(results: AsyncIterator[Result], found: list[Result]) -> None:
+    """A terminal is told what was measured last."""
     with Console(stderr=True).status("measuring") as status:
         async for result in results:
             found.append(result)
             status.update(f"{result.name}: {result.value:,.4g} {result.unit}")
-    return found
 
 
 def table(results: list[Result]) -> Table:
@@ -132,15 +134,16 @@ def tiers(block_bytes: tuple[int, ...], rounds: int, disk_bytes: int, disk_dir: 
     help="Repeatable. [default: 10^4, 10^5, 10^6]",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--no-disk", is_flag=True, help="Leave out what needs a disk tier: most of the time it takes.")
 @_DISK_DIR
 @_JSON
-def scale(blocks: tuple[int, ...], rounds: int, disk_dir: Path | None, as_json: bool) -> None:
+def scale(blocks: tuple[int, ...], rounds: int, no_disk: bool, disk_dir: Path | None, as_json: bool) -> None:
     """What a block of 4 KiB costs among how many: in the core, through the client, in memory, and at a restart.
 
     10^6 blocks take some minutes, 5 GiB of memory and as much of disk.
     """
     counts = tuple(sorted(blocks)) or scale_bench.Options().blocks
-    _tell(scale_bench.run(scale_bench.Options(counts, rounds, disk_dir)), as_json)
+    _tell(scale_bench.run(scale_bench.Options(counts, rounds, not no_disk, disk_dir)), as_json)
 
 
 @bench.command()
