@@ -12,7 +12,7 @@ import pytest
 from kvtierd.service.collector import Collector
 
 LIVING = 60_000
-OLD_AT_MOST = 25_000
+OLD_AT_MOST = 40_000
 """Objects that one collection of the old generation may have to look at, however many live."""
 
 
