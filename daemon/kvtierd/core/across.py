@@ -108,7 +108,7 @@ class AcrossGroups:
         tier = ticket.tier
 
         def unheld(block: Block) -> bool:
-            copy = block.copies[tier]
+            copy = block.copy(tier)
             return copy is None or copy.holds == 0
 
         def within(covers: Sequence[Cover]) -> list[Limit]:
@@ -128,7 +128,7 @@ class AcrossGroups:
         """The deadline passed: the answer is the longest prefix that is READY by now."""
 
         def ready(state: GroupState, block: Block) -> bool:
-            copy = block.copies[ticket.tier]
+            copy = block.copy(ticket.tier)
             return copy is not None and copy.valid
 
         length, covers = self._match(ticket, ticket.length, ready)
@@ -188,7 +188,7 @@ class AcrossGroups:
 
         def within(covers: Sequence[Cover]) -> list[Limit]:
             return [
-                cover.affordable(lambda block: block.copies[ticket.tier] is None, max(0, part.turn.room))
+                cover.affordable(lambda block: block.copy(ticket.tier) is None, max(0, part.turn.room))
                 for cover, part in zip(covers, ticket.parts, strict=True)
                 if part.turn.room is not None and part.window.heads(part.fetch)
             ]
@@ -201,7 +201,7 @@ class AcrossGroups:
             block
             for part in ticket.parts
             for block, copy in zip(part.fetch.blocks, part.fetch.copies, strict=True)
-            if not (block.copies[ticket.tier] is copy and copy.valid)
+            if not (block.copy(ticket.tier) is copy and copy.valid)
         }
         if not failed:
             self._grant(ticket)

@@ -73,7 +73,7 @@ class Background:
         return left
 
     def _wanted(self, block: Block, low: Tier) -> bool:
-        if not block.indexed or block.copies[low] is not None:
+        if not block.indexed or block.copy(low) is not None:
             return False
         return self._state.goes_down(block, self._room.source(block), low)
 

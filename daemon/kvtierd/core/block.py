@@ -6,8 +6,9 @@ a tier.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from kvtierd.core.ids import BlockId, Key, SlotId, Tier
@@ -84,7 +85,6 @@ class Block:
 
     __slots__ = (
         "claims",
-        "copies",
         "deadline_ns",
         "depth",
         "disk_children",
@@ -95,6 +95,9 @@ class Block:
         "key",
         "label",
         "next_sibling",
+        "on_device",
+        "on_disk",
+        "on_host",
         "own_priority",
         "parent",
         "parent_key",
@@ -120,7 +123,9 @@ class Block:
         self.label = traits.label
         self.top_children = 0
         self.rank = traits.priority << _USE_BITS
-        self.copies: list[Copy | None] = [None, None, None]
+        self.on_device: Copy | None = None
+        self.on_host: Copy | None = None
+        self.on_disk: Copy | None = None
         self.residency = 0
         self.claims = 0
         self.disk_children = 0
@@ -139,6 +144,11 @@ class Block:
     def held(self) -> bool:
         """Somebody holds a copy of it."""
         return any(copy is not None and copy.holds for copy in self.copies)
+
+    @property
+    def copies(self) -> tuple[Copy | None, Copy | None, Copy | None]:
+        """By tier."""
+        return self.on_device, self.on_host, self.on_disk
 
     def used(self, clock: int) -> None:
         """``clock``: rises with every use in the group."""
@@ -182,4 +192,12 @@ class Block:
             block = block.parent
 
     def copy(self, tier: Tier) -> Copy | None:
-        return self.copies[tier]
+        return _COPY_IN[tier](self)
+
+    def put_copy(self, tier: Tier, copy: Copy | None) -> None:
+        setattr(self, _PLACES[tier], copy)
+
+
+_PLACES: Final = ("on_device", "on_host", "on_disk")
+_COPY_IN: Final[tuple[Callable[[Block], Copy | None], ...]] = tuple(attrgetter(place) for place in _PLACES)
+"""By tier. A list of the three in each block would take 112 bytes."""

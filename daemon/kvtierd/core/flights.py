@@ -115,7 +115,7 @@ class Flights:
         self._count_background(src, flight.cause, -1)
         flight.source.reads -= 1
         flight.source.sinks -= dst > src
-        attached = block.copies[dst] is flight.copy and block.copies[src] is flight.source
+        attached = block.copy(dst) is flight.copy and block.copy(src) is flight.source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, flight.copy, written=dst is Tier.DISK and not failed and not corrupt)
             self._source_stays(flight)
@@ -125,7 +125,7 @@ class Flights:
                 state.lose_bytes(block, src, flight.source)
         else:
             self._arrive(flight, transfer)
-        if block.copies[src] is not flight.source:
+        if block.copy(src) is not flight.source:
             self._settle_source(flight)
 
     def _count_background(self, src: Tier, cause: Cause, by: int) -> None:
@@ -137,11 +137,11 @@ class Flights:
         """The disk stays prefix-closed: a block whose parent's own copy failed does not stay there."""
         if dst is not Tier.DISK or block.parent is None:
             return True
-        above = block.parent.copies[Tier.DISK]
+        above = block.parent.copy(Tier.DISK)
         return above is not None and above.valid
 
     def _source_stays(self, flight: Flight) -> None:
-        if flight.block.copies[flight.edge[0]] is flight.source:
+        if flight.block.copy(flight.edge[0]) is flight.source:
             self._state.stay(flight.block, flight.edge[0])
             self._state.reconsider(flight.block)
 
@@ -171,5 +171,5 @@ class Flights:
         return not through and flight.edge == (Tier.HOST, Tier.DEVICE) and self._idle(flight.block, Tier.HOST)
 
     def _idle(self, block: Block, tier: Tier) -> bool:
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         return copy is not None and copy.still and block.claims == 0

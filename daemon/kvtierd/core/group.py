@@ -83,7 +83,7 @@ class Candidates:
 
 def _on_list(tier: Tier, bit: int) -> Listed:
     def listed(block: Block) -> bool:
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         return copy is not None and copy.listed & bit != 0
 
     return listed
@@ -144,7 +144,7 @@ class GroupState:
         """Puts the block on exactly the candidate lists where it belongs."""
         movable = block.indexed and block.claims == 0
         for tier in self.tiers:
-            copy = block.copies[tier]
+            copy = block.copy(tier)
             if copy is None:
                 continue
             lists = 0
@@ -165,7 +165,7 @@ class GroupState:
             lists |= REDUNDANT
         elif self.below[tier] and (low or not self.expendable(block, tier)):
             lists |= DEMOTABLE
-        if self._watermarks and lists == DEMOTABLE and all(block.copies[t] is None for t in self.below[tier]):
+        if self._watermarks and lists == DEMOTABLE and all(block.copy(t) is None for t in self.below[tier]):
             lists |= DIRTY
         if residency == bit and block.first_child is None and block.copies.count(None) == 2:
             lists |= LEAF
@@ -240,7 +240,7 @@ class GroupState:
 
     def start_copy(self, block: Block, src: Tier, dst: Tier, cause: Cause) -> tuple[MoveId, Copy, Copy]:
         """Plans one copy into a free slot of ``dst``."""
-        source = block.copies[src]
+        source = block.copy(src)
         if source is None or not source.valid:
             raise InvariantViolation(f"block {block.id} is not in {src}")
         if source.phase is Phase.LEAVING:
@@ -258,7 +258,7 @@ class GroupState:
 
     def leave(self, block: Block, tier: Tier) -> None:
         """The copy goes when the one downwards that reads it has arrived."""
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         if copy is None or not copy.sinking:
             raise InvariantViolation(f"block {block.id} leaves {tier} without a copy downwards")
         copy.phase = Phase.LEAVING
@@ -267,7 +267,7 @@ class GroupState:
 
     def stay(self, block: Block, tier: Tier) -> None:
         """A hit during a demotion: the source stays, the copy goes on."""
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         if copy is not None and copy.phase is Phase.LEAVING:
             copy.phase = Phase.READY
             self.slots[tier].change(copy.slot, SlotState.READY)
@@ -275,7 +275,7 @@ class GroupState:
 
     def arrive(self, block: Block, tier: Tier) -> None:
         """A FILLING copy holds the block's bytes now. The caller records the event."""
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         if copy is None or copy.phase is not Phase.FILLING:
             raise InvariantViolation(f"block {block.id} arrives in {tier} unplanned")
         copy.phase = Phase.READY
@@ -287,10 +287,10 @@ class GroupState:
     def detach(self, block: Block, tier: Tier) -> Copy:
         """The copy is the block's no more. Its slot is freed as soon as nobody holds or touches it. Records no
         event."""
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         if copy is None:
             raise InvariantViolation(f"block {block.id} has no copy in {tier}")
-        block.copies[tier] = None
+        block.put_copy(tier, None)
         block.residency &= ~tier.bit
         if copy.holds:
             self._end_pin(tier, copy)
@@ -319,7 +319,7 @@ class GroupState:
 
     def abandon(self, block: Block, tier: Tier, copy: Copy, *, written: bool) -> None:
         """The copy into this slot is over and its bytes are not to be used. ``written``: a disk record exists."""
-        if block.copies[tier] is copy:
+        if block.copy(tier) is copy:
             self.detach(block, tier)
             self.reconsider(block)
         copy.phase = Phase.READY
@@ -338,7 +338,7 @@ class GroupState:
         self.reconsider(block)
 
     def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
-        block.copies[tier] = copy
+        block.put_copy(tier, copy)
         if copy.valid:
             block.residency |= tier.bit
         if tier is Tier.DISK and block.parent is not None:
@@ -348,7 +348,7 @@ class GroupState:
     # -- holds and recency -----------------------------------------------------------------------------------------
 
     def hold(self, block: Block, tier: Tier, session: SessionId) -> Copy:
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         if copy is None:
             raise InvariantViolation(f"block {block.id} is held in {tier} but is not there")
         self._keep(block, tier, copy)
@@ -387,7 +387,7 @@ class GroupState:
         if copy.holds > 0:
             return
         self.held[tier] -= 1
-        if block.copies[tier] is copy:
+        if block.copy(tier) is copy:
             self.clocks.start(block)
             self.reconsider(block)
         else:
@@ -421,7 +421,7 @@ class GroupState:
                 self._clock += 1
                 block.used(self._clock)
                 self.reconsider(block)
-                if block.copies[Tier.DISK] is not None:
+                if block.copy(Tier.DISK) is not None:
                     self._used_on_disk.pop(block, None)
                     self._used_on_disk[block] = None
 
@@ -467,7 +467,7 @@ class GroupState:
     def take_disk_uses(self) -> list[Key]:
         """Blocks with a disk copy that were used since the last call, in the order of their last use."""
         used, self._used_on_disk = self._used_on_disk, {}
-        return [block.key for block in used if (copy := block.copies[Tier.DISK]) is not None and copy.valid]
+        return [block.key for block in used if (copy := block.copy(Tier.DISK)) is not None and copy.valid]
 
     # -- existence -------------------------------------------------------------------------------------------------
 
@@ -526,7 +526,7 @@ class GroupState:
         if block.first_child is not None:
             raise InvariantViolation(f"block {block.id} is removed before its children")
         for tier in self.tiers:
-            if block.copies[tier] is not None:
+            if block.copy(tier) is not None:
                 self.detach(block, tier)
         self.index.remove(block)
         self.clocks.stop(block)
@@ -563,13 +563,13 @@ class GroupState:
         """The block and what stands on it on disk, parents before children."""
         order = [block]
         for member in order:
-            order.extend(child for child in member.children if child.copies[Tier.DISK] is not None)
+            order.extend(child for child in member.children if child.copy(Tier.DISK) is not None)
         return order
 
     def _lose_one_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         was_valid = copy is not None and copy.valid
-        others = any((c := block.copies[t]) is not None and c.valid for t in self.tiers if t is not tier)
+        others = any((c := block.copy(t)) is not None and c.valid for t in self.tiers if t is not tier)
         if was_valid and not others:
             self.remove_subtree(block, cause, Cause.ANCESTOR)
         elif copy is not None:
@@ -581,7 +581,7 @@ class GroupState:
     def lose_bytes(self, block: Block, tier: Tier, copy: Copy) -> None:
         """A copy failed verification: the block loses it, and its slot is never used again."""
         self.corrupt[tier].add(copy.slot)
-        if block.copies[tier] is copy:
+        if block.copy(tier) is copy:
             self.lose_copy(block, tier, Cause.CORRUPT)
 
     def order_by_use(self, blocks: Iterable[Block]) -> None:
@@ -598,9 +598,9 @@ class GroupState:
     def lose_tier(self, tier: Tier, cause: Cause) -> None:
         """Everything in the tier is gone, what only stood there with all its descendants; its slots are out of use."""
         self.offline.add(tier)
-        resident = [block for block in self.index if block.copies[tier] is not None]
+        resident = [block for block in self.index if block.copy(tier) is not None]
         for block in sorted(resident, key=lambda block: block.depth, reverse=True):
-            if block.copies[tier] is not None:
+            if block.copy(tier) is not None:
                 self.lose_copy(block, tier, cause)
         self.slots[tier].shut()
 

@@ -42,7 +42,7 @@ class Pins:
 
     def residency(self, block: Block) -> int:
         """The tiers where the block is pinned, as a bit set."""
-        return sum(tier.bit for tier, pinned in self._of_tier.items() if block.copies[tier] in pinned)
+        return sum(tier.bit for tier, pinned in self._of_tier.items() if block.copy(tier) in pinned)
 
     def blocks(self) -> Iterator[Block]:
         """Those pinned, once a tier."""

@@ -101,7 +101,7 @@ class Clocks:
         taken: list[Block] = []
         coming: dict[Block, None] = {}
         for block in self._restated:
-            copy = block.copies[Tier.DISK]
+            copy = block.copy(Tier.DISK)
             if copy is not None and copy.valid:
                 taken.append(block)
             elif copy is not None:
@@ -110,7 +110,7 @@ class Clocks:
         return taken
 
     def _note(self, block: Block) -> None:
-        if block.copies[Tier.DISK] is not None:
+        if block.copy(Tier.DISK) is not None:
             self._restated[block] = None
 
     def running(self) -> set[Block]:

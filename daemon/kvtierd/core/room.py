@@ -129,12 +129,12 @@ class Room:
 
     def _demote(self, block: Block, tier: Tier) -> bool:
         """Sends the block down to the nearest tier that can take it, or sees to it that one can soon."""
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         if copy is not None and copy.sinking:
             self._state.leave(block, tier)
             return True
         for low in self._state.below[tier]:
-            copy = block.copies[low]
+            copy = block.copy(low)
             if copy is not None and not copy.valid:
                 continue  # On its way there from below already.
             if copy is not None:
@@ -221,7 +221,7 @@ class Room:
         missing: list[Block] = []
         if low is Tier.DISK:
             for ancestor in block.ancestors():
-                if ancestor.copies[Tier.DISK] is not None or ancestor in self._to_disk:
+                if ancestor.copy(Tier.DISK) is not None or ancestor in self._to_disk:
                     return missing[::-1], ancestor
                 missing.append(ancestor)
         return missing[::-1], None
@@ -233,7 +233,7 @@ class Room:
         for block in blocks:
             fresh = list(takewhile(lambda member: member not in seen, chain([block], block.ancestors())))
             seen.update(fresh)
-            missing.extend(member for member in reversed(fresh) if member.copies[Tier.DISK] is None)
+            missing.extend(member for member in reversed(fresh) if member.copy(Tier.DISK) is None)
         return missing
 
     def copy_ancestors(self, missing: list[Block]) -> None:
@@ -243,13 +243,13 @@ class Room:
 
     def source(self, block: Block) -> Tier:
         """Where to copy the block from."""
-        return next(tier for tier in SOURCE_ORDER if (copy := block.copies[tier]) is not None and copy.valid)
+        return next(tier for tier in SOURCE_ORDER if (copy := block.copy(tier)) is not None and copy.valid)
 
     def _drop_some_subtree(self, tier: Tier) -> bool:
         """Only parents are left that cannot go down: the first by rank whose subtree nobody needs goes, leaves
         first."""
         state = self._state
-        stuck = [b for b in state.index if (c := b.copies[tier]) is not None and c.still and b.claims == 0]
+        stuck = [b for b in state.index if (c := b.copy(tier)) is not None and c.still and b.claims == 0]
         for block in sorted(stuck, key=lambda block: block.rank):
             members = state.subtree(block)
             if all(self._unused(member) for member in members):

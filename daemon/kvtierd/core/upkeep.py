@@ -22,7 +22,7 @@ def pin(state: GroupState, tier: Tier, keys: Sequence[Key], *, unpin: bool) -> t
 
 
 def _pin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
-    copy = block.copies[tier]
+    copy = block.copy(tier)
     if copy is None or not copy.valid:
         return BlockResult.NOT_READY
     room = state.policy.pinnable(state.slots[tier].capacity) > state.pins.slots(tier)
@@ -33,7 +33,7 @@ def _pin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
 
 
 def _unpin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
-    copy = block.copies[tier]
+    copy = block.copy(tier)
     if copy is None or not state.pins.count(tier, copy):
         return BlockResult.NOT_READY
     state.unpin(block, tier, copy)

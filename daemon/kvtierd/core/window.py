@@ -323,7 +323,7 @@ class WindowManager:
         if isinstance(ticket, ReserveTicket):
             return ticket.count
         self._forget_lost(ticket)
-        return sum(block.copies[ticket.tier] is None for block in self._to_place(ticket))
+        return sum(block.copy(ticket.tier) is None for block in self._to_place(ticket))
 
     def _older_wants(self, tier: Tier, seq: int) -> int:
         return sum(self._wants(ticket) for ticket in self._queues[tier] if ticket.id < seq)
@@ -331,7 +331,7 @@ class WindowManager:
     def _to_place(self, ticket: FetchTicket) -> list[Block]:
         """The blocks that must get into the tier: on disk, their missing ancestors too."""
         if ticket.tier is Tier.DISK:
-            present = [block for block in ticket.blocks if block.copies[Tier.DISK] is not None]
+            present = [block for block in ticket.blocks if block.copy(Tier.DISK) is not None]
             return present + self.room.missing_on_disk(ticket.blocks)
         return ticket.blocks
 
@@ -354,16 +354,16 @@ class WindowManager:
         claimed = ticket.blocks
         if present_only:
             if ticket.hold:
-                absent = (n for n, block in enumerate(claimed) if block.copies[tier] is None)
+                absent = (n for n, block in enumerate(claimed) if block.copy(tier) is None)
                 self._shorten(ticket, next(absent, len(claimed)))
             claimed = ticket.blocks
-            members = [block for block in claimed if block.copies[tier] is not None]
+            members = [block for block in claimed if block.copy(tier) is not None]
         else:
             members = self._to_place(ticket)
         asked = set(claimed)
         ticket.waiting = False
         for block in members:
-            if block.copies[tier] is None:
+            if block.copy(tier) is None:
                 self._fetch_one(ticket, block, asked=block in asked)
             self._join(ticket, block)
         for block in claimed:
@@ -393,18 +393,18 @@ class WindowManager:
             ticket.pending += 1
 
     def _present(self, block: Block, tier: Tier) -> Copy:
-        copy = block.copies[tier]
+        copy = block.copy(tier)
         assert copy is not None
         return copy
 
     def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
         """A demotion of what is below already needs no copy: the idle copies above just go."""
         for block in blocks:
-            copy = block.copies[tier]
+            copy = block.copy(tier)
             if copy is None or not copy.valid:
                 continue
             for above in self.state.above[tier]:
-                upper = block.copies[above]
+                upper = block.copy(above)
                 if upper is not None and upper.still and block.claims == 0:
                     self.state.free_copy(block, above, Cause.EXPLICIT)
 
@@ -417,7 +417,7 @@ class WindowManager:
             return
         ready = 0
         for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
-            if not (block.copies[ticket.tier] is copy and copy.valid):
+            if not (block.copy(ticket.tier) is copy and copy.valid):
                 break
             ready += 1
         if ready < max(ticket.min_blocks, 1):
@@ -434,7 +434,7 @@ class WindowManager:
     def _answer_move(self, ticket: FetchTicket) -> None:
         tier = ticket.tier
         results = tuple(
-            block is not None and block.indexed and (c := block.copies[tier]) is not None and c.valid
+            block is not None and block.indexed and (c := block.copy(tier)) is not None and c.valid
             for block in ticket.wanted
         )
         places = zip(ticket.wanted, results, strict=True)
@@ -493,7 +493,7 @@ class WindowManager:
             if block is None:
                 results.append(BlockResult.NOT_FOUND)
                 continue
-            copy = block.copies[to]
+            copy = block.copy(to)
             left -= copy is None or copy.holds == 0
             results.append(BlockResult.OK if copy is not None or left >= 0 else BlockResult.NO_ROOM)
         return tuple(results)
@@ -510,13 +510,13 @@ class WindowManager:
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
         """It is in the tier, or on its way there, or a usable edge leads there."""
-        return block.copies[tier] is not None or self.flights.usable(self.room.source(block), tier, now)
+        return block.copy(tier) is not None or self.flights.usable(self.room.source(block), tier, now)
 
     def _holdable(self, ticket: FetchTicket) -> int:
         """Length of the prefix that the tier could hold at best."""
         budget = self.obtainable(ticket.tier)
         for length, block in enumerate(ticket.blocks):
-            copy = block.copies[ticket.tier]
+            copy = block.copy(ticket.tier)
             budget -= copy is None or copy.holds == 0
             if budget < 0:
                 return length
@@ -525,7 +525,7 @@ class WindowManager:
     def _fits(self, ticket: FetchTicket, free: int) -> int:
         """Length of the prefix that these free slots suffice for."""
         for length, block in enumerate(ticket.blocks):
-            free -= block.copies[ticket.tier] is None
+            free -= block.copy(ticket.tier) is None
             if free < 0:
                 return length
         return len(ticket.blocks)
