@@ -17,7 +17,16 @@ from kvtier.abi import attach
 from kvtier.arena import Arena
 from kvtier.session import Stubs
 from kvtier.types import ROOT_PARENT
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2
+from kvtier.v1 import (
+    admin_pb2,
+    blocks_pb2,
+    caches_pb2,
+    common_pb2,
+    events_pb2,
+    session_pb2,
+    session_pb2_grpc,
+    transfer_pb2,
+)
 from kvtier.wire import budgets_to_wire, spec_to_wire
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, chain, sizes
 from tests.integration.daemon import DaemonProcess
@@ -26,7 +35,9 @@ from tests.integration.raw import AttachSocket, RawClient, channel_to, close_all
 Code = grpc.StatusCode
 DEVICE, HOST, DISK = common_pb2.TIER_DEVICE, common_pb2.TIER_HOST, common_pb2.TIER_DISK
 OK, EXISTS, MISSING = common_pb2.BLOCK_RESULT_OK, common_pb2.BLOCK_RESULT_EXISTS, common_pb2.BLOCK_RESULT_PARENT_MISSING
-SERVICES = {"kvtier.v1.Caches", "kvtier.v1.Blocks", "kvtier.v1.Events", "kvtier.v1.Admin"}
+MODULES = (caches_pb2, blocks_pb2, events_pb2, admin_pb2, session_pb2, transfer_pb2)
+SERVICES = {f"kvtier.v1.{name}" for name in ("Caches", "Blocks", "Events", "Admin", "Sessions", "Transfer")}
+BEGINS_SESSIONS = "Sessions.Session"
 
 
 @pytest.fixture
@@ -161,36 +172,46 @@ async def test_reflection_answers_a_stranger(channel: grpc.aio.Channel) -> None:
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     async for answer in stub.ServerReflectionInfo(iter([request])):
-        assert {one.name for one in answer.list_services_response.service} >= SERVICES
+        listed = {one.name for one in answer.list_services_response.service}
+        assert listed == SERVICES | {"grpc.health.v1.Health", reflection_pb2.DESCRIPTOR.package + ".ServerReflection"}
 
 
 def every_call(stubs: Stubs) -> dict[str, tuple[object, object]]:
-    """All methods of all services, each with a request that nothing is wrong with but who sends it."""
-    caches, wire = stubs.caches, stubs.blocks
+    """All methods that want a session, each with a request that nothing is wrong with but who sends it."""
+    caches, wire, admin = stubs.caches, stubs.blocks, stubs.admin
+    acquire = blocks_pb2.AcquireRequest(cache_id=1, tier=HOST, chains=[blocks_pb2.Chain(keys=bytes(32))])
+    header = transfer_pb2.PutHeader(commit=blocks_pb2.CommitRequest(cache_id=1, keys=bytes(32)), tier=HOST)
     return {
         "Caches.Open": (caches.Open, caches_pb2.OpenRequest(name="stranger", spec=spec_to_wire(SPEC))),
         "Caches.Close": (caches.Close, caches_pb2.CloseRequest(cache_id=1)),
         "Caches.List": (caches.List, caches_pb2.ListCachesRequest()),
+        "Caches.Remove": (caches.Remove, caches_pb2.RemoveCacheRequest(name="stranger")),
         "Blocks.Match": (wire.Match, blocks_pb2.MatchRequest(cache_id=1, keys=bytes(32))),
         "Blocks.Locate": (wire.Locate, blocks_pb2.LocateRequest(cache_id=1, keys=bytes(32))),
         "Blocks.Reserve": (wire.Reserve, blocks_pb2.ReserveRequest(cache_id=1, tier=HOST, count=1)),
         "Blocks.Commit": (wire.Commit, blocks_pb2.CommitRequest(cache_id=1, lease_id=1)),
-        "Blocks.Acquire": (wire.Acquire, blocks_pb2.AcquireRequest(cache_id=1, tier=HOST)),
+        "Blocks.Acquire": (wire.Acquire, acquire),
         "Blocks.Release": (wire.Release, blocks_pb2.ReleaseRequest(cache_id=1, lease_ids=[1])),
         "Blocks.Move": (wire.Move, blocks_pb2.MoveRequest(cache_id=1, to=DISK, keys=bytes(32))),
         "Blocks.Drop": (wire.Drop, blocks_pb2.DropRequest(cache_id=1, keys=bytes(32))),
+        "Blocks.SetRetention": (wire.SetRetention, blocks_pb2.SetRetentionRequest(cache_id=1, keys=bytes(32))),
+        "Blocks.Pin": (wire.Pin, blocks_pb2.PinRequest(cache_id=1, keys=bytes(32))),
+        "Blocks.Reset": (wire.Reset, blocks_pb2.ResetRequest(cache_id=1)),
         "Blocks.List": (wire.List, blocks_pb2.ListBlocksRequest(cache_id=1)),
         "Events.Watch": (stubs.events.Watch, events_pb2.WatchRequest()),
-        "Admin.Stats": (stubs.admin.Stats, admin_pb2.StatsRequest()),
+        "Admin.Stats": (admin.Stats, admin_pb2.StatsRequest()),
+        "Admin.Leases": (admin.Leases, admin_pb2.LeasesRequest()),
+        "Admin.Kick": (admin.Kick, admin_pb2.KickRequest(session_id=1)),
+        "Transfer.Put": (stubs.transfer.Put, [transfer_pb2.PutChunk(header=header)]),
+        "Transfer.Get": (stubs.transfer.Get, transfer_pb2.GetRequest(acquire=acquire)),
     }
 
 
 async def test_every_method_is_on_the_list(channel: grpc.aio.Channel) -> None:
-    modules = (caches_pb2, blocks_pb2, events_pb2, admin_pb2)
-    services = [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
+    services = [service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()]
     assert {service.full_name for service in services} == SERVICES
     methods = {f"{service.name}.{method}" for service in services for method in service.methods_by_name}
-    assert methods == set(every_call(Stubs.over(channel)))
+    assert methods == {BEGINS_SESSIONS, *every_call(Stubs.over(channel))}
 
 
 @pytest.mark.parametrize(
@@ -207,8 +228,15 @@ async def test_everything_else_wants_a_session(
 ) -> None:
     for method, (call, request) in every_call(Stubs.over(channel)).items():
         answer = call(request, metadata=metadata, timeout=10)  # type: ignore[operator]
-        fault = await refusal(answer.read() if method == "Events.Watch" else answer)
+        fault = await refusal(answer.read() if isinstance(answer, grpc.aio.UnaryStreamCall) else answer)
         assert (method, fault.code, fault.reason) == (method, Code.UNAUTHENTICATED, reason)
+
+
+async def test_over_a_unix_socket_sessions_begin_at_the_attach_socket(channel: grpc.aio.Channel) -> None:
+    stub: Any = session_pb2_grpc.SessionsStub(channel)
+    stream = stub.Session(iter([session_pb2.SessionRequest(hello=session_pb2.Hello(version=1))]), timeout=10)
+    fault = await refusal(stream.read())
+    assert (fault.code, fault.reason) == (Code.FAILED_PRECONDITION, "LOCAL_CLIENT")
 
 
 async def test_a_goodbye_ends_the_token(daemon: DaemonProcess, raw: RawClient) -> None:
