@@ -67,17 +67,21 @@ class AttachServer:
         self._access = access
         self._max_connections = max_connections
         self._connections: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self, listener: socket.socket) -> None:
         """``listener``: bound and non-blocking; the server's from now on."""
         listener.listen(_BACKLOG)
+        self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener), name="attach-accept")
 
     async def stop_accepting(self) -> None:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
+        if self._listener is not None:  # not the task's to close: cancelled before its first step, it never runs
+            self._listener.close()
 
     async def hang_up(self) -> None:
         """Ends all connections. Their sessions are detached unless the registry was closed before."""
@@ -87,14 +91,13 @@ class AttachServer:
             await asyncio.wait(self._connections)
 
     async def _accept(self, listener: socket.socket) -> None:
-        with listener:
-            while True:
-                try:
-                    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
-                    self._begin(sock)
-                except OSError as error:  # out of descriptors, mostly: those who are connected go on
-                    _log.error("cannot accept an attach connection error=%r", str(error))
-                    await asyncio.sleep(_ACCEPT_PAUSE_S)
+        while True:
+            try:
+                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+                self._begin(sock)
+            except OSError as error:  # out of descriptors, mostly: those who are connected go on
+                _log.error("cannot accept an attach connection error=%r", str(error))
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
 
     def _begin(self, sock: socket.socket) -> None:
         if len(self._connections) >= self._max_connections():

@@ -212,3 +212,8 @@ async def eventually(condition: Any, timeout: float = 5.0) -> None:
 def close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+def sockets_below(directory: Path) -> list[str]:
+    """Of the whole host, those that are bound there and still open, unlinked ones included."""
+    return [line for line in Path("/proc/net/unix").read_text().splitlines() if f"{directory}/" in line]

@@ -35,6 +35,7 @@ from tests.unit.service.rig import (
     parents_of,
     refusal,
     running,
+    sockets_below,
 )
 
 Code = grpc.StatusCode
@@ -676,3 +677,9 @@ async def test_a_stop_ends_watches_and_refuses_what_comes_after(short_dir: Path)
         code, _ = await client.refusal(client.blocks.Match, blocks_pb2.MatchRequest(cache_id=cache, keys=PACKED))
         assert code is Code.UNAVAILABLE
     assert sorted(path.name for path in (short_dir / "run").iterdir()) == ["kvtierd.lock"]
+
+
+async def test_a_daemon_that_is_stopped_at_once_leaves_no_socket(short_dir: Path) -> None:
+    daemon = await Daemon.start(config(short_dir))
+    assert await daemon.stop()
+    assert sockets_below(short_dir) == []
