@@ -45,7 +45,7 @@ async def test_live_keys_change_and_the_others_are_named_for_the_operator(daemon
         reload(daemon, 'host_bytes = "2MiB"\nmax_sessions = 7\nlog_level = "debug"\n')
         said = await eventually(lambda: problems(client), bool)
         assert said == ("configuration: host_bytes has changed; that takes a restart",)
-        assert "configuration reloaded changed=log_level,max_sessions refused=host_bytes" in daemon.log
+        assert 'event="configuration reloaded" changed=log_level,max_sessions refused=host_bytes' in daemon.log
         reload(daemon, 'host_bytes = "1MiB"\n')
         await eventually(lambda: problems(client), lambda said: not said)
 
