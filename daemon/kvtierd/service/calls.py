@@ -62,13 +62,12 @@ class Dispatcher:
         uploads: Mapping[str, UploadVerb] | None = None,
         stall_s: float | None = None,
     ) -> grpc.GenericRpcHandler:
-        """The methods of a service that have a verb; the others are UNIMPLEMENTED. ``stall_s``: how long a peer may
-        take to send or to take a message of a stream.
+        """All methods of a service. ``stall_s``: how long a peer may take to send or to take a message of a stream.
 
-        Raises KeyError for a verb of no method, or of one that stands in no table of rights.
+        Raises KeyError where the verbs are not exactly the service's methods, or one stands in no table of rights.
         """
         streams, uploads = streams or {}, uploads or {}
-        if not {*verbs, *streams, *uploads} <= set(service.methods_by_name):
+        if {*verbs, *streams, *uploads} != set(service.methods_by_name):
             raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = (
             {
