@@ -339,7 +339,12 @@ class World:
         self.offline.add(tier)
         for site in self.sites.values():
             site.mover.lose(tier)
-        self._carry_out(self.core.lose_tier(tier, Cause.IO_ERROR, self.now))
+        following = None
+        while True:
+            following, outcome = self.core.lose_tier(tier, Cause.IO_ERROR, self.now, following)
+            self._carry_out(outcome)
+            if following is None:
+                break
         changes = [change for site in self.sites.values() for change in site.mirror.blocks.values()]
         require(not any(change.residency & tier.bit for change in changes), f"{tier} is lost and said to hold blocks")
 

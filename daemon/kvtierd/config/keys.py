@@ -152,6 +152,13 @@ class CacheKeys(_Section):
     max_pinned_fraction: float = Field(
         0.5, ge=0, le=1, description="Of a tier's slots of a window group, how many may be pinned."
     )
+    tier_grace: Annotated[Duration, LIVE] = Field(
+        30.0,
+        ge=0.01,
+        le=86400,
+        description="Where nothing has worked on a cache's disk for so long, what it holds is declared lost; it is "
+        "taken back, empty, when it works again.",
+    )
     idle_ttl: Annotated[Duration, LIVE] = Field(
         0.0,
         ge=0,

@@ -25,7 +25,7 @@ def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], w
     return ManagerStats(
         blocks=sum(one.blocks for one in counts),
         tiers={tier: _sum([one.tiers[tier] for one in counts if tier in one.tiers]) for tier in tiers},
-        edges=_edges(windows.values()),
+        edges=edges(windows.values()),
         hits={tier: sum(one.hits.get(tier, 0) for one in counts) for tier in tiers},
         misses=sum(one.misses for one in counts),
         stored=sum(one.stored for one in counts),
@@ -66,7 +66,8 @@ def _sum(counts: Collection[TierCount]) -> TierCount:
     )
 
 
-def _edges(windows: Collection[WindowManager]) -> dict[Edge, EdgeRecord]:
+def edges(windows: Collection[WindowManager]) -> dict[Edge, EdgeRecord]:
+    """Sums over the groups."""
     total: dict[Edge, EdgeRecord] = {}
     for window in windows:
         for edge, record in window.flights.edges.items():

@@ -595,14 +595,19 @@ class GroupState:
             block.used(self._clock)
             self.reconsider(block)
 
-    def lose_tier(self, tier: Tier, cause: Cause) -> None:
-        """Everything in the tier is gone, what only stood there with all its descendants; its slots are out of use."""
+    def lose_tier(self, tier: Tier, cause: Cause, before: int, limit: int) -> int:
+        """Everything in the tier is gone, what only stood there with all its descendants; its slots are out of use.
+
+        A slice of it: of at most ``limit`` blocks with ids under ``before``, the newest first. Returns where the next
+        one goes on, 0 where this was the last.
+        """
         self.offline.add(tier)
-        resident = [block for block in self.index if block.copy(tier) is not None]
-        for block in sorted(resident, key=lambda block: block.depth, reverse=True):
+        self.slots[tier].shut()
+        blocks = self.index.before(before, limit)
+        for block in blocks:
             if block.copy(tier) is not None:
                 self.lose_copy(block, tier, cause)
-        self.slots[tier].shut()
+        return int(blocks[-1].id) if len(blocks) == limit else 0
 
     def restore_tier(self, tier: Tier) -> None:
         """The tier is back, empty."""

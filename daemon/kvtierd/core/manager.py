@@ -8,6 +8,7 @@ nanoseconds.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final
 
 from kvtierd.core import counting, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
@@ -59,6 +60,14 @@ __all__ = [
     "ResetReport",
     "TierCount",
 ]
+
+
+LOSS_SLICE: Final = 64
+"""Blocks of a group that one call of a tier's loss looks at."""
+_NEWEST: Final = 1 << 62
+
+TierLoss = Mapping[GroupId, int]
+"""Where a loss goes on: of each group with more to go, the id under which the rest is."""
 
 
 class BlockManager:
@@ -478,15 +487,28 @@ class BlockManager:
         self._pump_all(now)
         return self._take(now)
 
-    def lose_tier(self, tier: Tier, cause: Cause, now: int) -> Outcome:
-        """The tier's bytes are gone and its slots out of use; what is leased there is unreachable and ends at
-        release."""
+    def lose_tier(
+        self, tier: Tier, cause: Cause, now: int, following: TierLoss | None = None
+    ) -> tuple[TierLoss | None, Outcome]:
+        """The tier's bytes are gone and its slots out of use; what is leased there is unreachable and ends at release.
+
+        From the first call on nothing is given out there; what stood there goes a slice a call: for the next one,
+        ``following`` is what this one returns, None at the end.
+        """
         self.across.lose_tier(tier)
-        for window in self.windows.values():
-            if tier in window.state.slots and tier not in window.state.offline:
-                window.lose_tier(tier, cause)
+        left = dict(following or {group: _NEWEST for group, w in self.windows.items() if tier in w.state.slots})
+        for group, before in list(left.items()):
+            left[group] = self.windows[group].lose_tier(tier, cause, before, LOSS_SLICE)
+            if not left[group]:
+                del left[group]
         self._pump_all(now)
-        return self._take(now)
+        return left or None, self._take(now)
+
+    def carried(self, tier: Tier) -> tuple[int, int]:
+        """Blocks that went to or from a tier so far, and those that failed to."""
+        edges = counting.edges(self.windows.values())
+        records = [record for edge, record in edges.items() if tier in edge]
+        return sum(record.blocks for record in records), sum(record.failures for record in records)
 
     def restore_tier(self, tier: Tier, now: int) -> Outcome:
         """The tier is back and empty; a disk store has been emptied by the caller."""

@@ -569,10 +569,12 @@ class WindowManager:
         for block in filter(None, map(state.index.get, keys)):
             lease.held[block] = state.hold(block, lease.tier, lease.session)
 
-    def lose_tier(self, tier: Tier, cause: Cause) -> None:
-        self.state.lose_tier(tier, cause)
+    def lose_tier(self, tier: Tier, cause: Cause, before: int, limit: int) -> int:
+        """See :meth:`GroupState.lose_tier`; what waits for room there is refused."""
+        following = self.state.lose_tier(tier, cause, before, limit)
         while self._queues[tier]:
             ticket = self._queues[tier].popleft()
             if isinstance(ticket, FetchTicket):
                 self.let_go(ticket)
             self._refuse(ticket, RefusalReason.TIER_OFFLINE)
+        return following

@@ -125,6 +125,10 @@ class Edges:
         """Moves whose result has not been delivered, of one cache or of all."""
         return len(self._journeys) if cache is None else self._in_flight[cache]
 
+    def touches(self, cache: CacheId, tier: Tier) -> bool:
+        """Whether a move of a cache to or from a tier is in flight."""
+        return any(one.runtime.id == cache and tier in (one.move.src, one.move.dst) for one in self._journeys.values())
+
     async def idle(self, cache: CacheId | None = None) -> None:
         """Returns when no move is in flight and no result undelivered."""
         while self.in_flight(cache):

@@ -299,6 +299,28 @@ class Engine:
             if cache.removed:
                 raise UnknownCache(cache_id)
 
+    async def lose_tier(self, cache_id: CacheId, tier: Tier) -> None:
+        """The tier has failed: all that stands there goes, in slices, so that others have their turn in between."""
+        cache = self._find(cache_id)
+        following = None
+        while True:
+            following, outcome = cache.manager.lose_tier(tier, Cause.IO_ERROR, self._clock(), following)
+            self._apply(cache, outcome)
+            if following is None:
+                return
+            await asyncio.sleep(0)
+            if cache.removed:
+                raise UnknownCache(cache_id)
+
+    def restore_tier(self, cache_id: CacheId, tier: Tier) -> None:
+        """The tier works again; its store has been emptied, with no move of it in flight (:meth:`touches`)."""
+        cache = self._find(cache_id)
+        self._apply(cache, cache.manager.restore_tier(tier, self._clock()))
+
+    def touches(self, cache_id: CacheId, tier: Tier) -> bool:
+        """Whether a move of the cache to or from the tier is in flight."""
+        return self._edges.touches(cache_id, tier)
+
     def reset_plan(self, cache_id: CacheId) -> ResetReport:
         return self._find(cache_id).manager.reset_plan()
 

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, TypeVar
@@ -191,6 +192,7 @@ class Catalog:
         self._faces: Final = faces
         self._cold: dict[str, ColdCache] = {}
         self._left_out: dict[str, str] = {}
+        self._noted: dict[CacheId, str] = {}
         self._parts: dict[CacheId, _Parts] = {}
         self._ids = count(1)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -216,8 +218,22 @@ class Catalog:
         return name in self._by_name or name in self._cold or (lock is not None and lock.locked())
 
     def problems(self) -> list[str]:
-        """For health: caches on disk that cannot be served."""
-        return [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
+        """For health: caches on disk that cannot be served, and what was noted of others."""
+        left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
+        return left_out + [f"cache {c.name}: {self._noted[c.id]}" for c in self if c.id in self._noted]
+
+    def note(self, cache: Cache, problem: str | None) -> None:
+        """What health should show of the cache; None = it is well."""
+        if problem is None:
+            self._noted.pop(cache.id, None)
+        else:
+            self._noted[cache.id] = problem
+
+    @asynccontextmanager
+    async def holding(self, cache: Cache) -> AsyncIterator[bool]:
+        """Keeps an open cache as it is meanwhile. Yields whether it still is there."""
+        async with self._lock_of(cache.name):
+            yield self._by_id.get(cache.id) is cache
 
     def descriptors(self, cache: CacheId, *, write: bool) -> Mapping[str, int] | None:
         """See :class:`kvtierd.service.attach.Arenas`."""
@@ -345,6 +361,7 @@ class Catalog:
         for group in range(len(cache.spec.groups)):
             self._engine.announce_gone(cache.id, GroupId(group), cause)
         self._stores.keeper.forget(cache.name)
+        self._noted.pop(cache.id, None)
         await asyncio.to_thread(self._parts.pop(cache.id).close)
 
     def _delete(self, name: str) -> None:

@@ -28,6 +28,7 @@ from kvtierd.service.collector import Collector
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.faces import CacheFace
+from kvtierd.service.failing import FailingDisks
 from kvtierd.service.health import Health
 from kvtierd.service.hub import EventHub, Limits
 from kvtierd.service.keeping import Keeper
@@ -114,6 +115,7 @@ class Daemon:
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._most_sessions, kept.roll)
         self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, lambda: self.live.now.idle_ttl)
+        self._failing: Final = FailingDisks(self._catalog, self._engine, lambda: self.live.now.tier_grace)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
@@ -175,6 +177,7 @@ class Daemon:
         await self._rpc.start()
         self._attach.start(listener)
         self._idle.start()
+        self._failing.start()
         self._serving = True
 
     @property
@@ -202,7 +205,8 @@ class Daemon:
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
         await self._idle.stop()
-        clean = await self._engine.shutdown(self.live.now.shutdown_seconds)
+        probed = await self._failing.stop()
+        clean = await self._engine.shutdown(self.live.now.shutdown_seconds) and probed
         self._dispatcher.stop()
         self._hub.close()
         self._remote.close()

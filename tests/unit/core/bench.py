@@ -211,7 +211,12 @@ class Bench:
         self.apply(self.core.cancel(ticket, self.now))
 
     def lose(self, tier: Tier) -> None:
-        self.apply(self.core.lose_tier(tier, Cause.IO_ERROR, self.now))
+        following = None
+        while True:
+            following, outcome = self.core.lose_tier(tier, Cause.IO_ERROR, self.now, following)
+            self.apply(outcome)
+            if following is None:
+                return
 
     def restore(self, tier: Tier) -> None:
         self.apply(self.core.restore_tier(tier, self.now))

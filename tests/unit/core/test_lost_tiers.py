@@ -6,6 +6,7 @@ import pytest
 
 from kvtierd.core.errors import TierOffline
 from kvtierd.core.events import Cause, EventType
+from kvtierd.core.manager import LOSS_SLICE
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.slots import SlotState
 from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
@@ -111,3 +112,25 @@ def test_restored_it_is_empty_and_in_use_but_for_slots_known_bad() -> None:
     bench.reserve(DEVICE, 1, BOB)
     bench.land()
     assert bench.where("b") == {DISK}
+
+
+def test_a_tier_is_lost_in_slices_and_nothing_is_given_out_there_in_between() -> None:
+    recovered = [(number, number - 1 if number else None) for number in range(2 * LOSS_SLICE + 1)]
+    names = [chr(0x100 + number) for number, _ in recovered]
+    bench = Bench(
+        device=4,
+        disk=len(names),
+        recovered=[(names[number], None if parent is None else names[parent], 35) for number, parent in recovered],
+    )
+    following, outcome = bench.core.lose_tier(DISK, Cause.IO_ERROR, bench.now)
+    bench.apply(outcome)
+    assert following is not None
+    assert len(bench.stored()) == LOSS_SLICE + 1, "the newest go first, so what is left is a prefix"
+    with pytest.raises(TierOffline):
+        bench.move(names[0], DISK)
+    steps = 1
+    while following is not None:
+        following, outcome = bench.core.lose_tier(DISK, Cause.IO_ERROR, bench.now, following)
+        bench.apply(outcome)
+        steps += 1
+    assert (bench.stored(), steps) == ("", 3)

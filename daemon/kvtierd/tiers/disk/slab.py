@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -120,6 +121,23 @@ class Slab:
     def sync(self) -> None:
         """Raises :class:`OSError`: then nothing written since the last sync may be taken as stored."""
         os.fdatasync(self._fd)
+
+    def probe(self) -> None:
+        """Writes a page behind the last record and reads it back. Raises :class:`TierIOError` where that fails."""
+        with mmap.mmap(-1, PAGE) as page, io_errors(f"cannot use {self.path}"):
+            page[:] = os.urandom(PAGE)
+            sent = bytes(page)
+            moved = os.pwritev(self._fd, [page], self.shape.nbytes)
+            os.fdatasync(self._fd)
+            page[:] = bytes(PAGE)
+            if moved != PAGE or os.preadv(self._fd, [page], self.shape.nbytes) != PAGE or bytes(page) != sent:
+                raise OSError(errno.EIO, "what was written is not what is read")
+
+    def allocate(self) -> None:
+        """Whatever of the file is missing. Raises :class:`TierIOError`."""
+        with io_errors(f"cannot allocate {self.path}"):
+            os.posix_fallocate(self._fd, 0, self.shape.nbytes)
+            os.fsync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

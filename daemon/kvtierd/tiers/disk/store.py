@@ -36,6 +36,7 @@ INDEX: Final = "index"
 _LIMITS: Final = {"priority": 100, "duration_ms": (1 << 32) - 1, "deadline_ns": (1 << 63) - 1}
 _MIN_TOUCH_BYTES: Final = 64 << 10
 _TOUCH_BYTES_PER_SLOT: Final = 16
+_CLEARED_AT_ONCE: Final = 10_000
 
 _log = logging.getLogger(__name__)
 
@@ -188,6 +189,22 @@ class DiskStore:
                 corrupt.add(number)
                 self._corrupt.add((read.group, read.slot))
         return ReadReport(frozenset(failed), frozenset(corrupt))
+
+    def probe(self) -> None:
+        """Whether bytes can be written and read back. Raises :class:`TierIOError`."""
+        for slab in self._slabs.values():
+            slab.probe()
+
+    def clear(self) -> None:
+        """Forgets every block; slots found corrupt stay so. No read or write may be under way. Raises
+        :class:`TierIOError`: some may be left then, and it can be called again."""
+        with self._committing:
+            for group, slab in self._slabs.items():
+                slab.allocate()
+                keys = self._index.load(group).keys
+                for first in range(0, len(keys), _CLEARED_AT_ONCE):
+                    self._index.commit({group: Changes(deletes=list(keys[first : first + _CLEARED_AT_ONCE]))})
+        self.recover()
 
     def close(self) -> None:
         """No call may be under way. A second close does nothing."""
