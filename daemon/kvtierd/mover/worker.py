@@ -118,9 +118,12 @@ class Finisher(Hand):
 
     def _work(self) -> None:
         while (begun := self._queue.get()) is not None:
-            batch, finish, started_ns = begun
-            self.busy_since_ns = time.monotonic_ns()
-            self._report(batch, self._attempt(batch, finish), started_ns)
+            self._finish(*begun)
+            del begun  # it holds views, and with them a removed cache's memory, for as long as nothing else comes
+
+    def _finish(self, batch: Batch, finish: Finish, started_ns: int) -> None:
+        self.busy_since_ns = time.monotonic_ns()
+        self._report(batch, self._attempt(batch, finish), started_ns)
 
 
 class Worker(Hand):
