@@ -42,10 +42,11 @@ class _Health:
         return None if self.lost is None else f"{lost}: {self.lost}"
 
     def note(self, done: int, failed: int) -> None:
-        if done > self.done:
+        worked = done > self.done
+        if failed > self.failed:  # where both happened, which was last cannot be told: the grace begins anew
+            self.since = time.monotonic() if worked or self.since is None else self.since
+        elif worked:
             self.since = None
-        elif failed > self.failed and self.since is None:
-            self.since = time.monotonic()
         self.done, self.failed = done, failed
 
 
