@@ -72,6 +72,8 @@ class Clocks:
     def enter(self, block: Block) -> None:
         """A block is indexed, with the duration and deadline that it was made with."""
         deadline_ns, block.deadline_ns = block.deadline_ns, 0
+        if not block.duration_ms:
+            return
         self.give(block, block.duration_ms)
         if block.duration_ms and deadline_ns:
             del self._started[block]

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 class Collector:
-    """From :meth:`start` to :meth:`stop`, on the loop that runs at :meth:`start`."""
+    """From :meth:`pause`, before what lives long is made, over :meth:`start` to :meth:`stop`, on the loop that runs at
+    :meth:`start`."""
 
     def __init__(self, frozen_calls_max: int = FROZEN_CALLS_MAX) -> None:
         self._frozen_calls_max = frozen_calls_max
@@ -35,22 +36,27 @@ class Collector:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.full_collections = 0
 
-    def start(self) -> None:
-        """What there is now lives as long as the daemon, and is frozen."""
-        self._loop = asyncio.get_running_loop()
+    def pause(self) -> None:
+        """Collects what there is, and nothing of what comes until :meth:`start`."""
         gc.collect()
+        gc.disable()
+
+    def start(self) -> None:
+        """What there is now lives as long as the daemon, and is frozen without another look."""
+        self._loop = asyncio.get_running_loop()
         gc.freeze()
         gc.set_threshold(*THRESHOLDS)
         gc.callbacks.append(self._collected)
+        gc.enable()
 
     def stop(self) -> None:
-        """Leaves the collector as it was. Nothing, if it was not started."""
-        if self._loop is None:
-            return
-        self._loop = None
-        gc.callbacks.remove(self._collected)
-        gc.set_threshold(*self._thresholds)
-        gc.unfreeze()
+        """Leaves the collector as it was before."""
+        if self._loop is not None:
+            self._loop = None
+            gc.callbacks.remove(self._collected)
+            gc.set_threshold(*self._thresholds)
+            gc.unfreeze()
+        gc.enable()
 
     def _collected(self, phase: str, info: dict[str, int]) -> None:
         """Called by the interpreter, in whichever thread it was."""

@@ -162,6 +162,7 @@ class Daemon:
         return daemon
 
     async def _serve(self) -> None:
+        self._collector.pause()
         await self._catalog.restore(self._sessions.restore(self._kept.entries))
         self._sessions.settle()
         self._collector.start()

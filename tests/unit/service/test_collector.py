@@ -32,6 +32,7 @@ def _as_it_was() -> Iterator[None]:
 
 async def test_what_lives_long_is_not_looked_at_again() -> None:
     collector = Collector()
+    collector.pause()
     collector.start()
     try:
         living: list[list[int]] = []
@@ -49,6 +50,7 @@ async def test_what_lives_long_is_not_looked_at_again() -> None:
 
 async def test_cycles_that_were_frozen_go_in_the_end() -> None:
     collector = Collector(frozen_calls_max=5)
+    collector.pause()
     collector.start()
     try:
         knot = Knot()
@@ -69,6 +71,7 @@ async def test_cycles_that_were_frozen_go_in_the_end() -> None:
 async def test_stopping_twice_is_nothing() -> None:
     collector = Collector()
     collector.stop()
+    collector.pause()
     collector.start()
     collector.stop()
     collector.stop()
