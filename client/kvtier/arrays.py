@@ -53,7 +53,7 @@ class Way(Protocol):
 
 
 class Mapped:
-    """Through the cache's memory: reserve, copy, commit, release; acquire, copy, check, release."""
+    """Through the cache's memory: reserve, copy, commit and release; acquire, copy, check, release."""
 
     max_blocks: Final = MAX_PIECE
 
@@ -67,7 +67,12 @@ class Mapped:
             work = lambda: transfer.into_slots(pools, lease.slots, piece.blocks)  # noqa: E731
             await transfer.run(work, count * cache.block_bytes)
             return await lease.commit(
-                piece.chain, parent=piece.parent, retention=piece.kept, prompt=piece.prompt, timeout=timeout
+                piece.chain,
+                parent=piece.parent,
+                retention=piece.kept,
+                prompt=piece.prompt,
+                release=True,
+                timeout=timeout,
             )
 
     async def get(

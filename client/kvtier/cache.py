@@ -17,7 +17,7 @@ from kvtier.across import AcrossGroups
 from kvtier.answers import DropReport, ListedBlock, Location, Match, Page, ResetReport
 from kvtier.arena import Arena
 from kvtier.binding import Binder, Binding, Request, Response, send
-from kvtier.errors import CallerError, InvalidArgument, KvtierError, LeaseLost, RetryableError
+from kvtier.errors import CallerError, InvalidArgument, KvtierError, LeaseError, LeaseLost, RetryableError
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.options import CacheOptions
 from kvtier.prompt import Prompt
@@ -271,16 +271,13 @@ class Cache:
         live = [lease for lease in leases if not lease.released]
         if not live:
             return
-        for lease in live:
-            lease.released = True
-            if lease in self._in_use:
-                self._in_use.discard(lease)
-                self._session.give_back(lease.binding.session)
+        self._forget(live)
         try:
             await self._to_the_end(self._release(live, self._deadline(timeout)))
         except RetryableError:
             for lease in live:
                 lease.released = False
+                self._leases.add(lease)
             raise
 
     async def trim(self, lease: ReadLease, blocks: int, timeout: float | None) -> None:
@@ -303,6 +300,7 @@ class Cache:
         priorities: int | Sequence[int] | None,
         retention: Retention | BlockRetention | None,
         prompt: Prompt | None,
+        release: bool,
         timeout: float | None,
     ) -> list[BlockResult]:
         """See :meth:`WriteLease.commit`, the way to call it."""
@@ -320,6 +318,7 @@ class Cache:
             parents=_packed_parents(packed, parent, parents),
             priorities=kept.priorities,
             durations_ms=kept.durations_ms,
+            release=release,
             seq=seq,
             **(prompt.told(packed, lease.binding.info.options) if prompt is not None else {}),
         )
@@ -330,7 +329,10 @@ class Cache:
                 raise LeaseLost(message, reason="LEASE_LOST")
             return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
 
+        lease.ending |= release
         reply = await self._session.call(attempt, self._deadline(timeout))
+        if release:
+            self._forget([lease])
         return [BlockResult(result) for result in reply.results]
 
     # -- placement -------------------------------------------------------------------------------------------------
@@ -708,9 +710,21 @@ class Cache:
     async def _release(self, leases: Sequence[Lease], deadline: Deadline) -> None:
         for binding in {lease.binding for lease in leases}:
             ids = [lease.id for lease in leases if lease.binding is binding]
-            await self._binder.release(binding, ids, deadline)
+            try:
+                await self._binder.release(binding, ids, deadline)
+            except LeaseError as error:
+                # The commit that was to end it did, though nobody heard the answer.
+                if error.reason != "UNKNOWN_LEASE" or not all(lease.ending for lease in leases):
+                    raise
+
+    def _forget(self, leases: Sequence[Lease]) -> None:
+        """They are over, here and for the session."""
         for lease in leases:
+            lease.released = True
             self._leases.discard(lease)
+            if lease in self._in_use:
+                self._in_use.discard(lease)
+                self._session.give_back(lease.binding.session)
 
 
 async def _logged(work: asyncio.Future[None], what: str) -> None:

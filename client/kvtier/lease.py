@@ -40,6 +40,8 @@ class Lease:
         self.slots = tuple(slots)
         self.binding = binding
         self.released = lease_id == 0
+        self.ending = False
+        """A commit was asked to end it."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -116,6 +118,7 @@ class WriteLease(Lease):
         retention: Retention | BlockRetention | None = None,
         prompt: Prompt | None = None,
         at: Sequence[int] | None = None,
+        release: bool = False,
         timeout: float | None = None,
     ) -> list[BlockResult]:
         """Makes slots blocks: immutable, reusable, still held by this lease. One result a key.
@@ -124,14 +127,16 @@ class WriteLease(Lease):
         the first is a root). ``parents`` names one a key instead. ``priorities``: 0 to 100, one for all or one a key
         (default 35). ``retention``: instead of that, in tokens and with durations. ``prompt``: what the keys are of,
         for a cache that tells more than keys in its events. ``at``: indices of the slots, by default the first blank
-        ones in order. A slot whose result is PARENT_MISSING or PARENT_CONFLICT stays blank; one whose result is EXISTS
-        has gone back to the daemon.
+        ones in order. ``release``: the lease ends with this call, whatever the results; else a slot whose result is
+        PARENT_MISSING or PARENT_CONFLICT stays blank. One whose result is EXISTS has gone back to the daemon.
 
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
         """
         self.require_live()
         indices = self.blank if at is None else list(at)
-        results = await self.cache.commit(self, keys, indices, parent, parents, priorities, retention, prompt, timeout)
+        results = await self.cache.commit(
+            self, keys, indices, parent, parents, priorities, retention, prompt, release, timeout
+        )
         for index, result in zip(indices, results, strict=False):
             self._blank[index] = result in _STAYS_BLANK
             if result is BlockResult.EXISTS:

@@ -104,6 +104,7 @@ class WriteLease(Lease[inner.WriteLease]):
         retention: Retention | BlockRetention | None = None,
         prompt: Prompt | None = None,
         at: Sequence[int] | None = None,
+        release: bool = False,
         timeout: float | None = None,
     ) -> list[BlockResult]:
         """See :meth:`kvtier.lease.WriteLease.commit`."""
@@ -117,6 +118,7 @@ class WriteLease(Lease[inner.WriteLease]):
                 retention=retention,
                 prompt=prompt,
                 at=at,
+                release=release,
                 timeout=timeout,
             )
         )

@@ -11,7 +11,7 @@ from kvtierd.core.ids import CacheId, GroupId, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content, Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
 
 MAX_EVENT_BLOCKS: Final = 256
-MAX_MOVE_BLOCKS: Final = 32
+MAX_MOVE_BLOCKS: Final = 16
 
 
 @dataclass(slots=True, frozen=True)

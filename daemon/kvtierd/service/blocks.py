@@ -100,7 +100,10 @@ class BlocksService:
     async def commit(self, session: Session, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
         cache = opened(self._catalog, session, request.cache_id)
         items = commit_items(cache, request, request.slots)
-        results = self._engine.commit(cache.id, session.id, LeaseId(request.lease_id), items)
+        lease = LeaseId(request.lease_id)
+        results = self._engine.commit(cache.id, session.id, lease, items)
+        if request.release:
+            self._engine.release(cache.id, session.id, [lease])
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def acquire(self, session: Session, request: blocks_pb2.AcquireRequest) -> blocks_pb2.AcquireResponse:
