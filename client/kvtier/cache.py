@@ -70,6 +70,8 @@ class Cache:
         self._binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
         self._default_timeout = default_timeout
         self._leases: set[Lease] = set()
+        self._ending: set[Lease] = set()
+        """A commit was asked to end them, and has not answered."""
         self._in_use: set[Lease] = set()
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
 
@@ -329,10 +331,12 @@ class Cache:
                 raise LeaseLost(message, reason="LEASE_LOST")
             return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
 
-        lease.ending |= release
+        if release:
+            self._ending.add(lease)
         reply = await self._session.call(attempt, self._deadline(timeout))
         if release:
             self._forget([lease])
+            self._ending.discard(lease)
         return [BlockResult(result) for result in reply.results]
 
     # -- placement -------------------------------------------------------------------------------------------------
@@ -714,8 +718,9 @@ class Cache:
                 await self._binder.release(binding, ids, deadline)
             except LeaseError as error:
                 # The commit that was to end it did, though nobody heard the answer.
-                if error.reason != "UNKNOWN_LEASE" or not all(lease.ending for lease in leases):
+                if error.reason != "UNKNOWN_LEASE" or not self._ending.issuperset(leases):
                     raise
+        self._ending.difference_update(leases)
 
     def _forget(self, leases: Sequence[Lease]) -> None:
         """They are over, here and for the session."""

@@ -40,8 +40,6 @@ class Lease:
         self.slots = tuple(slots)
         self.binding = binding
         self.released = lease_id == 0
-        self.ending = False
-        """A commit was asked to end it."""
 
     def __len__(self) -> int:
         return len(self.slots)
