@@ -244,7 +244,7 @@ class Session:
             return
         for session in [one for one in self._forgotten_by_daemon if self._lent[one] == 0]:
             self._link.attach.forget(self._forgotten_by_daemon.pop(session))
-            del self._lent[session]
+            self._lent.pop(session, None)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that outlives its caller, until :meth:`close`."""
@@ -268,6 +268,8 @@ class Session:
             await asyncio.wait([self._keeper])
         self._linked.set()
         if self._link is not None:
+            self._lent.clear()  # whose memory goes with this client, as what it leases now does
+            self._settle()
             await self._link.attach.say_bye()
             self._link.attach.close()
             await self._link.channel.close()

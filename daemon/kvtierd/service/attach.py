@@ -167,6 +167,7 @@ class AttachServer:
         elif (why := self._forbids(session, cache, write=request.write)) is not None:
             _send(sock, attach.Failure("PERMISSION_DENIED", why))
         else:
+            self._sessions.gets_memory(session)
             _send(sock, attach.Mapped(tuple(fds)), list(fds.values()))
 
     def _forbids(self, session: Session, cache: CacheId, *, write: bool) -> str | None:

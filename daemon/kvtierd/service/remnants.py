@@ -4,7 +4,7 @@ Their leases were lost with the daemon, but a process may still be copying to or
 slots stay out of circulation until the process says that it has done with them (``forget`` on its new attach
 connection; the client library does), or has ended.
 
-Who they are stands in the roll: a sealed segment that the service manager keeps, because the daemon may die at any
+Who they are, i.e. who has ever been given a cache's memory, stands in the roll: a sealed segment that the service manager keeps, because the daemon may die at any
 moment. It has 65,536 records of 64 bytes, little-endian; one that fails its sum is nobody::
 
      0   16  token

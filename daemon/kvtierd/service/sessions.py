@@ -108,6 +108,8 @@ class Session:
     caches: Counter[CacheId] = field(default_factory=Counter)
     replies: ReplyMemory[Message] = field(default_factory=ReplyMemory)
     ended: bool = False
+    enrolled: bool = False
+    """It stands in the roll."""
     remnant: bool = False
     """Of an earlier life: it cannot be resumed, only given up; see ``service/remnants.py``."""
 
@@ -154,8 +156,6 @@ class SessionRegistry:
         session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
         self._by_token[session.token] = self._by_id[session.id] = session
         peer.watch(partial(self.end, session, "its process is gone"))
-        if self._roll is not None and isinstance(peer, Peer):
-            self._roll.enter(session.token, session.id, peer)
         _log.info("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
         return session
 
@@ -221,6 +221,13 @@ class SessionRegistry:
         if self._remnants:
             self._keeper = SessionId(next(self._ids))
         return OldLife(frozenset(session.id for session in self._remnants.values()), self._keeper)
+
+    def gets_memory(self, session: Session) -> None:
+        """From now on its process may touch a cache's memory. To be told before it can: a daemon that dies and comes
+        back waits for those alone, and for none whose client never learnt its token."""
+        if self._roll is not None and isinstance(session.peer, Peer) and not session.enrolled:
+            self._roll.enter(session.token, session.id, session.peer)
+            session.enrolled = True
 
     def settle(self) -> None:
         """Once all that earlier sessions held is known: those that held nothing need not be waited for."""
