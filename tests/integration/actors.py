@@ -102,6 +102,7 @@ async def hold(
     """Reserves so many slots by tier, acquires chains ([name, length] by tier); then perhaps loses its connection."""
     async with attached(address) as client:
         cache_id = (await client.open(cache)).cache_id
+        client.socket.map(cache_id, write=True)  # it could touch what it leases
         slots = {tier: list((await client.reserve(cache_id, Tier[tier], n)).slots) for tier, n in reserve.items()}
         for tier, (name, length) in acquire.items():
             (got,) = (await client.acquire(cache_id, Tier[tier], chain(name, length))).chains

@@ -133,7 +133,7 @@ class Keeper:
     def close(self) -> None:
         """Lets go of what nobody took, here and at the manager."""
         for cache in list(self._caches):
-            _log.warning("a kept arena is let go: no such cache is opened name=%s", cache)
+            _log.warning("a kept arena is let go: it is nobody's any more name=%s", cache)
             fds = self.take(cache) or {}
             for fd in fds.values():
                 os.close(fd)

@@ -4,8 +4,8 @@ Their leases were lost with the daemon, but a process may still be copying to or
 slots stay out of circulation until the process says that it has done with them (``forget`` on its new attach
 connection; the client library does), or has ended.
 
-Who they are, i.e. who has ever been given a cache's memory, stands in the roll: a sealed segment that the service manager keeps, because the daemon may die at any
-moment. It has 65,536 records of 64 bytes, little-endian; one that fails its sum is nobody::
+Who they are, i.e. which sessions were ever given a cache's memory, stands in the roll: a sealed segment that the
+service manager keeps, because the daemon may die at any moment. It has 65,536 records of 64 bytes, little-endian::
 
      0   16  token
     16  u64  session id
@@ -14,6 +14,9 @@ moment. It has 65,536 records of 64 bytes, little-endian; one that fails its sum
     36  u32  uid
     40  u32  crc                CRC-32 (zlib) of the 40 bytes before
     44  20   (zero)
+
+A record is written before the memory is given, and struck when the session has ended: one that was torn meanwhile is of
+nobody who could touch anything. Without a roll nobody knows whom to wait for, and no memory is adopted.
 """
 
 from __future__ import annotations
@@ -134,9 +137,8 @@ def _entries(segment: Memfd) -> Iterator[tuple[int, Entry]]:
     used = segment.array.reshape(RECORDS, RECORD_BYTES).any(axis=1)
     for place in np.flatnonzero(used).tolist():
         entry = Entry.unpack(rows[place * RECORD_BYTES : (place + 1) * RECORD_BYTES])
-        if entry is None:
-            raise NotAdoptable(f"{_NAME}: record {place} is torn")
-        yield place, entry
+        if entry is not None:
+            yield place, entry
 
 
 def start_time_of(pid: int) -> int | None:
@@ -146,6 +148,17 @@ def start_time_of(pid: int) -> int | None:
     except OSError:
         return None
     return int(stat.rpartition(")")[2].split()[19])  # the command, in brackets, may hold anything
+
+
+def _adopted_roll(keeper: Keeper) -> tuple[Roll, list[Entry]] | None:
+    if keeper.sessions_fd is None:
+        return None
+    try:
+        return Roll.adopt(keeper.sessions_fd)
+    except NotAdoptable as error:
+        _log.warning("the kept roll of sessions is not adopted why=%r", str(error))
+        os.close(keeper.sessions_fd)
+        return None
 
 
 @dataclass(slots=True, frozen=True)
@@ -158,16 +171,17 @@ class Kept:
 
     @classmethod
     def open(cls, keeper: Keeper) -> Kept:
-        """Blocks. Raises TierConfigError where memory is short."""
+        """Blocks. Where there is no sound roll, all that the keeper has is let go.
+
+        Raises TierConfigError where memory is short.
+        """
+        adopted = _adopted_roll(keeper)
+        if adopted is not None:
+            roll, entries = adopted
+            return cls(keeper, roll, tuple(entries))
+        keeper.close()
         if not keeper.keeps:
             return cls(keeper, None, ())
-        if keeper.sessions_fd is not None:
-            try:
-                roll, entries = Roll.adopt(keeper.sessions_fd)
-                return cls(keeper, roll, tuple(entries))
-            except NotAdoptable as error:
-                _log.warning("the kept roll of sessions is not adopted why=%r", str(error))
-                os.close(keeper.sessions_fd)
         roll = Roll.create()
         keeper.store_sessions(roll.fd)
         return cls(keeper, roll, ())
