@@ -30,7 +30,7 @@ MAX_STORED: Final = 4096
 """Descriptors, as many as systemd/kvtierd.service lets the daemon store."""
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 30.0
-STEADY_S: Final = 60.0
+STEADY_S: Final = 10.0
 """A daemon that ran so long before it died is started again after the first pause, not after a longer one."""
 NOT_AGAIN: Final = frozenset({0, 2})
 """Exit statuses after which the daemon is not started again: it was asked to stop, or its configuration is refused."""
