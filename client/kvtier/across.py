@@ -18,7 +18,8 @@ from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.binding import Binder, Binding
 from kvtier.errors import InvalidArgument, KvtierError, StaleRead, TooShort
-from kvtier.lease import Held, Lease, ReadLease
+from kvtier.holdings import Holdings
+from kvtier.lease import Held, ReadLease
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention, chain_message
 from kvtier.rpc_errors import chain_error
@@ -108,14 +109,14 @@ class AcrossGroups:
         self,
         cache: Cache,
         binder: Binder,
+        holdings: Holdings,
         deadline: Callable[[float | None], Deadline],
-        adopt: Callable[[Iterable[Lease]], None],
     ) -> None:
         self._cache: Final = cache
         self._groups: Final = [cache.in_group(group) for group in range(len(cache.spec.groups))]
         self._binder: Final = binder
+        self._holdings: Final = holdings
         self._deadline: Final = deadline
-        self._adopt: Final = adopt
 
     async def match(self, keys: Keys, *, timeout: float | None = None) -> AcrossMatch:
         """The longest prefix that all groups can serve together. No side effect.
@@ -253,7 +254,7 @@ class AcrossGroups:
             self._lease(binding, place, keys, chain, min_blocks)
             for keys, chain in zip(packed, reply.chains, strict=True)
         ]
-        self._adopt(part for lease in leases for part in lease.groups if part.id)
+        self._holdings.keep(part for lease in leases for part in lease.groups if part.id)
         return leases
 
     def _lease(
@@ -263,6 +264,7 @@ class AcrossGroups:
         parts = [
             ReadLease(
                 self._groups[part.group],
+                self._holdings,
                 binding,
                 tier,
                 part.lease_id,

@@ -1,8 +1,10 @@
-"""A cache as one client sees it: every verb, and put and get of arrays on top of them."""
+"""A cache as one client sees it: every verb, and put and get of arrays on top of them.
+
+Leases are taken and given back by :mod:`kvtier.holdings`.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -17,12 +19,12 @@ from kvtier.across import AcrossGroups
 from kvtier.answers import DropReport, ListedBlock, Location, Match, Page, ResetReport
 from kvtier.arena import Arena
 from kvtier.binding import Binder, Binding, Request, Response, send
-from kvtier.errors import CallerError, InvalidArgument, KvtierError, LeaseError, LeaseLost, RetryableError
+from kvtier.errors import CallerError, InvalidArgument
+from kvtier.holdings import Holdings
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.options import CacheOptions
 from kvtier.prompt import Prompt
-from kvtier.retention import BlockRetention, Retention, block_retention, chain_message, each_duration_ms, each_priority
-from kvtier.rpc_errors import chain_error
+from kvtier.retention import Retention, block_retention, each_duration_ms, each_priority
 from kvtier.session import Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
 from kvtier.streams import Streamed
@@ -69,11 +71,7 @@ class Cache:
         self._session = session
         self._binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
         self._default_timeout = default_timeout
-        self._leases: set[Lease] = set()
-        self._ending: set[Lease] = set()
-        """A commit was asked to end them, and has not answered."""
-        self._in_use: set[Lease] = set()
-        """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
+        self._holdings = Holdings(self._binder, self._deadline)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -88,7 +86,7 @@ class Cache:
     @property
     def across(self) -> AcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each."""
-        return AcrossGroups(self, self._binder, self._deadline, self._keep)
+        return AcrossGroups(self, self._binder, self._holdings, self._deadline)
 
     @property
     def block_bytes(self) -> int:
@@ -242,7 +240,14 @@ class Cache:
         Raises :class:`TooShort` where less than ``min_blocks`` is stored, :class:`TierFull` where the tier has no
         room for that many.
         """
-        return Held(lambda: self._acquire(keys, tier, min_blocks, retention, timeout), self.release)
+
+        async def take() -> ReadLease:
+            (lease,) = await self._holdings.acquire(self, [keys], tier, min_blocks, retention, timeout)
+            if lease.error is not None:
+                raise lease.error
+            return lease
+
+        return Held(take, self.release)
 
     def acquire_many(
         self,
@@ -262,7 +267,7 @@ class Cache:
         def release(leases: list[ReadLease]) -> Awaitable[None]:
             return self.release(*leases)
 
-        return Held(lambda: self._acquire_many(chains, tier, min_blocks, retention, timeout), release)
+        return Held(lambda: self._holdings.acquire(self, chains, tier, min_blocks, retention, timeout), release)
 
     async def release(self, *leases: Lease, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: give the tail of a chain before its head.
@@ -270,74 +275,7 @@ class Cache:
         Those released before, or lost with their daemon, are passed over. A cancelled caller's release goes on by
         itself.
         """
-        live = [lease for lease in leases if not lease.released]
-        if not live:
-            return
-        self._forget(live)
-        try:
-            await self._to_the_end(self._release(live, self._deadline(timeout)))
-        except RetryableError:
-            for lease in live:
-                lease.released = False
-                self._leases.add(lease)
-            raise
-
-    async def trim(self, lease: ReadLease, blocks: int, timeout: float | None) -> None:
-        """See :meth:`ReadLease.trim`, the way to call it."""
-        lease.trimmed += blocks
-        give_back = self._binder.release(lease.binding, [lease.id], self._deadline(timeout), first_blocks=[blocks])
-        try:
-            await self._to_the_end(give_back)
-        except RetryableError:
-            lease.trimmed -= blocks
-            raise
-
-    async def commit(
-        self,
-        lease: WriteLease,
-        keys: Keys,
-        indices: Sequence[int],
-        parent: bytes | None,
-        parents: Sequence[bytes | None] | None,
-        priorities: int | Sequence[int] | None,
-        retention: Retention | BlockRetention | None,
-        prompt: Prompt | None,
-        release: bool,
-        timeout: float | None,
-    ) -> list[BlockResult]:
-        """See :meth:`WriteLease.commit`, the way to call it."""
-        packed = packed_keys(keys)
-        count = len(packed) // KEY_BYTES
-        if count > len(indices):
-            raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
-        kept = block_retention(count, self.spec.tokens_per_block, priorities, retention)
-        seq = self._session.next_seq()
-        request = blocks_pb2.CommitRequest(
-            cache_id=lease.binding.cache_id,
-            lease_id=lease.id,
-            slots=[lease.slots[index] for index in indices[:count]],
-            keys=packed,
-            parents=_packed_parents(packed, parent, parents),
-            priorities=kept.priorities,
-            durations_ms=kept.durations_ms,
-            release=release,
-            seq=seq,
-            **(prompt.told(packed, lease.binding.info.options) if prompt is not None else {}),
-        )
-
-        async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
-            if link.session != lease.binding.session:
-                message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
-                raise LeaseLost(message, reason="LEASE_LOST")
-            return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
-
-        if release:
-            self._ending.add(lease)
-        reply = await self._session.call(attempt, self._deadline(timeout))
-        if release:
-            self._forget([lease])
-            self._ending.discard(lease)
-        return [BlockResult(result) for result in reply.results]
+        await self._holdings.release(leases, timeout)
 
     # -- placement -------------------------------------------------------------------------------------------------
 
@@ -547,7 +485,7 @@ class Cache:
 
     async def release_all(self, *, timeout: float | None = None) -> None:
         """Gives back every lease that this object granted and that is still held."""
-        await self.release(*self._leases, timeout=timeout)
+        await self._holdings.release_all(timeout)
 
     async def open(self, timeout: float | None = None) -> None:
         """Opens it in the daemon and maps its memory. The client does this; later calls do it again where they must."""
@@ -623,128 +561,8 @@ class Cache:
             raise InvalidArgument("count", count, "1 or more")
         self._require_writable()
         self._require_mapped()
-        place, seq = self.lease_tier(tier), self._session.next_seq()
-        deadline = self._deadline(timeout)
-        # A repeated call must be the same to the byte, so it carries the whole time, not what is left.
-        wait_ns = deadline.wait_ns()
-        binding, reply = await self._binder.take(
-            lambda stubs: stubs.blocks.Reserve,
-            lambda binding: blocks_pb2.ReserveRequest(
-                cache_id=binding.cache_id,
-                group=self.group,
-                tier=tier_to_wire(place),
-                count=count,
-                timeout_ns=wait_ns,
-                seq=seq,
-            ),
-            lambda reply: [reply.lease_id],
-            deadline,
-        )
-        lease = WriteLease(self, binding, place, reply.lease_id, reply.slots)
-        self._keep([lease])
-        return lease
-
-    async def _acquire(
-        self, keys: Keys, tier: Tier | None, min_blocks: int, retention: Retention | None, timeout: float | None
-    ) -> ReadLease:
-        (lease,) = await self._acquire_many([keys], tier, min_blocks, retention, timeout)
-        if lease.error is not None:
-            raise lease.error
-        return lease
-
-    async def _acquire_many(
-        self,
-        chains: Iterable[Keys],
-        tier: Tier | None,
-        min_blocks: int,
-        retention: Retention | None,
-        timeout: float | None,
-    ) -> list[ReadLease]:
-        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
-        place, seq = self.lease_tier(tier), self._session.next_seq()
-        deadline = self._deadline(timeout)
-        wait_ns = deadline.wait_ns()
-        wanted = [chain_message(keys, min_blocks, retention, self.spec.tokens_per_block) for keys in packed]
-        binding, reply = await self._binder.take(
-            lambda stubs: stubs.blocks.Acquire,
-            lambda binding: blocks_pb2.AcquireRequest(
-                cache_id=binding.cache_id,
-                group=self.group,
-                tier=tier_to_wire(place),
-                chains=wanted,
-                timeout_ns=wait_ns,
-                seq=seq,
-            ),
-            lambda reply: [chain.lease_id for chain in reply.chains if chain.lease_id],
-            deadline,
-        )
-        leases = [
-            ReadLease(
-                self,
-                binding,
-                place,
-                chain.lease_id,
-                chain.slots,
-                keys=split_keys(keys[: len(chain.slots) * KEY_BYTES]),
-                generations=chain.generations,
-                found_in=chain.found_in,
-                matched=chain.matched,
-                error=chain_error(chain, min_blocks) if chain.refusal else None,
-            )
-            for keys, chain in zip(packed, reply.chains, strict=True)
-        ]
-        self._keep(lease for lease in leases if lease.id)
-        return leases
-
-    async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
-        """A cancelled caller's work goes on by itself."""
-        work = asyncio.ensure_future(giving_back)
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            self._session.spawn(_logged(work, "release"))
-            raise
-
-    def _keep(self, leases: Iterable[Lease]) -> None:
-        for lease in leases:
-            self._leases.add(lease)
-            self._in_use.add(lease)
-            self._session.lend(lease.binding.session)
-
-    async def _release(self, leases: Sequence[Lease], deadline: Deadline) -> None:
-        for binding in {lease.binding for lease in leases}:
-            ids = [lease.id for lease in leases if lease.binding is binding]
-            try:
-                await self._binder.release(binding, ids, deadline)
-            except LeaseError as error:
-                # The commit that was to end it did, though nobody heard the answer.
-                if error.reason != "UNKNOWN_LEASE" or not self._ending.issuperset(leases):
-                    raise
-        self._ending.difference_update(leases)
-
-    def _forget(self, leases: Sequence[Lease]) -> None:
-        """They are over, here and for the session."""
-        for lease in leases:
-            lease.released = True
-            self._leases.discard(lease)
-            if lease in self._in_use:
-                self._in_use.discard(lease)
-                self._session.give_back(lease.binding.session)
-
-
-async def _logged(work: asyncio.Future[None], what: str) -> None:
-    try:
-        await work
-    except KvtierError as error:
-        _log.warning("%s after its caller was cancelled: %s", what, error)
+        return await self._holdings.reserve(self, self.lease_tier(tier), count, timeout)
 
 
 def _where(residency: bytes, tier: Tier, values: Sequence[int]) -> list[int | None]:
     return [value if where & tier.bit else None for where, value in zip(residency, values, strict=True)]
-
-
-def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
-    """One parent a key: the chain's, or those given."""
-    if parents is not None:
-        return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
-    return packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed[:-KEY_BYTES]

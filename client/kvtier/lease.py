@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.cache import Cache
+    from kvtier.holdings import Holdings
 
 T = TypeVar("T")
 
@@ -33,13 +34,16 @@ class Lease:
     A lease lives as long as its session: over a broken connection, not over a restart of the daemon.
     """
 
-    def __init__(self, cache: Cache, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]) -> None:
+    def __init__(
+        self, cache: Cache, holdings: Holdings, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
+    ) -> None:
         self.cache = cache
         self.tier = tier
         self.id = lease_id
         self.slots = tuple(slots)
         self.binding = binding
         self.released = lease_id == 0
+        self._holdings = holdings
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -96,8 +100,10 @@ class Lease:
 class WriteLease(Lease):
     """Reserved slots: fill their views, then :meth:`commit`."""
 
-    def __init__(self, cache: Cache, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]) -> None:
-        super().__init__(cache, binding, tier, lease_id, slots)
+    def __init__(
+        self, cache: Cache, holdings: Holdings, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
+    ) -> None:
+        super().__init__(cache, holdings, binding, tier, lease_id, slots)
         self._blank = [True] * len(slots)
         self._given_back: set[int] = set()
 
@@ -132,7 +138,7 @@ class WriteLease(Lease):
         """
         self.require_live()
         indices = self.blank if at is None else list(at)
-        results = await self.cache.commit(
+        results = await self._holdings.commit(
             self, keys, indices, parent, parents, priorities, retention, prompt, release, timeout
         )
         for index, result in zip(indices, results, strict=False):
@@ -156,6 +162,7 @@ class ReadLease(Lease):
     def __init__(
         self,
         cache: Cache,
+        holdings: Holdings,
         binding: Binding,
         tier: Tier,
         lease_id: int,
@@ -168,7 +175,7 @@ class ReadLease(Lease):
         error: KvtierError | None,
         first_block: int = 0,
     ) -> None:
-        super().__init__(cache, binding, tier, lease_id, slots)
+        super().__init__(cache, holdings, binding, tier, lease_id, slots)
         self.keys = tuple(keys)
         """Of the blocks that are held."""
         self.first_block = first_block
@@ -202,7 +209,7 @@ class ReadLease(Lease):
         self.require_live()
         if not 1 <= blocks < self.blocks:
             raise InvalidArgument("blocks", blocks, f"1 to {self.blocks - 1}: of {self.blocks} held, one must stay")
-        await self.cache.trim(self, blocks, timeout)
+        await self._holdings.trim(self, blocks, timeout)
 
     def view(self, index: int) -> list[Bytes]:
         if 0 <= index < self.trimmed:

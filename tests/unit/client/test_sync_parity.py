@@ -29,11 +29,7 @@ RENAMED = {
 }
 
 SEAMS = {
-    cache.Cache: {
-        "open",
-        "commit",
-        "trim",
-    },  # of its client and of its leases: "the way to call it" is open_cache, WriteLease
+    cache.Cache: {"open"},  # of its client: the way to call it is open_cache
     lease.WriteLease: {"binding"},
     lease.ReadLease: {"binding"},
 }

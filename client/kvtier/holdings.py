@@ -1,0 +1,237 @@
+"""What a client holds of one cache: leases taken, filled and given back, and which of them are still out.
+
+All window groups of a cache share one :class:`Holdings`, so that closing the cache gives back what any of them took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.binding import Binder, send
+from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost, RetryableError
+from kvtier.lease import Lease, ReadLease, WriteLease
+from kvtier.prompt import Prompt
+from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
+from kvtier.rpc_errors import chain_error
+from kvtier.session import Deadline, Link
+from kvtier.types import ROOT_PARENT, BlockResult, Tier
+from kvtier.v1 import blocks_pb2
+from kvtier.wire import Keys, packed_keys, split_keys, tier_to_wire
+
+if TYPE_CHECKING:
+    from kvtier.cache import Cache
+
+_log = logging.getLogger(__name__)
+
+
+class Holdings:
+    """The leases of one cache object and of what :meth:`kvtier.Cache.in_group` makes of it."""
+
+    def __init__(self, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
+        self._binder: Final = binder
+        self._session: Final = binder.session
+        self._deadline: Final = deadline
+        self._leases: set[Lease] = set()
+        self._ending: set[Lease] = set()
+        """A commit was asked to end them, and has not answered."""
+        self._in_use: set[Lease] = set()
+        """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
+
+    async def reserve(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
+        """See :meth:`kvtier.Cache.reserve`."""
+        seq = self._session.next_seq()
+        deadline = self._deadline(timeout)
+        # A repeated call must be the same to the byte, so it carries the whole time, not what is left.
+        wait_ns = deadline.wait_ns()
+        binding, reply = await self._binder.take(
+            lambda stubs: stubs.blocks.Reserve,
+            lambda binding: blocks_pb2.ReserveRequest(
+                cache_id=binding.cache_id,
+                group=cache.group,
+                tier=tier_to_wire(tier),
+                count=count,
+                timeout_ns=wait_ns,
+                seq=seq,
+            ),
+            lambda reply: [reply.lease_id],
+            deadline,
+        )
+        lease = WriteLease(cache, self, binding, tier, reply.lease_id, reply.slots)
+        self.keep([lease])
+        return lease
+
+    async def acquire(
+        self,
+        cache: Cache,
+        chains: Iterable[Keys],
+        tier: Tier | None,
+        min_blocks: int,
+        retention: Retention | None,
+        timeout: float | None,
+    ) -> list[ReadLease]:
+        """See :meth:`kvtier.Cache.acquire_many`."""
+        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
+        place, seq = cache.lease_tier(tier), self._session.next_seq()
+        deadline = self._deadline(timeout)
+        wait_ns = deadline.wait_ns()
+        wanted = [chain_message(keys, min_blocks, retention, cache.spec.tokens_per_block) for keys in packed]
+        binding, reply = await self._binder.take(
+            lambda stubs: stubs.blocks.Acquire,
+            lambda binding: blocks_pb2.AcquireRequest(
+                cache_id=binding.cache_id,
+                group=cache.group,
+                tier=tier_to_wire(place),
+                chains=wanted,
+                timeout_ns=wait_ns,
+                seq=seq,
+            ),
+            lambda reply: [chain.lease_id for chain in reply.chains if chain.lease_id],
+            deadline,
+        )
+        leases = [
+            ReadLease(
+                cache,
+                self,
+                binding,
+                place,
+                chain.lease_id,
+                chain.slots,
+                keys=split_keys(keys[: len(chain.slots) * KEY_BYTES]),
+                generations=chain.generations,
+                found_in=chain.found_in,
+                matched=chain.matched,
+                error=chain_error(chain, min_blocks) if chain.refusal else None,
+            )
+            for keys, chain in zip(packed, reply.chains, strict=True)
+        ]
+        self.keep(lease for lease in leases if lease.id)
+        return leases
+
+    def keep(self, leases: Iterable[Lease]) -> None:
+        """Leases that were just granted: they are out until they are released."""
+        for lease in leases:
+            self._leases.add(lease)
+            self._in_use.add(lease)
+            self._session.lend(lease.binding.session)
+
+    async def commit(
+        self,
+        lease: WriteLease,
+        keys: Keys,
+        indices: Sequence[int],
+        parent: bytes | None,
+        parents: Sequence[bytes | None] | None,
+        priorities: int | Sequence[int] | None,
+        retention: Retention | BlockRetention | None,
+        prompt: Prompt | None,
+        release: bool,
+        timeout: float | None,
+    ) -> list[BlockResult]:
+        """See :meth:`WriteLease.commit`, the way to call it."""
+        packed = packed_keys(keys)
+        count = len(packed) // KEY_BYTES
+        if count > len(indices):
+            raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
+        kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
+        seq = self._session.next_seq()
+        request = blocks_pb2.CommitRequest(
+            cache_id=lease.binding.cache_id,
+            lease_id=lease.id,
+            slots=[lease.slots[index] for index in indices[:count]],
+            keys=packed,
+            parents=_packed_parents(packed, parent, parents),
+            priorities=kept.priorities,
+            durations_ms=kept.durations_ms,
+            release=release,
+            seq=seq,
+            **(prompt.told(packed, lease.binding.info.options) if prompt is not None else {}),
+        )
+
+        async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
+            if link.session != lease.binding.session:
+                message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
+                raise LeaseLost(message, reason="LEASE_LOST")
+            return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
+
+        if release:
+            self._ending.add(lease)
+        reply = await self._session.call(attempt, self._deadline(timeout))
+        if release:
+            self._forget([lease])
+            self._ending.discard(lease)
+        return [BlockResult(result) for result in reply.results]
+
+    async def release(self, leases: Iterable[Lease], timeout: float | None) -> None:
+        """See :meth:`kvtier.Cache.release`."""
+        live = [lease for lease in leases if not lease.released]
+        if not live:
+            return
+        self._forget(live)
+        try:
+            await self._to_the_end(self._release(live, self._deadline(timeout)))
+        except RetryableError:
+            for lease in live:
+                lease.released = False
+                self._leases.add(lease)
+            raise
+
+    async def release_all(self, timeout: float | None) -> None:
+        """See :meth:`kvtier.Cache.release_all`."""
+        await self.release(list(self._leases), timeout)
+
+    async def trim(self, lease: ReadLease, blocks: int, timeout: float | None) -> None:
+        """See :meth:`ReadLease.trim`, the way to call it."""
+        lease.trimmed += blocks
+        give_back = self._binder.release(lease.binding, [lease.id], self._deadline(timeout), first_blocks=[blocks])
+        try:
+            await self._to_the_end(give_back)
+        except RetryableError:
+            lease.trimmed -= blocks
+            raise
+
+    async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
+        """A cancelled caller's work goes on by itself."""
+        work = asyncio.ensure_future(giving_back)
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._session.spawn(_logged(work, "release"))
+            raise
+
+    async def _release(self, leases: Sequence[Lease], deadline: Deadline) -> None:
+        for binding in {lease.binding for lease in leases}:
+            ids = [lease.id for lease in leases if lease.binding is binding]
+            try:
+                await self._binder.release(binding, ids, deadline)
+            except LeaseError as error:
+                # The commit that was to end it did, though nobody heard the answer.
+                if error.reason != "UNKNOWN_LEASE" or not self._ending.issuperset(leases):
+                    raise
+        self._ending.difference_update(leases)
+
+    def _forget(self, leases: Sequence[Lease]) -> None:
+        """They are over, here and for the session."""
+        for lease in leases:
+            lease.released = True
+            self._leases.discard(lease)
+            if lease in self._in_use:
+                self._in_use.discard(lease)
+                self._session.give_back(lease.binding.session)
+
+
+async def _logged(work: asyncio.Future[None], what: str) -> None:
+    try:
+        await work
+    except KvtierError as error:
+        _log.warning("%s after its caller was cancelled: %s", what, error)
+
+
+def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
+    """One parent a key: the chain's, or those given."""
+    if parents is not None:
+        return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
+    return packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed[:-KEY_BYTES]
