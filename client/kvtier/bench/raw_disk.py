@@ -16,7 +16,9 @@ import numpy as np
 from kvtier.arena import Bytes
 
 BATCH: Final = 32
-"""Blocks between two calls of ``fdatasync``, and of one reader's turn: the daemon's numbers."""
+"""Blocks of one reader's turn, and at least between two calls of ``fdatasync``: the daemon's numbers."""
+WRITE_BYTES: Final = 8 << 20
+"""More blocks, if so small, go with one ``fdatasync``."""
 READERS: Final = 2
 _FILL_BYTES: Final = 64 << 20
 
@@ -39,8 +41,9 @@ class RawSlab:
 
     def write(self, slots: Sequence[int], parts: Sequence[Bytes]) -> None:
         """One thread; each batch ascending, neighbours in one call, one ``fdatasync``."""
-        for start in range(0, len(slots), BATCH):
-            self._each_run(slots[start : start + BATCH], parts[start : start + BATCH], os.pwritev)
+        batch = max(BATCH, WRITE_BYTES // self._record)
+        for start in range(0, len(slots), batch):
+            self._each_run(slots[start : start + batch], parts[start : start + batch], os.pwritev)
             os.fdatasync(self._fd)
 
     def read(self, slots: Sequence[int], parts: Sequence[Bytes]) -> None:

@@ -94,7 +94,7 @@ class Policy:
     clean_high: float = 0.0
     max_pinned: float = 0.5
     reserve_shift: int = 7
-    reserve_max: int = 64
+    reserve_max: int = 256
     victims_a_call: int = 8
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000

@@ -29,6 +29,7 @@ LANES: Final = (
         ((Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.DISK), (Tier.DISK, None)),
         threads=1,  # what is queued first is committed first: ancestors before descendants, deletions before reuse
         batch_blocks=32,
+        batch_bytes=8 << 20,
         carry_out=diskio.write,
         may_join=diskio.independent,
         halves=True,

@@ -41,7 +41,7 @@ from kvtierd.mover.tickets import Answer, Tickets, Waiting, cancelled
 from kvtierd.mover.uses import UseLog
 from kvtierd.mover.work import Edge
 
-MOVE_SLICE: Final = 32
+MOVE_SLICE: Final = 128
 """Blocks of one request that are on the way at a time."""
 TICK_S: Final = 0.25
 """How often the core is told the time: degraded edges come back, and what waits for that goes on."""

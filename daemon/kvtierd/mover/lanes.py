@@ -16,7 +16,9 @@ RETIRES_PER_COPY: Final = 4
 class Lane:
     """A queue and its threads.
 
-    ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat. ``may_join``
+    ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat; more are taken
+    as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over many small blocks
+    or some large ones. ``may_join``
     is what the lane adds to the rules that hold for all: one cache a batch, in the order queued. ``halves``: the second
     half of a batch's work is done by another thread while the next one begins.
     """
@@ -28,11 +30,19 @@ class Lane:
     carry_out: CarryOut
     may_join: Callable[[Batch, Piece], bool] = lambda batch, piece: True
     halves: bool = False
+    batch_bytes: int = 0
 
     def joins(self, batch: Batch, piece: Piece) -> bool:
         """Whether ``piece``, which comes next in the queue, may be carried out together with ``batch``."""
         members = [*batch, piece]
-        copies = sum(len(member.items) for member in members if member.move.dst is not None)
+        copying = [member for member in members if member.move.dst is not None]
+        copies = sum(len(member.items) for member in copying)
         retires = sum(len(member.items) for member in members if member.move.dst is None)
-        fits = copies <= self.batch_blocks and retires <= self.batch_blocks * RETIRES_PER_COPY
+        nbytes = sum(len(member.items) * _slot_bytes(member) for member in copying)
+        small = copies <= self.batch_blocks or nbytes <= self.batch_bytes
+        fits = small and retires <= self.batch_blocks * RETIRES_PER_COPY
         return fits and batch[0].runtime is piece.runtime and self.may_join(batch, piece)
+
+
+def _slot_bytes(piece: Piece) -> int:
+    return piece.runtime.spec.record_bytes(piece.move.group)

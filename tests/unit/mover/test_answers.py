@@ -221,7 +221,7 @@ async def test_caches_do_not_wait_for_each_other(house: House) -> None:
 async def test_a_cancelled_prefetch_stops_what_has_not_begun(tmp_path: Path) -> None:
     many = [key(number) for number in range(MOVE_SLICE + 8)]
     async with House(tmp_path) as house:
-        house.open({DEVICE: 64, DISK: 64})
+        house.open({DEVICE: 2 * MOVE_SLICE, DISK: 2 * MOVE_SLICE})
         client = house.client()
         await client.put(many)
         assert (await client.move(many, DISK)).results == (True,) * len(many)
@@ -241,7 +241,7 @@ async def test_a_cancelled_prefetch_stops_what_has_not_begun(tmp_path: Path) -> 
 async def test_a_long_prefetch_comes_in_slices_and_whole(tmp_path: Path) -> None:
     many = [key(number) for number in range(2 * MOVE_SLICE + 8)]
     async with House(tmp_path) as house:
-        house.open({DEVICE: 128, DISK: 128})
+        house.open({DEVICE: 3 * MOVE_SLICE, DISK: 3 * MOVE_SLICE})
         client = house.client()
         await client.put(many)
         await client.move(many, DISK)
