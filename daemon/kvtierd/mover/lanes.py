@@ -16,11 +16,10 @@ RETIRES_PER_COPY: Final = 4
 class Lane:
     """A queue and its threads.
 
-    ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat; more are taken
-    as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over many small blocks
-    or some large ones. ``may_join``
-    is what the lane adds to the rules that hold for all: one cache a batch, in the order queued. ``halves``: the second
-    half of a batch's work is done by another thread while the next one begins.
+    ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat. More are
+    taken as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over many small
+    blocks or some large ones. ``may_join`` is what the lane adds to the rules that hold for all: one cache a batch, in
+    the order queued. ``halves``: the second half of a batch's work is done by another thread while the next one begins.
     """
 
     name: str
