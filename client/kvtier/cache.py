@@ -6,7 +6,6 @@ Leases are taken and given back by :mod:`kvtier.holdings`.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -38,8 +37,6 @@ from kvtier.wire import (
     split_keys,
     tier_to_wire,
 )
-
-_log = logging.getLogger(__name__)
 
 
 class Cache:
