@@ -12,12 +12,13 @@ from typing import Final
 
 from kvtierd.core import counting, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
+from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.evict import EVICTORS
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import KEY_BYTES, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.matching import Cover, indexed, match
 from kvtierd.core.outcome import Holder, MoveResult, Outcome, Refusal, RefusalReason
 from kvtierd.core.pins import Pins
@@ -25,7 +26,7 @@ from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.retention import check_retention, pairs
 from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, LeftLease, ReserveTicket, Ticket
-from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label, Traits
+from kvtierd.core.traits import Traits
 from kvtierd.core.verbs import (
     AcrossMatch,
     BlockResult,
@@ -130,7 +131,7 @@ class BlockManager:
         """A lease from before a restart, right after :meth:`open`. Like that of a session whose connection broke, it
         ends with its session."""
         window = self._window(left.group)
-        self._check_memory_tier(window, left.tier)
+        check_memory_tier(window.state, left.tier)
         window.restore(self._new_lease(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
@@ -207,7 +208,7 @@ class BlockManager:
     def reserve(self, session: SessionId, group: GroupId, tier: Tier, count: int, now: int) -> tuple[TicketId, Outcome]:
         """Asks for ``count`` blank slots, all or nothing."""
         window = self._window(group)
-        self._check_memory_tier(window, tier)
+        check_memory_tier(window.state, tier)
         capacity = window.state.slots[tier].capacity
         if not 1 <= count <= capacity:
             raise BadArgument("count", count, f"1 to {capacity}, the {tier} tier's slots")
@@ -226,7 +227,7 @@ class BlockManager:
         window = self.windows[owned.group]
         if owned.tier in window.state.offline:
             raise TierOffline(owned.tier)
-        self._check_items(owned, items)
+        check_items(owned, items)
         touched: list[Block] = []
         results = tuple(self._commit_one(window, owned, item, touched) for item in items)
         window.state.touch(reversed(touched))
@@ -253,8 +254,8 @@ class BlockManager:
         """Asks for the longest stored prefix of each chain, READY and held in a tier. All matches of the call are
         claimed before room is made for any, so none evicts another's hit."""
         window = self._window(group)
-        self._check_memory_tier(window, tier)
-        self._check_chains(chains)
+        check_memory_tier(window.state, tier)
+        check_chains(chains)
         tickets = []
         for chain in chains:
             ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
@@ -272,8 +273,8 @@ class BlockManager:
         """Asks for the longest prefix of each chain that all groups can serve, with all that each of them needs for
         that READY and held in a tier. One answer a chain; all matches of the call are claimed before room is made."""
         for window in self.windows.values():
-            self._check_memory_tier(window, tier)
-        self._check_chains(chains)
+            check_memory_tier(window.state, tier)
+        check_chains(chains)
         tickets = [self.across.match(self._next_ticket(), session, tier, chain, now) for chain in chains]
         for ticket in tickets:
             self.across.queue(ticket, now)
@@ -311,8 +312,8 @@ class BlockManager:
         of which keys that is true. What comes up is taken as used: what is fetched ahead of need is not the next to
         go."""
         window = self._window(group)
-        self._check_tier(window, to)
-        self._check_keys(keys, "keys")
+        check_tier(window.state, to)
+        check_keys(keys, "keys")
         wanted = tuple(window.state.index.get(key) for key in keys)
         blocks = [block for block in wanted if block is not None]
         ticket = FetchTicket(self._next_ticket(), session, to, False, blocks, wanted=wanted)
@@ -333,7 +334,7 @@ class BlockManager:
         ``dry_run``: says so, and changes nothing.
         """
         window = self._window(group)
-        self._check_keys(keys, "keys")
+        check_keys(keys, "keys")
         report = upkeep.drop(window.state, keys, dry_run=dry_run)
         if not dry_run:
             self._pump(now, window)
@@ -345,8 +346,8 @@ class BlockManager:
         """Keeps copies that are READY in a tier there, or ends that. Pins count, and are nobody's: who pinned may be
         gone when another unpins."""
         window = self._window(group)
-        self._check_tier(window, tier)
-        self._check_keys(keys, "keys")
+        check_tier(window.state, tier)
+        check_keys(keys, "keys")
         results = upkeep.pin(window.state, tier, keys, unpin=unpin)
         self._pump(now, window)
         return results, self._take(now)
@@ -395,8 +396,8 @@ class BlockManager:
     def plan_move(self, group: GroupId, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
         """What a move of these blocks could do at best, from what is held now."""
         window = self._window(group)
-        self._check_tier(window, to)
-        self._check_keys(keys, "keys")
+        check_tier(window.state, to)
+        check_keys(keys, "keys")
         return window.plan(to, keys)
 
     def set_retention(
@@ -410,7 +411,7 @@ class BlockManager:
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """New priorities and durations (none at all: for ever) for stored blocks; see ``core/retention.py``."""
         window = self._window(group)
-        self._check_keys(keys, "keys")
+        check_keys(keys, "keys")
         if not priorities:
             raise BadArgument("priorities", "none", "one a key")
         check_retention(len(keys), priorities, durations_ms)
@@ -601,8 +602,6 @@ class BlockManager:
             held[lease.session] = held.get(lease.session, 0) + lease.slots
         return tuple(sorted((Holder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots))
 
-    # -- validation --------------------------------------------------------------------------------------------------
-
     def _window(self, group: GroupId) -> WindowManager:
         window = self.windows.get(group)
         if window is None:
@@ -617,61 +616,8 @@ class BlockManager:
             raise ForeignLease(lease)
         return owned
 
-    def _check_tier(self, window: WindowManager, tier: Tier) -> None:
-        if tier not in window.state.slots:
-            raise BadArgument("tier", tier, "one of the cache's tiers: " + ", ".join(map(str, window.state.tiers)))
-        if tier in window.state.offline:
-            raise TierOffline(tier)
-
-    def _check_memory_tier(self, window: WindowManager, tier: Tier) -> None:
-        if tier is Tier.DISK:
-            raise BadArgument("tier", tier, "device or host: disk slots are not mapped by anybody")
-        self._check_tier(window, tier)
-
-    def _check_keys(self, keys: Sequence[Key], field: str) -> None:
-        if not keys:
-            raise BadArgument(field, "no keys", "at least one key")
-        for key in keys:
-            if len(key) != KEY_BYTES:
-                raise BadArgument(field, key.hex(), f"{KEY_BYTES} bytes a key")
-        if len(set(keys)) != len(keys):
-            raise BadArgument(field, "a key stands twice", "each key once a call")
-
-    def _check_chains(self, chains: Sequence[ChainRequest]) -> None:
-        if not chains:
-            raise BadArgument("chains", 0, "at least one chain")
-        for position, chain in enumerate(chains):
-            self._check_keys(chain.keys, f"chains[{position}].keys")
-            if not 0 <= chain.min_blocks <= len(chain.keys):
-                raise BadArgument(f"chains[{position}].min_blocks", chain.min_blocks, f"0 to {len(chain.keys)}")
-            check_retention(len(chain.keys), chain.priorities, chain.durations_ms, f"chains[{position}].", some=True)
-
-    def _check_items(self, lease: Lease, items: Sequence[CommitItem]) -> None:
-        if not items:
-            raise BadArgument("slots", "none", "at least one slot")
-        self._check_keys([item.key for item in items], "keys")
-        if len({item.slot for item in items}) != len(items):
-            raise BadArgument("slots", [item.slot for item in items], "each slot once a call")
-        for item in items:
-            if item.slot not in lease.blank:
-                raise BadArgument("slots", item.slot, f"a blank slot of lease {lease.id}")
-            if item.parent is not None and len(item.parent) != KEY_BYTES:
-                raise BadArgument("parents", item.parent.hex(), f"{KEY_BYTES} bytes a key")
-            if item.parent == item.key:
-                raise BadArgument("parents", item.key.hex(), "a block is not its own parent")
-            if item.label is not None:
-                _check_label(item.label)
-        check_retention(len(items), [item.priority for item in items], [item.duration_ms for item in items])
-
 
 def _row(block: Block, pins: Pins) -> ListingRow:
     above = block.parent.label if block.parent is not None else None
     pinned = pins.residency(block)
     return ListingRow(block.key, block.parent_key, block.residency, block.priority, block.label, above, pinned)
-
-
-def _check_label(label: Label) -> None:
-    if len(label.event_hash) not in EVENT_HASH_BYTES:
-        raise BadArgument("event_hashes", f"{len(label.event_hash)} bytes", "0, 8 or 32 bytes a block")
-    if len(label.tokens) > MAX_TOKEN_BYTES:
-        raise BadArgument("tokens", f"{len(label.tokens)} bytes", f"at most {MAX_TOKEN_BYTES} bytes a block")
