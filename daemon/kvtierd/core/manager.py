@@ -7,20 +7,20 @@ nanoseconds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from kvtierd.core import counting, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
 from kvtierd.core.block import Block
-from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
+from kvtierd.core.errors import BadArgument, StillHeld, TierOffline, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.evict import EVICTORS
-from kvtierd.core.group import GroupState
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.leases import Leases, holders_of
 from kvtierd.core.matching import Cover, indexed, match
-from kvtierd.core.outcome import Holder, MoveResult, Outcome, Refusal, RefusalReason
+from kvtierd.core.outcome import MoveResult, Outcome, Refusal, RefusalReason
 from kvtierd.core.pins import Pins
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
@@ -86,20 +86,18 @@ class BlockManager:
             raise BadArgument("tokens_per_block", [s.tokens_per_block for s in shapes], "the same in all groups")
         self.cache = cache
         self._recorder = Recorder(cache, sequencer)
-        self.leases: dict[LeaseId, Lease] = {}
+        self._leases = Leases()
+        self.leases: Mapping[LeaseId, Lease] = self._leases.live
         self.tickets: dict[TicketId, tuple[WindowManager, Ticket]] = {}
         self._moving: dict[MoveId, GroupId] = {}
-        self._of_session: dict[SessionId, dict[LeaseId, None]] = {}
-        self._last_lease = 0
-        self._unstamped: list[Lease] = []
         self._last_ticket = 0
         policy = policy or Policy()
         make_evictor = EVICTORS[policy.eviction]
         self.windows = {
-            shape.group: WindowManager(shape, self._recorder, policy, make_evictor, self._new_lease, self._refusal)
+            shape.group: WindowManager(shape, self._recorder, policy, make_evictor, self._leases.grant, self._refusal)
             for shape in shapes
         }
-        self.across = AcrossGroups(tuple(self.windows.values()), self._recorder, self._new_lease, self._refusal)
+        self.across = AcrossGroups(tuple(self.windows.values()), self._recorder, self._leases.grant, self._refusal)
         self.tiers: tuple[Tier, ...] = tuple(sorted({tier for w in self.windows.values() for tier in w.state.tiers}))
         self._capacity = {
             group: tuple((tier, window.state.slots[tier].capacity) for tier in window.state.tiers)
@@ -132,7 +130,7 @@ class BlockManager:
         ends with its session."""
         window = self._window(left.group)
         check_memory_tier(window.state, left.tier)
-        window.restore(self._new_lease(left.session, window.state, left.tier), left.blank, left.keys)
+        window.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
     # -- looking -----------------------------------------------------------------------------------------------------
@@ -178,15 +176,15 @@ class BlockManager:
         return row.priority >= state.policy.threshold(above, to)
 
     def session_leases(self, session: SessionId) -> int:
-        return len(self._of_session.get(session, ()))
+        return self._leases.count(session)
 
     def held_by(self, session: SessionId) -> int:
         """Slots under the session's leases."""
-        return sum(lease.slots for lease in self._leases_of(session))
+        return sum(lease.slots for lease in self._leases.of(session))
 
     def blank_of(self, session: SessionId, group: GroupId, tier: Tier) -> int:
         """Slots that it holds to write."""
-        leases = (lease for lease in self._leases_of(session) if lease.group == group and lease.tier is tier)
+        leases = (lease for lease in self._leases.of(session) if lease.group == group and lease.tier is tier)
         return sum(len(lease.blank) for lease in leases)
 
     def lease_records(self) -> list[LeaseRecord]:
@@ -223,7 +221,7 @@ class BlockManager:
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Turns blank slots into blocks. Where an equal key is indexed, that block stays and the slot becomes free;
         where the parent is not, the slot stays blank."""
-        owned = self._lease(session, lease)
+        owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
         if owned.tier in window.state.offline:
             raise TierOffline(owned.tier)
@@ -288,7 +286,7 @@ class BlockManager:
         blocks of it, those that it got first, and the lease goes on; 0 = all, and its end."""
         if len(set(leases)) != len(leases):
             raise BadArgument("lease_ids", list(leases), "each lease once")
-        owned = [self._lease(session, lease) for lease in leases]
+        owned = [self._leases.owned(session, lease) for lease in leases]
         counts = first_blocks or [0] * len(owned)
         if len(counts) != len(owned):
             raise BadArgument("first_blocks", len(counts), f"one a lease, {len(owned)}, or none")
@@ -389,7 +387,7 @@ class BlockManager:
 
     def _require_unheld(self) -> None:
         pinned = self.pinned_slots()
-        holders = self._holders(self.leases.values())  # a lease may have let go of all that it had
+        holders = holders_of(self.leases.values())  # a lease may have let go of all that it had
         if holders or pinned:
             raise StillHeld(holders, pinned)
 
@@ -452,14 +450,14 @@ class BlockManager:
         """Its connection broke while its process lives: it may still write, so its blank slots stay out of
         circulation."""
         self._withdraw_tickets(session)
-        for lease in self._leases_of(session):
+        for lease in self._leases.of(session):
             if not lease.orphaned:
                 self.windows[lease.group].orphan(lease, True)
         self._pump_all(now)
         return self._take(now)
 
     def reattach_session(self, session: SessionId, now: int) -> Outcome:
-        for lease in self._leases_of(session):
+        for lease in self._leases.of(session):
             if lease.orphaned:
                 self.windows[lease.group].orphan(lease, False)
         return self._take(now)
@@ -467,7 +465,7 @@ class BlockManager:
     def end_session(self, session: SessionId, now: int) -> Outcome:
         """Its process is gone, or it said goodbye: everything that it held is given back."""
         self._withdraw_tickets(session)
-        for lease in self._leases_of(session):
+        for lease in self._leases.of(session):
             self._end(lease)
         self._pump_all(now)
         return self._take(now)
@@ -527,9 +525,7 @@ class BlockManager:
             state.clocks.stamp(now)
         again = any(window.room.again for window in self.windows.values()) or any(s.clocks.due(now) for s in states)
         outcome = self._recorder.take(now, self._capacity, again=again)
-        for lease in self._unstamped:
-            lease.granted_at = now
-        self._unstamped.clear()
+        self._leases.stamp(now)
         for grant in outcome.grants:
             self.tickets.pop(grant.ticket, None)
         for refusal in outcome.refusals:
@@ -558,27 +554,9 @@ class BlockManager:
         self._last_ticket += 1
         return TicketId(self._last_ticket)
 
-    def _new_lease(self, session: SessionId, state: GroupState, tier: Tier) -> Lease:
-        self._last_lease += 1
-        lease = Lease(LeaseId(self._last_lease), session, state.group, tier)
-        self.leases[lease.id] = lease
-        self._unstamped.append(lease)
-        self._of_session.setdefault(session, {})[lease.id] = None
-        return lease
-
     def _end(self, lease: Lease) -> None:
         self.windows[lease.group].release(lease)
-        self._forget(lease)
-
-    def _forget(self, lease: Lease) -> None:
-        del self.leases[lease.id]
-        of_session = self._of_session[lease.session]
-        del of_session[lease.id]
-        if not of_session:
-            del self._of_session[lease.session]
-
-    def _leases_of(self, session: SessionId) -> list[Lease]:
-        return [self.leases[lease] for lease in self._of_session.get(session, ())]
+        self._leases.forget(lease)
 
     def _withdraw_tickets(self, session: SessionId) -> None:
         for ticket, (window, request) in list(self.tickets.items()):
@@ -591,30 +569,14 @@ class BlockManager:
     def _refusal(
         self, ticket: Ticket | AcrossTicket, reason: RefusalReason, wanted: int, free: int, matched: int
     ) -> Refusal:
-        holders = self._holders(lease for lease in self.leases.values() if lease.tier is ticket.tier)
+        holders = holders_of(lease for lease in self.leases.values() if lease.tier is ticket.tier)
         return Refusal(ticket.id, reason, ticket.tier, wanted, free, holders, matched)
-
-    @staticmethod
-    def _holders(leases: Iterable[Lease]) -> tuple[Holder, ...]:
-        """Sessions by the slots that they hold, most first."""
-        held: dict[SessionId, int] = {}
-        for lease in leases:
-            held[lease.session] = held.get(lease.session, 0) + lease.slots
-        return tuple(sorted((Holder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots))
 
     def _window(self, group: GroupId) -> WindowManager:
         window = self.windows.get(group)
         if window is None:
             raise UnknownGroup(group)
         return window
-
-    def _lease(self, session: SessionId, lease: LeaseId) -> Lease:
-        owned = self.leases.get(lease)
-        if owned is None:
-            raise UnknownLease(lease)
-        if owned.session != session:
-            raise ForeignLease(lease)
-        return owned
 
 
 def _row(block: Block, pins: Pins) -> ListingRow:
