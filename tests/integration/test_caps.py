@@ -70,3 +70,19 @@ async def test_a_session_has_so_many_leases_and_no_more(start_daemon: StartDaemo
                     raise AssertionError("granted")
         async with cache.reserve(1, tier=Tier.HOST), cache.acquire(keys, tier=Tier.HOST):
             pass
+
+
+async def test_streams_count_like_any_other_reservation_and_lease(start_daemon: StartDaemon) -> None:
+    flags = ("--max-reserved-fraction", "0.5", "--max-session-leases", "2")
+    daemon = start_daemon(*flags, host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("shared", SPEC)
+        keys = chain("streamed", 4)
+        async with cache.reserve(1, tier=Tier.HOST):
+            with pytest.raises(TierFull, match="max_reserved_fraction") as over:
+                await cache.stream_put(keys, blocks(keys), tier=Tier.HOST)
+            assert (over.value.reason, over.value.free) == ("OVER_CAP", 3)
+            async with cache.reserve(1, tier=Tier.HOST):
+                with pytest.raises(TierFull, match="max_session_leases"):
+                    await cache.stream_put(keys[:1], blocks(keys[:1]), tier=Tier.HOST)
+        assert await cache.stream_put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4

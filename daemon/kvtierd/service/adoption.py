@@ -23,10 +23,12 @@ from kvtierd.tiers.arena import Arena
 
 @dataclass(slots=True, frozen=True)
 class OldLife:
-    """``live``: sessions of it whose processes live. ``keeper``: under whose name is held what any of them may read:
-    the owner table names only the last of several readers, so all of it is, until none of them is left."""
+    """``live``: sessions of it whose processes live; ``dead``: those whose processes are known to have ended.
+    ``keeper``: under whose name is held what any of them may read: the owner table names only the last of several
+    readers, so all of it is, until none of them is left. An earlier life's keeper is neither live nor dead."""
 
     live: frozenset[SessionId]
+    dead: frozenset[SessionId]
     keeper: SessionId
 
 
@@ -48,7 +50,8 @@ _InMemory = dict[Key, dict[Tier, tuple[SlotId, SlotRecord]]]
 def adopt(
     arena: Arena, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[Recovered]], old: OldLife
 ) -> Adopted:
-    """Changes the arena so that what is not in the answer is void, and nobody's."""
+    """Changes the arena so that what is not in the answer is void, and nobody's. What is keeps its old owner until the
+    lease is granted again: a daemon that dies before that must not have forgotten it."""
     adopted = Adopted()
     for shape in shapes:
         group = shape.group
@@ -60,7 +63,6 @@ def adopt(
             kept = {slot: one.key for one in merged if (slot := one.places.get(tier)) is not None}
             adopted.left.extend(_left(arena, tier, group, kept, old))
             _void_the_rest(arena, tier, group, kept)
-    arena.disown_all()
     return adopted
 
 
@@ -123,18 +125,20 @@ def _in_order(blocks: list[Recovered], *, sliding: bool) -> list[Recovered]:
 
 def _left(arena: Arena, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
     """Leases over everything that a live process may still touch: blank slots are their one writer's, the rest the
-    keeper's."""
-    if not old.live:
-        return []
+    keeper's. Of the other slots nobody is the owner any more."""
     blank: dict[SessionId, list[SlotId]] = {}
     read: list[Key] = []
     for slot, owner in arena.owned(tier, group).items():
-        if slot in kept:
+        if not old.live:
+            arena.set_owner(tier, group, slot, None)
+        elif slot in kept:
             read.append(kept[slot])
         elif arena.generation(tier, group, slot) % 2 == 0:
             blank.setdefault(old.keeper, []).append(slot)
-        elif owner in old.live:
-            blank.setdefault(owner, []).append(slot)
+        elif owner in old.dead:
+            arena.set_owner(tier, group, slot, None)
+        else:
+            blank.setdefault(owner if owner in old.live else old.keeper, []).append(slot)
     leases = [LeftLease(session, group, tier, blank=tuple(slots)) for session, slots in blank.items()]
     return [*leases, LeftLease(old.keeper, group, tier, keys=tuple(read))] if read else leases
 
@@ -145,4 +149,4 @@ def _void_the_rest(arena: Arena, tier: Tier, group: GroupId, kept: Collection[Sl
             arena.begin_write(tier, group, slot)
 
 
-NOBODY: Final = OldLife(frozenset(), SessionId(0))
+NOBODY: Final = OldLife(frozenset(), frozenset(), SessionId(0))

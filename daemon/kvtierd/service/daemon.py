@@ -232,7 +232,7 @@ class Daemon:
         describe = self._translator.detail
         caps = Caps(self._engine, lambda: CapLimits(live.now.max_reserved_fraction, live.now.max_session_leases))
         blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe, caps)
-        transfer = TransferService(self._engine, self._catalog, blocks, lambda: live.now.wait_seconds)
+        transfer = TransferService(self._engine, self._catalog, blocks, lambda: live.now.wait_seconds, caps)
         return Services(
             caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
             blocks=blocks.verbs(),

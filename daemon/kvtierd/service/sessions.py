@@ -207,12 +207,14 @@ class SessionRegistry:
     def restore(self, entries: Iterable[Entry]) -> OldLife:
         """Sessions of an earlier life whose processes live hold what they held, until they give it up or end. Before
         any other session."""
+        dead: set[SessionId] = set()
         for entry in entries:
             self._ids = count(max(next(self._ids), entry.session + 1))
             peer = entry.peer()
             if peer is None:
                 if self._roll is not None:
                     self._roll.strike(entry.session)
+                dead.add(entry.session)
                 continue
             session = Session(entry.session, entry.token, peer, None, remnant=True)
             self._remnants[entry.token] = self._by_id[session.id] = session
@@ -220,7 +222,8 @@ class SessionRegistry:
             _log.info("session of an earlier life session=%d pid=%d command=%r", session.id, peer.pid, peer.command)
         if self._remnants:
             self._keeper = SessionId(next(self._ids))
-        return OldLife(frozenset(session.id for session in self._remnants.values()), self._keeper)
+        live = frozenset(session.id for session in self._remnants.values())
+        return OldLife(live, frozenset(dead), self._keeper)
 
     def gets_memory(self, session: Session) -> None:
         """From now on its process may touch a cache's memory. To be told before it can: a daemon that dies and comes

@@ -27,6 +27,7 @@ from kvtierd.service import validate
 from kvtierd.service.blocks import MEMORY_TIERS, BlocksService, commit_items
 from kvtierd.service.caches import opened
 from kvtierd.service.calls import StreamVerb, UploadVerb
+from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Cache, Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.sessions import Session, require_attached
@@ -74,8 +75,11 @@ class _Held:
 class TransferService:
     """``wait_s``: how long a call waits for room that does not say."""
 
-    def __init__(self, engine: Engine, catalog: Catalog, blocks: BlocksService, wait_s: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: Engine, catalog: Catalog, blocks: BlocksService, wait_s: Callable[[], float], caps: Caps
+    ) -> None:
         self._engine: Final = engine
+        self._caps: Final = caps
         self._catalog: Final = catalog
         self._blocks: Final = blocks
         self._wait_s: Final = wait_s
@@ -102,7 +106,8 @@ class TransferService:
         commit_items(cache, commit, range(len(keys)))  # refused now, or not at all
         checksums = _checksums(header.checksums, len(keys))
         wait_s = validate.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s())
-        grant = await self._engine.reserve(cache.id, session.id, group, tier, len(keys), wait_s)
+        with self._caps.reserving(session, cache, group, tier, len(keys)):
+            grant = await self._engine.reserve(cache.id, session.id, group, tier, len(keys), wait_s)
         lease = LeaseId(grant.lease or 0)
         try:
             await _receive(_Held(session, cache, group, tier, lease, grant.slots), checksums, chunks)

@@ -257,11 +257,6 @@ class Arena:
         owners = self._owners[tier, group]
         return {SlotId(slot): SessionId(int(owners[slot])) for slot in np.flatnonzero(owners).tolist()}
 
-    def disown_all(self) -> None:
-        """Nobody leases anything."""
-        for owners in self._owners.values():
-            owners.fill(0)
-
     def set_owner(self, tier: Tier, group: GroupId, slot: SlotId, session: SessionId | None) -> None:
         """Who leases the slot to write; None = nobody."""
         self._owners[tier, group][slot] = session or 0

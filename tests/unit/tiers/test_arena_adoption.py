@@ -216,15 +216,28 @@ def test_what_live_processes_may_touch_is_left_to_them(earlier: Arena) -> None:
     for slot, owner in ((0, 5), (1, 6), (3, 5), (4, 6)):
         earlier.set_owner(Tier.HOST, GROUP, SlotId(slot), SessionId(owner))
     again = adopted(earlier)
-    old = OldLife(live=frozenset({SessionId(5)}), keeper=SessionId(99))
+    old = OldLife(live=frozenset({SessionId(5)}), dead=frozenset({SessionId(6)}), keeper=SessionId(99))
     left = adopt(again, [WINDOW], {}, old).left
     assert {(lease.session, lease.blank, lease.keys) for lease in left} == {
         (99, (1,), ()),  # a reader, perhaps the live one, may still look at what is no block any more
         (5, (3,), ()),
         (99, (), (key(1),)),
     }
-    assert again.owned(Tier.HOST, GROUP) == {}, "whoever gets a slot is entered anew"
+    assert again.owned(Tier.HOST, GROUP) == {0: 5, 1: 6, 3: 5}, "a daemon that dies before it grants them again"
     again.close()
+
+
+def test_what_a_life_kept_for_readers_is_kept_by_the_next(earlier: Arena) -> None:
+    written(earlier, 1, number=9, parent=8)  # unreachable, and perhaps looked at
+    earlier.set_owner(Tier.HOST, GROUP, SlotId(1), SessionId(5))
+    once = adopted(earlier)
+    reader = frozenset({SessionId(5)})
+    (lease,) = adopt(once, [WINDOW], {}, OldLife(reader, frozenset(), keeper=SessionId(99))).left
+    assert (lease.session, lease.blank) == (99, (1,))
+    once.set_owner(Tier.HOST, GROUP, SlotId(1), lease.session)
+    (lease,) = adopt(once, [WINDOW], {}, OldLife(reader, frozenset(), keeper=SessionId(100))).left
+    assert (lease.session, lease.blank) == (100, (1,))
+    once.close()
 
 
 def test_nobody_alive_leaves_nothing_behind(earlier: Arena) -> None:
@@ -233,4 +246,5 @@ def test_nobody_alive_leaves_nothing_behind(earlier: Arena) -> None:
     earlier.set_owner(Tier.HOST, GROUP, SlotId(1), SessionId(5))
     again = adopted(earlier)
     assert adopt(again, [WINDOW], {}, NOBODY).left == []
+    assert again.owned(Tier.HOST, GROUP) == {}
     again.close()
