@@ -1,56 +1,45 @@
 """The catalog: which caches there are, what each was given of the tiers, and how one comes into being.
 
-Everything that blocks (allocating shared memory, making and reading disk stores) runs in a thread; the engine is told
-on the loop.
+What a cache is made of, ``service/assembly.py`` makes in a thread, since that blocks; the engine is told on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import threading
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 import grpc
 
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState
+from kvtier.abi.layout import ArenaState
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
-from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
-from kvtierd.core.manager import BlockManager, Recovered
-from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.ids import CacheId, GroupId, Tier
+from kvtierd.core.manager import BlockManager
 from kvtierd.core.slots import SlotState
-from kvtierd.core.tickets import LeftLease
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.notify import Notifier
-from kvtierd.service.adoption import NOBODY, OldLife, adopt
+from kvtierd.service.adoption import NOBODY, OldLife
+from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import (
-    Budgets,
-    RememberedSlots,
     Slots,
     TierBudget,
-    group_slots,
     share_of,
     slots_of,
     tier_bytes,
 )
 from kvtierd.service.errors import bad_argument, no_such_cache, refused
 from kvtierd.service.faces import CacheFace
-from kvtierd.service.keeping import About, Keeper
+from kvtierd.service.keeping import About
 from kvtierd.service.options import CacheOptions, Wanted, require_same
 from kvtierd.state import Identity
-from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import DamagedDirectory, NotAdoptable, TierConfigError, TierIOError
-from kvtierd.tiers.device import Chaos, StandInDevice
-from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery, StoredCache
-from kvtierd.tiers.host import HostStore
+from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierIOError
+from kvtierd.tiers.disk import StoredCache
 
 T = TypeVar("T")
 
@@ -120,54 +109,6 @@ class Removal:
         return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 
-@dataclass(slots=True, frozen=True)
-class Stores:
-    """What a catalog opens caches in, and what all of them have of policy.
-
-    ``disk``: None where the disk tier is not configured.
-    """
-
-    budgets: Budgets
-    remembered: RememberedSlots
-    disk: DiskRoot | None
-    chaos: Chaos | None
-    policy: Policy
-    keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
-
-
-@dataclass(slots=True, frozen=True)
-class _Plan:
-    """A cache that is to be. ``stored``: it is on disk already; ``unclean``: since a life that did not end well;
-    ``old``: whose leases are to be honoured where its memory is still there; None where it is to have fresh memory."""
-
-    name: str
-    spec: CacheSpec
-    slots: Slots
-    options: CacheOptions
-    stored: bool = False
-    unclean: bool = False
-    old: OldLife | None = None
-
-
-@dataclass(slots=True, frozen=True)
-class _Parts:
-    """What a thread has made for a cache, before the loop knows of it."""
-
-    arena: Arena
-    host: HostStore | None
-    device: StandInDevice | None
-    disk: DiskStore | None
-    recovered: Mapping[GroupId, Sequence[Recovered]] = field(default_factory=dict)
-    quarantined: Mapping[GroupId, Collection[SlotId]] = field(default_factory=dict)
-    left: Sequence[LeftLease] = ()
-
-    def close(self) -> None:
-        for store in (self.device, self.host, self.disk):
-            if store is not None:
-                store.close()
-        self.arena.close()
-
-
 class Catalog:
     """All caches of the daemon, each open until it is removed, cools or the daemon stops.
 
@@ -187,16 +128,16 @@ class Catalog:
         self._sequencer: Final = sequencer
         self._stores: Final = stores
         self._identity: Final = identity
+        self._assembler: Final = Assembler(stores, identity)
         self._by_id: dict[CacheId, Cache] = {}
         self._by_name: dict[str, Cache] = {}
         self._faces: Final = faces
         self._cold: dict[str, ColdCache] = {}
         self._left_out: dict[str, str] = {}
         self._noted: dict[CacheId, str] = {}
-        self._parts: dict[CacheId, _Parts] = {}
+        self._parts: dict[CacheId, Parts] = {}
         self._ids = count(1)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._allocating = threading.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __iter__(self) -> Iterator[Cache]:
@@ -266,7 +207,7 @@ class Catalog:
                     if spec is None or not create:
                         raise no_such_cache(name)
                     slots = self._stores.budgets.slots_for(spec, asked)
-                    return await self._make(_Plan(name, spec, slots, self._options(named))), True
+                    return await self._make(Plan(name, spec, slots, self._options(named))), True
         _require_same(cache, spec or cache.spec, asked)
         require_same(cache.options, named, name)
         return cache, False
@@ -292,7 +233,7 @@ class Catalog:
             slots = {**cold.on_disk, **self._memory_slots(cold.spec, cold.slots)}
             if not slots:
                 budgets.slots_for(cold.spec, {})  # says what is missing
-            cache = await self._make(_Plan(name, cold.spec, slots, cold.options, stored=bool(cold.on_disk)))
+            cache = await self._make(Plan(name, cold.spec, slots, cold.options, stored=bool(cold.on_disk)))
         except BaseException:
             budgets.take(cold.spec, cold.on_disk)
             raise
@@ -392,7 +333,7 @@ class Catalog:
         for position, cache in enumerate(stored):
             slots = self._slots_of_stored(cache, len(stored) - position)
             unclean = self._identity.unclean
-            plan = _Plan(cache.name, cache.spec, slots, _stored_options(cache), stored=True, unclean=unclean, old=old)
+            plan = Plan(cache.name, cache.spec, slots, _stored_options(cache), stored=True, unclean=unclean, old=old)
             try:
                 await self._make(plan)
             except (DamagedDirectory, TierIOError) as error:
@@ -401,7 +342,7 @@ class Catalog:
         for name, about in kept.items():
             if all(tier_bytes(about.spec, counts) <= self._stores.budgets.left(t) for t, counts in about.slots.items()):
                 unclean = self._identity.unclean
-                await self._make(_Plan(name, about.spec, about.slots, about.options, unclean=unclean, old=old))
+                await self._make(Plan(name, about.spec, about.slots, about.options, unclean=unclean, old=old))
             else:
                 _log.warning("a kept cache has no room in the budgets any more name=%s", name)
                 self._announce_gone({name})
@@ -458,10 +399,10 @@ class Catalog:
                 slots[tier] = share
         return slots
 
-    async def _make(self, plan: _Plan) -> Cache:
+    async def _make(self, plan: Plan) -> Cache:
         self._stores.budgets.take(plan.spec, plan.slots)
         try:
-            parts = await asyncio.to_thread(self._make_parts, plan)
+            parts = await asyncio.to_thread(self._assembler.assemble, plan)
             try:
                 cache = self._introduce(plan, parts)
             except BaseException:
@@ -476,10 +417,10 @@ class Catalog:
         _log.info("cache opened name=%s cache=%d slots=%s recovered=%d", plan.name, cache.id, given, blocks)
         return cache
 
-    def _introduce(self, plan: _Plan, parts: _Parts) -> Cache:
+    def _introduce(self, plan: Plan, parts: Parts) -> Cache:
         cache_id = CacheId(next(self._ids))
         policy = plan.options.policy(self._stores.policy)
-        manager = BlockManager(cache_id, _shapes(plan.spec, plan.slots), self._sequencer, policy)
+        manager = BlockManager(cache_id, plan.shapes, self._sequencer, policy)
         stores = (parts.arena, parts.host, parts.device, parts.disk)
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, manager, *stores)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
@@ -497,64 +438,6 @@ class Catalog:
         self._parts[cache_id] = parts
         return cache
 
-    def _make_parts(self, plan: _Plan) -> _Parts:
-        """Blocks. Memory first, since unlike a disk store it is gone again without a trace if the rest fails."""
-        spec, slots = plan.spec, plan.slots
-        identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
-        places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
-        arena = self._adopted_arena(plan, ArenaLayout.plan(spec, places), identity)
-        old = plan.old if arena is not None else None
-        if arena is None:
-            with self._allocating:  # whether there is memory enough can be told only for one at a time
-                arena = Arena.create(plan.name, ArenaLayout.plan(spec, places), identity)
-        arena.keeps_records = self._stores.keeper.keeps
-        try:
-            if old is None:
-                self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options))
-            if not plan.stored:
-                self._stores.remembered.put(plan.name, slots)  # before anything of it can be announced
-            disk = self._disk_store(plan)
-        except BaseException:
-            self._stores.keeper.forget(plan.name)
-            arena.close()
-            raise
-        host = HostStore(arena) if Tier.HOST in slots else None
-        device = StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in slots else None
-        recovered: dict[GroupId, list[Recovered]] = {}
-        quarantined: Mapping[GroupId, Collection[SlotId]] = {}
-        if disk is not None and plan.stored:
-            found = disk.recover()
-            if found.dropped:
-                _log.warning("records on disk could not be used cache=%s dropped=%d", plan.name, found.dropped)
-            recovered, quarantined = _recovered(found), found.quarantined
-        if old is None:
-            return _Parts(arena, host, device, disk, recovered, quarantined)
-        adopted = adopt(arena, _shapes(spec, slots), recovered, old)
-        _log.info("memory adopted cache=%s blocks=%d leases=%d", plan.name, adopted.in_memory, len(adopted.left))
-        return _Parts(arena, host, device, disk, adopted.recovered, quarantined, adopted.left)
-
-    def _adopted_arena(self, plan: _Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena | None:
-        """The memory that the cache had before the restart, if it was kept and there is nothing wrong with it."""
-        fds = self._stores.keeper.take(plan.name) if plan.old is not None else None
-        if fds is None:
-            return None
-        try:
-            return Arena.adopt(plan.name, layout, identity, fds)
-        except NotAdoptable as error:
-            _log.warning("kept memory is not adopted cache=%s why=%r", plan.name, str(error))
-            for fd in fds.values():
-                os.close(fd)
-            return None
-
-    def _disk_store(self, plan: _Plan) -> DiskStore | None:
-        root = self._stores.disk
-        if root is None or Tier.DISK not in plan.slots:
-            return None
-        if plan.stored:
-            return root.open_cache(plan.name)
-        slots = {GroupId(group): count for group, count in enumerate(plan.slots[Tier.DISK])}
-        return root.create(plan.name, plan.spec, slots, plan.options.to_stored(), plan.options.label_bytes(plan.spec))
-
     def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
@@ -567,26 +450,6 @@ def _stored_options(cache: StoredCache) -> CacheOptions:
         return CacheOptions.from_stored(cache.options)
     except (TypeError, ValueError) as error:
         raise TierConfigError(f"options of the stored cache {cache.name}", dict(cache.options), str(error)) from error
-
-
-def _shapes(spec: CacheSpec, slots: Slots) -> list[GroupShape]:
-    return [
-        GroupShape(
-            GroupId(group),
-            group_slots(slots, GroupId(group)),
-            dict.fromkeys(slots, spec.record_bytes(group)),
-            spec.groups[group].window_tokens,
-            spec.tokens_per_block,
-        )
-        for group in range(len(spec.groups))
-    ]
-
-
-def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
-    return {
-        group: [Recovered(record.slot, record.key, record.parent, record.traits) for record in records]
-        for group, records in found.records.items()
-    }
 
 
 def _require_same_spec(cache: Cache | ColdCache, spec: CacheSpec) -> None:

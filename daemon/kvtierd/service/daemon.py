@@ -17,13 +17,14 @@ from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service.access import Access
 from kvtierd.service.admin import AdminService
+from kvtierd.service.assembly import Stores
 from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.blocks import BlocksService
 from kvtierd.service.budgets import Budgets, RememberedSlots
 from kvtierd.service.caches import CachesService
 from kvtierd.service.calls import Dispatcher
 from kvtierd.service.caps import CapLimits, Caps
-from kvtierd.service.catalog import Catalog, Stores
+from kvtierd.service.catalog import Catalog
 from kvtierd.service.collector import Collector
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService

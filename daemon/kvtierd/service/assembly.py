@@ -1,0 +1,170 @@
+"""What a cache is made of: its memory, its stores, and what stood in them before.
+
+All of it blocks (allocating shared memory, making and reading disk stores), so it runs in a thread, and nothing of it
+is known to the engine yet. Which caches there are is the catalog's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtier.abi.layout import ArenaIdentity, ArenaLayout
+from kvtier.abi.spec import CacheSpec
+from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.manager import Recovered
+from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.tickets import LeftLease
+from kvtierd.notify import Notifier
+from kvtierd.service.adoption import OldLife, adopt
+from kvtierd.service.budgets import Budgets, RememberedSlots, Slots, group_slots
+from kvtierd.service.keeping import About, Keeper
+from kvtierd.service.options import CacheOptions
+from kvtierd.state import Identity
+from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.base import NotAdoptable
+from kvtierd.tiers.device import Chaos, StandInDevice
+from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery
+from kvtierd.tiers.host import HostStore
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Stores:
+    """What a catalog opens caches in, and what all of them have of policy.
+
+    ``disk``: None where the disk tier is not configured.
+    """
+
+    budgets: Budgets
+    remembered: RememberedSlots
+    disk: DiskRoot | None
+    chaos: Chaos | None
+    policy: Policy
+    keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """A cache that is to be. ``stored``: it is on disk already; ``unclean``: since a life that did not end well;
+    ``old``: whose leases are to be honoured where its memory is still there; None where it is to have fresh memory."""
+
+    name: str
+    spec: CacheSpec
+    slots: Slots
+    options: CacheOptions
+    stored: bool = False
+    unclean: bool = False
+    old: OldLife | None = None
+
+    @property
+    def shapes(self) -> list[GroupShape]:
+        """Its window groups, as the core wants them."""
+        return [
+            GroupShape(
+                GroupId(group),
+                group_slots(self.slots, GroupId(group)),
+                dict.fromkeys(self.slots, self.spec.record_bytes(group)),
+                self.spec.groups[group].window_tokens,
+                self.spec.tokens_per_block,
+            )
+            for group in range(len(self.spec.groups))
+        ]
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """What a thread has made for a cache, before the loop knows of it."""
+
+    arena: Arena
+    host: HostStore | None
+    device: StandInDevice | None
+    disk: DiskStore | None
+    recovered: Mapping[GroupId, Sequence[Recovered]] = field(default_factory=dict)
+    quarantined: Mapping[GroupId, Collection[SlotId]] = field(default_factory=dict)
+    left: Sequence[LeftLease] = ()
+
+    def close(self) -> None:
+        for store in (self.device, self.host, self.disk):
+            if store is not None:
+                store.close()
+        self.arena.close()
+
+
+class Assembler:
+    """Makes caches' parts, each call in a thread of its own. Memory is allocated for one at a time."""
+
+    def __init__(self, stores: Stores, identity: Identity) -> None:
+        self._stores: Final = stores
+        self._identity: Final = identity
+        self._allocating = threading.Lock()
+
+    def assemble(self, plan: Plan) -> Parts:
+        """Blocks. Memory first, since unlike a disk store it is gone again without a trace if the rest fails."""
+        spec, slots = plan.spec, plan.slots
+        identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
+        places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
+        arena = self._adopted_arena(plan, ArenaLayout.plan(spec, places), identity)
+        old = plan.old if arena is not None else None
+        if arena is None:
+            with self._allocating:  # whether there is memory enough can be told only for one at a time
+                arena = Arena.create(plan.name, ArenaLayout.plan(spec, places), identity)
+        arena.keeps_records = self._stores.keeper.keeps
+        try:
+            if old is None:
+                self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options))
+            if not plan.stored:
+                self._stores.remembered.put(plan.name, slots)  # before anything of it can be announced
+            disk = self._disk_store(plan)
+        except BaseException:
+            self._stores.keeper.forget(plan.name)
+            arena.close()
+            raise
+        host = HostStore(arena) if Tier.HOST in slots else None
+        device = StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in slots else None
+        recovered: dict[GroupId, list[Recovered]] = {}
+        quarantined: Mapping[GroupId, Collection[SlotId]] = {}
+        if disk is not None and plan.stored:
+            found = disk.recover()
+            if found.dropped:
+                _log.warning("records on disk could not be used cache=%s dropped=%d", plan.name, found.dropped)
+            recovered, quarantined = _recovered(found), found.quarantined
+        if old is None:
+            return Parts(arena, host, device, disk, recovered, quarantined)
+        adopted = adopt(arena, plan.shapes, recovered, old)
+        _log.info("memory adopted cache=%s blocks=%d leases=%d", plan.name, adopted.in_memory, len(adopted.left))
+        return Parts(arena, host, device, disk, adopted.recovered, quarantined, adopted.left)
+
+    def _adopted_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena | None:
+        """The memory that the cache had before the restart, if it was kept and there is nothing wrong with it."""
+        fds = self._stores.keeper.take(plan.name) if plan.old is not None else None
+        if fds is None:
+            return None
+        try:
+            return Arena.adopt(plan.name, layout, identity, fds)
+        except NotAdoptable as error:
+            _log.warning("kept memory is not adopted cache=%s why=%r", plan.name, str(error))
+            for fd in fds.values():
+                os.close(fd)
+            return None
+
+    def _disk_store(self, plan: Plan) -> DiskStore | None:
+        root = self._stores.disk
+        if root is None or Tier.DISK not in plan.slots:
+            return None
+        if plan.stored:
+            return root.open_cache(plan.name)
+        slots = {GroupId(group): count for group, count in enumerate(plan.slots[Tier.DISK])}
+        return root.create(plan.name, plan.spec, slots, plan.options.to_stored(), plan.options.label_bytes(plan.spec))
+
+
+def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
+    return {
+        group: [Recovered(record.slot, record.key, record.parent, record.traits) for record in records]
+        for group, records in found.records.items()
+    }
