@@ -31,10 +31,11 @@ class Over(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Needs:
-    """``forced``: the right that the request needs instead where its ``force`` is set. ``within``: the part of the
-    request that has the ``cache_id``, where it is not the request itself."""
+    """``right``: None = giving back what one's session holds takes none. ``forced``: the right that the request needs
+    instead where its ``force`` is set. ``within``: the part of the request that has the ``cache_id``, where it is not
+    the request itself."""
 
-    right: Right
+    right: Right | None
     over: Over = Over.ID
     forced: Right | None = None
     within: str | None = None
@@ -42,7 +43,7 @@ class Needs:
 
 NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Caches.Open": Needs(Right.READ, Over.NAME),  # and WRITE where it creates: see CachesService.open
-    "kvtier.v1.Caches.Close": Needs(Right.READ),
+    "kvtier.v1.Caches.Close": Needs(None),
     "kvtier.v1.Caches.List": Needs(Right.READ, Over.SOME),
     "kvtier.v1.Caches.Remove": Needs(Right.ADMIN, Over.NAME),
     "kvtier.v1.Blocks.Match": Needs(Right.READ),
@@ -50,7 +51,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Blocks.Reserve": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Commit": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Acquire": Needs(Right.READ),
-    "kvtier.v1.Blocks.Release": Needs(Right.READ),
+    "kvtier.v1.Blocks.Release": Needs(None),
     "kvtier.v1.Blocks.Move": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Drop": Needs(Right.WRITE),
     "kvtier.v1.Blocks.SetRetention": Needs(Right.WRITE),
@@ -84,6 +85,8 @@ class Access:
     def require(self, session: Session, needs: Needs, request: Any) -> None:
         """Before a verb runs. Raises PERMISSION_DENIED."""
         right = needs.forced if needs.forced is not None and request.force else needs.right
+        if right is None:
+            return
         match needs.over:
             case Over.SOME:
                 if right not in self.rights.somewhere(session.identity):

@@ -258,6 +258,7 @@ class Daemon:
 
     def _change_rights(self, config: Config) -> None:
         self._access.rights = Rights(config.rules, os.getuid())
+        self._events.rights_changed()
 
     def _most_sessions(self) -> int:
         return self.live.now.max_sessions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Final
 
@@ -36,7 +36,7 @@ class EventsService:
         self._catalog: Final = catalog
         self._access: Final = access
         self._heartbeat_s: Final = heartbeat_s
-        self._watchers: Final[set[Watcher]] = set()
+        self._watchers: Final[dict[Watcher, Session]] = {}
 
     def streams(self) -> Mapping[str, StreamVerb]:
         return {"Watch": self.watch}
@@ -45,10 +45,16 @@ class EventsService:
         """Of each watcher, how many events it has not been sent."""
         return [watcher.lag for watcher in self._watchers]
 
+    def rights_changed(self) -> None:
+        """Watches that go on show from now on what their sessions may see now."""
+        for watcher, session in self._watchers.items():
+            visible, private = self._visible(session), self._allowed(session, Right.TOKENS)
+            watcher.wanted = watcher.wanted.as_allowed(visible, private)
+
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
-        wanted = _filter(
-            request.filter, self._visible(session, request.filter.caches), self._allowed(session, Right.TOKENS)
-        )
+        for name in request.filter.caches:  # others are filtered away; those asked for by name are refused instead
+            self._access.require_on(session, Right.WATCH, name)
+        wanted = _filter(request.filter, self._visible(session), self._allowed(session, Right.TOKENS))
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
         start = request.WhichOneof("start")
         cursor = self._hub.last
@@ -58,13 +64,13 @@ class EventsService:
             cursor = self._resume_at(request.since)
         watcher = Watcher(self._hub, cursor, wanted, heartbeat_s)
         self._hub.watchers += 1
+        self._watchers[watcher] = session
         try:
             if start == "since" and 0 < request.since.epoch < self._hub.epoch:
                 yield lost_range(self._hub, request.since.epoch, request.since.id)
-            self._watchers.add(watcher)
             snapshot_end = None
             if start == "snapshot" and request.snapshot:
-                async with aclosing(self._slices(cursor, wanted)) as slices:
+                async with aclosing(self._slices(cursor, watcher)) as slices:
                     async for batch in slices:
                         yield batch
                 snapshot_end = self._hub.last
@@ -73,12 +79,9 @@ class EventsService:
                     yield batch
         finally:
             self._hub.watchers -= 1
-            self._watchers.discard(watcher)
+            del self._watchers[watcher]
 
-    def _visible(self, session: Session, named: Sequence[str]) -> Callable[[str], bool] | None:
-        """Events of other caches are filtered away; those asked for by name are refused instead."""
-        for name in named:
-            self._access.require_on(session, Right.WATCH, name)
+    def _visible(self, session: Session) -> Callable[[str], bool] | None:
         allowed = self._allowed(session, Right.WATCH)
         return None if allowed is True else allowed or (lambda name: False)
 
@@ -108,25 +111,23 @@ class EventsService:
             raise CallRefused(grpc.StatusCode.OUT_OF_RANGE, message, detail)
         return cursor
 
-    async def _slices(self, cursor: int, wanted: EventFilter) -> AsyncGenerator[bytes, None]:
+    async def _slices(self, cursor: int, watcher: Watcher) -> AsyncGenerator[bytes, None]:
         """All blocks of the caches wanted, as they are while it goes over them; no batch covers any ids."""
         for cache in list(self._catalog):
-            if not wanted.wants_cache(cache.name):
-                continue
             for group in range(len(cache.spec.groups)):
-                private = wanted.may_see_tokens_of(cache.name)
-                async with aclosing(self._slices_of_group(cursor, cache, GroupId(group), private)) as slices:
+                async with aclosing(self._slices_of_group(cursor, cache, GroupId(group), watcher)) as slices:
                     async for batch in slices:
                         yield batch
 
     async def _slices_of_group(
-        self, cursor: int, cache: Cache, group: GroupId, private: bool
+        self, cursor: int, cache: Cache, group: GroupId, watcher: Watcher
     ) -> AsyncGenerator[bytes, None]:
         page = 0
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
-        while True:
+        while watcher.wanted.wants_cache(cache.name):
             listing = self._engine.listing(cache.id, group, page, limit)
             if listing.rows:
+                private = watcher.wanted.may_see_tokens_of(cache.name)
                 slice = wire.slice_of(cache.face, group, listing.rows, private=private)
                 batch = events_pb2.WatchBatch(epoch=self._hub.epoch, first_id=cursor + 1, last_id=cursor, slice=slice)
                 yield batch.SerializeToString()

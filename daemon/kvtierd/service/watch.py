@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtier.v1 import events_pb2
@@ -50,6 +50,10 @@ class EventFilter:
             private=private,
         )
 
+    def as_allowed(self, visible: Callable[[str], bool] | None, private: Callable[[str], bool] | bool) -> EventFilter:
+        """The same for a watcher with other rights."""
+        return replace(self, visible=visible, private=private)
+
     def may_see_tokens_of(self, cache: str) -> bool:
         return self.private if isinstance(self.private, bool) else self.private(cache)
 
@@ -79,6 +83,8 @@ class EventFilter:
 class Watcher:
     """Follows the hub from a cursor on. ``cursor``: the last id that this watcher has been told of, or need not be.
 
+    ``wanted`` may be replaced at any time: it holds for what is sent from then on.
+
     ``covered``: everything up to it stands in batches that were sent; ids between it and the cursor were looked at and
     filtered away, and the next batch will cover them.
     """
@@ -87,7 +93,7 @@ class Watcher:
         self._hub = hub
         self._cursor = cursor
         self._covered = cursor
-        self._filter = wanted
+        self.wanted = wanted
         self._heartbeat_s = heartbeat_s
 
     @property
@@ -138,11 +144,11 @@ class Watcher:
     def _look_at(self, run: Run) -> bytes:
         """Moves on over ``run``; what of it this watcher wants."""
         self._cursor = run.last
-        may_see = self._filter.private
+        may_see = self.wanted.private
         body = run.body_for(private=may_see is not False)
-        if self._filter.lets_all_through and (isinstance(may_see, bool) or run.private is run.body):
+        if self.wanted.lets_all_through and (isinstance(may_see, bool) or run.private is run.body):
             return body
-        events = [event for event in events_pb2.WatchBatch.FromString(body).events if self._filter.wants(event)]
+        events = [event for event in events_pb2.WatchBatch.FromString(body).events if self.wanted.wants(event)]
         if not isinstance(may_see, bool):
             without_tokens(events, may_see)
         return events_pb2.WatchBatch(events=events).SerializeToString()
