@@ -178,6 +178,13 @@ def lose(world: World, choose: Chooser) -> None:
     world.lose(choose.pick(world.tiers))
 
 
+def undercut(world: World, choose: Chooser) -> None:
+    """Loses a tier that somebody waits to read from. Left to chance, it hardly ever is the right one in time."""
+    tiers = world.awaited_tiers()
+    if tiers:
+        world.lose(choose.pick(tiers))
+
+
 def restore(world: World, choose: Chooser) -> None:
     if world.offline:
         world.restore(choose.pick(sorted(world.offline)))
@@ -220,6 +227,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     end: 6,
     rot: 6,
     lose: 4,
+    undercut: 12,
     restore: 10,
     drain: 4,
     settle: 1,

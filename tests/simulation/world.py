@@ -141,7 +141,10 @@ class World:
             for site in self.sites.values():
                 lengths = range(request.readable, request.stored + 1)
                 certain = site.plan.needed(request.stored) if len(lengths) == 1 else ()
-                self._retained(site, chain, certain, {place for n in lengths for place in site.plan.needed(n)})
+                possible = {
+                    place for n in lengths for place in site.plan.needed(n) if site.residency(chain.keys[place])
+                }
+                self._retained(site, chain, certain, possible)
         self._carry_out(outcome)
 
     def _across_request(self, session: SessionId, tier: Tier, chain: ChainRequest) -> AcrossRequest:
@@ -334,6 +337,17 @@ class World:
         """Not a step: nothing changes in the core."""
         for group, keys in self.core.take_disk_uses().items():
             self.sites[group].note_uses(keys)
+
+    def awaited_tiers(self) -> list[Tier]:
+        """Those that alone hold a block of an unanswered request across groups, which asked for it elsewhere."""
+        asked = [request for request in self.clients.requests.values() if isinstance(request, AcrossRequest)]
+        sole = {
+            (request.tier, site.residency(key))
+            for request in asked
+            for key in request.keys
+            for site in self.sites.values()
+        }
+        return [tier for tier in self.tiers if any(held == tier.bit and to is not tier for to, held in sole)]
 
     def lose(self, tier: Tier) -> None:
         self.offline.add(tier)

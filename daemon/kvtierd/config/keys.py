@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -46,6 +46,12 @@ class DirectoryKeys(_Section):
         None, description="Directory of the disk tier. Where none is set it is `disk` in the state directory."
     )
 
+    @field_validator("runtime_dir")
+    @classmethod
+    def _short_enough(cls, runtime_dir: Path) -> Path:
+        socket_path(runtime_dir, ATTACH_SOCKET)  # no shorter than the other socket's
+        return runtime_dir
+
     @model_validator(mode="after")
     def _directories_apart(self) -> Self:
         # Each is refused at a start where it holds what it did not make: one directory for two would work just once.
@@ -56,7 +62,6 @@ class DirectoryKeys(_Section):
             if absolute in seen:
                 raise ValueError(f"{name} = {str(path)!r}: must not be {seen[absolute]}, which is the same directory")
             seen[absolute] = name
-        socket_path(self.runtime_dir, ATTACH_SOCKET)  # no shorter than the other socket's
         return self
 
     @property
