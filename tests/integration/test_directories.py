@@ -237,13 +237,17 @@ async def test_a_second_daemon_is_refused_at_once(daemon: DaemonProcess, short_d
     second = DaemonProcess(short_dir, sizes(**SLOTS))
     flag = {"state": "--state-dir", "disk": "--disk-dir", "run": "--runtime-dir"}[shared]
     taken = daemon.home / shared
-    before = tree(taken) if shared != "run" else None
-    began = time.monotonic()
-    said = refused(second, flag, taken)
-    assert time.monotonic() - began < AT_ONCE_S
-    assert said == f"kvtierd: {taken}: in use by process {daemon.pid}"
-    assert before is None or tree(taken) == before
-    assert all(path.is_socket() for path in daemon.sockets)
+    daemon.pause()  # so that whatever changes there is the other's doing
+    try:
+        before = tree(taken) if shared != "run" else None
+        began = time.monotonic()
+        said = refused(second, flag, taken)
+        assert time.monotonic() - began < AT_ONCE_S
+        assert said == f"kvtierd: {taken}: in use by process {daemon.pid}"
+        assert before is None or tree(taken) == before
+        assert all(path.is_socket() for path in daemon.sockets)
+    finally:
+        daemon.resume()
     await assert_whole(daemon, "good", "hurt")
     # What it had taken of its own before it was refused is free again.
     second.start()
