@@ -16,6 +16,7 @@ from kvtier import (
     Cursor,
     Event,
     EventType,
+    KvtierError,
     NotFound,
     Tier,
     TierFull,
@@ -156,6 +157,23 @@ async def test_a_removal_that_a_crash_cut_short_is_finished(start_daemon: StartD
 
 
 # -- cold --------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with await connect(daemon.address) as client:
+        cache = await put(client, "stuck")
+        budgets = {tier.tier: tier.capacity for tier in (await cache_stats(client, "stuck")).tiers}
+        await cache.close()
+        in_the_way = directory(daemon, ".gone-stuck")
+        in_the_way.touch()
+        with pytest.raises(KvtierError):
+            await client.remove_cache("stuck")
+        in_the_way.unlink()
+        removal = await client.remove_cache("stuck", force=True)
+        assert removal.freed[Tier.HOST] == SLOTS["host"] * SLOT_BYTES
+        await put(client, "next")
+        assert {tier.tier: tier.capacity for tier in (await cache_stats(client, "next")).tiers} == budgets
 
 
 async def test_an_idle_cache_cools_and_is_warm_again_when_it_is_opened(start_daemon: StartDaemon) -> None:

@@ -134,6 +134,8 @@ class Catalog:
         self._faces: Final = faces
         self._cold: dict[str, ColdCache] = {}
         self._left_out: dict[str, str] = {}
+        self._unfinished: dict[str, Removal] = {}
+        """Of caches whose files could not be deleted: what goes back to the budgets once they are."""
         self._noted: dict[CacheId, str] = {}
         self._parts: dict[CacheId, Parts] = {}
         self._ids = count(1)
@@ -280,15 +282,15 @@ class Catalog:
                 message = f"cache {name} is left out: {self._left_out[name]}; only force removes it"
                 raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
             else:
-                removal = Removal(0, None, {})
+                removal = self._unfinished.get(name, Removal(0, None, {}))
             if dry_run:
                 return removal
             if cache is not None:
                 await self._dismantle(cache, Cause.EXPLICIT)
-            self._left_out[name] = "its removal did not end"
+            self._left_out[name], self._unfinished[name] = "its removal did not end", removal
             self._cold.pop(name, None)
             await asyncio.to_thread(self._delete, name)
-            del self._left_out[name]
+            del self._left_out[name], self._unfinished[name]
             if removal.spec is not None:
                 self._stores.budgets.give_back(removal.spec, removal.slots)
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
