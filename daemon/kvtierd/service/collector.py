@@ -45,6 +45,7 @@ class Collector:
         """What there is now lives as long as the daemon, and is frozen without another look."""
         self._loop = asyncio.get_running_loop()
         gc.freeze()
+        gc.collect()  # of nothing: the interpreter waits until a quarter of what survived the last full one is new
         gc.set_threshold(*THRESHOLDS)
         gc.callbacks.append(self._collected)
         gc.enable()
