@@ -137,6 +137,14 @@ class Edges:
             self._watchers.append(watcher)
             await watcher
 
+    async def written(self, cache: CacheId) -> None:
+        """Returns when what is on its way to the cache's disk now, writes and deletions, has ended."""
+        on_the_way = {place for place, one in self._journeys.items() if place[0] == cache and _on_disk(one.move)}
+        while not on_the_way.isdisjoint(self._journeys):
+            watcher: asyncio.Future[None] = self._loop.create_future()
+            self._watchers.append(watcher)
+            await watcher
+
     def problems(self) -> list[str]:
         now_ns = time.monotonic_ns()
         return [problem for crew in self._crews for problem in crew.problems(now_ns, self._stuck_after_s)]
@@ -192,6 +200,10 @@ class Edges:
         if self._tell is not None:
             self._tell(runtime, move, result)
         return result
+
+
+def _on_disk(move: Move) -> bool:
+    return move.dst is Tier.DISK or move.dst is None
 
 
 def _blocks(report: Report) -> int:

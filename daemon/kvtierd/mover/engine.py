@@ -294,10 +294,17 @@ class Engine:
             self._apply(cache, outcome)
             dropped, kept, following = dropped + step.dropped, kept + step.kept, step.following
             if following is None:
+                await self.forgotten(cache_id)
                 return ResetReport(dropped, kept)
             await asyncio.sleep(0)
             if cache.removed:
                 raise UnknownCache(cache_id)
+
+    async def forgotten(self, cache_id: CacheId) -> None:
+        """Returns when what was removed by now cannot come back from disk, whatever becomes of the daemon: its records
+        are deleted, and those that were still being written have been deleted after that."""
+        for _ in range(2):
+            await self._edges.written(cache_id)
 
     async def lose_tier(self, cache_id: CacheId, tier: Tier) -> None:
         """The tier has failed: all that stands there goes, in slices, so that others have their turn in between."""

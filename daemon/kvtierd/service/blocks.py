@@ -146,9 +146,12 @@ class BlocksService:
         cache, group = self._place(session, request.cache_id, request.group)
         keys = validate.keys("keys", request.keys)
         report = self._engine.drop(cache.id, session.id, group, keys, dry_run=request.dry_run)
-        return blocks_pb2.DropResponse(
+        response = blocks_pb2.DropResponse(
             results=bytes(report.results), dropped=report.dropped, as_of_event=self._now_cursor()
         )
+        if report.dropped and not request.dry_run:
+            await self._engine.forgotten(cache.id)
+        return response
 
     async def set_retention(
         self, session: Session, request: blocks_pb2.SetRetentionRequest
