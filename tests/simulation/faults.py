@@ -17,6 +17,7 @@ from kvtierd.core import upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
+from kvtierd.core.evict import TwoQueues
 from kvtierd.core.flights import Flight, Flights
 from kvtierd.core.group import LEAF, GroupState
 from kvtierd.core.ids import Key, MoveId, SessionId, SlotId, Tier
@@ -207,6 +208,22 @@ def _touches_parents_first(right: Method) -> Method:
     return touch
 
 
+def _leaves_parents_cold(right: Method) -> Method:
+    def use(evictor: TwoQueues, block: Block) -> None:
+        parent, block.parent = block.parent, None
+        right(evictor, block)
+        block.parent = parent
+
+    return use
+
+
+def _cools_nothing(right: Method) -> Method:
+    def settle(evictor: TwoQueues) -> Iterator[Block]:
+        return iter(())
+
+    return settle
+
+
 # -- retention -----------------------------------------------------------------------------------------------------
 
 
@@ -356,6 +373,8 @@ FAULTS: Final = {
         Fault("stuck_parents_kept", ((Room, "_drop_some_subtree", _keeps_every_subtree),)),
         Fault("priority_not_propagated", ((GroupState, "_reprioritise", _does_nothing),)),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
+        Fault("parents_stay_cold", ((TwoQueues, "use", _leaves_parents_cold),), outside=False),
+        Fault("all_are_protected", ((TwoQueues, "settle", _cools_nothing),), outside=False),
         Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),
         Fault("clock_runs_while_held", ((GroupState, "hold", _lets_the_clock_run),)),
         Fault("expiry_untold", ((GroupState, "_set_priority", _expires_untold),)),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.policy import GroupShape, Policy, WritePolicy
 from tests.simulation.chooser import Chooser
@@ -76,6 +77,7 @@ class Setup:
             clean_high=clean_high,
             thresholds={edge: choose.pick((30, 0, 50, 101)) for edge in EDGES_DOWN},
             write_policy=choose.pick((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
+            eviction=choose.pick(tuple(EVICTORS)),
             reserve_shift=choose.pick((7, 3, 2)),
             victims_a_call=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),

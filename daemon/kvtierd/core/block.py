@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from kvtierd.core.tickets import FetchTicket
 
 
-_USE_BITS: Final = 56
-_LAST_USE: Final = (1 << _USE_BITS) - 1
+_ORDER_BITS: Final = 56
+_ORDER: Final = (1 << _ORDER_BITS) - 1
+_HOT: Final = 1 << (_ORDER_BITS - 1)
+_LAST_USE: Final = _HOT - 1
+WHOLE_RANK: Final = -1
+COLD_RANK: Final = ~_HOT
+"""What counts of a rank where nothing is protected."""
 
 
 class Phase(IntEnum):
@@ -73,7 +78,8 @@ class Block:
 
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
     ``top_children``: how many children have just that priority, where its own is lower.
-    ``rank``: eviction order, lowest first: priority, then last use; unique, and comparable only inside a group.
+    ``rank``: eviction order, lowest first: priority, then whether it is hot, then last use; unique, and comparable only
+    inside a group.
     ``residency``: the tiers whose copy is valid, as a bit set.
     ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
     ``disk_children``: indexed children with a copy on disk, or on the way there.
@@ -122,7 +128,7 @@ class Block:
         self.deadline_ns = traits.deadline_ns
         self.label = traits.label
         self.top_children = 0
-        self.rank = traits.priority << _USE_BITS
+        self.rank = traits.priority << _ORDER_BITS
         self.on_device: Copy | None = None
         self.on_host: Copy | None = None
         self.on_disk: Copy | None = None
@@ -150,14 +156,22 @@ class Block:
         """By tier."""
         return self.on_device, self.on_host, self.on_disk
 
+    @property
+    def hot(self) -> bool:
+        """Its policy of eviction protects it: it goes after those of its priority that are not."""
+        return self.rank & _HOT != 0
+
     def used(self, clock: int) -> None:
         """``clock``: rises with every use in the group."""
-        self.rank = self.priority << _USE_BITS | clock
+        self.rank = self.priority << _ORDER_BITS | self.rank & _HOT | clock
+
+    def heat(self, *, hot: bool) -> None:
+        self.rank = self.rank | _HOT if hot else self.rank & ~_HOT
 
     def reprioritise(self, priority: int) -> None:
         """Sets the effective priority."""
         self.priority = priority
-        self.rank = priority << _USE_BITS | self.last_use
+        self.rank = priority << _ORDER_BITS | self.rank & _ORDER
 
     @property
     def children(self) -> Iterator[Block]:

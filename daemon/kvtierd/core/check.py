@@ -170,6 +170,9 @@ class _Checker:
 
     def order(self) -> None:
         """5: effective priority is the highest of own and children's; no parent ranks under its child."""
+        evictor = self.state.evictor
+        hot = sum(block.hot for block in self.state.index)
+        _require(hot == evictor.hot <= evictor.most_hot, 5, f"{hot} blocks are hot, counted as {evictor.hot}")
         for block in self.state.index:
             children = [child.priority for child in block.children]
             top = children.count(block.priority) if block.priority > block.own_priority else 0
@@ -177,6 +180,7 @@ class _Checker:
             _require(block.priority == max([block.own_priority, *children]), 5, f"block {block.id}: priority")
             for child in block.children:
                 _require(child.rank < block.rank, 5, f"block {block.id} ranks under its child {child.id}")
+                _require(block.hot or not child.hot, 5, f"block {block.id} is cold under its hot child {child.id}")
 
     def disk_closure(self) -> None:
         """5: the disk is prefix-closed by itself."""

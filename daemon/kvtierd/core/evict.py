@@ -1,71 +1,187 @@
-"""Eviction order: one small class behind one Protocol."""
+"""Eviction order: one small class behind one Protocol.
+
+A block's place in the order is its rank, one number a block: so no parent ranks under its child, in whatever tiers the
+two are, and a tier's candidates are ordered by comparing numbers. What differs between policies is what a use does to a
+rank.
+"""
 
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Protocol
 
 from kvtierd.core.block import Block
+from kvtierd.core.ids import Key
 
-Listed = Callable[[Block], bool]
-"""Whether a block is a candidate now: its own record says so, and an evictor need not remember it again."""
+PROTECTED: Final = 0.5
+"""At most so many blocks of a group are hot, as a share of the slots of its lowest tier."""
 
 
 class Evictor(Protocol):
-    """An ordered set of candidates. The window manager decides who is a candidate; an evictor only who goes first.
+    """Ranks the blocks of one group, lowest priority first; inside a priority, as it decides.
 
-    Made with a :data:`Listed` of its list. A block that was offered and is listed is a candidate.
+    Ranks are unique, and after :meth:`settle` none of a parent is under its child's. ``hot``: how many blocks it
+    protects now, :attr:`Block.hot` each, their ancestors among them; never more than ``most_hot``.
     """
 
-    def offer(self, block: Block) -> None:
-        """The block becomes a candidate, or is one whose rank has changed."""
+    hot: int
+    most_hot: int
 
-    def withdraw(self, block: Block) -> None:
-        """It is a candidate no more."""
+    def enter(self, block: Block) -> None:
+        """The block is indexed: its first use."""
 
-    def victim(self) -> Block | None:
-        """The candidate to go first. It stays a candidate until withdrawn."""
+    def use(self, block: Block) -> None:
+        """It is used. Always with all that it stands on, children before parents."""
 
-    def __iter__(self) -> Iterator[Block]:
-        """Every candidate once, in any order: for the checker."""
+    def settle(self) -> Iterator[Block]:
+        """Such a prefix has been used whole. Gives the blocks whose rank has changed besides."""
+
+    def leave(self, block: Block) -> None:
+        """It is indexed no more."""
 
 
-class PriorityLru:
-    """Lowest priority first, inside a priority least recently used first.
+class Lru:
+    """Least recently used first."""
 
-    A heap whose stale entries are skipped when they surface: O(log n) an offer, no scan ever. It is rebuilt when most
-    of it is stale, so memory stays within a small factor of the candidates.
+    __slots__ = ("_clock", "hot", "most_hot")
+
+    def __init__(self, slots: int) -> None:
+        self._clock = 0
+        self.hot = self.most_hot = 0
+
+    def use(self, block: Block) -> None:
+        self._clock = clock = self._clock + 1
+        block.used(clock)
+
+    enter = use
+
+    def settle(self) -> Iterator[Block]:
+        return iter(())
+
+    def leave(self, block: Block) -> None:
+        pass
+
+
+class TwoQueues:
+    """Blocks that come back after they have left go after all others, each kind least recently used first: 2Q (Johnson
+    and Shasha, VLDB 1994) for chains.
+
+    Where they differ: all that a hot block stands on is hot, too, since it could not be reached without; and what is
+    new is kept by its last use, not by its arrival. A bounded ring of keys remembers who has left. Beyond their share,
+    the hot blocks used least recently are hot no more: their children were used before them, and so are not hot either.
+    """
+
+    __slots__ = ("_clock", "_departed", "_order", "_rebuild_at", "hot", "most_hot")
+
+    def __init__(self, slots: int) -> None:
+        self._clock = 0
+        self._departed = Departed(slots)
+        self._order: list[tuple[int, Block]] = []
+        """A heap of the hot blocks by their last use, with stale entries."""
+        self._rebuild_at = 64
+        self.hot = 0
+        self.most_hot = int(PROTECTED * slots)
+
+    def enter(self, block: Block) -> None:
+        if self._departed.recall(block.key):
+            self._heat(block)
+        self.use(block)
+
+    def use(self, block: Block) -> None:
+        self._clock = clock = self._clock + 1
+        block.used(clock)
+        if block.hot:
+            heapq.heappush(self._order, (clock, block))
+            if block.parent is not None and not block.parent.hot:
+                self._heat(block.parent)
+
+    def settle(self) -> Iterator[Block]:
+        while self.hot > self.most_hot:
+            clock, block = heapq.heappop(self._order)
+            if block.hot and block.last_use == clock:
+                self._cool(block)
+                yield block
+        if len(self._order) > self._rebuild_at:
+            self._order = [(clock, block) for clock, block in self._order if block.hot and block.last_use == clock]
+            heapq.heapify(self._order)
+            self._rebuild_at = 2 * len(self._order) + 64
+
+    def leave(self, block: Block) -> None:
+        self._departed.add(block.key)
+        if block.hot:
+            self._cool(block)
+
+    def _heat(self, block: Block) -> None:
+        block.heat(hot=True)
+        self.hot += 1
+
+    def _cool(self, block: Block) -> None:
+        block.heat(hot=False)
+        self.hot -= 1
+
+
+class Departed:
+    """The last keys that were added, ``most`` of them at most, as digests of 8 bytes."""
+
+    __slots__ = ("_next", "_places", "_ring")
+
+    def __init__(self, most: int) -> None:
+        self._ring = array("q", bytes(8 * most))
+        self._next = 0
+        self._places: dict[int, int] = {}
+        """By digest: where in the ring."""
+
+    def add(self, key: Key) -> None:
+        place, digest = self._next, hash(key)
+        oldest = self._ring[place]
+        if self._places.get(oldest) == place:
+            del self._places[oldest]
+        self._ring[place] = digest
+        self._places[digest] = place
+        self._next = (place + 1) % len(self._ring)
+
+    def recall(self, key: Key) -> bool:
+        """Whether the key is remembered; from now on it is not."""
+        return self._places.pop(hash(key), None) is not None
+
+
+EVICTORS: Final[Mapping[str, Callable[[int], Evictor]]] = {"lru": Lru, "2q": TwoQueues}
+"""By the name that a cache's options give; made with the slots of the group's lowest tier."""
+
+
+class Ranked:
+    """A list of candidates, the lowest rank first.
+
+    A block that was offered at a rank is a candidate while ``listed``, its own record, says so: the list itself need
+    not be told that one has gone. A heap whose stale entries are skipped when they surface: O(log n) an offer, no scan
+    ever. It is rebuilt when most of it is stale, so memory stays within a small factor of the candidates.
     """
 
     __slots__ = ("_heap", "_listed", "_rebuild_at")
 
-    def __init__(self, listed: Listed) -> None:
+    def __init__(self, listed: Callable[[int, Block], bool]) -> None:
         self._listed = listed
         self._heap: list[tuple[int, Block]] = []
         self._rebuild_at = 64
 
-    def offer(self, block: Block) -> None:
-        heapq.heappush(self._heap, (block.rank, block))
+    def offer(self, rank: int, block: Block) -> None:
+        """The block becomes a candidate, or is one whose rank is another now."""
+        heapq.heappush(self._heap, (rank, block))
         if len(self._heap) > self._rebuild_at:
-            self._heap = [(block.rank, block) for block in self]
+            self._heap = list({entry: None for entry in self._heap if self._listed(*entry)})
             heapq.heapify(self._heap)
             self._rebuild_at = 2 * len(self._heap) + 64
 
-    def withdraw(self, block: Block) -> None:
-        """Nothing: its entry is stale now."""
-
     def victim(self) -> Block | None:
+        """The candidate to go first. It stays a candidate until its record says otherwise."""
         while self._heap:
-            rank, block = self._heap[0]
-            if block.rank == rank and self._listed(block):
-                return block
+            if self._listed(*self._heap[0]):
+                return self._heap[0][1]
             heapq.heappop(self._heap)
         return None
 
     def __iter__(self) -> Iterator[Block]:
-        return iter({block: None for rank, block in self._heap if block.rank == rank and self._listed(block)})
-
-
-EVICTORS: Final[Mapping[str, Callable[[Listed], Evictor]]] = {"lru": PriorityLru}
-"""By the name that a cache's options give."""
+        """Every candidate once, in any order."""
+        return iter({block: None for rank, block in self._heap if self._listed(rank, block)})

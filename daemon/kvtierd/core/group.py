@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
-from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import Cause, EventType
-from kvtierd.core.evict import Evictor, Listed
+from kvtierd.core.evict import EVICTORS, Ranked
 from kvtierd.core.ids import BlockId, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
@@ -47,16 +47,20 @@ class Candidates:
     - ``dirty``: demotable, unread, and neither in a tier below nor on the way there. Only of a cache with watermarks.
 
     ``cleans``: how many are clean or redundant: those that can go without a copy.
+
+    Hot blocks are protected in the lowest tier (``lowest``), which blocks leave for good. Kept above as well, they
+    would take places twice: what was promoted from disk stays there.
     """
 
-    __slots__ = ("_by_bit", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")
+    __slots__ = ("_by_bit", "_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")
 
-    def __init__(self, tier: Tier, make: Callable[[Listed], Evictor]) -> None:
-        self.redundant = make(_on_list(tier, REDUNDANT))
-        self.demotable = make(_on_list(tier, DEMOTABLE))
-        self.clean = make(_on_list(tier, CLEAN))
-        self.leaf = make(_on_list(tier, LEAF))
-        self.dirty = make(_on_list(tier, DIRTY))
+    def __init__(self, tier: Tier, *, lowest: bool) -> None:
+        self._counts = WHOLE_RANK if lowest else COLD_RANK
+        self.redundant = Ranked(_on_list(tier, REDUNDANT))
+        self.demotable = Ranked(_on_list(tier, DEMOTABLE))
+        self.clean = Ranked(_on_list(tier, CLEAN))
+        self.leaf = Ranked(_on_list(tier, LEAF))
+        self.dirty = Ranked(_on_list(tier, DIRTY))
         self.cleans = 0
         self._by_bit = (
             (REDUNDANT, self.redundant),
@@ -68,23 +72,21 @@ class Candidates:
 
     def put(self, block: Block, copy: Copy, lists: int) -> None:
         """Puts the block on exactly these lists, at its present rank."""
-        before, rank = copy.listed, block.rank
+        before, rank = copy.listed, block.rank & self._counts
         unchanged = before if rank == copy.ranked else 0
         if lists == unchanged and lists == before:
             return
         copy.listed, copy.ranked = lists, rank
         self.cleans += bool(lists & _GOES_FREELY) - bool(before & _GOES_FREELY)
-        for bit, evictor in self._by_bit:
+        for bit, ranked in self._by_bit:
             if lists & ~unchanged & bit:
-                evictor.offer(block)
-            elif before & ~lists & bit:
-                evictor.withdraw(block)
+                ranked.offer(rank, block)
 
 
-def _on_list(tier: Tier, bit: int) -> Listed:
-    def listed(block: Block) -> bool:
+def _on_list(tier: Tier, bit: int) -> Callable[[int, Block], bool]:
+    def listed(rank: int, block: Block) -> bool:
         copy = block.copy(tier)
-        return copy is not None and copy.listed & bit != 0
+        return copy is not None and copy.listed & bit != 0 and copy.ranked == rank
 
     return listed
 
@@ -92,9 +94,7 @@ def _on_list(tier: Tier, bit: int) -> Listed:
 class GroupState:
     """State of one window group."""
 
-    def __init__(
-        self, shape: GroupShape, recorder: Recorder, policy: Policy, make_evictor: Callable[[Listed], Evictor]
-    ) -> None:
+    def __init__(self, shape: GroupShape, recorder: Recorder, policy: Policy) -> None:
         self.group = shape.group
         self.shape = shape
         self.policy = policy
@@ -103,7 +103,8 @@ class GroupState:
         self.above = {tier: tuple(t for t in self.tiers if t < tier) for tier in self.tiers}
         self.below = {tier: tuple(t for t in self.tiers if t > tier) for tier in self.tiers}
         self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
-        self._candidates = {tier: Candidates(tier, make_evictor) for tier in self.tiers}
+        self._candidates = {tier: Candidates(tier, lowest=not self.below[tier]) for tier in self.tiers}
+        self.evictor = EVICTORS[policy.eviction](shape.slots[self.tiers[-1]])
         self._unsure: dict[Block, None] = {}
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
@@ -114,7 +115,6 @@ class GroupState:
         self.pins = Pins(self.tiers)
         self.stored = 0
         self.removed = 0
-        self._clock = 0
         self._last_block = 0
         self._floor = {
             tier: min((policy.threshold(tier, low) for low in self.below[tier]), default=NEVER) for tier in self.tiers
@@ -418,12 +418,13 @@ class GroupState:
     def _touch_all(self, touched: Iterable[Block]) -> None:
         for block in sorted(touched, key=lambda block: block.depth, reverse=True):
             if block.indexed:
-                self._clock += 1
-                block.used(self._clock)
+                self.evictor.use(block)
                 self.reconsider(block)
                 if block.copy(Tier.DISK) is not None:
                     self._used_on_disk.pop(block, None)
                     self._used_on_disk[block] = None
+        for block in self.evictor.settle():
+            self.reconsider(block)
 
     # -- retention -------------------------------------------------------------------------------------------------
 
@@ -504,8 +505,7 @@ class GroupState:
         block = Block(BlockId(self._last_block), key, parent.key if parent is not None else parent_key, parent, traits)
         block.indexed = True
         self.clocks.enter(block)
-        self._clock += 1
-        block.used(self._clock)
+        self.evictor.enter(block)
         self.index.add(block)
         if parent is not None:
             parent.add_child(block)
@@ -529,6 +529,7 @@ class GroupState:
             if block.copy(tier) is not None:
                 self.detach(block, tier)
         self.index.remove(block)
+        self.evictor.leave(block)
         self.clocks.stop(block)
         self.reused.discard(block)
         block.indexed = False
@@ -591,8 +592,7 @@ class GroupState:
             if block.parent is not None:
                 use[block.parent] = max(use[block.parent], use[block])
         for block in sorted(use, key=lambda block: (use[block], -block.depth)):
-            self._clock += 1
-            block.used(self._clock)
+            self.evictor.use(block)
             self.reconsider(block)
 
     def lose_tier(self, tier: Tier, cause: Cause, before: int, limit: int) -> int:

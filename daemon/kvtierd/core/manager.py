@@ -16,7 +16,6 @@ from kvtierd.core.arguments import check_chains, check_items, check_keys, check_
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, StillHeld, TierOffline, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
-from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import Leases, holders_of
 from kvtierd.core.matching import Cover, indexed, match
@@ -92,9 +91,8 @@ class BlockManager:
         self._moving: dict[MoveId, GroupId] = {}
         self._last_ticket = 0
         policy = policy or Policy()
-        make_evictor = EVICTORS[policy.eviction]
         self.windows = {
-            shape.group: WindowManager(shape, self._recorder, policy, make_evictor, self._leases.grant, self._refusal)
+            shape.group: WindowManager(shape, self._recorder, policy, self._leases.grant, self._refusal)
             for shape in shapes
         }
         self.across = AcrossGroups(tuple(self.windows.values()), self._recorder, self._leases.grant, self._refusal)

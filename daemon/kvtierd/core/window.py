@@ -10,7 +10,6 @@ from typing import Final, NamedTuple, assert_never
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventType
-from kvtierd.core.evict import Evictor, Listed
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SessionId, SlotId, Tier
@@ -57,11 +56,10 @@ class WindowManager:
         shape: GroupShape,
         recorder: Recorder,
         policy: Policy,
-        make_evictor: Callable[[Listed], Evictor],
         new_lease: Callable[[SessionId, GroupState, Tier], Lease],
         refusal: Callable[[Ticket, RefusalReason, int, int, int], Refusal],
     ) -> None:
-        self.state = GroupState(shape, recorder, policy, make_evictor)
+        self.state = GroupState(shape, recorder, policy)
         self.flights = Flights(self.state)
         self.room = Room(self.state, self.flights, self._older_wants)
         self.background = Background(self.state, self.flights, self.room)

@@ -1,0 +1,100 @@
+"""The ``2q`` policy: blocks that came back after they had left are kept before those that only were used lately."""
+
+from __future__ import annotations
+
+from kvtierd.core.evict import Departed
+from kvtierd.core.policy import Policy
+from tests.unit.core.bench import DEVICE, HOST, Bench, key
+
+TWO_QUEUES = Policy(eviction="2q")
+
+
+def returned(device: int, host: int = 0) -> Bench:
+    """``a`` has left, and come back."""
+    bench = Bench(device=device, host=host, policy=TWO_QUEUES)
+    fill(bench, "auvwxyz"[: 1 + device + host])
+    assert "a" not in bench.stored()
+    fill(bench, "a")
+    return bench
+
+
+def fill(bench: Bench, names: str) -> None:
+    for name in names:
+        bench.reserve(DEVICE, 1)
+        bench.land()
+        bench.commit(list(bench.grants.values())[-1], [(name, None, 35)])
+        bench.release(*bench.core.leases)
+
+
+def test_a_block_that_came_back_outlives_newer_ones() -> None:
+    bench = returned(4)
+    fill(bench, "bcdefghi")
+    assert "a" in bench.stored()
+
+
+def test_used_again_is_not_come_back() -> None:
+    """Else a scan that is read twice would be protected."""
+    bench = Bench(device=4, policy=TWO_QUEUES)
+    bench.put("a")
+    bench.touch("a")
+    fill(bench, "bcde")
+    assert "a" not in bench.stored()
+
+
+def test_priority_comes_first() -> None:
+    bench = returned(4)
+    for name in "bcd":
+        bench.put(name, priority=36)
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "bcd"
+
+
+def test_at_most_half_of_the_tier_is_protected_the_least_recently_used_gives_way() -> None:
+    bench = Bench(device=4, policy=TWO_QUEUES)
+    fill(bench, "abcdefg")  # a to c have left
+    fill(bench, "abc")  # and come back: one too many
+    fill(bench, "wxyz")
+    assert bench.stored() == "bcyz"
+
+
+def test_what_a_block_that_came_back_stands_on_is_kept_with_it() -> None:
+    bench = Bench(device=4, policy=TWO_QUEUES)
+    bench.put("ab")
+    fill(bench, "uvx")
+    assert bench.stored() == "auvx"
+    bench.touch("a")
+    bench.put("b", under="a")
+    fill(bench, "cdefgh")
+    assert bench.stored() == "abgh"
+
+
+def test_it_is_the_lowest_tier_that_protects() -> None:
+    """The device goes on by last use: a block that came back goes down like any other, and stays below."""
+    bench = returned(1, host=3)
+    fill(bench, "bcdefgh")
+    assert bench.where("a") == {HOST}
+
+
+def test_a_priority_that_changes_leaves_it_protected() -> None:
+    bench = returned(4)
+    bench.retain("a", 40)
+    bench.retain("a", 35)
+    fill(bench, "bcdefghi")
+    assert "a" in bench.stored()
+
+
+def test_only_the_last_keys_that_left_are_remembered() -> None:
+    departed = Departed(2)
+    for name in "abc":
+        departed.add(key(name))
+    assert [departed.recall(key(name)) for name in "abc"] == [False, True, True]
+    assert not departed.recall(key("c"))
+
+
+def test_a_key_that_left_twice_is_remembered_from_the_second_time_on() -> None:
+    departed = Departed(3)
+    departed.add(key("a"))
+    assert departed.recall(key("a"))
+    for name in "bac":
+        departed.add(key(name))
+    assert departed.recall(key("a"))
