@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 from kvtierd.core import upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
+from kvtierd.core.background import Background
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.evict import TwoQueues
@@ -224,6 +225,13 @@ def _cools_nothing(right: Method) -> Method:
     return settle
 
 
+def _never_wants(right: Method) -> Method:
+    def wanted(background: Background, block: Block, low: Tier) -> bool:
+        return False
+
+    return wanted
+
+
 # -- retention -----------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +381,7 @@ FAULTS: Final = {
         Fault("stuck_parents_kept", ((Room, "_drop_some_subtree", _keeps_every_subtree),)),
         Fault("priority_not_propagated", ((GroupState, "_reprioritise", _does_nothing),)),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
+        Fault("never_written_down", ((Background, "_wanted", _never_wants),)),
         Fault("parents_stay_cold", ((TwoQueues, "use", _leaves_parents_cold),), outside=False),
         Fault("all_are_protected", ((TwoQueues, "settle", _cools_nothing),), outside=False),
         Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),

@@ -42,6 +42,15 @@ class Site:
         self.pins.clear()
         return self.plan.shape(self.slots)
 
+    @property
+    def roots(self) -> list[Key]:
+        return [key for key, parent in self._forest.parent.items() if parent is None]
+
+    @property
+    def disk_works(self) -> bool:
+        """None of its slots is bad, or could turn out to be when it is read."""
+        return self.disk is None or not (self.disk.bad or ROT in self.disk.slab)
+
     def submit(self, move: Move) -> None:
         if self.disk is not None and move.dst is Tier.DISK:
             require(self.disk.bad.isdisjoint(item.dst for item in move.items), "a bad disk slot is used again")

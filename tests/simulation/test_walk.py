@@ -78,6 +78,8 @@ HAPPENS: Final = (
     "restart after a crash",
     "restart clean",
     "settled",
+    "written down, through",
+    "written down, selective",
 )
 """What a walk must have seen for its silence to mean something."""
 

@@ -17,6 +17,7 @@ from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, Event
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, CommitItem
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason
+from kvtierd.core.policy import MAX_PRIORITY, WritePolicy
 from kvtierd.core.tickets import FetchTicket, Ticket
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import (
@@ -29,6 +30,7 @@ from tests.simulation.clients import (
     Request,
     SlotsRequest,
 )
+from tests.simulation.forest import label_of
 from tests.simulation.setup import Setup, draw_memory
 from tests.simulation.site import Site
 from tests.simulation.violation import require
@@ -252,6 +254,7 @@ class World:
         blocks = sum(len(site.mirror.blocks) for site in self.sites.values())
         following = None
         dropped = kept = 0
+        otherwise = self._removed_otherwise()
         while True:
             try:
                 report, outcome = self.core.reset(session, self.now, force=force, following=following)
@@ -265,12 +268,17 @@ class World:
             if following is None:
                 break
         self.seen["reset"] += 1
-        require(dropped + kept == blocks, "a reset overlooked a block")
+        otherwise = self._removed_otherwise() - otherwise  # to make room for who waits, between two slices
+        require(blocks - otherwise <= dropped + kept <= blocks, "a reset overlooked a block")
         planned = (plan.dropped, plan.kept) == (dropped, kept)
         require(planned or bool(self.clients.requests), "a reset did not as planned")
         for site in self.sites.values():
             for (tier, key), count in site.pins.items():
                 require(not count or key in site.mirror.blocks, f"a block pinned in {tier} is gone with a reset")
+
+    def _removed_otherwise(self) -> int:
+        """Blocks that have gone up to now, but not with a reset."""
+        return sum(self.seen[f"{EventType.REMOVED.name} {c.name}"] for c in Cause if c is not Cause.RESET)
 
     def expire(self, request: Request) -> None:
         self._carry_out(self.core.expire(request.id, self.now), expired=request.id)
@@ -425,9 +433,38 @@ class World:
         self.end(last)
         self.drain(choose)
         for site in self.sites.values():
+            for tier in site.memories.keys() - self.offline:
+                self._write_down(site, tier, choose)
+        for site in self.sites.values():
             for tier, memory in site.memories.items():
                 require(not any(memory.owners), f"{tier} slots are owned by nobody's session")
         self.seen["settled"] += 1
+
+    def _write_down(self, site: Site, tier: Tier, choose: Chooser) -> None:
+        """While nobody holds anything and nothing fails, a block that is worth it and that the policy writes down gets
+        to the lowest tier, and stays where it came from."""
+        low, policy = max(site.slots), self.setup.policy
+        new = next((key for key in site.roots if key not in site.mirror.blocks), None)
+        edges = self.core.stats().edges
+        worth = all(policy.threshold(src, low) <= MAX_PRIORITY for src in site.slots if src < low)
+        works = all(edge.degraded_until <= self.now for edge in edges.values()) and site.disk_works and not self.offline
+        if policy.write_policy is WritePolicy.BACK or tier is low or new is None or not (worth and works):
+            return
+        session = self.clients.sessions[0]
+        self.reserve(session, site, tier, 1)
+        self.drain(choose)
+        (holding,) = self.clients.leases.values()
+        (slot,) = holding.blank
+        self.commit(holding, [CommitItem(slot, new, None, MAX_PRIORITY, 0, label_of(new))])
+        if policy.write_policy is WritePolicy.SELECTIVE:
+            self.acquire(session, site, tier, [ChainRequest([new])])
+        self.drain(choose)
+        there = site.residency(new)
+        require(bool(there & tier.bit), "a block that is held has left")
+        require(bool(there & low.bit), f"a block that is to be written down to {low} never gets there")
+        self.seen[f"written down, {policy.write_policy}"] += 1
+        self.end(session)
+        self.drain(choose)
 
     # -- an outcome, in the order that core/outcome.py lays down -----------------------------------------------------
 
