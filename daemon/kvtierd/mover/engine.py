@@ -428,7 +428,7 @@ class Engine:
     def _find(self, cache_id: CacheId) -> _Open:
         cache = self._caches.get(cache_id)
         if cache is None:
-            raise UnknownCache(cache_id)
+            raise ShuttingDown if self._closing else UnknownCache(cache_id)
         return cache
 
     def _accepting(self, cache_id: CacheId) -> _Open:
