@@ -120,6 +120,7 @@ def its_cache(scene: Scene) -> int:
 
 matching = request(blocks_pb2.MatchRequest, cache_id=its_cache, keys=PACKED)
 locating = request(blocks_pb2.LocateRequest, cache_id=its_cache, keys=PACKED)
+touching = request(blocks_pb2.TouchRequest, cache_id=its_cache, keys=PACKED)
 reserving = request(blocks_pb2.ReserveRequest, cache_id=its_cache, tier=HOST, count=1)
 committing = request(
     blocks_pb2.CommitRequest,
@@ -192,6 +193,7 @@ CASES = {
         for method, build in {
             "Match": matching,
             "Locate": locating,
+            "Touch": touching,
             "Reserve": reserving,
             "Commit": committing,
             "Acquire": acquiring_stored,
@@ -224,6 +226,7 @@ CASES = {
         for method, build in {
             "Match": matching,
             "Locate": locating,
+            "Touch": touching,
             "Reserve": reserving,
             "Acquire": acquiring_stored,
             "Move": moving,
@@ -243,6 +246,7 @@ CASES = {
         for method, build in {
             "Match": matching,
             "Locate": locating,
+            "Touch": touching,
             "Move": moving,
             "Drop": dropping,
             "Commit": committing,
@@ -252,7 +256,13 @@ CASES = {
         f"{method}: a key twice": Case(
             method, build(keys=PACKED + KEYS[1]), BAD, "keys[3]", KEYS[1].hex(), "different from keys[1]"
         )
-        for method, build in {"Match": matching, "Locate": locating, "Move": moving, "Drop": dropping}.items()
+        for method, build in {
+            "Match": matching,
+            "Locate": locating,
+            "Touch": touching,
+            "Move": moving,
+            "Drop": dropping,
+        }.items()
     },
     # reserve
     "reserve: none": Case("Reserve", reserving(count=0), BAD, "count", "0", "1 to 4"),

@@ -83,6 +83,13 @@ def _chains(world: World, choose: Chooser) -> list[ChainRequest]:
     return chains
 
 
+def touch(world: World, choose: Chooser) -> None:
+    site = _site(world, choose)
+    stored = list(site.mirror.blocks)
+    keys = choose.some(stored if stored and choose.chance(80) else world.forest.keys, 4)
+    world.touch(site, keys, choose.below(3))
+
+
 def retain(world: World, choose: Chooser) -> None:
     site = _site(world, choose)
     stored = list(site.mirror.blocks)
@@ -216,6 +223,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     move: 40,
     scribble: 20,
     drop: 10,
+    touch: 30,
     retain: 12,
     pin: 14,
     reset: 1,

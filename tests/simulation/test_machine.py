@@ -78,6 +78,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.take(actions.drop, data)
 
     @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        self.take(actions.touch, data)
+
+    @rule(data=st.data())
     def retain(self, data: st.DataObject) -> None:
         self.take(actions.retain, data)
 

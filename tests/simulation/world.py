@@ -179,6 +179,16 @@ class World:
         retentions.matched([chain.keys[place] for place in certain], self.now)
         retentions.wanted([chain.keys[place] for place in possible], self.now)
 
+    def touch(self, site: Site, keys: Sequence[Key], misses: int) -> None:
+        """A client has read these without a call."""
+        before = dict(site.mirror.blocks)
+        counted = self.core.stats().misses
+        self._carry_out(self.core.touch(site.group, keys, misses, self.now))
+        require(self.core.stats().misses == counted + misses, "a touch counts other misses than it was told")
+        chains = [[key] if site.plan.sliding else self.forest.chain(key) for key in keys if key in before]
+        site.retentions.matched({key for chain in chains for key in chain}, self.now)
+        self.seen["touched"] += bool(chains)
+
     def retain(
         self, session: SessionId, site: Site, keys: Sequence[Key], priorities: Sequence[int], durations: list[int]
     ) -> None:

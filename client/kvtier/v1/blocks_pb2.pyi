@@ -181,6 +181,53 @@ class LocateResponse(google.protobuf.message.Message):
 global___LocateResponse = LocateResponse
 
 @typing.final
+class TouchRequest(google.protobuf.message.Message):
+    """A full-attention group's key stands for its whole prefix, so the last one of a chain suffices. From the last key on, only
+    so many that about 16,384 blocks are touched: older ones are passed over.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_ID_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    cache_id: builtins.int
+    group: builtins.int
+    keys: builtins.bytes
+    """the one read last stands last; none where there are only misses"""
+    misses: builtins.int
+    """blocks that reads asked for since the last call and did not find, for the daemon's counts"""
+    def __init__(
+        self,
+        *,
+        cache_id: builtins.int = ...,
+        group: builtins.int = ...,
+        keys: builtins.bytes = ...,
+        misses: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "group", b"group", "keys", b"keys", "misses", b"misses"]) -> None: ...
+
+global___TouchRequest = TouchRequest
+
+@typing.final
+class TouchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    @property
+    def as_of_event(self) -> global___Cursor: ...
+    def __init__(
+        self,
+        *,
+        as_of_event: global___Cursor | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> None: ...
+
+global___TouchResponse = TouchResponse
+
+@typing.final
 class ReserveRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

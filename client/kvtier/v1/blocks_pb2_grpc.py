@@ -44,6 +44,11 @@ class BlocksStub(object):
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.LocateRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.LocateResponse.FromString,
                 _registered_method=True)
+        self.Touch = channel.unary_unary(
+                '/kvtier.v1.Blocks/Touch',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.TouchRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.TouchResponse.FromString,
+                _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/kvtier.v1.Blocks/Reserve',
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.ReserveRequest.SerializeToString,
@@ -108,6 +113,13 @@ class BlocksServicer(object):
 
     def Locate(self, request, context):
         """Tier, slot and generation of each key. No side effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Touch(self, request, context):
+        """Tells of blocks that were read without a call: recency moves as with Acquire. Keys that are not stored are passed over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +209,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.LocateRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.LocateResponse.SerializeToString,
+            ),
+            'Touch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Touch,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.TouchRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.TouchResponse.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -303,6 +320,33 @@ class Blocks(object):
             '/kvtier.v1.Blocks/Locate',
             kvtier_dot_v1_dot_blocks__pb2.LocateRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Touch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/Touch',
+            kvtier_dot_v1_dot_blocks__pb2.TouchRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.TouchResponse.FromString,
             options,
             channel_credentials,
             insecure,

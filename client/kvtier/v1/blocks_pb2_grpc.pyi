@@ -35,6 +35,12 @@ class BlocksStub:
     ]
     """Tier, slot and generation of each key. No side effect."""
 
+    Touch: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.TouchRequest,
+        kvtier.v1.blocks_pb2.TouchResponse,
+    ]
+    """Tells of blocks that were read without a call: recency moves as with Acquire. Keys that are not stored are passed over."""
+
     Reserve: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.ReserveRequest,
         kvtier.v1.blocks_pb2.ReserveResponse,
@@ -111,6 +117,12 @@ class BlocksAsyncStub:
         kvtier.v1.blocks_pb2.LocateResponse,
     ]
     """Tier, slot and generation of each key. No side effect."""
+
+    Touch: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.TouchRequest,
+        kvtier.v1.blocks_pb2.TouchResponse,
+    ]
+    """Tells of blocks that were read without a call: recency moves as with Acquire. Keys that are not stored are passed over."""
 
     Reserve: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.ReserveRequest,
@@ -192,6 +204,14 @@ class BlocksServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.blocks_pb2.LocateResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.LocateResponse]]:
         """Tier, slot and generation of each key. No side effect."""
+
+    @abc.abstractmethod
+    def Touch(
+        self,
+        request: kvtier.v1.blocks_pb2.TouchRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.blocks_pb2.TouchResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.TouchResponse]]:
+        """Tells of blocks that were read without a call: recency moves as with Acquire. Keys that are not stored are passed over."""
 
     @abc.abstractmethod
     def Reserve(

@@ -7,6 +7,7 @@ bounded in flight, so that they never stand in the way of more than a few copies
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -46,7 +47,7 @@ class Background:
         if self._state.policy.write_policy is WritePolicy.SELECTIVE:
             self._state.reuse(blocks)
 
-    def used_again(self, blocks: list[Block]) -> None:
+    def used_again(self, blocks: Sequence[Block]) -> None:
         if self._state.policy.write_policy is WritePolicy.SELECTIVE:
             fresh = self._state.reuse(blocks)
             self._due.update(dict.fromkeys(fresh))

@@ -403,9 +403,9 @@ class GroupState:
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Moves recency of these blocks and all that they stand on, children before parents, else in this order."""
-        self._touch_all(self._prefixes(blocks))
+        self._touch_all(self.prefixes(blocks))
 
-    def _prefixes(self, blocks: Iterable[Block], known: Collection[Block] = ()) -> dict[Block, None]:
+    def prefixes(self, blocks: Iterable[Block], known: Collection[Block] = ()) -> dict[Block, None]:
         """The blocks and all that they stand on, without those known already, whose prefixes are known too."""
         found: dict[Block, None] = {}
         for block in blocks:
@@ -441,7 +441,7 @@ class GroupState:
             before = block.priority
             self._set_priority(block, DEFAULT_PRIORITY, Cause.EXPIRED)
             if block.priority != before:
-                moved |= self._prefixes([block], moved)
+                moved |= self.prefixes([block], moved)
         self._touch_all(moved)
 
     def _set_priority(self, block: Block, priority: int, cause: Cause) -> None:

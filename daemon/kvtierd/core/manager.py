@@ -299,6 +299,19 @@ class BlockManager:
         self._pump_all(now)
         return self._take(now)
 
+    def touch(self, group: GroupId, keys: Sequence[Key], misses: int, now: int) -> Outcome:
+        """Blocks were read, the least recently read first, and ``misses`` others asked for in vain: recency, and what
+        else follows from a use, as by :meth:`acquire`. Of a full-attention group a key stands for its whole prefix.
+
+        Keys that are not indexed are passed over; so are, from the last one back, those beyond the bound of a call.
+        """
+        window = self._window(group)
+        if keys:
+            check_keys(keys, "keys")
+        window.touch(keys, misses)
+        self._pump(now, window)
+        return self._take(now)
+
     # -- moves -------------------------------------------------------------------------------------------------------
 
     def move(

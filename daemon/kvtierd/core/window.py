@@ -27,6 +27,10 @@ LAST: Final = 1 << 62
 """Who asks for room under this number comes after all requests."""
 
 
+TOUCHED_A_CALL: Final = 16_384
+"""Blocks after which a touch takes no further key: as many as an acquire can name."""
+
+
 class Recovered(NamedTuple):
     """A block found at start, its traits as they were when its bytes were written. ``slot``: on disk."""
 
@@ -132,12 +136,30 @@ class WindowManager:
 
     def note_match(self, ticket: FetchTicket, missed: int) -> None:
         """Counts what was found and what was not, and what was found has been used."""
-        self.misses += missed
-        for residency in ticket.found_in:
-            self.hits[next(tier for tier in self.state.tiers if residency & tier.bit)] += 1
-        self.background.used_again(ticket.blocks)
+        self._used(ticket.blocks, ticket.found_in, missed)
         self.state.touch(reversed(ticket.blocks))
-        for block in ticket.blocks:
+
+    def touch(self, keys: Sequence[Key], missed: int) -> None:
+        """As if an acquire had found these blocks with all that they stand on; the last key was read last."""
+        touched: dict[Block, None] = {}
+        for key in reversed(keys):
+            block = self.state.index.get(key)
+            if block is not None:
+                touched |= self.state.prefixes([block], touched)
+            if len(touched) >= TOUCHED_A_CALL:
+                break
+        oldest_first = list(touched)[::-1]
+        blocks = sorted(oldest_first, key=lambda block: block.depth)
+        self._used(blocks, [block.residency for block in blocks], missed)
+        self.state.touch(blocks)
+
+    def _used(self, blocks: Sequence[Block], found_in: Sequence[int], missed: int) -> None:
+        """All that a use means but recency. ``blocks``: parents before children."""
+        self.misses += missed
+        for residency in found_in:
+            self.hits[next(tier for tier in self.state.tiers if residency & tier.bit)] += 1
+        self.background.used_again(blocks)
+        for block in blocks:
             self.state.clocks.start(block)
 
     def fetch(self, ticket: FetchTicket) -> None:

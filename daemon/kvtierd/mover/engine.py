@@ -254,6 +254,11 @@ class Engine:
         cache = self._find(cache_id)
         self._apply(cache, cache.manager.release(session, leases, self._clock(), first_blocks))
 
+    def touch(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], misses: int) -> None:
+        """Blocks were read without a call, and ``misses`` others were asked for in vain."""
+        cache = self._find(cache_id)
+        self._apply(cache, cache.manager.touch(group, keys, misses, self._clock()))
+
     def drop(
         self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
     ) -> DropReport:

@@ -53,6 +53,7 @@ class BlocksService:
         return {
             "Match": self.match,
             "Locate": self.locate,
+            "Touch": self.touch,
             "Reserve": self.reserve,
             "Commit": self.commit,
             "Acquire": self.acquire,
@@ -87,6 +88,12 @@ class BlocksService:
             host_generations=_generations(cache, Tier.HOST, group, slots[Tier.HOST]),
             as_of_event=self._now_cursor(),
         )
+
+    async def touch(self, session: Session, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        keys = validate.keys("keys", request.keys) if request.keys or not request.misses else []
+        self._engine.touch(cache.id, group, keys, request.misses)
+        return blocks_pb2.TouchResponse(as_of_event=self._now_cursor())
 
     async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
         cache, group = self._place(session, request.cache_id, request.group)

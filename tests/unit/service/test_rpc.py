@@ -91,6 +91,10 @@ async def test_a_block_s_life(client: Client) -> None:
     assert [generation % 2 for generation in found.device_generations] == [0, 0, 0, 0]
     assert list(found.host_generations) == [0, 0, 0, 0]
 
+    touched = await client.call(blocks.Touch, blocks_pb2.TouchRequest(cache_id=cache, keys=KEYS[3], misses=2))
+    assert touched.as_of_event == found.as_of_event
+    await client.call(blocks.Touch, blocks_pb2.TouchRequest(cache_id=cache, misses=1))
+
     acquired = await client.call(
         blocks.Acquire,
         blocks_pb2.AcquireRequest(cache_id=cache, tier=DEVICE, chains=[blocks_pb2.Chain(keys=PACKED + b"?" * 32)]),
@@ -327,11 +331,13 @@ def chains(*messages: tuple[bytes, int]) -> list[blocks_pb2.Chain]:
 
 COMMIT = {"keys": KEYS[2] + KEYS[3], "parents": KEYS[1] + KEYS[2]}
 
+KEYED = ("Match", "Locate", "Touch", "Drop")
+
 BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
-    *((verb, {"keys": keys}, "keys") for verb in ("Match", "Locate", "Drop") for keys in (b"", b"x", PACKED[:-1])),
-    *((verb, {"keys": PACKED + KEYS[0]}, "keys[4]") for verb in ("Match", "Locate", "Drop")),
-    *((verb, {"keys": many(validate.MAX_KEYS + 1)}, "keys") for verb in ("Match", "Locate", "Drop")),
-    *((verb, {"group": group}, "group") for verb in ("Match", "Locate", "Drop", "List") for group in (1, HUGE32)),
+    *((verb, {"keys": keys}, "keys") for verb in KEYED for keys in (b"", b"x", PACKED[:-1])),
+    *((verb, {"keys": PACKED + KEYS[0]}, "keys[4]") for verb in KEYED),
+    *((verb, {"keys": many(validate.MAX_KEYS + 1)}, "keys") for verb in KEYED),
+    *((verb, {"group": group}, "group") for verb in (*KEYED, "List") for group in (1, HUGE32)),
     ("Move", {"to": HOST, "keys": b""}, "keys"),
     ("Move", {"to": HOST, "keys": KEYS[0] * 2}, "keys[1]"),
     ("Move", {"to": 0, "keys": PACKED}, "to"),

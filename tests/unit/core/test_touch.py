@@ -1,0 +1,110 @@
+"""Blocks that clients read without a call: what the core makes of being told."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtierd.core import window
+from kvtierd.core.errors import BadArgument, UnknownGroup
+from kvtierd.core.ids import GroupId, Tier
+from kvtierd.core.policy import Policy, WritePolicy
+from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, keys
+
+
+def test_what_was_read_outlives_what_was_not() -> None:
+    bench = Bench(device=3)
+    for name in "abc":
+        bench.put(name)
+    bench.tell_read("a")
+    bench.blank(DEVICE, 2)
+    assert bench.stored() == "a"
+
+
+def test_the_last_key_of_a_chain_stands_for_all_of_it() -> None:
+    bench = Bench(device=5)
+    bench.put("abc")
+    bench.put("xy")
+    bench.tell_read("c")
+    bench.blank(DEVICE, 2)
+    assert bench.stored() == "abc"
+
+
+def test_of_several_the_one_read_last_stays_longest() -> None:
+    bench = Bench(device=3)
+    for name in "abc":
+        bench.put(name)
+    bench.tell_read("cba")
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "ab"
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "a"
+
+
+def test_keys_that_are_not_stored_are_passed_over() -> None:
+    bench = Bench(device=2)
+    bench.put("a")
+    bench.put("b")
+    bench.tell_read("zaz"[:2])
+    bench.blank(DEVICE, 1)
+    assert bench.stored() == "a"
+    assert bench.core.stats().hits[DEVICE] == 1
+
+
+def test_reads_and_misses_are_counted_like_those_of_an_acquire() -> None:
+    bench = Bench(device=2, host=2)
+    bench.put("ab")
+    bench.move("b", HOST)
+    bench.land()
+    bench.tell_read("b", misses=3)
+    stats = bench.core.stats()
+    assert (stats.hits[DEVICE], stats.hits[HOST], stats.misses) == (1, 1, 3)
+    bench.tell_read("", misses=2)
+    assert bench.core.stats().misses == 5
+
+
+def test_a_read_is_a_second_use_for_a_cache_that_writes_down_what_is_used_twice() -> None:
+    bench = Bench(device=2, disk=4, policy=Policy(write_policy=WritePolicy.SELECTIVE))
+    bench.put("ab")
+    assert not bench.moves
+    bench.tell_read("b")
+    bench.land()
+    assert bench.where("a") == bench.where("b") == {DEVICE, DISK}
+
+
+def test_a_read_counts_as_a_use_on_disk() -> None:
+    bench = Bench(device=2, disk=4, policy=Policy(write_policy=WritePolicy.THROUGH))
+    bench.put("ab")
+    bench.land()
+    bench.core.take_disk_uses()
+    bench.tell_read("b")
+    assert bench.core.take_disk_uses() == {GROUP: keys("ba")}
+
+
+def test_a_read_starts_the_clock_of_a_retention_anew() -> None:
+    bench = Bench(device=2)
+    bench.put("a", priority=80, duration_ms=1000)
+    bench.pass_ms(900)
+    bench.tell_read("a")
+    bench.pass_ms(900)
+    assert bench.priority("a") == 80
+    bench.pass_ms(100)
+    assert bench.priority("a") == 35
+
+
+def test_a_call_is_bounded_from_the_last_key_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "TOUCHED_A_CALL", 2)
+    bench = Bench(device=4)
+    for chain in ("ab", "x", "y"):
+        bench.put(chain)
+    bench.tell_read("bxy")
+    assert sum(bench.core.stats().hits[tier] for tier in (Tier.DEVICE,)) == 2
+    bench.blank(DEVICE, 2)
+    assert bench.stored() == "xy"
+
+
+def test_bad_keys_and_groups_are_refused() -> None:
+    bench = Bench(device=1)
+    with pytest.raises(BadArgument, match="stands twice"):
+        bench.tell_read("aa")
+    with pytest.raises(UnknownGroup):
+        bench.core.touch(GroupId(7), keys("a"), 0, 0)
