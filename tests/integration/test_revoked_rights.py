@@ -8,11 +8,17 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
+import xxhash
 
 from kvtier import AsyncClient, Event, PermissionDenied, Tier, connect
+from kvtier.types import ROOT_PARENT
+from kvtier.v1 import blocks_pb2, transfer_pb2
+from kvtier.wire import tier_to_wire
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import refusal
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -79,6 +85,44 @@ async def test_who_may_not_read_any_more_can_still_give_back(daemon: DaemonProce
             assert (await tier_stats(owner, "other", Tier.HOST)).held == 2
         await eventually(lambda: tier_stats(owner, "other", Tier.HOST), lambda stats: not stats.held)
         await cache.close()
+
+
+async def test_a_put_under_way_stores_nothing_once_its_right_is_gone(daemon: DaemonProcess, tmp_path: Path) -> None:
+    keys = chain("under-way", 2)
+    data = [row.tobytes() for row in blocks(keys)]
+    gates = {"begun": asyncio.Event(), "revoked": asyncio.Event()}
+
+    async def messages(cache_id: int) -> AsyncIterator[transfer_pb2.PutChunk]:
+        commit = blocks_pb2.CommitRequest(
+            cache_id=cache_id, keys=b"".join(keys), parents=b"".join([ROOT_PARENT, keys[0]])
+        )
+        sums = b"".join(map(xxhash.xxh3_128_digest, data))
+        yield transfer_pb2.PutChunk(
+            header=transfer_pb2.PutHeader(commit=commit, tier=tier_to_wire(Tier.HOST), checksums=sums)
+        )
+        for index, row in enumerate(data):
+            yield transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(block=index, data=row))
+        gates["begun"].set()
+        await gates["revoked"].wait()  # all its bytes are there, its end is not
+
+    async with await connect(daemon.address) as owner, await connect(daemon.tcp_address, insecure=True) as client:
+        await stored(owner, "other", "before")
+        cache = await client.open_cache("other", SPEC, mapped=False)
+        link = await client._session.link(None)
+        call = link.stubs.transfer.Put(messages(cache.info.cache_id), metadata=link.metadata, timeout=60)
+        await gates["begun"].wait()
+        await eventually(lambda: tier_stats(owner, "other", Tier.HOST), lambda stats: stats.held == 2)
+        await revoke(daemon, tmp_path / "kvtierd.toml")
+        gates["revoked"].set()
+        fault = await refusal(call)
+        assert (fault.code, fault.reason, fault.detail.field) == (
+            grpc.StatusCode.PERMISSION_DENIED,
+            "NO_RIGHT",
+            "write",
+        )
+        own = await owner.open_cache("other", SPEC)
+        assert (await own.match(keys)).blocks == 0
+        assert not (await tier_stats(owner, "other", Tier.HOST)).held
 
 
 async def until_stored(watch: AsyncIterator[object], key: bytes) -> set[bytes]:

@@ -233,7 +233,9 @@ class Daemon:
         describe = self._translator.detail
         caps = Caps(self._engine, lambda: CapLimits(live.now.max_reserved_fraction, live.now.max_session_leases))
         blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe, caps)
-        transfer = TransferService(self._engine, self._catalog, blocks, lambda: live.now.wait_seconds, caps)
+        transfer = TransferService(
+            self._engine, self._catalog, self._access, blocks, lambda: live.now.wait_seconds, caps
+        )
         return Services(
             caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
             blocks=blocks.verbs(),

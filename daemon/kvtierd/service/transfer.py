@@ -2,7 +2,8 @@
 
 A transfer is a lease of the caller's session. Before every chunk it is asked whether the lease still stands, and
 between that and the copy there is no ``await``: whatever ends the lease runs on this loop, too, so no byte is ever
-written to, or read from, a slot that has become somebody else's. A chunk is small enough to be copied here; handing it
+written to, or read from, a slot that has become somebody else's. So is the right, which a reload of the rules may have
+taken away: what is not stored yet is not stored then. A chunk is small enough to be copied here; handing it
 to a thread costs the loop about as much as copying it.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import grpc
@@ -23,7 +25,9 @@ from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import GroupId, LeaseId, SlotId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.errors import UnknownCache
+from kvtierd.rights import Right
 from kvtierd.service import validate
+from kvtierd.service.access import Access
 from kvtierd.service.blocks import MEMORY_TIERS, BlocksService, commit_items
 from kvtierd.service.caches import opened
 from kvtierd.service.calls import StreamVerb, UploadVerb
@@ -36,7 +40,8 @@ from kvtierd.tiers.base import Bytes
 
 @dataclass(slots=True, frozen=True)
 class _Held:
-    """Slots that a transfer holds. ``generations``: of READY ones, none of blank ones."""
+    """Slots that a transfer holds. ``generations``: of READY ones, none of blank ones. ``require_right``: raises
+    PERMISSION_DENIED once its session may not do any more what it has begun."""
 
     session: Session
     cache: Cache
@@ -44,6 +49,7 @@ class _Held:
     tier: Tier
     lease: LeaseId
     slots: Sequence[SlotId]
+    require_right: Callable[[], None]
     generations: Sequence[int] = ()
 
     @property
@@ -51,8 +57,9 @@ class _Held:
         return self.cache.spec.block_bytes(self.group)
 
     def require_live(self) -> None:
-        """Raises what a unary call of a session without this lease raises."""
+        """Raises what a unary call of a session without this lease, or without the right, raises."""
         require_attached(self.session)
+        self.require_right()
         if self.lease not in self.cache.runtime.manager.leases:
             raise UnknownLease(self.lease)
 
@@ -76,9 +83,16 @@ class TransferService:
     """``wait_s``: how long a call waits for room that does not say."""
 
     def __init__(
-        self, engine: Engine, catalog: Catalog, blocks: BlocksService, wait_s: Callable[[], float], caps: Caps
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        access: Access,
+        blocks: BlocksService,
+        wait_s: Callable[[], float],
+        caps: Caps,
     ) -> None:
         self._engine: Final = engine
+        self._access: Final = access
         self._caps: Final = caps
         self._catalog: Final = catalog
         self._blocks: Final = blocks
@@ -110,8 +124,9 @@ class TransferService:
             grant = await self._engine.reserve(cache.id, session.id, group, tier, len(keys), wait_s)
         lease = LeaseId(grant.lease or 0)
         try:
-            await _receive(_Held(session, cache, group, tier, lease, grant.slots), checksums, chunks)
-            require_attached(session)
+            held = _Held(session, cache, group, tier, lease, grant.slots, self._right(session, Right.WRITE, cache))
+            await _receive(held, checksums, chunks)
+            held.require_live()
             commit.lease_id = lease
             commit.slots.extend(grant.slots)
             done = await self._blocks.commit(session, commit)
@@ -131,11 +146,16 @@ class TransferService:
         lease, slots, generations = LeaseId(chain.lease_id), list(map(SlotId, chain.slots)), list(chain.generations)
         try:
             yield _header(chain).SerializeToString()
-            async for chunk in _chunks(_Held(session, cache, group, tier, lease, slots, generations)):
+            right = self._right(session, Right.READ, cache)
+            async for chunk in _chunks(_Held(session, cache, group, tier, lease, slots, right, generations)):
                 yield chunk
         finally:
             if lease:
                 self._release(session, cache, lease)
+
+    def _right(self, session: Session, right: Right, cache: Cache) -> Callable[[], None]:
+        """What asks for it anew: rules change while a stream goes on."""
+        return partial(self._access.require_on, session, right, cache.name)
 
     def _release(self, session: Session, cache: Cache, lease: LeaseId) -> None:
         with suppress(UnknownLease, UnknownCache):  # ended with the session, or with the daemon
