@@ -16,10 +16,6 @@ MAX_CHUNK_BYTES: Final = 1 << 20
 CHECKSUM_BYTES: Final = 16
 """xxh3-128, big-endian."""
 
-STALL_S: Final = 30.0
-"""A peer that neither sends nor takes a message for so long is given up."""
-
-
 GO_AHEAD_KEY: Final = "kvtier-go-ahead"
 """In the initial metadata of an upload: its slots are there, its bytes may come."""
 

@@ -12,7 +12,9 @@ says where it begins, and chunks come in order: a gap, an overlap, a byte too ma
 Checksums are xxh3-128 of a block's bytes, 16 bytes each, big-endian, seed 0. Bytes that do not match theirs are refused
 (DATA_LOSS, reason CHECKSUM_MISMATCH, field naming the block), and nothing of the call is stored.
 
-A peer that neither sends nor takes a message for half a minute is given up (DEADLINE_EXCEEDED, reason STALLED).
+A peer that makes no progress is given up (DEADLINE_EXCEEDED, reason STALLED), and its slots are freed: in any
+transfer_idle_seconds (by default 30) a sender brings transfer_idle_bytes (by default 64 KiB), or ends, and a reader
+takes a message.
 """
 
 import abc

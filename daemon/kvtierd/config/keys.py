@@ -222,6 +222,16 @@ class CallKeys(_Section):
     wait_seconds: Annotated[Duration, LIVE] = Field(
         30.0, gt=0, le=3600, description="How long a call waits for room if it does not say."
     )
+    transfer_idle_seconds: Annotated[Duration, LIVE] = Field(
+        30.0,
+        ge=0.01,
+        le=3600,
+        description="A put or get stream without progress for so long is ended: a put that brings too few bytes, a get "
+        "of which no message (at most 1 MiB) is taken.",
+    )
+    transfer_idle_bytes: Annotated[Size, LIVE, Field(ge=1, le=1 << 30)] = Field(
+        ByteSize(64 << 10), description="So many bytes a put must bring in every `transfer_idle_seconds`, or end."
+    )
     shutdown_seconds: Annotated[Duration, LIVE] = Field(
         30.0, gt=0, le=3600, description="A clean stop lets moves end for so long at most."
     )

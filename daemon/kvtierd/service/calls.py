@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -41,6 +42,25 @@ DRAIN_S: Final = 0.25
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(slots=True, frozen=True)
+class Pace:
+    """What a peer must keep, since slots are held for it: in any ``idle_s`` seconds it brings ``least_bytes``, or ends
+    its stream; and it takes every message within ``idle_s``, which has up to 1 MiB."""
+
+    idle_s: float
+    least_bytes: int
+
+    @asynccontextmanager
+    async def patience(self, seconds: float) -> AsyncGenerator[None, None]:
+        """Raises DEADLINE_EXCEEDED after so many of them."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError as error:
+            says = f"fewer than {self.least_bytes} bytes, and no end, came within {self.idle_s:g} seconds"
+            raise _stalled(says) from error
+
+
 class Dispatcher:
     """Makes gRPC handlers of verbs."""
 
@@ -60,33 +80,35 @@ class Dispatcher:
         verbs: Mapping[str, Verb],
         streams: Mapping[str, StreamVerb] | None = None,
         uploads: Mapping[str, UploadVerb] | None = None,
-        stall_s: float | None = None,
+        pace: Callable[[], Pace] | None = None,
     ) -> grpc.GenericRpcHandler:
-        """All methods of a service. ``stall_s``: how long a peer may take to send or to take a message of a stream.
+        """All methods of a service. ``pace``: what a peer must keep in a stream that begins now; None: it may take its
+        time.
 
-        Raises KeyError where the verbs are not exactly the service's methods, or one stands in no table of rights.
+        Raises ValueError for uploads without a pace, KeyError where the verbs are not exactly the service's methods, or
+        one stands in no table of rights.
         """
         streams, uploads = streams or {}, uploads or {}
         if {*verbs, *streams, *uploads} != set(service.methods_by_name):
             raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = (
-            {
-                name: grpc.unary_unary_rpc_method_handler(
-                    self._unary(service.methods_by_name[name], verb), response_serializer=_serialise
-                )
-                for name, verb in verbs.items()
-            }
-            | {
-                name: grpc.unary_stream_rpc_method_handler(self._stream(service.methods_by_name[name], verb, stall_s))
-                for name, verb in streams.items()
-            }
-            | {
+        if uploads and pace is None:
+            raise ValueError(f"{service.full_name}: uploads need a pace")
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._unary(service.methods_by_name[name], verb), response_serializer=_serialise
+            )
+            for name, verb in verbs.items()
+        } | {
+            name: grpc.unary_stream_rpc_method_handler(self._stream(service.methods_by_name[name], verb, pace))
+            for name, verb in streams.items()
+        }
+        if pace is not None:
+            handlers |= {
                 name: grpc.stream_unary_rpc_method_handler(
-                    self._upload(service.methods_by_name[name], verb, stall_s), response_serializer=_serialise
+                    self._upload(service.methods_by_name[name], verb, pace), response_serializer=_serialise
                 )
                 for name, verb in uploads.items()
             }
-        )
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
     def _unary(self, method: MethodDescriptor, verb: Verb) -> Callable[[bytes, _Context], Awaitable[Message]]:
@@ -113,7 +135,7 @@ class Dispatcher:
         return call
 
     def _stream(
-        self, method: MethodDescriptor, verb: StreamVerb, stall_s: float | None
+        self, method: MethodDescriptor, verb: StreamVerb, pace: Callable[[], Pace] | None
     ) -> Callable[[bytes, _Context], Awaitable[None]]:
         parse = _parser(method)
         needs = NEEDS[method.full_name]
@@ -123,12 +145,13 @@ class Dispatcher:
                 session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
                 request = parse(raw)
                 self._access.require(session, needs, request)
+                idle_s = None if pace is None else pace().idle_s
                 async with aclosing(verb(session, request)) as replies:
                     async for reply in replies:
-                        if stall_s is None:
+                        if idle_s is None:
                             await context.write(reply)
                         else:
-                            await _write(context, reply, stall_s, replies.aclose)
+                            await _write(context, reply, idle_s, replies.aclose)
                 return
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
@@ -137,13 +160,13 @@ class Dispatcher:
         return call
 
     def _upload(
-        self, method: MethodDescriptor, verb: UploadVerb, stall_s: float | None
+        self, method: MethodDescriptor, verb: UploadVerb, pace: Callable[[], Pace]
     ) -> Callable[[AsyncIterator[bytes], _Context], Awaitable[Message]]:
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
 
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
-            upload = _Upload(messages, _parser(method), context, stall_s)
+            upload = _Upload(messages, _parser(method), context, pace())
             try:
                 if self._stopping:
                     raise shutting_down()
@@ -164,15 +187,15 @@ class Dispatcher:
         return call
 
 
-async def _write(context: _Context, reply: bytes, stall_s: float, give_back: Callable[[], Awaitable[None]]) -> None:
+async def _write(context: _Context, reply: bytes, idle_s: float, give_back: Callable[[], Awaitable[None]]) -> None:
     """Raises DEADLINE_EXCEEDED where the peer does not take the reply, after ``give_back``."""
     writing = asyncio.ensure_future(context.write(reply))
     try:
-        await asyncio.wait([writing], timeout=stall_s)
+        await asyncio.wait([writing], timeout=idle_s)
         if not writing.done():
             await give_back()
             await writing  # gRPC has no way to end a call while one of its writes is pending
-            raise _stalled("taken", stall_s)
+            raise _stalled(f"no message was taken for {idle_s:g} seconds")
         writing.result()
     finally:
         writing.cancel()
@@ -182,61 +205,62 @@ class _Upload:
     """The messages of a call: a header, then chunks."""
 
     def __init__(
-        self, messages: AsyncIterator[bytes], parse: Callable[[bytes], Any], context: _Context, stall_s: float | None
+        self, messages: AsyncIterator[bytes], parse: Callable[[bytes], Any], context: _Context, pace: Pace
     ) -> None:
         self._messages = aiter(messages)
         self._parse = parse
         self._context = context
-        self._stall_s = stall_s
+        self._pace = pace
         self._expected = False
 
     async def header(self) -> tuple[bytes, transfer_pb2.PutHeader]:
         """The first message, also as it came."""
-        raw = await self._next(self._stall_s)
+        async with self._pace.patience(self._pace.idle_s):
+            raw = await self._next()
         message = self._parse(raw or b"")
         if message.WhichOneof("part") != "header":
             raise bad_argument("part", message.WhichOneof("part") or "nothing", "header, in the first message")
         return raw or b"", message.header
 
     async def chunks(self) -> AsyncGenerator[transfer_pb2.BlockBytes, None]:
-        """Until the sender ends the stream. Raises CANCELLED where the stream broke instead."""
+        """Until the sender ends the stream. Raises DEADLINE_EXCEEDED where it does not keep the pace, and CANCELLED
+        where the stream broke."""
         self._expected = True
         await self._context.send_initial_metadata(((GO_AHEAD_KEY, "1"),))
-        while (raw := await self._next(self._stall_s)) is not None:
+        clock = asyncio.get_running_loop().time
+        brought, end = 0, clock() + self._pace.idle_s
+        while True:
+            async with self._pace.patience(end - clock()):
+                raw = await self._next()
+            if raw is None:
+                return
             message = self._parse(raw)
             if message.WhichOneof("part") != "bytes":
                 raise bad_argument("part", message.WhichOneof("part") or "nothing", "bytes, after the header")
             yield message.bytes
+            brought += len(message.bytes.data)
+            if brought >= self._pace.least_bytes:
+                brought, end = 0, clock() + self._pace.idle_s
 
     async def drain(self) -> None:
         """Takes what a refused sender has still under way: gRPC clients that are told in the middle of a message see an
         internal error instead of the refusal."""
-        with suppress(CallRefused):  # it is refused already
+        with suppress(CallRefused, TimeoutError):  # it is refused already
             for _ in range(MAX_DRAINED if self._expected else 0):
-                if await self._next(DRAIN_S) is None:
-                    return
+                async with asyncio.timeout(DRAIN_S):
+                    if await self._next() is None:
+                        return
 
-    async def _next(self, patience_s: float | None) -> bytes | None:
-        async with _patience(patience_s):
-            raw = await anext(self._messages, None)
+    async def _next(self) -> bytes | None:
+        raw = await anext(self._messages, None)
         if raw is None and self._context.cancelled():
             # Whoever repeats the call waits for this one: that its stream broke must not look like a wrong argument.
             raise refused(grpc.StatusCode.CANCELLED, "STREAM_BROKEN", "the stream broke before its end")
         return raw
 
 
-@asynccontextmanager
-async def _patience(seconds: float | None) -> AsyncGenerator[None, None]:
-    """Raises DEADLINE_EXCEEDED where a peer takes longer to send a message."""
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise _stalled("sent", seconds) from error
-
-
-def _stalled(what: str, seconds: float | None) -> CallRefused:
-    return refused(grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED", f"no message was {what} for {seconds:g} seconds")
+def _stalled(says: str) -> CallRefused:
+    return refused(grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED", says)
 
 
 async def _run_upload(verb: UploadVerb, session: Session, header: transfer_pb2.PutHeader, upload: _Upload) -> Message:

@@ -22,7 +22,7 @@ from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.blocks import BlocksService
 from kvtierd.service.budgets import Budgets, RememberedSlots
 from kvtierd.service.caches import CachesService
-from kvtierd.service.calls import Dispatcher
+from kvtierd.service.calls import Dispatcher, Pace
 from kvtierd.service.caps import CapLimits, Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.collector import Collector
@@ -136,7 +136,7 @@ class Daemon:
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
         others = {RemoteSessions.name: self._remote.handler()}
-        self._rpc: Final = RpcServer(self._dispatcher, self._services(), others)
+        self._rpc: Final = RpcServer(self._dispatcher, self._services(), others, self._pace)
         self._tcp: str | None = None
 
     @classmethod
@@ -261,6 +261,9 @@ class Daemon:
     def _change_rights(self, config: Config) -> None:
         self._access.rights = Rights(config.rules, os.getuid())
         self._events.rights_changed()
+
+    def _pace(self) -> Pace:
+        return Pace(self.live.now.transfer_idle_seconds, int(self.live.now.transfer_idle_bytes))
 
     def _most_sessions(self) -> int:
         return self.live.now.max_sessions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,9 +13,8 @@ from grpc_health.v1.health import aio as health
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
-from kvtier.abi.stream import STALL_S
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, transfer_pb2
-from kvtierd.service.calls import Dispatcher, StreamVerb, UploadVerb, Verb
+from kvtierd.service.calls import Dispatcher, Pace, StreamVerb, UploadVerb, Verb
 from kvtierd.tcp import TcpListener
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
@@ -54,16 +53,20 @@ class RpcServer:
     """Must be made, started and stopped on the loop that runs the verbs."""
 
     def __init__(
-        self, dispatcher: Dispatcher, services: Services, others: Mapping[str, grpc.GenericRpcHandler]
+        self,
+        dispatcher: Dispatcher,
+        services: Services,
+        others: Mapping[str, grpc.GenericRpcHandler],
+        pace: Callable[[], Pace],
     ) -> None:
-        """``others``: services by full name that make their own handlers."""
+        """``others``: services by full name that make their own handlers. ``pace``: of transfers that begin now."""
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.HealthServicer()
         self._served: list[str] = []
         for descriptor, verbs in ((_CACHES, services.caches), (_BLOCKS, services.blocks), (_ADMIN, services.admin)):
             self._add(descriptor.full_name, dispatcher.handler(descriptor, verbs))
         self._add(_EVENTS.full_name, dispatcher.handler(_EVENTS, {}, services.events))
-        self._add(_TRANSFER.full_name, dispatcher.handler(_TRANSFER, {}, services.downloads, services.uploads, STALL_S))
+        self._add(_TRANSFER.full_name, dispatcher.handler(_TRANSFER, {}, services.downloads, services.uploads, pace))
         for name, handler in others.items():
             self._add(name, handler)
         add_HealthServicer_to_server(self._health, self._server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 import xxhash
 
 from kvtier.v1 import admin_pb2, blocks_pb2, transfer_pb2, transfer_pb2_grpc
-from kvtierd.service import server
 from kvtierd.service.daemon import Daemon
 from tests.unit.service.rig import HOST, SPEC, Client, attached, chain, config, parents_of, refusal, running
 
@@ -24,9 +24,8 @@ def stub(client: Client) -> Any:
 
 
 @pytest.fixture
-async def daemon(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Daemon]:
-    monkeypatch.setattr(server, "STALL_S", 0.1)
-    async with running(config(short_dir, device=0, host=SLOTS)) as daemon:
+async def daemon(short_dir: Path) -> AsyncIterator[Daemon]:
+    async with running(config(short_dir, device=0, host=SLOTS, transfer_idle_seconds=0.1)) as daemon:
         yield daemon
 
 
@@ -63,6 +62,45 @@ async def test_a_sender_whose_bytes_are_complete_must_end_too(daemon: Daemon) ->
         assert (await refusal(call))[1].reason == "STALLED"
         match = blocks_pb2.MatchRequest(cache_id=cache, keys=b"".join(KEYS))
         assert (await client.call(client.blocks.Match, match)).blocks == 0
+
+
+def piece(start: int, stop: int) -> transfer_pb2.PutChunk:
+    """Bytes of the stream, counted from its first."""
+    block, offset = divmod(start, SPEC.block_bytes(0))
+    return transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(block=block, offset=offset, data=bytes(stop - start)))
+
+
+async def test_a_sender_that_trickles_is_given_up(daemon: Daemon) -> None:
+    """A byte at a time is a message at a time, but at no pace that slots are held for."""
+    async with attached(daemon) as client:
+        cache = await client.open()
+        call = stub(client).Put(metadata=client.metadata)
+        await call.write(header(cache))
+        while not await held(client):
+            pass
+        for place in range(2000):
+            await call.write(piece(place, place + 1))
+            if not await held(client):
+                break
+        code, detail = await refusal(call)
+        assert (code, detail.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED")
+
+
+async def test_a_sender_that_keeps_the_pace_may_take_longer(short_dir: Path) -> None:
+    idle_s = 0.5
+    settings = config(short_dir, device=0, host=4, transfer_idle_seconds=idle_s, transfer_idle_bytes=1)
+    async with running(settings) as daemon, attached(daemon) as client:
+        cache = await client.open()
+        call = stub(client).Put(metadata=client.metadata)
+        await call.write(header(cache))
+        clock, place = asyncio.get_running_loop().time, 0
+        begun = clock()
+        while clock() < begun + 1.5 * idle_s:
+            await call.write(piece(place, place := place + 1))
+            await asyncio.sleep(idle_s / 50)
+        await call.write(piece(place, 2 * SPEC.block_bytes(0)))
+        await call.done_writing()
+        assert len((await call).results) == 2
 
 
 async def test_a_reader_that_takes_nothing_is_given_up(daemon: Daemon) -> None:
