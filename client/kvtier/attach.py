@@ -33,6 +33,7 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize
 _REFUSALS: Final[Mapping[str, type[KvtierError]]] = {
     "PERMISSION_DENIED": PermissionDenied,
     "TOO_MANY_SESSIONS": RetryableError,
+    "TOO_MANY_OF_IDENTITY": RetryableError,
     "UNKNOWN_CACHE": NotFound,
     "INTERNAL": DaemonError,
 }

@@ -122,6 +122,7 @@ _BY_REASON: Final[Mapping[str, _Make]] = {
     "STILL_HELD": _still_held,
     "TIER_OFFLINE": _plain(errors.TierOffline),
     "TIER_FAILED": _plain(errors.TierOffline),
+    "TOO_MANY_OF_IDENTITY": _plain(errors.RetryableError),
 }
 
 _BY_CODE: Final[Mapping[grpc.StatusCode, _Make]] = {

@@ -4,6 +4,7 @@ network does."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvtier import (
     Event,
     InvalidArgument,
     PermissionDenied,
+    RetryableError,
     Tier,
     TlsFiles,
     connect,
@@ -285,6 +287,26 @@ async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(
         await asyncio.to_thread(daemon.start)
         assert (await cache.match(KEYS)).blocks == 0
         assert client.epoch == link.welcome.epoch
+
+
+async def test_one_identity_has_so_many_sessions_and_others_are_unaffected(
+    start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
+) -> None:
+    daemon = start(start_daemon, authority, tmp_path, "--max-identity-sessions", "2")
+    async with await connect(daemon.tcp_address, tls=engine):
+        async with await connect(daemon.tcp_address, tls=engine):
+            with pytest.raises(RetryableError) as refused:
+                await connect(daemon.tcp_address, tls=engine)
+            assert refused.value.reason == "TOO_MANY_OF_IDENTITY"
+            assert "certificate engine-1, first.example has 2 sessions, max_identity_sessions = 2" in str(refused.value)
+            async with await connect(daemon.tcp_address, tls=authority.issue("engine-2.example")):
+                pass
+            async with await connect(daemon.address), await connect(daemon.address):
+                with pytest.raises(RetryableError, match=f"uid {os.getuid()} has 2 sessions"):
+                    await connect(daemon.address)
+        # One that has said goodbye makes room at once.
+        async with await connect(daemon.tcp_address, tls=engine):
+            pass
 
 
 async def test_without_tls_a_rule_may_let_anybody_on_the_loopback_in(start_daemon: StartDaemon) -> None:

@@ -102,6 +102,12 @@ class AccessKeys(_Section):
         (), description="Who may do what with which caches, besides root and the daemon's own user."
     )
     max_sessions: Annotated[int, LIVE] = Field(1024, ge=1, le=65536, description="Sessions at a time.")
+    max_identity_sessions: Annotated[int, LIVE] = Field(
+        512,
+        ge=1,
+        le=65536,
+        description="Sessions at a time of one uid, of one certificate's names, or of all `anonymous` clients.",
+    )
 
     @property
     def rules(self) -> tuple[AllowRule, ...]:

@@ -41,7 +41,7 @@ from kvtierd.service.remnants import Kept
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
-from kvtierd.service.sessions import SessionRegistry
+from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
 from kvtierd.state import DurableSequencer, StateDir
 from kvtierd.tiers.device import Chaos
@@ -114,7 +114,7 @@ class Daemon:
         )
         self._kept: Final = kept
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
-        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._most_sessions, kept.roll)
+        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._capacity, kept.roll)
         self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, lambda: self.live.now.idle_ttl)
         self._failing: Final = FailingDisks(self._catalog, self._engine, lambda: self.live.now.tier_grace)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
@@ -131,7 +131,7 @@ class Daemon:
             self._catalog,
             self._identity,
             self._access,
-            lambda: self._most_sessions() + SPARE_CONNECTIONS,
+            lambda: self.live.now.max_sessions + SPARE_CONNECTIONS,
         )
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
@@ -265,8 +265,8 @@ class Daemon:
     def _pace(self) -> Pace:
         return Pace(self.live.now.transfer_idle_seconds, int(self.live.now.transfer_idle_bytes))
 
-    def _most_sessions(self) -> int:
-        return self.live.now.max_sessions
+    def _capacity(self) -> Capacity:
+        return Capacity(self.live.now.max_sessions, self.live.now.max_identity_sessions)
 
     def _holds_something(self, session: SessionId) -> bool:
         return self._engine.session_leases(session) > 0

@@ -220,6 +220,7 @@ _CODES: Final = {
     "PERMISSION_DENIED": grpc.StatusCode.PERMISSION_DENIED,
     "UNKNOWN_SESSION": grpc.StatusCode.NOT_FOUND,
     "TOO_MANY_SESSIONS": grpc.StatusCode.UNAVAILABLE,
+    "TOO_MANY_OF_IDENTITY": grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 

@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from kvtier.abi.attach import SESSION_METADATA_KEY
 from kvtierd.core.ids import CacheId, SessionId
-from kvtierd.rights import Identity
+from kvtierd.rights import Identity, User
 from kvtierd.service.adoption import OldLife
 from kvtierd.service.errors import CallRefused, refused
 from kvtierd.service.peer import Peer
@@ -122,6 +122,14 @@ class Session:
         return self.connection is not None
 
 
+@dataclass(slots=True, frozen=True)
+class Capacity:
+    """Sessions at a time: all, and those of one uid, of one certificate's names, or of all anonymous clients."""
+
+    sessions: int
+    of_identity: int
+
+
 class SessionRegistry:
     """All live sessions. Loop thread only.
 
@@ -132,7 +140,7 @@ class SessionRegistry:
         self,
         engine: SessionEngine,
         holds: Callable[[SessionId], bool],
-        capacity: Callable[[], int],
+        capacity: Callable[[], Capacity],
         roll: Roll | None = None,
     ) -> None:
         self._engine = engine
@@ -140,6 +148,7 @@ class SessionRegistry:
         self._capacity = capacity
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[SessionId, Session] = {}
+        self._of: Counter[Identity] = Counter()
         self._ids = count(1)
         self._roll = roll
         self._remnants: dict[str, Session] = {}
@@ -149,12 +158,16 @@ class SessionRegistry:
         return iter(self._by_id.values())
 
     def begin(self, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
-        """A new session. ``peer`` is its own, or closed. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS)."""
-        if len(self._by_id) - len(self._remnants) >= (most := self._capacity()) and not self._end_an_idle_one():
+        """A new session. ``peer`` is its own, or closed. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS,
+        TOO_MANY_OF_IDENTITY)."""
+        try:
+            self._require_room(_account(peer.identity))
+        except AttachRefused:
             peer.close()
-            raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {most} sessions")
+            raise
         session = Session(SessionId(next(self._ids)), secrets.token_hex(_TOKEN_BYTES), peer, connection)
         self._by_token[session.token] = self._by_id[session.id] = session
+        self._of[_account(peer.identity)] += 1
         peer.watch(partial(self.end, session, "its process is gone"))
         _log.info("session begins session=%d pid=%d uid=%d command=%r", session.id, peer.pid, peer.uid, peer.command)
         return session
@@ -281,14 +294,30 @@ class SessionRegistry:
         found = self._by_id.get(session)
         return (found.peer.pid, found.peer.command) if found else (0, "")
 
+    def _uncount(self, who: Identity) -> None:
+        self._of[who] -= 1
+        if not self._of[who]:
+            del self._of[who]
+
     def _let_go(self, session: Session) -> None:
         if session.peer.grace_s is not None:
             self.end(session, f"detached for {session.peer.grace_s:g} s")
         elif self._is_idle(session):
             self.end(session, "detached and holding nothing")
 
-    def _end_an_idle_one(self) -> bool:
-        idle = next(filter(self._is_idle, self._by_id.values()), None)
+    def _require_room(self, who: Identity) -> None:
+        most = self._capacity()
+        if self._of[who] >= most.of_identity and not self._end_an_idle_one(who):
+            name = f"uid {who.uid}" if isinstance(who, User) else str(who)
+            message = f"{name} has {self._of[who]} sessions, max_identity_sessions = {most.of_identity}"
+            raise AttachRefused("TOO_MANY_OF_IDENTITY", message)
+        if len(self._by_id) - len(self._remnants) >= most.sessions and not self._end_an_idle_one():
+            raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {most.sessions} sessions")
+
+    def _end_an_idle_one(self, of: Identity | None = None) -> bool:
+        """Of somebody's, or of all."""
+        candidates = filter(self._is_idle, self._by_id.values())
+        idle = next((one for one in candidates if of is None or _account(one.identity) == of), None)
         if idle is not None:
             self.end(idle, "made room for another")
         return idle is not None
@@ -299,13 +328,22 @@ class SessionRegistry:
     def _forget(self, session: Session) -> None:
         session.ended = True
         del self._by_id[session.id]
-        del (self._remnants if session.remnant else self._by_token)[session.token]
+        if session.remnant:
+            del self._remnants[session.token]
+        else:
+            del self._by_token[session.token]
+            self._uncount(_account(session.identity))
         _stop_lapsing(session)
         session.peer.unwatch()
         session.peer.close()
         connection, session.connection = session.connection, None
         if connection is not None and connection is not asyncio.current_task():
             connection.cancel()
+
+
+def _account(who: Identity) -> Identity:
+    """Under whom sessions are counted: a user's together, whatever groups their processes are in."""
+    return User(who.uid, frozenset()) if isinstance(who, User) else who
 
 
 def _stop_lapsing(session: Session) -> None:
