@@ -24,7 +24,7 @@ from kvtier.v1 import transfer_pb2
 from kvtierd.service.access import NEEDS, Access
 from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
-from kvtierd.service.sessions import Session, SessionRegistry, require_attached
+from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
 StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
@@ -141,18 +141,23 @@ class Dispatcher:
         needs = NEEDS[method.full_name]
 
         async def call(raw: bytes, context: _Context) -> None:
+            session: Session | None = None
             try:
                 session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
                 request = parse(raw)
                 self._access.require(session, needs, request)
                 idle_s = None if pace is None else pace().idle_s
-                async with aclosing(verb(session, request)) as replies:
+                async with session.streaming(), aclosing(verb(session, request)) as replies:
                     async for reply in replies:
                         if idle_s is None:
                             await context.write(reply)
                         else:
                             await _write(context, reply, idle_s, replies.aclose)
                 return
+            except asyncio.CancelledError:
+                if session is None or not session.ended:
+                    raise  # the call itself was cancelled
+                refusal = session_ended()
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())

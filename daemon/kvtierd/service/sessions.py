@@ -11,11 +11,12 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import grpc
 from google.protobuf.message import Message
@@ -110,6 +111,8 @@ class Session:
     ended: bool = False
     enrolled: bool = False
     """It stands in the roll."""
+    streams: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Those that send to its client now."""
     remnant: bool = False
     """Of an earlier life: it cannot be resumed, only given up; see ``service/remnants.py``."""
 
@@ -120,6 +123,18 @@ class Session:
     @property
     def attached(self) -> bool:
         return self.connection is not None
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncGenerator[None, None]:
+        """Around what the running task sends: it is cancelled when the session ends."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("not inside a task")
+        self.streams.add(task)
+        try:
+            yield
+        finally:
+            self.streams.discard(task)
 
 
 @dataclass(slots=True, frozen=True)
@@ -210,6 +225,8 @@ class SessionRegistry:
         if session.ended:
             return
         self._forget(session)
+        for stream in session.streams:
+            stream.cancel()
         _log.info("session ends session=%d pid=%d why=%r", session.id, session.peer.pid, why)
         self._engine.end_session(session.id)
         if self._roll is not None:
@@ -355,9 +372,14 @@ def _stop_lapsing(session: Session) -> None:
 def require_attached(session: Session) -> None:
     """Raises UNAUTHENTICATED where the session has ended, or lost the connection that proves who it is."""
     if session.ended:
-        raise _dead("UNKNOWN_SESSION", "the session has ended: attach again")
+        raise session_ended()
     if not session.attached:
         raise _dead("DETACHED_SESSION", "the session's attach connection broke: attach again with its token")
+
+
+def session_ended() -> CallRefused:
+    """What all calls of a session get that has."""
+    return _dead("UNKNOWN_SESSION", "the session has ended: attach again")
 
 
 def _dead(reason: str, message: str) -> CallRefused:

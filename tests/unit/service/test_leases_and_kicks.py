@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from kvtier import LeaseLost, NotFound, Tier, connect
-from kvtier.v1 import admin_pb2, blocks_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
 from kvtierd.service import health
 from kvtierd.service.daemon import Daemon
-from tests.unit.service.rig import DEVICE, HOST, SPEC, Client, attached, chain, config, running
+from tests.unit.service.rig import DEVICE, HOST, SPEC, Client, attached, chain, config, refusal, running
 
 Code = grpc.StatusCode
 
@@ -113,6 +113,47 @@ async def test_a_kicked_session_is_gone_with_all_that_it_held(operator: Client, 
     assert (code, detail.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
     refused, detail = await operator.refusal(operator.admin.Kick, admin_pb2.KickRequest(session_id=kicked))
     assert (refused, detail.reason, detail.field) == (Code.NOT_FOUND, "NO_SUCH_SESSION", "session_id")
+
+
+async def watchers(operator: Client) -> int:
+    return int((await operator.call(operator.admin.Stats, admin_pb2.StatsRequest())).watchers)
+
+
+async def test_a_kicked_session_s_watch_ends_with_the_reason_that_its_calls_get(
+    operator: Client, engine: Client
+) -> None:
+    """A quiet one, which would not look at anything for an hour."""
+    request = events_pb2.WatchRequest(heartbeat_ns=3600 * 10**9)
+    watch = engine.events.Watch(request, metadata=engine.metadata)
+    other = operator.events.Watch(request, metadata=operator.metadata)
+    for each in (watch, other):
+        assert await each.read() is not grpc.aio.EOF
+    await kick(operator, engine.welcome.session_id)
+    code, detail = await refusal(asyncio.wait_for(watch.read(), 10))
+    assert (code, detail.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
+    assert await watchers(operator) == 1
+    other.cancel()
+
+
+async def test_a_kicked_watcher_that_does_not_read_is_let_go_of_too(operator: Client, engine: Client) -> None:
+    cache = await operator.open()
+    keys = chain(8)
+    watch = engine.events.Watch(events_pb2.WatchRequest(oldest=True), metadata=engine.metadata)
+    while not await watchers(operator):
+        pass
+    for _ in range(80):  # some 64 KiB, which is what gRPC takes on its own while nobody reads
+        await operator.put(cache, keys)
+        await operator.call(operator.blocks.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=keys[0]))
+    await kick(operator, engine.welcome.session_id)
+    while await watchers(operator):
+        pass
+
+    async def read_on() -> None:
+        while await watch.read() is not grpc.aio.EOF:
+            pass
+
+    code, detail = await refusal(asyncio.wait_for(read_on(), 10))
+    assert (code, detail.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
 
 
 async def test_a_repeated_kick_is_answered_not_repeated(operator: Client, engine: Client) -> None:
