@@ -319,6 +319,29 @@ async def test_without_tls_a_rule_may_let_anybody_on_the_loopback_in(start_daemo
             await client.open_cache("private", SPEC)
 
 
+async def test_who_administers_one_cache_sees_the_sessions_there_and_no_others(start_daemon: StartDaemon) -> None:
+    rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["admin"]}'
+    daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)
+    await fill(daemon)
+    async with (
+        await connect(daemon.address) as both,
+        await connect(daemon.address) as other,
+        await connect(daemon.tcp_address, insecure=True) as admin,
+    ):
+        for client in (both, other):
+            private = await client.open_cache("private", SPEC)
+            async with private.reserve(1, tier=Tier.HOST):
+                shown = (await both.stats()).sessions
+                assert {each.session_id for each in shown} == {each.session_id for each in (both, other, admin)}
+                assert (await admin.stats()).sessions == ()
+        shared, private = await both.open_cache("shared", SPEC), await both.open_cache("private", SPEC)
+        async with shared.reserve(2, tier=Tier.HOST), private.reserve(1, tier=Tier.HOST):
+            (seen,) = (await admin.stats()).sessions
+            assert (seen.session_id, seen.leases, seen.held_slots) == (both.session_id, 1, 2)
+            whole = next(each for each in (await other.stats()).sessions if each.session_id == both.session_id)
+            assert (whole.leases, whole.held_slots) == (2, 3)
+
+
 async def test_without_tls_and_without_a_rule_nobody_gets_in(start_daemon: StartDaemon) -> None:
     daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=8)
     with pytest.raises(PermissionDenied, match="no rule of the daemon's names an anonymous client"):

@@ -340,6 +340,8 @@ global___CacheStats = CacheStats
 
 @typing.final
 class SessionStats(google.protobuf.message.Message):
+    """Counted are the caches that the caller may administer."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: builtins.int
@@ -396,7 +398,9 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def caches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CacheStats]: ...
     @property
-    def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionStats]: ...
+    def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionStats]:
+        """that have one of the caches open, or hold anything there; all for an admin of "*" """
+
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty = healthy"""

@@ -83,6 +83,10 @@ class Access:
     def may(self, session: Session, right: Right, cache: str) -> bool:
         return self.rights.may(session.identity, right, cache)
 
+    def may_everywhere(self, session: Session, right: Right) -> bool:
+        """On every cache there is or will be."""
+        return right in self.rights.everywhere(session.identity)
+
     def require(self, session: Session, needs: Needs, request: Any) -> None:
         """Before a verb runs. Raises PERMISSION_DENIED."""
         right = needs.forced if needs.forced is not None and request.force else needs.right
@@ -93,7 +97,7 @@ class Access:
                 if right not in self.rights.somewhere(session.identity):
                     raise denied(right, "any cache", session.identity)
             case Over.EVERY:
-                if right not in self.rights.everywhere(session.identity):
+                if not self.may_everywhere(session, right):
                     raise denied(right, "every cache", session.identity)
             case Over.NAME:
                 self.require_on(session, right, request.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Final
 
@@ -53,7 +53,10 @@ class AdminService:
         return {"Stats": self.stats, "Leases": self.leases, "Kick": self.kick}
 
     async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
+        """Of the caches that the caller administers, and of the sessions that have one of them open or hold anything
+        there; of all sessions for who administers every cache."""
         caches = [cache for cache in self._catalog if self._access.may(session, Right.ADMIN, cache.name)]
+        everything = self._access.may_everywhere(session, Right.ADMIN)
         stats = {cache.id: self._engine.stats(cache.id) for cache in caches}
         held: dict[SessionId, int] = {}
         for one in stats.values():
@@ -68,7 +71,11 @@ class AdminService:
             last_event_id=self._engine.last_event,
             watchers=self._hub.watchers,
             caches=[self._cache(cache, stats[cache.id]) for cache in caches],
-            sessions=[self._session(one, held.get(one.id, 0)) for one in self._sessions],
+            sessions=[
+                self._session(one, caches, held.get(one.id, 0))
+                for one in self._sessions
+                if everything or one.id in held or any(cache.id in one.caches for cache in caches)
+            ],
             problems=self._health.problems(caches),
         )
 
@@ -121,14 +128,15 @@ class AdminService:
             command=holder.peer.command if holder else "",
         )
 
-    def _session(self, session: Session, held_slots: int) -> admin_pb2.SessionStats:
+    def _session(self, session: Session, caches: Sequence[Cache], held_slots: int) -> admin_pb2.SessionStats:
+        """``caches``: in which its leases count; ``held_slots``: of them."""
         return admin_pb2.SessionStats(
             session_id=session.id,
             pid=session.peer.pid,
             uid=session.peer.uid,
             command=session.peer.command,
             attached=session.attached,
-            leases=self._engine.session_leases(session.id),
+            leases=sum(cache.runtime.manager.session_leases(session.id) for cache in caches),
             held_slots=held_slots,
         )
 
