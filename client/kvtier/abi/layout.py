@@ -1,4 +1,4 @@
-"""The arena: what a local client maps of a cache, byte by byte. ABI version 2.
+"""The arena: what a local client maps of a cache, byte by byte. ABI version 3.
 
 An arena is up to three sealed memory segments. ``control`` says where everything is; ``host`` and ``device`` hold
 slots. All integers are unsigned and little-endian; all offsets count from the start of the segment they point into, and
@@ -8,7 +8,7 @@ compare a descriptor's ``fstat`` size with the header's once, then map it whole.
 Control header, 4096 bytes at offset 0::
 
        0    8  magic               b"KVTARENA"
-       8  u32  abi_version         2
+       8  u32  abi_version         3
       12  u32  header_bytes        4096
       16  u64  control_bytes       size of the control segment
       24  u32  page_bytes          4096: alignment of every part in the host segment
@@ -25,12 +25,19 @@ Control header, 4096 bytes at offset 0::
      120  u32  pool_count          of all groups together, up to 1024
      124  u32  pool_entry_bytes    64
      128  u64  pool_table_offset
-     136  u64  index_offset        room for the key index, 64-byte aligned, zero for now
-     144  u64  index_bytes         a multiple of index_entry_bytes x index_bucket_entries
-     152  u32  index_entry_bytes   64
+     136  u64  index_offset        of the key index (kvtier.abi.key_index), 64-byte aligned
+     144  u64  index_bytes         a multiple of index_bucket_bytes; 0 = there is no index: ask the daemon
+     152  u32  index_bucket_bytes  512
      156  u32  index_bucket_entries  8
-    4080  u32  table_crc           CRC-32 (zlib) of header bytes 0 to 4080, then the group table, then the pool table
-    4088  u32  state               0 opening, 1 serving, 2 closed: the one field that changes after creation
+     160   32  index_seed          four odd u64; all zero where there is no index
+    4080  u32  table_crc           CRC-32 (zlib) of header bytes 0 to 4032, then the group table, then the pool table
+
+and, the only ones that change after creation, each by single aligned stores::
+
+    4032  u64  event_epoch         of the event that last_event names
+    4040  u64  last_event          the last event whose effect the key index shows
+    4048  u64  unindexed           blocks for which the key index had no place: unless 0, what it lacks may be there
+    4088  u32  state               0 opening, 1 serving, 2 closed
 
 Group entry, 128 bytes each, at group_table_offset::
 
@@ -70,17 +77,19 @@ loads and stores holds by itself on x86-64; other processors need a barrier on e
 **Owners.** One u64 a slot: id of the session that leases it, to write or, the last of several, to read; 0 = nobody. A
 restarted daemon reads them.
 
+**Key index.** Which blocks there are and where, for clients that look for themselves: :mod:`kvtier.abi.key_index`.
+
 **Records.** What each slot holds, for a restarted daemon: ``kvtier.abi.slot_records``. Of no use to clients, whose way
-to a block is the daemon.
+to a block is the key index or the daemon.
 """
 
 from __future__ import annotations
 
+import platform
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Final, Self
 
 import numpy as np
@@ -88,10 +97,11 @@ from numpy.typing import NDArray
 
 from kvtier.abi import records
 from kvtier.abi.errors import AbiError, require_equal, require_int
-from kvtier.abi.records import HEADER_BYTES, STATE_OFFSET, TABLE_CRC_OFFSET
+from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES, CHANGING_OFFSET, HEADER_BYTES, INDEX_SEED_BYTES
 from kvtier.abi.regions import Cursor, Region, check_apart, check_place
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES
 from kvtier.abi.spec import FINGERPRINT_BYTES, PAGE, CacheSpec, padded
+from kvtier.abi.words import ArenaState, as_state, read_state, write_state
 
 __all__ = [
     "ABI_VERSION",
@@ -99,7 +109,9 @@ __all__ = [
     "DISK",
     "HEADER_BYTES",
     "HOST",
+    "INDEXES_HERE",
     "MEMORY_TIERS",
+    "NO_INDEX_SEED",
     "AbiError",
     "ArenaIdentity",
     "ArenaLayout",
@@ -113,7 +125,7 @@ __all__ = [
     "write_state",
 ]
 
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 MAGIC: Final = b"KVTARENA"
 
 DEVICE: Final = 0
@@ -126,23 +138,16 @@ REGION_ALIGNMENT: Final = 2 << 20
 """Of every group's host slots and every pool's device slots: a huge page."""
 RUN_ALIGNMENT: Final = 64
 """Of everything in ``control``: a cache line."""
-INDEX_ENTRY_BYTES: Final = 64
-INDEX_BUCKET_ENTRIES: Final = 8
+INDEXES_HERE: Final = platform.machine() in ("x86_64", "AMD64")
+"""Whether this machine's processor keeps loads and stores in the order that the key index relies on."""
+NO_INDEX_SEED: Final = bytes(INDEX_SEED_BYTES)
 MAX_GROUPS: Final = 64
 MAX_POOLS: Final = 1024
 MAX_SLOTS: Final = 2**31 - 1
 """Per group and tier: slot numbers travel as u32."""
 
-_INDEX_BUCKET_BYTES: Final = INDEX_ENTRY_BYTES * INDEX_BUCKET_ENTRIES
-
 Segment = NDArray[np.uint8]
 """A mapped segment: ``numpy.frombuffer(mapping, numpy.uint8)``."""
-
-
-class ArenaState(IntEnum):
-    OPENING = 0
-    SERVING = 1
-    CLOSED = 2
 
 
 def first_generation(boot: int) -> int:
@@ -214,8 +219,9 @@ class ArenaLayout:
     host_bytes: int
 
     @classmethod
-    def plan(cls, spec: CacheSpec, slots: Mapping[tuple[int, int], int]) -> Self:
-        """Lays out an arena. ``slots`` maps (group, tier) to a count; absent = 0. Disk slots only size the key index.
+    def plan(cls, spec: CacheSpec, slots: Mapping[tuple[int, int], int], *, indexed: bool = INDEXES_HERE) -> Self:
+        """Lays out an arena. ``slots`` maps (group, tier) to a count; absent = 0. Disk slots only size the key index,
+        which there is if ``indexed``.
 
         Raises :class:`AbiError` for counts out of range and for groups or tiers that do not exist.
         """
@@ -233,8 +239,8 @@ class ArenaLayout:
             for group in range(len(spec.groups))
         ]
         groups = tuple(_plan_group(spec, group, count, control, device, host) for group, count in enumerate(counts))
-        wanted = sum(map(sum, counts)) * INDEX_ENTRY_BYTES * 3 // 2
-        index_bytes = -(-wanted // _INDEX_BUCKET_BYTES) * _INDEX_BUCKET_BYTES
+        buckets = -(-sum(map(sum, counts)) * 3 // (2 * BUCKET_ENTRIES)) if indexed else 0
+        index_bytes = buckets * BUCKET_BYTES
         index_offset = control.take(index_bytes, RUN_ALIGNMENT)
         return cls(
             groups=groups,
@@ -272,8 +278,11 @@ class ArenaLayout:
             raise AbiError("header.table_crc", header["table_crc"], f"{crc}, the sum over header and tables")
         return layout
 
-    def initialise(self, control: Segment, identity: ArenaIdentity) -> None:
-        """Writes header, tables and first generations into a zeroed segment. The state is then OPENING."""
+    def initialise(self, control: Segment, identity: ArenaIdentity, seed: bytes = NO_INDEX_SEED) -> None:
+        """Writes header, tables and first generations into a zeroed segment. The state is then OPENING.
+
+        ``seed``: of the key index, 32 random bytes, made odd here; not looked at where there is none.
+        """
         view = control.data
         first_pool = 0
         for index, group in enumerate(self.groups):
@@ -281,7 +290,7 @@ class ArenaLayout:
             for number, pool in enumerate(group.pools, start=first_pool):
                 records.POOL.pack_into(view, self.pool_table_offset, number, _pool_entry(pool))
             first_pool += len(group.pools)
-        header = self._header_entry(identity, first_pool)
+        header = self._header_entry(identity, first_pool, _odd(seed) if self.index_bytes else NO_INDEX_SEED)
         records.HEADER.pack_into(view, 0, 0, header)
         records.HEADER.pack_into(view, 0, 0, header | {"table_crc": self._table_crc(view)})
         for tier in MEMORY_TIERS:
@@ -344,7 +353,7 @@ class ArenaLayout:
             return place.padded_bytes, place.device_offset
         return self.groups[group].record_bytes, self.groups[group].host_offset + place.record_offset
 
-    def _header_entry(self, identity: ArenaIdentity, pool_count: int) -> dict[str, int | bytes]:
+    def _header_entry(self, identity: ArenaIdentity, pool_count: int, index_seed: bytes) -> dict[str, int | bytes]:
         return {
             "magic": MAGIC,
             "abi_version": ABI_VERSION,
@@ -365,14 +374,18 @@ class ArenaLayout:
             "pool_table_offset": self.pool_table_offset,
             "index_offset": self.index_offset,
             "index_bytes": self.index_bytes,
-            "index_entry_bytes": INDEX_ENTRY_BYTES,
-            "index_bucket_entries": INDEX_BUCKET_ENTRIES,
+            "index_bucket_bytes": BUCKET_BYTES,
+            "index_bucket_entries": BUCKET_ENTRIES,
+            "index_seed": index_seed,
+            "event_epoch": identity.epoch,
+            "last_event": 0,
+            "unindexed": 0,
             "table_crc": 0,
             "state": ArenaState.OPENING,
         }
 
     def _table_crc(self, control: memoryview) -> int:
-        crc = zlib.crc32(control[:TABLE_CRC_OFFSET])
+        crc = zlib.crc32(control[:CHANGING_OFFSET])
         for table in self._tables():
             crc = zlib.crc32(control[table.start : table.start + table.size], crc)
         return crc
@@ -418,17 +431,6 @@ class ArenaLayout:
             if size and not any(region.size for region in regions):
                 raise AbiError(field, size, "0, for the tier has no slots")
             check_apart(regions, size)
-
-
-def read_state(control: Segment) -> ArenaState:
-    """The daemon's word on the segment. Raises :class:`AbiError` for a value that has no meaning."""
-    value = int(control[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0])
-    return _as_state(value)
-
-
-def write_state(control: Segment, state: ArenaState) -> None:
-    """For the daemon only."""
-    control[STATE_OFFSET : STATE_OFFSET + 4].view("<u4")[0] = state
 
 
 def _plan_group(
@@ -499,21 +501,22 @@ def _read_header(control: memoryview) -> dict[str, Any]:
         "page_bytes": PAGE,
         "group_entry_bytes": records.GROUP.size,
         "pool_entry_bytes": records.POOL.size,
-        "index_entry_bytes": INDEX_ENTRY_BYTES,
-        "index_bucket_entries": INDEX_BUCKET_ENTRIES,
+        "index_bucket_bytes": BUCKET_BYTES,
+        "index_bucket_entries": BUCKET_ENTRIES,
     }
     for field, value in fixed.items():
         require_equal(f"header.{field}", header[field], value, AbiError)
     require_int("header.control_bytes", header["control_bytes"], HEADER_BYTES, len(control), AbiError)
     require_int("header.group_count", header["group_count"], 1, MAX_GROUPS, AbiError)
     require_int("header.pool_count", header["pool_count"], header["group_count"], MAX_POOLS, AbiError)
-    if header["index_bytes"] % _INDEX_BUCKET_BYTES:
-        raise AbiError("header.index_bytes", header["index_bytes"], f"a multiple of {_INDEX_BUCKET_BYTES}")
+    if header["index_bytes"] % BUCKET_BYTES:
+        raise AbiError("header.index_bytes", header["index_bytes"], f"a multiple of {BUCKET_BYTES}")
+    _check_seed(header["index_seed"], indexed=header["index_bytes"] > 0)
     for table, count in (("group", header["group_count"]), ("pool", header["pool_count"])):
         size = count * header[f"{table}_entry_bytes"]
         field = f"{table}_table_offset"
         check_place(f"header.{field}", header[field], size, RUN_ALIGNMENT, header["control_bytes"])
-    _as_state(header["state"])
+    as_state(header["state"])
     return header
 
 
@@ -558,10 +561,16 @@ def _read_pool(control: memoryview, header: dict[str, Any], where: str, number: 
     return PoolLayout(**entry)
 
 
-def _as_state(value: int) -> ArenaState:
-    if value not in ArenaState.__members__.values():
-        raise AbiError("header.state", value, "0, 1 or 2")
-    return ArenaState(value)
+def _odd(seed: bytes) -> bytes:
+    return bytes(byte | 1 if at % 8 == 0 else byte for at, byte in enumerate(seed))
+
+
+def _check_seed(seed: bytes, *, indexed: bool) -> None:
+    """Each of the four words is a multiplier that must lose nothing."""
+    if not indexed:
+        require_equal("header.index_seed", seed, NO_INDEX_SEED, AbiError)
+    elif not all(seed[at] % 2 for at in range(0, INDEX_SEED_BYTES, 8)):
+        raise AbiError("header.index_seed", seed.hex(), "four odd numbers")
 
 
 def _rows(data: Segment, count: int, nbytes: int, stride: int, start: int) -> NDArray[np.uint8]:

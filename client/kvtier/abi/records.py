@@ -9,8 +9,17 @@ from typing import Any, Final
 from kvtier.abi.errors import AbiError
 
 HEADER_BYTES: Final = 4096
+CHANGING_OFFSET: Final = 4032
+"""From here on header bytes change while the arena lives, so the sum over the header ends here."""
+EVENT_EPOCH_OFFSET: Final = 4032
+LAST_EVENT_OFFSET: Final = 4040
+UNINDEXED_OFFSET: Final = 4048
 TABLE_CRC_OFFSET: Final = 4080
 STATE_OFFSET: Final = 4088
+INDEX_SEED_BYTES: Final = 32
+BUCKET_BYTES: Final = 512
+"""Of the key index; ``kvtier.abi.key_index`` says what stands in one."""
+BUCKET_ENTRIES: Final = 8
 
 
 class Record:
@@ -63,8 +72,12 @@ HEADER: Final = Record(
         "pool_table_offset": (128, "Q"),
         "index_offset": (136, "Q"),
         "index_bytes": (144, "Q"),
-        "index_entry_bytes": (152, "I"),
+        "index_bucket_bytes": (152, "I"),
         "index_bucket_entries": (156, "I"),
+        "index_seed": (160, "32s"),
+        "event_epoch": (EVENT_EPOCH_OFFSET, "Q"),
+        "last_event": (LAST_EVENT_OFFSET, "Q"),
+        "unindexed": (UNINDEXED_OFFSET, "Q"),
         "table_crc": (TABLE_CRC_OFFSET, "I"),
         "state": (STATE_OFFSET, "I"),
     },

@@ -2,7 +2,7 @@
 
 Every mutating call of the core returns one :class:`Outcome`. The caller carries out all of it in the same loop turn,
 with no ``await`` between the call and the last of it, in this order: ``begin_write``, ``owners``, ``events``,
-``moves``, ``contents``, ``end_write``, ``grants`` and ``refusals``.
+``moves``, ``contents``, ``end_write``, then (what ``events`` say of) the key index, ``grants`` and ``refusals``.
 
 What there is one of for each block is a named tuple: a frozen dataclass takes four times as long to make.
 """

@@ -36,6 +36,7 @@ from kvtierd.core.tickets import LeaseRecord, LeftLease
 from kvtierd.core.verbs import AcrossMatch
 from kvtierd.mover.edges import Arrived, Edges
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
+from kvtierd.mover.indexing import check_index, follow
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Answer, Tickets, Waiting, cancelled
 from kvtierd.mover.uses import UseLog
@@ -459,6 +460,7 @@ class Engine:
             runtime.note(content)
         for ref in outcome.end_write:
             runtime.end_write(ref)
+        follow(runtime.arena, outcome)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)
         if outcome.again and not cache.goes_on:
@@ -466,6 +468,7 @@ class Engine:
             self._loop.call_soon(self._go_on, cache)
         if self._debug_checks:
             check(runtime.manager)
+            check_index(runtime.manager, runtime.arena)
 
     def _go_on(self, cache: _Open) -> None:
         """What the core postponed, so that nobody had to wait for all of it."""

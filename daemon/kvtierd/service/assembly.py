@@ -89,11 +89,12 @@ class Parts:
     quarantined: Mapping[GroupId, Collection[SlotId]] = field(default_factory=dict)
     left: Sequence[LeftLease] = ()
 
-    def close(self) -> None:
+    def close(self, *, for_successor: bool = False) -> None:
+        """``for_successor``: the memory is kept, and readers may go on with it."""
         for store in (self.device, self.host, self.disk):
             if store is not None:
                 store.close()
-        self.arena.close()
+        self.arena.close(for_successor=for_successor)
 
 
 class Assembler:
@@ -135,8 +136,11 @@ class Assembler:
                 _log.warning("records on disk could not be used cache=%s dropped=%d", plan.name, found.dropped)
             recovered, quarantined = _recovered(found), found.quarantined
         if old is None:
+            if recovered:
+                arena.rebuild_index(recovered)
             return Parts(arena, host, device, disk, recovered, quarantined)
         adopted = adopt(arena, plan.shapes, recovered, old)
+        arena.rebuild_index(adopted.recovered)
         _log.info("memory adopted cache=%s blocks=%d leases=%d", plan.name, adopted.in_memory, len(adopted.left))
         return Parts(arena, host, device, disk, adopted.recovered, quarantined, adopted.left)
 

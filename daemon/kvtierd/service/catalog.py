@@ -374,7 +374,7 @@ class Catalog:
 
     def _close(self) -> None:
         for parts in self._parts.values():
-            parts.close()
+            parts.close(for_successor=self._stores.keeper.keeps)
         if self._stores.disk is not None:
             self._stores.disk.close()
 

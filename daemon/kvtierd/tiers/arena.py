@@ -10,8 +10,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Self
 
 import numpy as np
@@ -19,10 +20,14 @@ import numpy as np
 from kvtier.abi import attach
 from kvtier.abi.errors import AbiError
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_generation, is_ready, write_state
+from kvtier.abi.records import INDEX_SEED_BYTES
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotRecord
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
+from kvtierd.core.manager import Recovered
 from kvtierd.core.outcome import Content
 from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError
+from kvtierd.tiers.index_rebuild import Many
+from kvtierd.tiers.key_index import KeyIndex
 from kvtierd.tiers.memory import require_memory
 
 SEGMENT_NAMES: Final = {Tier.HOST: attach.HOST, Tier.DEVICE: attach.DEVICE}
@@ -120,10 +125,12 @@ class Arena:
     All but :meth:`create` and :meth:`prefault` is cheap, and for the loop thread: there is one writer of generations.
     """
 
-    def __init__(self, layout: ArenaLayout, control: Memfd, data: dict[Tier, Memfd]) -> None:
+    def __init__(self, layout: ArenaLayout, control: Memfd, data: dict[Tier, Memfd], epoch: int) -> None:
+        """``epoch``: of the events of this life."""
         self.layout = layout
         self.keeps_records = False
         """Whether a restarted daemon may find the segments again, so that it is worth saying what slots hold."""
+        self.index = KeyIndex(layout, control.array, epoch) if layout.index_bytes else None
         self._order = 0
         self._control = control
         self._data = data
@@ -153,8 +160,8 @@ class Arena:
             for memfd in made:
                 memfd.close()
             raise
-        layout.initialise(control.array, identity)
-        return cls(layout, control, data)
+        layout.initialise(control.array, identity, secrets.token_bytes(INDEX_SEED_BYTES))
+        return cls(layout, control, data, identity.epoch)
 
     @classmethod
     def adopt(cls, name: str, layout: ArenaLayout, identity: ArenaIdentity, fds: Mapping[str, int]) -> Self:
@@ -178,7 +185,7 @@ class Arena:
                 os.close(memfd.read_only_fd)
             raise
         data = {tier: adopted[segment] for tier, segment in SEGMENT_NAMES.items() if segment in adopted}
-        return cls(layout, adopted[attach.CONTROL], data)
+        return cls(layout, adopted[attach.CONTROL], data, identity.epoch)
 
     @property
     def kept_fds(self) -> dict[str, int]:
@@ -261,6 +268,11 @@ class Arena:
         """Who leases the slot to write; None = nobody."""
         self._owners[tier, group][slot] = session or 0
 
+    def rebuild_index(self, recovered: Mapping[GroupId, Sequence[Recovered]]) -> None:
+        """These are all the blocks there are. Takes about a second for a million; for any one thread."""
+        if self.index is not None:
+            self.index.rebuild(Many.of(recovered, self._generations))
+
     def set_state(self, state: ArenaState) -> None:
         write_state(self._control.array, state)
 
@@ -281,9 +293,12 @@ class Arena:
         for memfd in (self._control, *self._data.values()):
             memfd.prefault()
 
-    def close(self) -> None:
-        """State CLOSED for those who still map it; the daemon's own mappings end with the last array over them."""
-        self.set_state(ArenaState.CLOSED)
+    def close(self, *, for_successor: bool = False) -> None:
+        """The daemon's own mappings end with the last array over them. Those who still map it see state CLOSED; if it
+        is kept for a successor they can go on reading."""
+        if not for_successor:
+            self.set_state(ArenaState.CLOSED)
+        self.index = None
         self._generations.clear()
         self._owners.clear()
         self._records.clear()

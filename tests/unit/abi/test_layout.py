@@ -30,6 +30,7 @@ from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 
 MIB = 1 << 20
 IDENTITY = ArenaIdentity(fingerprint=bytes(range(32)), epoch=3, boot=5, pid=4321)
+SEED = bytes(byte + (at % 8 == 0) for at, byte in enumerate(range(0, 64, 2)))
 
 pools = st.builds(
     PoolSpec,
@@ -53,12 +54,12 @@ def layouts(draw: st.DrawFn) -> tuple[CacheSpec, ArenaLayout]:
     spec.validate()
     places = [(group, tier) for group in range(len(spec.groups)) for tier in (DEVICE, HOST, DISK)]
     slots = draw(st.dictionaries(st.sampled_from(places), st.integers(0, 20)))
-    return spec, ArenaLayout.plan(spec, slots)
+    return spec, ArenaLayout.plan(spec, slots, indexed=draw(st.booleans()))
 
 
 def formatted(layout: ArenaLayout) -> Segment:
     control = np.zeros(layout.control_bytes, dtype=np.uint8)
-    layout.initialise(control, IDENTITY)
+    layout.initialise(control, IDENTITY, bytes(range(0, 64, 2)))
     return control
 
 
@@ -66,7 +67,7 @@ def two_pools() -> ArenaLayout:
     """One group, pools of 6,000 and 100 bytes a block."""
     pools = (PoolSpec(1, 1, 3000), PoolSpec(1, 1, 50))
     spec = CacheSpec("m", "uint8", 1, groups=(WindowGroupSpec(pools=pools),))
-    return ArenaLayout.plan(spec, {(0, DEVICE): 3, (0, HOST): 5, (0, DISK): 9})
+    return ArenaLayout.plan(spec, {(0, DEVICE): 3, (0, HOST): 5, (0, DISK): 9}, indexed=True)
 
 
 def documented_fields() -> dict[str, dict[str, tuple[int, str]]]:
@@ -94,7 +95,7 @@ def test_segment_is_as_documented() -> None:
         header
         == {
             "magic": b"KVTARENA",
-            "abi_version": 2,
+            "abi_version": 3,
             "header_bytes": 4096,
             "control_bytes": len(control),
             "page_bytes": 4096,
@@ -111,10 +112,14 @@ def test_segment_is_as_documented() -> None:
             "pool_entry_bytes": 64,
             "pool_table_offset": 4224,
             "index_offset": layout.index_offset,
-            "index_bytes": 4 * 512,  # 1.5 x 17 entries of 64 bytes, in whole buckets
-            "index_entry_bytes": 64,
+            "index_bytes": 4 * 512,  # 1.5 x 17 places, in whole buckets of 8
+            "index_bucket_bytes": 512,
             "index_bucket_entries": 8,
-            "table_crc": zlib.crc32(control[:4080] + control[4096:4224] + control[4224:4352]),
+            "index_seed": SEED,
+            "event_epoch": 3,
+            "last_event": 0,
+            "unindexed": 0,
+            "table_crc": zlib.crc32(control[:4032] + control[4096:4224] + control[4224:4352]),
             "state": 0,
         }
     )
@@ -206,10 +211,13 @@ def test_nothing_overlaps_and_everything_is_aligned(planned: tuple[CacheSpec, Ar
 
 @given(layouts())
 def test_index_has_room_for_the_slots_of_all_tiers(planned: tuple[CacheSpec, ArenaLayout]) -> None:
-    _, layout = planned
-    slots = sum(sum(group.slots) for group in layout.groups)
-    assert layout.index_bytes % 512 == 0
-    assert slots * 96 <= layout.index_bytes < slots * 96 + 512
+    spec, layout = planned
+    slots = {(n, tier): group.slots[tier] for n, group in enumerate(layout.groups) for tier in (DEVICE, HOST, DISK)}
+    layout = ArenaLayout.plan(spec, slots, indexed=True)
+    buckets, rest = divmod(layout.index_bytes, 512)
+    assert rest == 0
+    assert buckets * 8 - 8 < sum(slots.values()) * 1.5 <= buckets * 8
+    assert ArenaLayout.plan(spec, slots, indexed=False).index_bytes == 0
 
 
 @given(layouts())
@@ -287,7 +295,7 @@ HEADER, GROUP, POOL = ("Control header", 0), ("Group entry", 4096), ("Pool entry
     ("table", "field", "value", "named"),
     [
         (HEADER, "magic", b"KVTARENB", "header.magic"),
-        (HEADER, "abi_version", 1, "header.abi_version"),
+        (HEADER, "abi_version", 2, "header.abi_version"),
         (HEADER, "header_bytes", 8192, "header.header_bytes"),
         (HEADER, "control_bytes", 2**63, "header.control_bytes"),
         (HEADER, "control_bytes", 4096, "header.group_table_offset"),
@@ -308,7 +316,10 @@ HEADER, GROUP, POOL = ("Control header", 0), ("Group entry", 4096), ("Pool entry
         (HEADER, "index_offset", 4352 + 8, "header.index_offset"),
         (HEADER, "index_bytes", 2**63, "header.index_offset"),
         (HEADER, "index_bytes", 100, "header.index_bytes"),
-        (HEADER, "index_entry_bytes", 32, "header.index_entry_bytes"),
+        (HEADER, "index_bucket_bytes", 64, "header.index_bucket_bytes"),
+        (HEADER, "index_bytes", 0, "header.index_seed"),
+        (HEADER, "index_seed", bytes(32), "header.index_seed"),
+        (HEADER, "index_seed", bytes([1, *range(1, 32)]), "header.index_seed"),
         (HEADER, "index_bucket_entries", 4, "header.index_bucket_entries"),
         (HEADER, "epoch", 4, "header.table_crc"),
         (HEADER, "fingerprint", bytes(32), "header.table_crc"),
@@ -349,7 +360,11 @@ def test_a_wrong_field_is_named(table: tuple[str, int], field: str, value: int |
 
 @pytest.mark.parametrize(
     ("at", "named"),
-    [(28, "header"), (160, "header"), (4084, "header"), (4095, "header"), (4096 + 88, "group"), (4224 + 63, "pool")],
+    [
+        *((at, "header") for at in (28, 192, 4031, 4056, 4084, 4095)),
+        (4096 + 88, "group"),
+        (4224 + 63, "pool"),
+    ],
 )
 def test_bytes_without_a_name_are_zero(at: int, named: str) -> None:
     control = formatted(two_pools())
@@ -392,7 +407,7 @@ def test_any_flipped_byte_of_header_or_tables_is_noticed(
     tables_end = layout.pool_table_offset + 64 * sum(len(group.pools) for group in layout.groups)
     at = data.draw(st.integers(0, tables_end - 1))
     control[at] ^= data.draw(st.integers(1, 255))
-    if at == 4088 and int(control[at]) in list(ArenaState):  # the state is meant to change
+    if 4032 <= at < 4056 or (at == 4088 and int(control[at]) in list(ArenaState)):  # these are meant to change
         assert ArenaLayout.read(control) == layout
     else:
         with pytest.raises(AbiError):
@@ -413,9 +428,8 @@ def test_a_forged_segment_is_refused_or_stays_inside(
     control = formatted(layout)
     for _ in range(data.draw(st.integers(1, 4))):
         table, base = data.draw(st.sampled_from([HEADER, GROUP, ("Pool entry", layout.pool_table_offset)]))
-        field = data.draw(
-            st.sampled_from(sorted(documented_fields()[table].keys() - {"magic", "fingerprint", "table_crc"}))
-        )
+        bytes_or_sum = {"magic", "fingerprint", "index_seed", "table_crc"}
+        field = data.draw(st.sampled_from(sorted(documented_fields()[table].keys() - bytes_or_sum)))
         _, code = documented_fields()[table][field]
         put(control, table, field, data.draw(SUSPECTS | st.integers(0, 2**20)) % 2 ** (8 * struct.calcsize(code)), base)
     header = read_documented("Control header", control.tobytes())
@@ -426,7 +440,7 @@ def test_a_forged_segment_is_refused_or_stays_inside(
     assert isinstance(pools_at, int) and isinstance(pools_count, int)
     raw = control.tobytes()
     tables = raw[groups_at : groups_at + 128 * groups_count] + raw[pools_at : pools_at + 64 * pools_count]
-    put(control, "Control header", "table_crc", zlib.crc32(raw[:4080] + tables), 0)
+    put(control, "Control header", "table_crc", zlib.crc32(raw[:4032] + tables), 0)
 
     try:
         read = ArenaLayout.read(control)
@@ -443,7 +457,7 @@ def test_a_forged_segment_is_refused_or_stays_inside(
 
 @given(st.binary(max_size=6000))
 def test_garbage_behind_a_good_magic_is_refused(garbage: bytes) -> None:
-    raw = struct.pack("<8sII", b"KVTARENA", 1, 4096) + garbage
+    raw = struct.pack("<8sII", b"KVTARENA", abi.ABI_VERSION, 4096) + garbage
     with pytest.raises(AbiError):
         ArenaLayout.read(np.frombuffer(raw, dtype=np.uint8))
 

@@ -1,0 +1,271 @@
+"""The key index: which blocks a cache has and where, in ``control``, for whoever maps it.
+
+Buckets of 512 bytes, from the header's ``index_offset`` on, 8 blocks in each::
+
+       0  u64      sequence      odd while the daemon writes the bucket
+       8  u32 x 8  tags          of ``kvtier.abi.key_mix``
+      40  u16 x 8  groups        window groups
+      56  u8 x 8   tier bits     1 device, 2 host, 4 disk: where the block is READY; 0 = the place is empty
+      64  56 bytes x 8           entries
+
+An entry::
+
+       0  32       key
+      32  u64      host_generation
+      40  u64      device_generation
+      48  u32      host_slot
+      52  u32      device_slot
+
+Slot and generation mean something only where the tier's bit is set. A block stands in one of the two buckets that
+``key_mix`` names, or in neither: what fits in neither is counted in the header's ``unindexed``. Nothing else is probed.
+
+**Reading.** Sequence, the bucket, sequence again: where it was odd or has changed, once more, and after three times the
+block's place is *unsure*: ask the daemon. A key counts only if all of it is equal. What is found was so at one moment
+between the call and its answer; to use a slot without a lease, copy its bytes and then compare its generation with the
+entry's. What is not found is a miss, or not there yet: no proof of anything, and *unsure* where ``unindexed`` is not 0.
+
+**Writing.** The daemon only: sequence odd, the bytes, sequence even, the sequence by single aligned stores. Loads and
+stores stay in this order on x86-64; on other machines there is no index.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.abi import records
+from kvtier.abi.errors import AbiError
+from kvtier.abi.key_mix import U64, KeyMix
+from kvtier.abi.layout import ArenaLayout
+from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
+from kvtier.abi.words import Shown, read_shown, read_unindexed, words_of
+
+KEY_BYTES: Final = 32
+TAGS_OFFSET: Final = 8
+GROUPS_OFFSET: Final = 40
+TIERS_OFFSET: Final = 56
+ENTRIES_OFFSET: Final = 64
+ENTRY: Final = struct.Struct("<32sQQII")
+"""Key, host_generation, device_generation, host_slot, device_slot."""
+TAGS: Final = struct.Struct("<8I")
+
+_TRIES: Final = 3
+_FEW: Final = 12
+"""Below so many keys the overhead of numpy's calls is more than what they save."""
+_MANY: Final = 4096
+"""Keys looked up at a time: what is in hand stays in the processor's caches."""
+
+
+class Entry(NamedTuple):
+    """Where a block is; ``residency``: its tier bits, 0 = absent. Slots and generations of other tiers are void."""
+
+    residency: int = 0
+    host_slot: int = 0
+    host_generation: int = 0
+    device_slot: int = 0
+    device_generation: int = 0
+
+
+ABSENT: Final = Entry()
+
+
+@dataclass(slots=True, frozen=True)
+class Found:
+    """Where many blocks are, as in :class:`Entry`, one element each; ``sure`` False: ask the daemon."""
+
+    residency: NDArray[np.uint8]
+    host_slots: NDArray[np.uint32]
+    host_generations: U64
+    device_slots: NDArray[np.uint32]
+    device_generations: U64
+    sure: NDArray[np.bool_]
+
+    @classmethod
+    def nothing(cls, count: int, *, sure: bool) -> Found:
+        return cls(
+            np.zeros(count, np.uint8),
+            np.zeros(count, np.uint32),
+            np.zeros(count, np.uint64),
+            np.zeros(count, np.uint32),
+            np.zeros(count, np.uint64),
+            np.full(count, sure),
+        )
+
+    def put(self, row: int, entry: Entry | None) -> None:
+        """None: unsure."""
+        self.sure[row] = entry is not None
+        (
+            self.residency[row],
+            self.host_slots[row],
+            self.host_generations[row],
+            self.device_slots[row],
+            self.device_generations[row],
+        ) = entry or ABSENT
+
+
+class Buckets:
+    """The index's memory in the shapes that it is read and written in. None of it is copied."""
+
+    def __init__(self, layout: ArenaLayout, control: NDArray[np.uint8]) -> None:
+        """Raises :class:`AbiError` where the arena has no index."""
+        if not layout.index_bytes:
+            raise AbiError("header.index_bytes", 0, "above 0: this arena has no key index")
+        self.count = layout.index_bytes // BUCKET_BYTES
+        self.base = layout.index_offset
+        self.bytes = control.data
+        self.words = words_of(control)
+        self.mix = KeyMix(records.HEADER.unpack_from(control.data, 0, 0)["index_seed"], self.count)
+
+        self.heads: U64 = self._rows(control, "<u8", ENTRIES_OFFSET // 8, 0)
+        self.sequences = self.heads[:, 0]
+        self.tags: NDArray[np.uint32] = self._rows(control, "<u4", BUCKET_ENTRIES, TAGS_OFFSET)
+        self.groups: NDArray[np.uint16] = self._rows(control, "<u2", BUCKET_ENTRIES, GROUPS_OFFSET)
+        self.tiers: NDArray[np.uint8] = self._rows(control, "u1", BUCKET_ENTRIES, TIERS_OFFSET)
+        self.whole: U64 = self._rows(control, "<u8", BUCKET_BYTES // 8, 0)
+        self.entries = self.whole[:, ENTRIES_OFFSET // 8 :].reshape(self.count, BUCKET_ENTRIES, ENTRY.size // 8)
+
+    def _rows(self, control: NDArray[np.uint8], dtype: str, each: int, offset: int) -> NDArray[Any]:
+        strides = (BUCKET_BYTES, np.dtype(dtype).itemsize)
+        return np.ndarray((self.count, each), dtype, control, self.base + offset, strides)
+
+
+class IndexReader:
+    """Looks blocks up in a mapped ``control`` segment. Many threads and processes may, and nobody notices them."""
+
+    def __init__(self, layout: ArenaLayout, control: NDArray[np.uint8]) -> None:
+        """Raises :class:`AbiError` where the arena has no index."""
+        self._buckets = Buckets(layout, control)
+        self._mix = self._buckets.mix
+        self._bytes = self._buckets.bytes
+        self._words = self._buckets.words
+        self._halves = self._bytes.cast("H")
+        self._base = self._buckets.base
+
+    def shown(self) -> Shown:
+        """The last event whose effect the index shows."""
+        return read_shown(self._words)
+
+    def entry(self, key: bytes, group: int) -> Entry | None:
+        """Where the block is. None: unsure."""
+        unindexed = read_unindexed(self._words)
+        first, second, tag = self._mix.one(key, group)
+        found = self._probe(first, tag, key, group)
+        if found is None or found.residency == 0:
+            other = self._probe(second, tag, key, group)
+            if other is None or other.residency:
+                return other
+        if found is ABSENT and unindexed:
+            return None
+        return found
+
+    def residency(self, key: bytes, group: int) -> int | None:
+        """The tiers where the block is READY, as bits; 0: absent, None: unsure."""
+        found = self.entry(key, group)
+        return None if found is None else found.residency
+
+    def prefix_length(self, keys: bytes | memoryview, group: int) -> int | None:
+        """How many blocks of a declared chain there are, from its first on, by bisection. None: unsure.
+
+        ``keys``: packed, each standing under the one before; in a full-attention group no block is there without what
+        it stands on.
+        """
+        count = len(keys) // KEY_BYTES
+        present, absent, sure = 0, count, True
+        at = count - 1  # all of them, or none, is what there mostly is
+        while present < absent:
+            residency = self.residency(bytes(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]), group)
+            if residency:
+                present = at + 1
+            else:
+                absent, sure = at, sure and residency is not None
+            at = (present + absent) // 2 if present else 0
+        return present if sure else None
+
+    def find(self, keys: bytes | memoryview, group: int) -> Found:
+        """Where many blocks are; ``keys``: packed."""
+        count = len(keys) // KEY_BYTES
+        found = Found.nothing(count, sure=read_unindexed(self._words) == 0)
+        if count < _FEW:
+            for row in range(count):
+                self._find_one(found, row, keys, group)
+            return found
+        words = np.frombuffer(keys, "<u8").reshape(count, KEY_BYTES // 8)
+        for start in range(0, count, _MANY):
+            unstable = self._find_some(found, start, words[start : start + _MANY], group)
+            for row in unstable:
+                self._find_one(found, row, keys, group)
+        return found
+
+    def _find_one(self, found: Found, row: int, keys: bytes | memoryview, group: int) -> None:
+        found.put(row, self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group))
+
+    def _find_some(self, found: Found, start: int, keys: U64, group: int) -> list[int]:
+        """Returns the rows that were being written."""
+        homes = self._mix.many(keys, group)
+        unstable = self._probe_many(found, start + np.arange(len(keys)), keys, homes.first, homes.tags, group)
+        left = np.flatnonzero(found.residency[start : start + len(keys)] == 0)
+        if len(left):
+            rows = start + left
+            second = (rows, keys[left], homes.second[left], homes.tags[left])
+            unstable = np.concatenate((unstable, self._probe_many(found, *second, group)))
+        again: list[int] = unstable.tolist()
+        return again
+
+    def _probe_many(
+        self, found: Found, rows: NDArray[np.intp], keys: U64, at: U64, tags: U64, group: int
+    ) -> NDArray[np.intp]:
+        """Looks for each key in one bucket; ``rows``: where its answer goes. Returns those that were being written."""
+        buckets = self._buckets
+        before = buckets.sequences[at]
+        heads = buckets.heads[at]
+        some, places = np.nonzero(heads.view("<u4")[:, 2:10] == tags[:, None])
+        entries = buckets.entries[at[some], places]
+        stable = (buckets.sequences[at] == before) & (before & _ONE == 0)
+        tiers = heads.view("u1")[some, places + TIERS_OFFSET]
+        right = (entries[:, :4] == keys[some]).all(axis=1)
+        right &= (heads.view("<u2")[some, places + GROUPS_OFFSET // 2] == group) & (tiers != 0) & stable[some]
+        to, entries = rows[some[right]], entries[right]
+        found.residency[to] = tiers[right]
+        found.host_generations[to] = entries[:, 4]
+        found.device_generations[to] = entries[:, 5]
+        slots = entries.view("<u4")
+        found.host_slots[to] = slots[:, 12]
+        found.device_slots[to] = slots[:, 13]
+        found.sure[to] = True
+        unstable: NDArray[np.intp] = rows[~stable]
+        return unstable
+
+    def _probe(self, bucket: int, tag: int, key: bytes, group: int) -> Entry | None:
+        """The block's entry in one bucket. None: the bucket does not stand still."""
+        start = self._base + bucket * BUCKET_BYTES
+        word = start // 8
+        words = self._words
+        for _ in range(_TRIES):
+            before = words[word]
+            if before % 2:
+                continue
+            found = ABSENT
+            tags = TAGS.unpack_from(self._bytes, start + TAGS_OFFSET)
+            if tag in tags:
+                found = self._entry(start, tags, tag, key, group)
+            if words[word] == before:
+                return found
+        return None
+
+    def _entry(self, start: int, tags: tuple[int, ...], tag: int, key: bytes, group: int) -> Entry:
+        for place in range(BUCKET_ENTRIES):
+            if tags[place] == tag:
+                at = start + ENTRIES_OFFSET + place * ENTRY.size
+                its, host_generation, device_generation, host_slot, device_slot = ENTRY.unpack_from(self._bytes, at)
+                if its == key and self._halves[(start + GROUPS_OFFSET) // 2 + place] == group:
+                    residency = self._bytes[start + TIERS_OFFSET + place]
+                    if residency:
+                        return Entry(residency, host_slot, host_generation, device_slot, device_generation)
+        return ABSENT
+
+
+_ONE: Final = np.uint64(1)

@@ -1,0 +1,66 @@
+"""Keeps the key index in step with the core: what an outcome's events say, with the slots that its contents name."""
+
+from __future__ import annotations
+
+from kvtier.abi.key_index import Entry
+from kvtierd.core.block import Block, Copy
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.events import Cause
+from kvtierd.core.ids import GroupId, Tier
+from kvtierd.core.manager import BlockManager
+from kvtierd.core.outcome import Outcome
+from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.key_index import Name, Place
+
+
+def follow(arena: Arena, outcome: Outcome) -> None:
+    """After the outcome's last generation has changed and before anybody is answered: who is told that a block is there
+    finds it.
+
+    A block that has got into a memory tier has its slot among the contents; that it has left one, or is only on disk,
+    takes none. What was recovered is in the index already: :meth:`Arena.rebuild_index`.
+    """
+    index = arena.index
+    if index is None or not outcome.events:
+        return
+    arrived: dict[Tier, dict[Name, Place]] = {Tier.HOST: {}, Tier.DEVICE: {}}
+    for (group, tier, slot), key, _, _ in outcome.contents:
+        if key is not None:
+            arrived[tier][group, key] = slot, arena.generation(tier, group, slot)
+    host, device = arrived[Tier.HOST], arrived[Tier.DEVICE]
+    after: dict[Name, int] = {}
+    for event in outcome.events:
+        if event.cause is not Cause.RECOVERED:
+            group = event.group
+            after.update(((group, change.key), change.residency) for change in event.blocks)
+    for name, residency in after.items():
+        index.put(*name, residency, host.get(name), device.get(name))
+    index.show(outcome.events[-1].id)
+
+
+def check_index(manager: BlockManager, arena: Arena) -> None:
+    """The key index says just what the core knows. Raises :class:`InvariantViolation` where it does not."""
+    if arena.index is None:
+        return
+    shown = arena.index.contents()
+    known = {
+        (group, block.key): _entry(arena, group, block)
+        for group, window in manager.windows.items()
+        for block in window.state.index
+    }
+    for group, key in shown.keys() | known.keys():
+        shows, is_ = shown.get((group, key)), known.get((group, key))
+        if shows != is_:
+            raise InvariantViolation(f"key index: block {key.hex()} of group {group} is {is_} and shown as {shows}")
+
+
+def _entry(arena: Arena, group: GroupId, block: Block) -> Entry:
+    host = _place(arena, group, Tier.HOST, block.on_host)
+    device = _place(arena, group, Tier.DEVICE, block.on_device)
+    return Entry(block.residency, *host, *device)
+
+
+def _place(arena: Arena, group: GroupId, tier: Tier, copy: Copy | None) -> tuple[int, int]:
+    if copy is None or not copy.valid:
+        return 0, 0
+    return copy.slot, arena.generation(tier, group, copy.slot)

@@ -1,0 +1,240 @@
+"""The key index of an arena, as its only writer keeps it. What stands where: :mod:`kvtier.abi.key_index`.
+
+A block that is new goes into the first of its two buckets or, once that holds five, into the emptier of the two. With
+as many blocks as a cache can have, two places in three are taken, and next to none finds both full. One that does is
+kept here, counted in ``unindexed``, and put in when a place in one of its buckets comes free.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import numpy as np
+
+from kvtier.abi.key_index import (
+    ABSENT,
+    ENTRIES_OFFSET,
+    ENTRY,
+    GROUPS_OFFSET,
+    KEY_BYTES,
+    TAGS,
+    TAGS_OFFSET,
+    TIERS_OFFSET,
+    Buckets,
+    Entry,
+)
+from kvtier.abi.layout import ArenaLayout
+from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
+from kvtier.abi.words import Shown, write_shown, write_unindexed
+from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
+from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.index_rebuild import FILL_FIRST, Many, plan, write
+
+_PLACES: Final = struct.Struct("<QQII")
+"""An entry without its key."""
+_HOST: Final = Tier.HOST.bit
+_DEVICE: Final = Tier.DEVICE.bit
+_NO_ENTRY: Final = bytes(ENTRY.size)
+
+Name = tuple[GroupId, Key]
+Place = tuple[SlotId, int]
+"""A slot and its generation."""
+
+
+class KeyIndex:
+    """One thread at a time."""
+
+    def __init__(self, layout: ArenaLayout, control: Bytes, epoch: int) -> None:
+        """Over what stands there; of an adopted arena that may be old, and torn: see :meth:`rebuild`.
+
+        ``epoch``: of the events that it will show.
+        """
+        self._epoch: Final = epoch
+        self._buckets: Final = Buckets(layout, control)
+        self._base: Final = self._buckets.base
+        self._bytes: Final = self._buckets.bytes
+        self._words: Final = self._buckets.words
+        self._halves: Final = self._bytes.cast("H")
+        self._singles: Final = self._bytes.cast("I")
+        self._homes: Final = self._buckets.mix.one
+        self._overflow: dict[Name, Entry] = {}
+        self._waiting: dict[int, dict[Name, None]] = {}
+
+    def show(self, event: EventId) -> None:
+        """The index shows the effect of this event, and of all before it."""
+        write_shown(self._words, Shown(self._epoch, event))
+
+    def put(
+        self, group: GroupId, key: Key, residency: int, host: Place | None = None, device: Place | None = None
+    ) -> None:
+        """The block is READY in just these tiers; 0: it is gone. ``host``, ``device``: where it has got to since it was
+        last put; None: nowhere."""
+        first, second, tag = self._homes(key, group)
+        for bucket in (first, second):
+            start = self._base + bucket * BUCKET_BYTES
+            number = self._find(start, tag, key, group)
+            if number >= 0:
+                self._change(start, number, residency, host, device)
+                if not residency:
+                    self._let_in(bucket)
+                return
+        if residency or self._overflow:
+            self._put_new((group, key), _entry(ABSENT, residency, host, device))
+
+    def rebuild(self, blocks: Many) -> None:
+        """These are all the blocks there are. Readers find throughout what was in the index before and stays."""
+        self._overflow.clear()
+        self._waiting.clear()
+        homes = self._buckets.mix.many(blocks.keys, blocks.groups)
+        places = plan(self._buckets, blocks, homes)
+        write(self._buckets, blocks, homes.tags, places)
+        for row in np.flatnonzero(places < 0).tolist():
+            name = GroupId(int(blocks.groups[row])), Key(blocks.keys[row].tobytes())
+            self._wait(name, int(homes.first[row]), int(homes.second[row]), blocks.entry(row))
+        write_unindexed(self._words, len(self._overflow))
+
+    def contents(self) -> dict[Name, Entry]:
+        """All blocks, those without a place included. For tests and the checker."""
+        if (odd := np.flatnonzero(self._buckets.sequences % 2)).size:
+            raise AssertionError(f"buckets {odd.tolist()} are being written by nobody")
+        found = dict(self._overflow)
+        for bucket, number in np.argwhere(self._buckets.tiers).tolist():
+            group = GroupId(int(self._buckets.groups[bucket, number]))
+            at = self._base + bucket * BUCKET_BYTES + ENTRIES_OFFSET + number * ENTRY.size
+            key, *_ = ENTRY.unpack_from(self._bytes, at)
+            if (group, key) in found:
+                raise AssertionError(f"block {key.hex()} of group {group} stands in the index twice")
+            found[group, key] = self._read(at + KEY_BYTES, int(self._buckets.tiers[bucket, number]))
+        return found
+
+    def _find(self, start: int, tag: int, key: Key, group: GroupId) -> int:
+        """The number of the block's place in the bucket that starts there; -1: it has none."""
+        tags = TAGS.unpack_from(self._bytes, start + TAGS_OFFSET)
+        if tag not in tags:
+            return -1
+        for number in range(BUCKET_ENTRIES):
+            at = start + ENTRIES_OFFSET + number * ENTRY.size
+            if (
+                tags[number] == tag
+                and self._bytes[start + TIERS_OFFSET + number]
+                and bytes(self._bytes[at : at + KEY_BYTES]) == key
+                and self._halves[(start + GROUPS_OFFSET) // 2 + number] == group
+            ):
+                return number
+        return -1
+
+    def _read(self, at: int, residency: int) -> Entry:
+        host_generation, device_generation, host_slot, device_slot = _PLACES.unpack_from(self._bytes, at)
+        return Entry(residency, host_slot, host_generation, device_slot, device_generation)
+
+    def _change(self, start: int, number: int, residency: int, host: Place | None, device: Place | None) -> None:
+        before = self._bytes[start + TIERS_OFFSET + number]
+        if residency == before and host is None and device is None:
+            return
+        at = start + ENTRIES_OFFSET + number * ENTRY.size
+        word = start // 8
+        sequence = self._words[word] | 1
+        self._words[word] = sequence
+        if residency:
+            entry = _entry(self._read(at + KEY_BYTES, before), residency, host, device)
+            _PLACES.pack_into(
+                self._bytes,
+                at + KEY_BYTES,
+                entry.host_generation,
+                entry.device_generation,
+                entry.host_slot,
+                entry.device_slot,
+            )
+        else:
+            self._bytes[at : at + ENTRY.size] = _NO_ENTRY
+            self._singles[(start + TAGS_OFFSET) // 4 + number] = 0
+            self._halves[(start + GROUPS_OFFSET) // 2 + number] = 0
+        self._bytes[start + TIERS_OFFSET + number] = residency
+        self._words[word] = sequence + 1
+
+    def _put_new(self, name: Name, entry: Entry) -> None:
+        """A block that stands in neither of its buckets."""
+        group, key = name
+        first, second, tag = self._homes(key, group)
+        if name in self._overflow:
+            entry = _entry(self._overflow[name], entry.residency, _host(entry), _device(entry))
+            self._wait(name, first, second, entry)
+            return
+        if not entry.residency:
+            return
+        tiers = self._tiers(first)
+        bucket = first
+        if tiers.count(0) <= BUCKET_ENTRIES - FILL_FIRST:
+            others = self._tiers(second)
+            if others.count(0) > tiers.count(0):
+                bucket, tiers = second, others
+        number = tiers.find(0)
+        if number < 0:
+            self._wait(name, first, second, entry)
+        else:
+            self._fill(bucket, number, tag, name, entry)
+
+    def _tiers(self, bucket: int) -> bytes:
+        start = self._base + bucket * BUCKET_BYTES + TIERS_OFFSET
+        return bytes(self._bytes[start : start + BUCKET_ENTRIES])
+
+    def _fill(self, bucket: int, number: int, tag: int, name: Name, entry: Entry) -> None:
+        """Puts a block into an empty place."""
+        group, key = name
+        residency, host_slot, host_generation, device_slot, device_generation = entry
+        start = self._base + bucket * BUCKET_BYTES
+        at = start + ENTRIES_OFFSET + number * ENTRY.size
+        word = start // 8
+        sequence = self._words[word] | 1
+        self._words[word] = sequence
+        ENTRY.pack_into(self._bytes, at, key, host_generation, device_generation, host_slot, device_slot)
+        self._singles[(start + TAGS_OFFSET) // 4 + number] = tag
+        self._halves[(start + GROUPS_OFFSET) // 2 + number] = group
+        self._bytes[start + TIERS_OFFSET + number] = residency
+        self._words[word] = sequence + 1
+
+    def _wait(self, name: Name, first: int, second: int, entry: Entry) -> None:
+        """The block has no place; one that is gone (``entry`` without residency) wants none any more."""
+        if entry.residency:
+            self._overflow[name] = entry
+            for bucket in (first, second):
+                self._waiting.setdefault(bucket, {})[name] = None
+        else:
+            self._leave(name, first, second)
+        write_unindexed(self._words, len(self._overflow))
+
+    def _leave(self, name: Name, first: int, second: int) -> Entry:
+        for bucket in {first, second}:
+            waiting = self._waiting[bucket]
+            del waiting[name]
+            if not waiting:
+                del self._waiting[bucket]
+        return self._overflow.pop(name)
+
+    def _let_in(self, bucket: int) -> None:
+        """A place in the bucket has come free."""
+        waiting = self._waiting.get(bucket)
+        if waiting is None:
+            return
+        name = next(iter(waiting))
+        group, key = name
+        first, second, tag = self._homes(key, group)
+        entry = self._leave(name, first, second)
+        self._fill(bucket, self._tiers(bucket).find(0), tag, name, entry)
+        write_unindexed(self._words, len(self._overflow))
+
+
+def _entry(old: Entry, residency: int, host: Place | None, device: Place | None) -> Entry:
+    """What ``put`` says of a block that was like this before. What is void is 0."""
+    host_slot, host_generation = (host or old[1:3]) if residency & _HOST else (0, 0)
+    device_slot, device_generation = (device or old[3:5]) if residency & _DEVICE else (0, 0)
+    return Entry(residency, host_slot, host_generation, device_slot, device_generation)
+
+
+def _host(entry: Entry) -> Place | None:
+    return (SlotId(entry.host_slot), entry.host_generation) if entry.host_generation else None
+
+
+def _device(entry: Entry) -> Place | None:
+    return (SlotId(entry.device_slot), entry.device_generation) if entry.device_generation else None

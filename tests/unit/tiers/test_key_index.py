@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvtier.abi.errors import AbiError
+from kvtier.abi.key_index import ABSENT, Buckets, Entry, IndexReader
+from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaIdentity, ArenaLayout, Segment
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
+from kvtierd.core.manager import Recovered
+from kvtierd.core.traits import Traits
+from kvtierd.tiers.index_rebuild import Many
+from kvtierd.tiers.key_index import KeyIndex, Place
+
+POOLS = (PoolSpec(1, 1, 8),)
+SPEC = CacheSpec("m", "uint8", 1, groups=(WindowGroupSpec(0, POOLS), WindowGroupSpec(64, POOLS)))
+FULL, SLIDING = GroupId(0), GroupId(1)
+HOST_BIT, DEVICE_BIT, DISK_BIT = Tier.HOST.bit, Tier.DEVICE.bit, Tier.DISK.bit
+
+
+def key(number: int) -> Key:
+    return Key(hashlib.sha256(number.to_bytes(8, "big")).digest())
+
+
+def place(slot: int, generation: int) -> Place:
+    return SlotId(slot), generation
+
+
+def packed(numbers: Iterator[int] | range | list[int]) -> bytes:
+    return b"".join(key(number) for number in numbers)
+
+
+class Index:
+    """A control segment with its writer and a reader. ``buckets``: how large the index is."""
+
+    def __init__(self, buckets: int, seed: bytes = bytes(range(32))) -> None:
+        slots = buckets * 16 // 3
+        self.layout = ArenaLayout.plan(SPEC, {(0, HOST): slots}, indexed=True)
+        assert self.layout.index_bytes == buckets * 512
+        self.control: Segment = np.zeros(self.layout.control_bytes, np.uint8)
+        self.layout.initialise(self.control, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=1, pid=1), seed)
+        self.writer = KeyIndex(self.layout, self.control, epoch=1)
+        self.reader = IndexReader(self.layout, self.control)
+
+    @property
+    def buckets(self) -> Buckets:
+        return Buckets(self.layout, self.control)
+
+    @property
+    def unindexed(self) -> int:
+        return int(self.control[4048:4056].view("<u8")[0])
+
+
+def test_what_is_put_is_found_until_it_is_gone() -> None:
+    index = Index(64)
+    index.writer.put(FULL, key(1), HOST_BIT, host=place(7, 22))
+    assert index.reader.entry(key(1), FULL) == Entry(HOST_BIT, 7, 22, 0, 0)
+    assert index.reader.entry(key(1), SLIDING) is ABSENT
+    assert index.reader.entry(key(2), FULL) is ABSENT
+    index.writer.put(FULL, key(1), HOST_BIT | DEVICE_BIT | DISK_BIT, device=place(3, 40))
+    assert index.reader.entry(key(1), FULL) == Entry(7, 7, 22, 3, 40)
+    index.writer.put(FULL, key(1), DEVICE_BIT | DISK_BIT)
+    assert index.reader.entry(key(1), FULL) == Entry(DEVICE_BIT | DISK_BIT, 0, 0, 3, 40)
+    index.writer.put(FULL, key(1), DISK_BIT)
+    index.writer.put(FULL, key(1), DISK_BIT | HOST_BIT, host=place(8, 50))
+    assert index.reader.entry(key(1), FULL) == Entry(DISK_BIT | HOST_BIT, 8, 50, 0, 0)
+    index.writer.put(FULL, key(1), 0)
+    assert index.reader.residency(key(1), FULL) == 0
+    assert index.writer.contents() == {}
+
+
+def test_a_change_that_changes_nothing_writes_nothing() -> None:
+    index = Index(4)
+    index.writer.put(FULL, key(1), HOST_BIT, host=place(7, 22))
+    before = index.control.copy()
+    index.writer.put(FULL, key(1), HOST_BIT)
+    index.writer.put(FULL, key(2), 0)
+    assert np.array_equal(index.control, before)
+
+
+def test_where_there_is_no_index_nobody_can_read_one() -> None:
+    layout = ArenaLayout.plan(SPEC, {(0, HOST): 10}, indexed=False)
+    control: Segment = np.zeros(layout.control_bytes, np.uint8)
+    layout.initialise(control, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=1, pid=1), bytes(32))
+    assert ArenaLayout.read(control) == layout
+    with pytest.raises(AbiError, match="no key index"):
+        IndexReader(layout, control)
+
+
+def test_as_many_blocks_as_there_are_slots_all_find_a_place() -> None:
+    index = Index(3000)
+    for number in range(16_000):
+        index.writer.put(FULL, key(number), HOST_BIT, host=place(number, 2))
+    assert index.unindexed == 0
+    found = index.reader.find(packed(range(16_000)), FULL)
+    assert found.host_slots.tolist() == list(range(16_000))
+    assert found.sure.all()
+
+
+def test_a_block_without_a_place_makes_absence_unsure_and_comes_in_when_there_is_one() -> None:
+    index = Index(3)
+    for number in range(30):
+        index.writer.put(FULL, key(number), HOST_BIT, host=place(number, 2))
+    inside = [number for number in range(30) if index.reader.residency(key(number), FULL)]
+    outside = [number for number in range(30) if number not in inside]
+    assert len(inside) <= 24
+    assert index.unindexed == len(outside) >= 6
+    assert index.reader.entry(key(99), FULL) is None
+    found = index.reader.find(packed([*range(30), 99]), FULL)
+    assert np.flatnonzero(found.sure).tolist() == inside
+    assert index.reader.prefix_length(packed([*inside, 99]), FULL) is None
+    assert index.reader.prefix_length(packed(inside), FULL) == len(inside)
+    index.writer.put(FULL, key(outside[0]), HOST_BIT | DISK_BIT)
+    index.writer.put(FULL, key(outside[1]), 0)
+    for number in inside:
+        index.writer.put(FULL, key(number), 0)
+    assert index.unindexed == 0
+    left = {(FULL, key(n)): Entry(HOST_BIT, n, 2) for n in outside if n != outside[1]}
+    left[FULL, key(outside[0])] = Entry(HOST_BIT | DISK_BIT, outside[0], 2)
+    assert index.writer.contents() == left
+    assert index.reader.entry(key(outside[0]), FULL) == left[FULL, key(outside[0])]
+    assert index.reader.entry(key(99), FULL) is ABSENT
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 11, 12, 13, 300, 5000])
+def test_the_length_of_a_prefix(count: int) -> None:
+    index = Index(2000)
+    for number in range(count):
+        index.writer.put(FULL, key(number), DISK_BIT)
+    for asked in {0, 1, count, count + 1, count + 17, 2 * count, max(0, count - 1)}:
+        assert index.reader.prefix_length(packed(range(asked)), FULL) == min(asked, count)
+        assert index.reader.prefix_length(memoryview(packed(range(asked))), FULL) == min(asked, count)
+        found = index.reader.find(memoryview(packed(range(asked))), FULL)
+        assert found.residency.tolist() == [DISK_BIT] * min(asked, count) + [0] * (asked - min(asked, count))
+        assert found.sure.all()
+
+
+def test_a_bucket_that_is_being_written_is_unsure_and_no_other() -> None:
+    index = Index(50)
+    for number in range(200):
+        index.writer.put(FULL, key(number), HOST_BIT, host=place(number, 2))
+    torn = 17
+    index.buckets.sequences[torn] += np.uint64(1)
+    mix = index.buckets.mix
+    there = [number for number in range(200) if torn in mix.one(key(number), FULL)[:2]]
+    unsure = [number for number in there if index.reader.entry(key(number), FULL) is None]
+    assert 0 < len(unsure) < 20
+    found = index.reader.find(packed(range(200)), FULL)
+    assert np.flatnonzero(~found.sure).tolist() == unsure
+    assert index.reader.prefix_length(packed([*range(100), unsure[0]]), FULL) is None
+    with pytest.raises(AssertionError, match="17"):
+        index.writer.contents()
+
+
+def test_an_equal_tag_is_no_equal_key() -> None:
+    index = Index(1)
+    index.writer.put(FULL, key(1), HOST_BIT, host=place(1, 2))
+    index.writer.put(FULL, key(2), HOST_BIT, host=place(2, 2))
+    mix = index.buckets.mix
+    tags = index.buckets.tags
+    tags[0, :] = mix.one(key(3), FULL)[2]
+    many = packed([3] * 20)
+    assert index.reader.entry(key(3), FULL) is ABSENT
+    assert not index.reader.find(many, FULL).residency.any()
+    tags[0, :] = mix.one(key(2), FULL)[2]
+    assert index.reader.entry(key(2), FULL) == Entry(HOST_BIT, 2, 2)
+    assert index.reader.find(packed([2] * 20), FULL).host_slots.tolist() == [2] * 20
+    index.buckets.groups[0, :] = SLIDING
+    assert index.reader.entry(key(2), FULL) is ABSENT
+    assert not index.reader.find(packed([2] * 20), FULL).residency.any()
+
+
+def recovered(number: int, residency: int) -> Recovered:
+    slots = [SlotId(number * 3 + tier) if residency & 1 << tier else None for tier in (DEVICE, HOST, DISK)]
+    return Recovered(slots[DISK], key(number), None, Traits(35), device=slots[DEVICE], host=slots[HOST])
+
+
+def many(blocks: dict[GroupId, dict[int, int]]) -> Many:
+    """By group, the residency of each numbered block."""
+    generations = {
+        (tier, group): np.arange(100_000, dtype=np.uint64) * np.uint64(2) + np.uint64(int(tier) * 10**6)
+        for tier in (Tier.HOST, Tier.DEVICE)
+        for group in (FULL, SLIDING)
+    }
+    found = {group: [recovered(*one) for one in some.items()] for group, some in blocks.items()}
+    return Many.of(found, generations)
+
+
+def expected(blocks: dict[GroupId, dict[int, int]]) -> dict[tuple[GroupId, Key], Entry]:
+    entries = {}
+    for group, some in blocks.items():
+        for number, residency in some.items():
+            host = (number * 3 + HOST, (number * 3 + HOST) * 2 + 10**6) if residency & HOST_BIT else (0, 0)
+            device = (number * 3, number * 6) if residency & DEVICE_BIT else (0, 0)
+            entries[group, key(number)] = Entry(residency, *host, *device)
+    return entries
+
+
+SOME = st.dictionaries(st.integers(0, 60), st.integers(1, 7))
+BLOCKS = st.fixed_dictionaries({FULL: SOME, SLIDING: SOME})
+
+
+@given(st.integers(1, 20), BLOCKS, BLOCKS, st.lists(st.integers(0, 19)))
+def test_a_rebuild_leaves_just_the_blocks_there_are_whatever_stood_there(
+    buckets: int,
+    before: dict[GroupId, dict[int, int]],
+    after: dict[GroupId, dict[int, int]],
+    torn: list[int],
+) -> None:
+    index = Index(buckets)
+    index.writer.rebuild(many(before))
+    assert index.writer.contents() == expected(before)
+    for bucket in torn:
+        if bucket < buckets:
+            index.buckets.sequences[bucket] |= np.uint64(1)
+            index.buckets.whole[bucket, 9] ^= np.uint64(1 << bucket)
+    successor = KeyIndex(index.layout, index.control, epoch=1)
+    successor.rebuild(many(after))
+    assert successor.contents() == expected(after)
+    for (group, name), entry in expected(after).items():
+        assert index.reader.entry(name, group) == entry or index.unindexed
+    places = int(np.count_nonzero(index.buckets.tiers))
+    assert places + index.unindexed == len(expected(after))
+
+
+def test_a_rebuild_touches_no_bucket_that_is_right() -> None:
+    index = Index(400)
+    blocks = {FULL: dict.fromkeys(range(1500), HOST_BIT)}
+    index.writer.rebuild(many(blocks))
+    assert index.unindexed == 0
+    sequences = index.buckets.sequences.copy()
+    KeyIndex(index.layout, index.control, epoch=1).rebuild(many(blocks))
+    assert np.array_equal(index.buckets.sequences, sequences)
+    index.writer.put(FULL, key(77), 0)
+    index.writer.put(FULL, key(5000), DISK_BIT)
+    sequences = index.buckets.sequences.copy()
+    KeyIndex(index.layout, index.control, epoch=1).rebuild(many(blocks))
+    assert np.count_nonzero(index.buckets.sequences != sequences) <= 2
+    assert index.writer.contents() == expected(blocks)
+
+
+def test_shown_events_count_in_their_epoch() -> None:
+    index = Index(1)
+    assert index.reader.shown() == (1, 0)
+    index.writer.show(EventId(17))
+    assert index.reader.shown() == (1, 17)
+    KeyIndex(index.layout, index.control, epoch=2).show(EventId(3))
+    assert index.reader.shown() == (2, 3)
+
+
+class AgainstADict(RuleBasedStateMachine):
+    """Whatever is put, in an index that is often too small for it."""
+
+    @initialize(buckets=st.integers(1, 6))
+    def make(self, buckets: int) -> None:
+        self.index = Index(buckets)
+        self.model: dict[tuple[GroupId, Key], Entry] = {}
+
+    @rule(
+        number=st.integers(0, 40),
+        group=st.sampled_from([FULL, SLIDING]),
+        residency=st.integers(0, 7),
+        slot=st.integers(0, 2**31),
+        generation=st.integers(1, 2**62),
+    )
+    def put(self, number: int, group: GroupId, residency: int, slot: int, generation: int) -> None:
+        name = group, key(number)
+        old = self.model.get(name, ABSENT)
+        new = residency & ~old.residency
+        host = place(slot, 2 * generation) if new & HOST_BIT else None
+        device = place(slot + 1, 2 * generation + 2) if new & DEVICE_BIT else None
+        self.index.writer.put(*name, residency, host, device)
+        self.model.pop(name, None)
+        if residency:
+            at_host = (host or old[1:3]) if residency & HOST_BIT else (0, 0)
+            at_device = (device or old[3:5]) if residency & DEVICE_BIT else (0, 0)
+            self.model[name] = Entry(residency, *at_host, *at_device)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.index.writer.contents() == self.model
+        for group in (FULL, SLIDING):
+            found = self.index.reader.find(packed(range(41)), group)
+            for number in range(41):
+                name = group, key(number)
+                entry = self.index.reader.entry(key(number), group)
+                row = (
+                    found.residency[number],
+                    found.host_slots[number],
+                    found.host_generations[number],
+                    found.device_slots[number],
+                    found.device_generations[number],
+                )
+                assert bool(found.sure[number]) == (entry is not None)
+                assert Entry(*map(int, row)) == (entry or ABSENT)
+                if entry is None:
+                    assert self.index.unindexed
+                else:
+                    assert entry == self.model.get(name, ABSENT)
+
+
+def test_whatever_is_put_is_what_everybody_reads() -> None:
+    run_state_machine_as_test(AgainstADict, settings=settings(max_examples=15, stateful_step_count=30))
