@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,11 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("kvtier-ci", settings.get_profile("kvtier"), derandomize=True, print_blob=True)
 settings.load_profile("kvtier-ci" if os.environ.get("CI") else "kvtier")
+
+
+# A shell that runs this in the background has SIGINT ignored, children inherit that, and Python leaves it so: no test
+# of Ctrl-C would ever end.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
