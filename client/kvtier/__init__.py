@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from kvtier.abi.event_hashes import event_hashes
     from kvtier.abi.keys import MultimodalItem, Scope, chain_keys
     from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-    from kvtier.across import AcrossBlocks, AcrossLease, AcrossMatch
+    from kvtier.across import AcrossBlocks, AcrossLease
     from kvtier.aio import AsyncClient, connect
+    from kvtier.answers import AcrossMatch, Location, Locations, Match, ReadCounts
     from kvtier.cache import Cache
     from kvtier.errors import (
         CallerError,
@@ -62,7 +63,8 @@ _HOMES = {
     "kvtier.abi.event_hashes": ("event_hashes",),
     "kvtier.abi.keys": ("MultimodalItem", "Scope", "chain_keys"),
     "kvtier.abi.spec": ("CacheSpec", "PoolSpec", "WindowGroupSpec"),
-    "kvtier.across": ("AcrossBlocks", "AcrossLease", "AcrossMatch"),
+    "kvtier.across": ("AcrossBlocks", "AcrossLease"),
+    "kvtier.answers": ("AcrossMatch", "Location", "Locations", "Match", "ReadCounts"),
     "kvtier.aio": ("AsyncClient", "connect"),
     "kvtier.cache": ("Cache",),
     "kvtier.errors": (
@@ -129,11 +131,15 @@ __all__ = [
     "KvtierError",
     "LeaseError",
     "LeaseLost",
+    "Location",
+    "Locations",
+    "Match",
     "MultimodalItem",
     "NotFound",
     "PermissionDenied",
     "PoolSpec",
     "Prompt",
+    "ReadCounts",
     "ReadLease",
     "ResidencyTable",
     "Retention",

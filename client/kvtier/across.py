@@ -6,6 +6,7 @@ blocks from the first on, a sliding one only those that its window covers at the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,38 +17,23 @@ from numpy.typing import NDArray
 
 from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.answers import AcrossMatch, GroupSpan
 from kvtier.binding import Binder, Binding
 from kvtier.errors import InvalidArgument, KvtierError, StaleRead, TooShort
 from kvtier.holdings import Holdings
 from kvtier.lease import Held, ReadLease
+from kvtier.loading import AcrossLoading
 from kvtier.prompt import Prompt
+from kvtier.reading import Reader
 from kvtier.retention import Retention, chain_message
 from kvtier.rpc_errors import chain_error
-from kvtier.session import Deadline
-from kvtier.types import BlockResult, Cursor, Tier
+from kvtier.session import Deadline, require_timeout
+from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, cursor_from_wire, packed_keys, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
-
-
-@dataclass(slots=True, frozen=True)
-class GroupSpan:
-    """Blocks ``[first_block, first_block + len(residency))`` of a chain in one window group, a residency byte each."""
-
-    group: int
-    first_block: int
-    residency: bytes
-
-
-@dataclass(slots=True, frozen=True)
-class AcrossMatch:
-    """A prefix of ``blocks`` blocks that every window group can serve, and what each has of it, by index."""
-
-    blocks: int
-    groups: tuple[GroupSpan, ...]
-    as_of: Cursor
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,8 +96,11 @@ class AcrossGroups:
         cache: Cache,
         binder: Binder,
         holdings: Holdings,
+        reader: Reader,
         deadline: Callable[[float | None], Deadline],
     ) -> None:
+        self.reader: Final = reader
+        """Reads without a call: for the synchronous client."""
         self._cache: Final = cache
         self._groups: Final = [cache.in_group(group) for group in range(len(cache.spec.groups))]
         self._binder: Final = binder
@@ -125,6 +114,13 @@ class AcrossGroups:
         tokens those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block).
         """
         packed = packed_keys(keys)
+        if timeout is not None:
+            require_timeout(timeout)
+        await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
+        found = self.reader.match_across(packed)
+        if found is not None:
+            return found
+        self.reader.count(calls=1)
         reply = await self._binder.call(
             lambda stubs: stubs.blocks.Match,
             lambda binding: blocks_pb2.MatchRequest(cache_id=binding.cache_id, keys=packed, across_groups=True),
@@ -214,15 +210,29 @@ class AcrossGroups:
     async def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
         """The longest prefix that all groups can serve, copied out of a tier into fresh uint8 arrays.
 
-        In one piece, so what is longer than the tier has room for comes shorter. Raises :class:`TierFull`,
-        :class:`StaleRead`.
+        Without a call where all of it is in mapped slots, or in ``tier`` if it is given. Else in one piece, so what is
+        longer than the tier has room for comes shorter. Raises :class:`TierFull`, :class:`StaleRead`.
         """
+        if timeout is not None:
+            require_timeout(timeout)
+        await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
+        load = self.loading(packed_keys(keys), tier)
+        await transfer.run(load.copy, load.nbytes)
+        found = load.result()
+        if found is not None:
+            return AcrossBlocks(*found)
+        self.reader.count(calls=1)
         try:
             async with self.acquire(keys, tier, min_blocks=1, timeout=timeout) as lease:
                 rows = {part.cache.group: await _copied(part) for part in lease.groups}
                 return AcrossBlocks(lease.blocks, rows)
         except TooShort:
             return AcrossBlocks(0, {group.group: [] for group in self._groups})
+
+    def loading(self, packed: bytes, tier: Tier | None) -> AcrossLoading:
+        """A get without a call, to be tried. Raises :class:`InvalidArgument`."""
+        self._cache.lease_tier(tier)
+        return AcrossLoading(self.reader, self._groups, packed, tier)
 
     async def _acquire(
         self,

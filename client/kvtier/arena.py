@@ -9,19 +9,23 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi import attach, layout
+from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
+from kvtier.abi.records import STATE_OFFSET
+from kvtier.abi.words import ArenaState
 from kvtier.errors import DaemonError
 from kvtier.types import Tier
 
 Bytes = NDArray[np.uint8]
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
+_STATE_WORD: Final = STATE_OFFSET // 4
 
 
 class Arena:
@@ -42,7 +46,10 @@ class Arena:
             raise DaemonError("the daemon's arena is of another specification", reason="BAD_ARENA")
         self.writable = write
         self.stale = False
-        """True once the daemon that served these segments is gone. Set by the client."""
+        """True once another daemon's session has begun. Set by the client."""
+        self.index = IndexReader(self.layout, self._control) if self.layout.index_bytes else None
+        """Where its blocks are; None where the daemon keeps no index."""
+        self._states = self._control[: layout.HEADER_BYTES].data.cast("I")
         self._data = {
             tier: _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier))
             for tier, name in _SEGMENTS.items()
@@ -67,6 +74,11 @@ class Arena:
         """Tiers with mapped slots, the fastest first."""
         return tuple(sorted(self._data))
 
+    @property
+    def current(self) -> bool:
+        """Whether its index and slots may be read without a call: it is not stale, and its daemon did not close it."""
+        return not self.stale and self._states[_STATE_WORD] == ArenaState.SERVING
+
     def slots(self, tier: Tier, group: int) -> int:
         return self.layout.groups[group].slots[tier]
 
@@ -82,9 +94,10 @@ class Arena:
                 view.flags.writeable = False
         return views
 
-    def generations(self, tier: Tier, group: int, slots: NDArray[np.intp]) -> NDArray[np.uint64]:
+    def generations(self, tier: Tier, group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
         """The slots' generations now: a copy."""
-        return self._generations[tier, group][slots]
+        now: NDArray[np.uint64] = self._generations[tier, group][slots]
+        return now
 
 
 def _mapped(fd: int, *, write: bool, at_least: int = layout.HEADER_BYTES) -> Bytes:

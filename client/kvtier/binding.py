@@ -71,6 +71,7 @@ class Binder:
         self._binding: Binding | None = None
         self._lock = asyncio.Lock()
         self._closed = False
+        session.followers.add(self)
 
     @property
     def maps(self) -> bool:
@@ -88,6 +89,22 @@ class Binder:
         if self._binding is None:
             raise ClientClosed(f"cache {self._name} is not open", reason="CLOSED")
         return self._binding
+
+    @property
+    def readable(self) -> Binding | None:
+        """The last one, for reads without a call: with a daemon that is gone, too. None: nothing may be read so."""
+        return None if self._closed or self.session.closed else self._binding
+
+    def bound_to(self, link: Link | None) -> Binding | None:
+        """The last one, where it is in this link's session."""
+        binding = self._binding
+        return binding if link is not None and binding is not None and binding.session == link.session else None
+
+    def session_changed(self, session: int) -> None:
+        """What is mapped was another session's: whose daemon may be gone, and its memory somebody else's."""
+        binding = self._binding
+        if binding is not None and binding.mapped is not None and binding.session != session:
+            binding.mapped.stale = True
 
     async def bind(self, link: Link, seconds: float) -> Binding:
         """The cache in the link's session, opened there first if need be.
@@ -108,8 +125,7 @@ class Binder:
             if self._binding is not None:
                 if self._binding.session == link.session:
                     return self._binding
-                if self._binding.mapped is not None:
-                    self._binding.mapped.stale = True
+                self.session_changed(link.session)
             request = caches_pb2.OpenRequest(
                 name=self._name,
                 spec=spec_to_wire(self._spec),

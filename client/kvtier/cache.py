@@ -5,34 +5,35 @@ Leases are taken and given back by :mod:`kvtier.holdings`.
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from typing import Any, Final
-
-from grpc.aio import UnaryUnaryMultiCallable
 
 from kvtier import arrays, transfer
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.across import AcrossGroups
-from kvtier.answers import DropReport, ListedBlock, Location, Match, Page, ResetReport
-from kvtier.arena import Arena
-from kvtier.binding import Binder, Binding, Request, Response, send
+from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
+from kvtier.arena import Arena, Bytes
+from kvtier.binding import Binder, send
 from kvtier.errors import CallerError, InvalidArgument
 from kvtier.holdings import Holdings
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
+from kvtier.loading import Loading
+from kvtier.lookups import Lookups
 from kvtier.options import CacheOptions
 from kvtier.prompt import Prompt
+from kvtier.reading import Reader
 from kvtier.retention import Retention, block_retention, each_duration_ms, each_priority
-from kvtier.session import Deadline, Link, Session, Stubs
+from kvtier.session import Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo
 from kvtier.streams import Streamed
-from kvtier.types import MAPPED_TIERS, ROOT_PARENT, BlockResult, Tier
+from kvtier.types import MAPPED_TIERS, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import (
     Budgets,
     Keys,
-    cursor_from_wire,
     packed_keys,
     split_keys,
     tier_to_wire,
@@ -69,6 +70,8 @@ class Cache:
         self._binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
         self._default_timeout = default_timeout
         self._holdings = Holdings(self._binder, self._deadline)
+        self.reader: Final = Reader(self._binder, spec)
+        """Reads without a call, of all window groups: for the synchronous client, which does not wait for a loop."""
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -83,7 +86,7 @@ class Cache:
     @property
     def across(self) -> AcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each."""
-        return AcrossGroups(self, self._binder, self._holdings, self._deadline)
+        return AcrossGroups(self, self._binder, self._holdings, self.reader, self._deadline)
 
     @property
     def block_bytes(self) -> int:
@@ -149,63 +152,35 @@ class Cache:
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
+    @property
+    def lookups(self) -> str:
+        """How lookups and gets find blocks now: ``shared memory``, or ``calls`` and why."""
+        return self.reader.way
+
+    @property
+    def reads(self) -> ReadCounts:
+        """How they went so far, whichever way."""
+        return self.reader.counts
+
+    async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
+        """How many blocks of a chain are stored, from its first on: :meth:`match` without the rest. No side effect."""
+        return await self._lookups.prefix_length(keys, timeout)
+
     async def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
-        """The longest stored prefix of a chain. No side effect."""
-        packed = packed_keys(keys)
-        reply = await self._lookup(
-            lambda stubs: stubs.blocks.Match,
-            lambda binding: blocks_pb2.MatchRequest(cache_id=binding.cache_id, group=self.group, keys=packed),
-            timeout,
-        )
-        return Match(reply.blocks, reply.residency, cursor_from_wire(reply.as_of_event))
+        """The longest stored prefix of a chain. No side effect.
 
-    async def locate(self, keys: Keys, *, timeout: float | None = None) -> list[Location]:
+        Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
+        one's block was, or would be, committed under the one before.
+        """
+        return await self._lookups.match(keys, timeout)
+
+    async def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
         """Tier, slot and generation of each key. No side effect."""
-        packed = packed_keys(keys)
-        reply = await self._lookup(
-            lambda stubs: stubs.blocks.Locate,
-            lambda binding: blocks_pb2.LocateRequest(cache_id=binding.cache_id, group=self.group, keys=packed),
-            timeout,
-        )
-        rows = zip(
-            reply.residency,
-            _where(reply.residency, Tier.DEVICE, reply.device_slots),
-            _where(reply.residency, Tier.DEVICE, reply.device_generations),
-            _where(reply.residency, Tier.HOST, reply.host_slots),
-            _where(reply.residency, Tier.HOST, reply.host_generations),
-            strict=True,
-        )
-        return [Location(*row) for row in rows]
+        return await self._lookups.locate(keys, timeout)
 
-    async def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
+    def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
-        page = 0
-        while True:
-            reply = await self._lookup(
-                lambda stubs: stubs.blocks.List,
-                lambda binding, page=page: blocks_pb2.ListBlocksRequest(  # type: ignore[misc]
-                    cache_id=binding.cache_id, group=self.group, page=page, limit=page_blocks
-                ),
-                timeout,
-            )
-            rows = zip(
-                split_keys(reply.keys),
-                split_keys(reply.parents),
-                reply.residency,
-                reply.priorities,
-                reply.pinned or bytes(len(reply.residency)),
-                strict=True,
-            )
-            yield Page(
-                tuple(
-                    ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
-                    for key, up, where, rank, pinned in rows
-                ),
-                cursor_from_wire(reply.as_of_event),
-            )
-            page = reply.next_page
-            if not page:
-                return
+        return self._lookups.pages(page_blocks, timeout)
 
     async def blocks(self, *, timeout: float | None = None) -> AsyncGenerator[ListedBlock, None]:
         """All indexed blocks. Others may change the cache between the pages: see :meth:`pages`."""
@@ -443,14 +418,25 @@ class Cache:
         """The longest stored prefix of a chain, copied out: one array a block of the prefix.
 
         ``out``: arrays or tensors of exactly :attr:`block_bytes` to copy into, one a key, arrays C-contiguous; the
-        first ones are filled and returned. Without it: fresh uint8 arrays. ``tier`` is where the blocks are read, and
-        stay for now.
-        ``timeout`` is for each piece of at most half that tier. Where the cache is not mapped, the bytes come through a
-        stream.
+        first ones are filled and returned. Without it: fresh uint8 arrays.
+
+        What is in mapped slots is copied without a call, and stays where it is; with ``tier`` only what is in that one.
+        The rest of the prefix the daemon makes ready in ``tier`` (default: the fastest that is mapped), in pieces of at
+        most half of it; ``timeout`` is for each. Where the cache is not mapped, the bytes come through a stream.
 
         Raises :class:`TierFull`, :class:`StaleRead`.
         """
-        return await self._get(self._way, keys, out, tier, timeout)
+        if timeout is not None:
+            require_timeout(timeout)
+        await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
+        load = Loading(self, keys, out, tier)
+        await transfer.run(load.copy, load.nbytes)
+        rows = load.rows
+        if not load.done:
+            self.reader.count(calls=1)
+            chain, targets = split_keys(load.packed)[len(rows) :], load.targets and load.targets[len(rows) :]
+            rows = [*rows, *await arrays.get(self, self._way, load.place, chain, targets, timeout)]
+        return await _delivered(out, rows)
 
     async def stream_get(
         self,
@@ -464,11 +450,16 @@ class Cache:
 
         They are checked against their checksums: raises also :class:`DamagedTransfer`.
         """
-        return await self._get(self._streamed, keys, out, tier, timeout)
+        chain = split_keys(packed_keys(keys))
+        targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
+        return await _delivered(
+            out, await arrays.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
+        )
 
     async def close(self, *, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched."""
         await self.release_all(timeout=timeout)
+        await self.reader.recency.tell()
         if not self._binder.close():
             return
         binding, seq = self._binder.binding, self._session.next_seq()
@@ -494,13 +485,9 @@ class Cache:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    async def _lookup(
-        self,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
-        build: Callable[[Binding], Request],
-        timeout: float | None,
-    ) -> Response:
-        return await self._binder.call(method, build, self._deadline(timeout))
+    @property
+    def _lookups(self) -> Lookups:
+        return Lookups(self._binder, self.reader, self.group, self._deadline)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
@@ -532,18 +519,6 @@ class Cache:
         whole = arrays.Piece(chain, sources, parent, kept, prompt)
         return await arrays.put(self, way, self.lease_tier(tier), whole, timeout)
 
-    async def _get(
-        self, way: arrays.Way, keys: Keys, out: transfer.Blocks | None, tier: Tier | None, timeout: float | None
-    ) -> list[Any]:
-        chain = split_keys(packed_keys(keys))
-        targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
-        rows = await arrays.get(self, way, self.lease_tier(tier), chain, targets, timeout)
-        if out is None:
-            return list(rows)
-        filled = list(out[: len(rows)])
-        await transfer.deliver(filled, rows)
-        return filled
-
     def _require_writable(self) -> None:
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
@@ -561,5 +536,9 @@ class Cache:
         return await self._holdings.reserve(self, self.lease_tier(tier), count, timeout)
 
 
-def _where(residency: bytes, tier: Tier, values: Sequence[int]) -> list[int | None]:
-    return [value if where & tier.bit else None for where, value in zip(residency, values, strict=True)]
+async def _delivered(out: transfer.Blocks | None, rows: list[Bytes]) -> list[Any]:
+    if out is None:
+        return list(rows)
+    filled = list(out[: len(rows)])
+    await transfer.deliver(filled, rows)
+    return filled

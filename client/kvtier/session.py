@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Any, Final, Protocol, Self, TypeVar, cast
+from weakref import WeakSet
 
 import grpc
 from grpc.aio import AioRpcError
@@ -63,13 +64,18 @@ class Backoff:
         return delay
 
 
+def require_timeout(timeout: float) -> None:
+    """Raises :class:`InvalidArgument` where it is not above 0 and at most an hour."""
+    if not 0 < timeout <= MAX_TIMEOUT_S:
+        raise InvalidArgument("timeout", timeout, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+
+
 class Deadline:
     """A point in the loop's time."""
 
     def __init__(self, timeout: float) -> None:
-        """``timeout`` in seconds. Raises :class:`InvalidArgument` where it is not above 0 and at most an hour."""
-        if not 0 < timeout <= MAX_TIMEOUT_S:
-            raise InvalidArgument("timeout", timeout, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+        """``timeout`` in seconds. Raises :class:`InvalidArgument`."""
+        require_timeout(timeout)
         self.at = asyncio.get_running_loop().time() + timeout
 
     def left(self) -> float:
@@ -117,6 +123,12 @@ class Link:
         return ((protocol.SESSION_METADATA_KEY, self.welcome.token),)
 
 
+class Follower(Protocol):
+    def session_changed(self, session: int) -> None:
+        """The daemon has forgotten the last session; this is the new :attr:`Link.session`."""
+        ...
+
+
 class Session:
     """Calls go through :meth:`call`; :meth:`close` ends it. Belongs to the loop that opened it."""
 
@@ -132,6 +144,8 @@ class Session:
         self._seq = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
+        self.followers: Final[WeakSet[Follower]] = WeakSet()
+        """Are told of each new session, before any call goes through it."""
         self._lent: Counter[int] = Counter()
         self._forgotten_by_daemon: dict[int, str] = {}
 
@@ -154,6 +168,15 @@ class Session:
     def number(self) -> int:
         """The present :attr:`Link.session`, or the last one while the link is down."""
         return self._link.session if self._link else 0
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def live_link(self) -> Link | None:
+        """The link, while it holds."""
+        return None if self._link is None or self._link.attach.closed.is_set() else self._link
 
     @property
     def can_map(self) -> bool:
@@ -283,6 +306,8 @@ class Session:
     def _set_link(self, link: Link) -> None:
         if self._link is not None and self._link.session != link.session:
             self._forgotten_by_daemon[self._link.session] = self._link.welcome.token
+            for follower in list(self.followers):
+                follower.session_changed(link.session)
         self._link = link
         self._settle()
         self._linked.set()

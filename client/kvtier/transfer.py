@@ -63,15 +63,24 @@ def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]:
 
 async def deliver(out: Sequence[Block], rows: Sequence[Bytes]) -> None:
     """After :func:`writable` and a copy into what it gave: fills the tensors that could not be written in place."""
-    pairs = [(block, row) for block, row in zip(out, rows, strict=True) if tensors.is_tensor(block)]
-    late = [(tensor, row) for tensor, row in pairs if not tensors.is_in_place(tensor)]
-
-    def fill() -> None:
-        for tensor, row in late:
-            tensors.fill(tensor, row)
-
+    late = _late(out, rows)
     if late:
-        await run(fill, sum(len(row) for _, row in late))
+        await run(lambda: _fill(late), sum(len(row) for _, row in late))
+
+
+def deliver_here(out: Sequence[Block], rows: Sequence[Bytes]) -> None:
+    """The same in this thread."""
+    _fill(_late(out, rows))
+
+
+def _late(out: Sequence[Block], rows: Sequence[Bytes]) -> list[tuple[torch.Tensor, Bytes]]:
+    pairs = [(block, row) for block, row in zip(out, rows, strict=True) if tensors.is_tensor(block)]
+    return [(tensor, row) for tensor, row in pairs if not tensors.is_in_place(tensor)]
+
+
+def _fill(late: Sequence[tuple[torch.Tensor, Bytes]]) -> None:
+    for tensor, row in late:
+        tensors.fill(tensor, row)
 
 
 async def run(copy: Callable[[], None], nbytes: int) -> None:

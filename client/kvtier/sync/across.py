@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final, Self
 
 from kvtier import across as inner
 from kvtier import transfer
-from kvtier.across import AcrossBlocks, AcrossMatch
+from kvtier.across import AcrossBlocks
+from kvtier.answers import AcrossMatch
 from kvtier.errors import KvtierError
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
@@ -104,6 +105,9 @@ class AcrossGroups:
     def match(self, keys: Keys, *, timeout: float | None = None) -> AcrossMatch:
         """See :meth:`kvtier.across.AcrossGroups.match`."""
         packed = packed_keys(keys)
+        found = self._inner.reader.match_across(packed) if self._thread.usable_here(timeout) else None
+        if found is not None:
+            return found
         return self._thread.run(lambda: self._inner.match(packed, timeout=timeout))
 
     def acquire(
@@ -164,4 +168,10 @@ class AcrossGroups:
     def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
         """The longest prefix that all groups can serve, copied out: see :meth:`kvtier.across.AcrossGroups.get`."""
         packed = packed_keys(keys)
+        if self._thread.usable_here(timeout):
+            load = self._inner.loading(packed, tier)
+            load.copy()
+            found = load.result()
+            if found is not None:
+                return AcrossBlocks(*found)
         return self._thread.run(lambda: self._inner.get(packed, tier=tier, timeout=timeout))

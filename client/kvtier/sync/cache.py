@@ -8,11 +8,12 @@ from typing import Any, Final, TypeVar
 
 from kvtier import cache as inner
 from kvtier import transfer
-from kvtier.abi.keys import PLAIN, Scope, TokenIds
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
-from kvtier.answers import DropReport, ListedBlock, Location, Match, Page, ResetReport
+from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
 from kvtier.arena import Arena
 from kvtier.errors import ClientClosed
+from kvtier.loading import Loading
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
 from kvtier.stats import CacheInfo
@@ -28,7 +29,7 @@ T = TypeVar("T")
 class Cache:
     """Made by :meth:`kvtier.Client.open_cache`. Verbs, arguments and errors are those of :class:`kvtier.Cache`.
 
-    Arrays are copied in the calling thread.
+    Arrays are copied in the calling thread, and what shared memory tells is looked up there.
     """
 
     def __init__(self, thread: LoopThread, cache: inner.Cache) -> None:
@@ -110,14 +111,38 @@ class Cache:
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
+    @property
+    def lookups(self) -> str:
+        """How lookups and gets find blocks now: ``shared memory``, or ``calls`` and why."""
+        return self._inner.lookups
+
+    @property
+    def reads(self) -> ReadCounts:
+        """How they went so far, whichever way."""
+        return self._inner.reads
+
+    def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
+        """See :meth:`kvtier.Cache.prefix_length`."""
+        packed = packed_keys(keys)
+        found = self._inner.reader.prefix_length(packed, self.group) if self._thread.usable_here(timeout) else None
+        if found is not None:
+            return found
+        return self._thread.run(lambda: self._inner.prefix_length(packed, timeout=timeout))
+
     def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
         """See :meth:`kvtier.Cache.match`."""
         packed = packed_keys(keys)
+        found = self._inner.reader.match(packed, self.group) if self._thread.usable_here(timeout) else None
+        if found is not None:
+            return found
         return self._thread.run(lambda: self._inner.match(packed, timeout=timeout))
 
-    def locate(self, keys: Keys, *, timeout: float | None = None) -> list[Location]:
+    def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
         """See :meth:`kvtier.Cache.locate`."""
         packed = packed_keys(keys)
+        found = self._inner.reader.locate(packed, self.group) if self._thread.usable_here(timeout) else None
+        if found is not None:
+            return found
         return self._thread.run(lambda: self._inner.locate(packed, timeout=timeout))
 
     def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> Iterator[Page]:
@@ -278,8 +303,19 @@ class Cache:
         timeout: float | None = None,
     ) -> list[Any]:
         """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
-        packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.get(packed, out, tier=tier, timeout=timeout))
+        if not self._thread.usable_here(timeout):
+            packed = packed_keys(keys)
+            return self._thread.run(lambda: self._inner.get(packed, out, tier=tier, timeout=timeout))
+        load = Loading(self._inner, keys, out, tier)
+        load.copy()
+        count = len(load.rows)
+        filled = load.rows if out is None else list(out[:count])
+        if out is not None:
+            transfer.deliver_here(filled, load.rows)
+        if load.done:
+            return filled
+        left, into = load.packed[count * KEY_BYTES :], None if out is None else out[count:]
+        return filled + self._thread.run(lambda: self._inner.get(left, into, tier=tier, timeout=timeout))
 
     def stream_get(
         self,

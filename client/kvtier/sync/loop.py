@@ -17,6 +17,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from kvtier import transfer
 from kvtier.errors import ClientClosed, KvtierError
+from kvtier.session import require_timeout
 
 T = TypeVar("T")
 
@@ -50,6 +51,15 @@ class LoopThread:
     def running(self) -> bool:
         """False once it is being stopped."""
         return not self._stopping
+
+    def usable_here(self, timeout: float | None) -> bool:
+        """Whether what needs no loop may be done in the calling thread: not in a forked child, nor after :meth:`stop`.
+
+        Raises :class:`InvalidArgument` for a bad ``timeout``, though nothing waits.
+        """
+        if timeout is not None:
+            require_timeout(timeout)
+        return not self._stopping and os.getpid() == self._pid
 
     def run(self, work: Work[T], undo: Callable[[T], Coroutine[Any, Any, None]] | None = None) -> T:
         """The coroutine's result, awaited on the loop.

@@ -29,7 +29,8 @@ RENAMED = {
 }
 
 SEAMS = {
-    cache.Cache: {"open"},  # of its client: the way to call it is open_cache
+    cache.Cache: {"open", "reader"},  # of its client: the way to call the first is open_cache
+    across.AcrossGroups: {"reader", "loading"},
     lease.WriteLease: {"binding"},
     lease.ReadLease: {"binding"},
 }

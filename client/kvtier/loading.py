@@ -1,0 +1,92 @@
+"""Gets without a call: chains out of mapped slots into arrays.
+
+:meth:`copy` of both kinds blocks for as long as the bytes take, and may run in any thread; the rest is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvtier import transfer
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.arena import Bytes
+from kvtier.reading import Copying, Reader
+from kvtier.types import Tier
+from kvtier.wire import Keys, packed_keys
+
+if TYPE_CHECKING:
+    from kvtier.cache import Cache
+
+
+class Loading:
+    """A get of one window group. ``rows``: what has been copied of the chain, from its first block on."""
+
+    def __init__(self, cache: Cache, keys: Keys, out: transfer.Blocks | None, tier: Tier | None) -> None:
+        """Raises :class:`kvtier.errors.InvalidArgument` for what no get can do."""
+        self.packed: Final = packed_keys(keys)
+        self.place: Final = cache.lease_tier(tier)
+        """Where the daemon is to make ready what is not in mapped slots."""
+        count = len(self.packed) // KEY_BYTES
+        self.targets: Final = None if out is None else transfer.writable(out, count, cache.block_bytes)
+        self._copying: Final = cache.reader.begin(self.packed, cache.group, tier)
+        blocks = 0 if self._copying is None else self._copying.blocks
+        self.nbytes: Final = blocks * cache.block_bytes
+        self.rows: list[Bytes] = _rows(self.targets, blocks, cache.block_bytes)
+
+    def copy(self) -> None:
+        if self._copying is not None:
+            self._copying.copy(self.rows)
+            del self.rows[self._copying.blocks :]
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing to ask the daemon for."""
+        return self._copying is not None and self._copying.at_end
+
+
+class AcrossLoading:
+    """A get over all window groups: whole, or not without the daemon."""
+
+    def __init__(self, reader: Reader, groups: Sequence[Cache], packed: bytes, tier: Tier | None) -> None:
+        self._reader: Final = reader
+        self._packed: Final = packed
+        self._parts: list[tuple[Copying, list[Bytes]]] | None = []
+        self.blocks = 0
+        self.nbytes = 0
+        match = reader.match_across(packed)
+        if match is None:
+            self._parts = None
+            return
+        self.blocks = match.blocks
+        for span in match.groups if match.blocks else ():
+            chain = packed[span.first_block * KEY_BYTES : match.blocks * KEY_BYTES]
+            copying = reader.begin(chain, span.group, tier)
+            if copying is None or copying.blocks < copying.asked:
+                self._parts = None
+                return
+            block_bytes = groups[span.group].block_bytes
+            self.nbytes += copying.blocks * block_bytes
+            self._parts.append((copying, _rows(None, copying.blocks, block_bytes)))
+
+    def copy(self) -> None:
+        for copying, rows in self._parts or ():
+            copying.copy(rows)
+
+    def result(self) -> tuple[int, dict[int, list[Bytes]]] | None:
+        """Blocks of the prefix and, by group, the arrays of its last ones. None: ask the daemon."""
+        if self._parts is None or any(copying.blocks < copying.asked for copying, _ in self._parts):
+            return None
+        missed = len(self._packed) // KEY_BYTES - self.blocks
+        groups = range(len(self._reader.spec.groups))
+        if missed:
+            self._reader.missed(groups, missed)
+        return self.blocks, {group: [] for group in groups} | {c.group: rows for c, rows in self._parts}
+
+
+def _rows(targets: Sequence[Bytes] | None, blocks: int, block_bytes: int) -> list[Bytes]:
+    if targets is not None:
+        return list(targets[:blocks])
+    return list(np.empty((blocks, block_bytes), dtype=np.uint8)) if blocks else []

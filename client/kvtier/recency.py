@@ -1,0 +1,79 @@
+"""Telling the daemon what was read without a call, so that eviction takes it for used."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterable
+from typing import Final
+
+from grpc.aio import AioRpcError, UsageError
+
+from kvtier.binding import Binder, send
+from kvtier.session import Link
+from kvtier.v1 import blocks_pb2
+
+EVERY_S: Final = 0.1
+MOST_KEYS: Final = 8_192
+"""Of a group, told in one call; where more are read before it goes out, the first of them are forgotten."""
+_PATIENCE_S: Final = 1.0
+_MAX_COUNT: Final = 2**32 - 1
+
+_log = logging.getLogger(__name__)
+
+
+class Recency:
+    """What was read of one cache since the daemon was last told. Any thread may note; the session's loop tells."""
+
+    def __init__(self, binder: Binder) -> None:
+        self._binder: Final = binder
+        self._loop: Final = asyncio.get_running_loop()
+        self._lock: Final = threading.Lock()
+        self._keys: dict[int, dict[bytes, None]] = {}
+        """By group, the least recently read first."""
+        self._misses: dict[int, int] = {}
+        self._due = False
+        self._telling: asyncio.Task[None] | None = None
+
+    def note(self, group: int, keys: Iterable[bytes], misses: int) -> None:
+        """Blocks were read, the last one last, and so many others were asked for in vain."""
+        with self._lock:
+            of_group = self._keys.setdefault(group, {})
+            for key in keys:
+                of_group.pop(key, None)
+                of_group[key] = None
+            while len(of_group) > MOST_KEYS:
+                del of_group[next(iter(of_group))]
+            if misses:
+                self._misses[group] = min(self._misses.get(group, 0) + misses, _MAX_COUNT)
+            due, self._due = self._due, True
+        if not due:
+            try:
+                self._loop.call_soon_threadsafe(self._loop.call_later, EVERY_S, self._tell_soon)
+            except RuntimeError:
+                return  # the loop is closed, and with it the session
+
+    async def tell(self) -> None:
+        """Tells now. What the daemon cannot be told is lost: it costs order, never blocks."""
+        with self._lock:
+            keys, self._keys = self._keys, {}
+            misses, self._misses = self._misses, {}
+            self._due = False
+        link = self._binder.session.live_link
+        for group in keys.keys() | misses.keys():
+            await self._tell(link, group, list(keys.get(group, ())), misses.get(group, 0))
+
+    def _tell_soon(self) -> None:
+        self._binder.session.spawn(self.tell())
+
+    async def _tell(self, link: Link | None, group: int, keys: list[bytes], misses: int) -> None:
+        binding = self._binder.bound_to(link)
+        if link is None or binding is None:
+            _log.debug("%d reads of group %d are not told: the daemon is away", len(keys), group)
+            return
+        request = blocks_pb2.TouchRequest(cache_id=binding.cache_id, group=group, keys=b"".join(keys), misses=misses)
+        try:
+            await send(link, lambda stubs: stubs.blocks.Touch, request, _PATIENCE_S)
+        except (AioRpcError, UsageError) as error:
+            _log.debug("%d reads of group %d are not told: %s", len(keys), group, error)

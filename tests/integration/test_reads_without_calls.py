@@ -1,0 +1,304 @@
+"""Lookups and gets in shared memory: what the daemon would say, without asking it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, connect, errors
+from kvtier.answers import ReadCounts
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
+from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
+from tests.integration.seeing import cache_stats
+from tests.integration.supervised import SupervisedDaemon
+from tests.integration.waiting import eventually
+
+SLOTS = 16
+T = TypeVar("T")
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> AsyncIterator[Cache]:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=SLOTS, host=SLOTS, disk=4 * SLOTS))
+    assert cache.lookups == "shared memory"
+    yield cache
+    await cache.close()
+
+
+async def spread(cache: Cache, name: str) -> list[bytes]:
+    """A chain whose blocks are in every combination of tiers, the last ones nowhere."""
+    keys = chain(name, 12)
+    assert await cache.put(keys[:9], blocks(keys[:9]), tier=Tier.HOST) == [BlockResult.OK] * 9
+    assert await cache.move(keys[2:4], Tier.DEVICE) == [BlockResult.OK] * 2
+    assert await cache.move(keys[7:9], Tier.DISK) == [BlockResult.OK] * 2
+    return keys
+
+
+async def test_lookups_say_what_the_daemon_says(cache: Cache, client: AsyncClient) -> None:
+    keys = await spread(cache, "lookups")
+    binding = cache._binder.binding
+    async with await connect(client.address) as other:  # its calls tell nothing of ours
+        raw = await other.open_cache(cache.name, SPEC)
+        raw.arena.stale = True
+        for part in (keys, keys[:5], keys[9:], keys[:1], keys[8:10], chain("strangers", 3)):
+            before = raw.reads.calls
+            asked, told = await raw.match(part), await cache.match(part)
+            raw.arena.stale = True
+            assert (asked.blocks, asked.residency) == (told.blocks, told.residency)
+            assert await cache.prefix_length(part) == told.blocks
+            places = await raw.locate(part)
+            raw.arena.stale = True
+            assert places == await cache.locate(part)
+            assert raw.reads.calls == before + 2
+    assert cache.reads == ReadCounts(lookups=18)
+    assert (await cache.match(keys)).as_of.id == (await client.stats()).last_event_id
+    assert binding is cache._binder.binding
+
+
+async def test_a_get_copies_what_is_mapped_and_asks_for_the_rest(cache: Cache) -> None:
+    keys = await spread(cache, "get")
+    assert_bytes(keys[:7], await cache.get(keys[:7]))
+    assert (cache.reads.hits, cache.reads.misses, cache.reads.calls) == (7, 0, 0)
+    in_memory = [place.residency & 3 for place in await cache.locate(keys)]
+    assert in_memory[:7] == [2, 2, 1, 1, 2, 2, 2], "what is read stays where it is"
+    out = np.zeros((12, BLOCK_BYTES), np.uint8)
+    assert_bytes(keys[:9], await cache.get(keys, out))
+    assert_bytes(keys[:9], list(out[:9]))
+    assert not out[9:].any()
+    assert (cache.reads.hits, cache.reads.calls) == (14, 1)
+    assert await cache.get(chain("strangers", 5)) == []
+    assert (cache.reads.misses, cache.reads.calls) == (5, 1)
+
+
+async def test_a_tier_that_is_asked_for_is_the_one_that_is_read(cache: Cache) -> None:
+    keys = await spread(cache, "tier")
+    assert_bytes(keys[:2], await cache.get(keys[:2], tier=Tier.HOST))
+    assert cache.reads.calls == 0
+    assert_bytes(keys[:4], await cache.get(keys[:4], tier=Tier.HOST))
+    assert (cache.reads.hits, cache.reads.calls) == (4, 1)
+    with pytest.raises(InvalidArgument, match="tier"):
+        await cache.get(keys, tier=Tier.DISK)
+
+
+async def test_what_is_wrong_is_refused_though_nothing_is_called(cache: Cache) -> None:
+    keys = await spread(cache, "wrong")
+    with pytest.raises(InvalidArgument, match="timeout"):
+        await cache.match(keys, timeout=0)
+    with pytest.raises(InvalidArgument, match="keys"):
+        await cache.prefix_length(b"")
+    with pytest.raises(InvalidArgument, match="keys"):
+        await cache.locate(bytes(32 * 16_385))
+    with pytest.raises(InvalidArgument, match="out"):
+        await cache.get(keys[:2], [np.zeros(3, np.uint8)] * 2)
+    await cache.close()
+    with pytest.raises(errors.ClientClosed):
+        await cache.match(keys)
+
+
+async def test_a_slot_given_away_while_it_is_copied_is_a_miss(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation changes under the copy: once, then for good. Nothing wrong is ever returned."""
+    keys = chain("reused", 4)
+    await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    arena = cache.arena
+    honest = arena.generations
+    lies = 1
+
+    def lying(tier: Tier, group: int, slots: np.ndarray) -> np.ndarray:
+        nonlocal lies
+        lies -= 1
+        return honest(tier, group, slots) + np.uint64(2 * (lies >= 0))
+
+    monkeypatch.setattr(arena, "generations", lying)
+    assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
+    assert (cache.reads.hits, cache.reads.reuses, cache.reads.calls) == (4, 4, 0)
+    lies = 2
+    assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
+    assert (cache.reads.hits, cache.reads.reuses, cache.reads.calls) == (4, 12, 1)
+
+
+async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache: Cache) -> None:
+    for number in range(20):
+        keys = chain(f"at once {number}", 3)
+        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        assert await cache.prefix_length(keys) == 3
+        await cache.drop(keys[1:2])
+        assert await cache.prefix_length(keys) == 1
+    assert cache.reads.calls == 0
+
+
+async def test_what_is_read_without_calls_outlives_what_is_not(cache: Cache, client: AsyncClient) -> None:
+    read, unread = chain("read", 4), chain("unread", 4)
+    for keys in (read, unread):
+        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    before = (await cache_stats(client, cache.name)).hits_host
+    assert_bytes(read, await cache.get(read))
+    assert cache.reads.calls == 0
+    assert await cache.get(chain("nowhere", 2)) == []
+    stats = await eventually(
+        lambda: cache_stats(client, cache.name), lambda stats: stats.hits_host - before == 4 and stats.misses == 2
+    )
+    assert stats.hits_host == before + 4
+    async with cache.reserve(SLOTS - 4, Tier.HOST):
+        assert [place.residency & Tier.HOST.bit for place in await cache.locate(read)] == [Tier.HOST.bit] * 4
+        assert [place.residency & Tier.HOST.bit for place in await cache.locate(unread)] == [0] * 4
+
+
+def test_the_synchronous_client_reads_in_the_calling_thread(daemon: DaemonProcess, name: str) -> None:
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=sizes(host=SLOTS, disk=SLOTS))
+        keys = chain("sync", 6)
+        cache.put(keys, blocks(keys))
+        run = cache._thread.run
+        cache._thread.run = None  # type: ignore[assignment,method-assign]
+        assert cache.lookups == "shared memory"
+        assert cache.prefix_length(keys) == 6
+        assert cache.match([*keys, bytes(32)]).residency == b"\2" * 6
+        assert [place.residency for place in cache.locate(keys)] == [2] * 6
+        assert_bytes(keys, cache.get([*keys, bytes(32)]))
+        out = [np.zeros(BLOCK_BYTES, np.uint8) for _ in keys]
+        assert all(filled is given for filled, given in zip(cache.get(keys, out), out, strict=True))
+        assert_bytes(keys, out)
+        assert (cache.reads.lookups, cache.reads.hits, cache.reads.misses, cache.reads.calls) == (3, 12, 1, 0)
+        cache._thread.run = run  # type: ignore[method-assign]
+        cache.move(keys[4:], Tier.DISK)
+        out = [np.zeros(BLOCK_BYTES, np.uint8) for _ in keys]
+        assert_bytes(keys, cache.get(keys, out))
+        assert_bytes(keys, out)
+        assert cache.reads.calls == 1
+        with pytest.raises(InvalidArgument, match="timeout"):
+            cache.match(keys, timeout=-1)
+        cache.close()
+        with pytest.raises(errors.ClientClosed):
+            cache.prefix_length(keys)
+
+
+def test_several_threads_read_while_others_write(daemon: DaemonProcess, name: str) -> None:
+    """Slots are given away under the readers all the time: what comes is right, or does not come."""
+    wrong: list[str] = []
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=sizes(host=8))
+        chains = [chain(f"churn {number}", 4) for number in range(5)]
+        ending = threading.Event()
+
+        def read(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            while not ending.is_set():
+                keys = chains[rng.integers(len(chains))]
+                try:
+                    found = cache.get(keys)
+                    assert_bytes(keys[: len(found)], found)
+                except errors.TierFull:
+                    continue
+                except AssertionError as error:
+                    wrong.append(str(error))
+
+        readers = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
+        for reader in readers:
+            reader.start()
+        for number in range(60):
+            keys = chains[number % len(chains)]
+            cache.put(keys, blocks(keys))
+        ending.set()
+        for reader in readers:
+            reader.join()
+        assert not wrong, wrong[0]
+        assert cache.reads.hits > 0
+
+
+async def test_several_groups(start_for: StartFor) -> None:
+    daemon = start_for(VSWA, host=16, disk=16)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16, disk=16))
+        keys = chain("across", 12)
+        await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
+        match = await cache.across.match([*keys, bytes(32)])
+        assert match.blocks == 12
+        assert [span.first_block for span in match.groups] == [8, 0, 5]
+        found = await cache.across.get([*keys, bytes(32)])
+        assert cache.reads.calls == 0
+        for span in match.groups:
+            assert_content(VSWA, span.group, keys[span.first_block :], found.groups[span.group])
+        nothing = await cache.across.get(chain("strangers", 2))
+        assert (nothing.blocks, nothing.groups, cache.reads.calls) == (0, {0: [], 1: [], 2: []}, 0)
+        await cache.in_group(1).move(keys[3:4], Tier.DISK)
+        found = await cache.across.get(keys)
+        assert (found.blocks, cache.reads.calls) == (12, 1)
+        for span in match.groups:
+            assert_content(VSWA, span.group, keys[span.first_block :], found.groups[span.group])
+        with pytest.raises(InvalidArgument):
+            await cache.across.get(keys, tier=Tier.DISK)
+
+
+async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=SLOTS, disk=4 * SLOTS)
+    async with await connect(daemon.address) as client:
+        caches = [await client.open_cache(name, SPEC, budgets=sizes(host=8, disk=32)) for name in ("a", "b")]
+        keys = chain("kept", 6)
+        for cache in caches:
+            await cache.put(keys, blocks(keys))
+            await cache.move(keys, Tier.DISK)
+            assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
+        first = [cache.arena for cache in caches]
+        calls = [cache.reads.calls for cache in caches]
+        daemon.kill()
+        for cache in caches:
+            assert_bytes(keys, await cache.get([*keys, bytes(32)]))
+            assert await cache.prefix_length([*keys, bytes(32)]) == 6
+            assert cache.lookups == "shared memory"
+        assert [cache.reads.calls for cache in caches] == calls
+        await asyncio.to_thread(daemon.start)
+        await eventually(lambda: _answer(first), lambda arenas: all(arena.stale for arena in arenas))
+        assert caches[0].lookups.startswith("calls: the daemon that mapped its memory is gone")
+        for cache, before in zip(caches, calls, strict=True):
+            assert_bytes(keys, await cache.get(keys))
+            assert cache.reads.calls == before + 1, "a new daemon, new memory: the blocks come from disk"
+            assert cache.lookups == "shared memory"
+            assert_bytes(keys, await cache.get(keys))
+            assert cache.reads.calls == before + 1
+
+
+async def _answer(value: T) -> T:
+    return value
+
+
+async def test_a_kill_under_a_reader(short_dir: Path) -> None:
+    """The host tier outlives the daemon: a thread that reads all the time sees nothing of its end."""
+    daemon = SupervisedDaemon(short_dir, sizes(host=SLOTS))
+    daemon.start()
+    try:
+        with Client(daemon.address) as client:
+            cache = client.open_cache("c", SPEC)
+            keys = chain("read", 8)
+            cache.put(keys, blocks(keys))
+            ending, failures = threading.Event(), list[BaseException]()
+
+            def read() -> None:
+                while not ending.is_set():
+                    try:
+                        assert_bytes(keys, cache.get(keys))
+                    except BaseException as error:  # noqa: BLE001  it is raised below
+                        failures.append(error)
+                        return
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            old = cache.arena
+            for _ in range(2):
+                await asyncio.to_thread(daemon.kill)
+            await eventually(lambda: _answer(old), lambda arena: arena.stale)
+            hits = cache.reads.hits
+            await eventually(lambda: _answer(cache), lambda cache: cache.reads.hits > hits and not cache.arena.stale)
+            ending.set()
+            reader.join()
+            assert not failures, failures[0]
+            assert cache.lookups == "shared memory"
+        assert await asyncio.to_thread(daemon.stop) == 0
+    finally:
+        daemon.close()

@@ -1,0 +1,172 @@
+"""What the key index says of chains, against the definition and against what the core answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.abi.key_index import IndexReader
+from kvtier.abi.layout import HOST, ArenaIdentity, ArenaLayout
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.answers import Locations
+from kvtier.chains import Chains, count_leading
+from kvtier.types import Cursor
+from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
+from kvtierd.tiers.key_index import KeyIndex
+
+POOLS: Final = (PoolSpec(1, 1, 8),)
+TOKENS: Final = 4
+WINDOWS: Final = (6, 0, 100)
+"""In tokens: a window of two blocks, a full group, and a window of 25."""
+FULL: Final = 1
+SPEC: Final = CacheSpec("m", "uint8", TOKENS, groups=tuple(WindowGroupSpec(window, POOLS) for window in WINDOWS))
+LENGTH: Final = 90
+KEYS: Final = [Key(hashlib.sha256(b"%d" % number).digest()) for number in range(LENGTH)]
+PACKED: Final = b"".join(KEYS)
+
+
+class Index:
+    """The blocks of one chain, by group, in an index as the daemon writes it."""
+
+    def __init__(self, held: Sequence[set[int]], slots: int = 4 * LENGTH) -> None:
+        self.held = held
+        layout = ArenaLayout.plan(SPEC, {(0, HOST): slots}, indexed=True)
+        self.control = np.zeros(layout.control_bytes, np.uint8)
+        identity = ArenaIdentity(SPEC.fingerprint(), epoch=3, boot=3, pid=1)
+        layout.initialise(self.control, identity, bytes(range(32)))
+        self.writer = KeyIndex(layout, self.control, epoch=3)
+        for group, places in enumerate(held):
+            for place in places:
+                self.put(group, place, Tier.HOST.bit)
+        self.writer.show(EventId(17))
+        self.chains = Chains(IndexReader(layout, self.control), SPEC)
+
+    def put(self, group: int, place: int, residency: int) -> None:
+        at = (SlotId(place), 2 * place + 2) if residency else None
+        self.writer.put(GroupId(group), KEYS[place], residency, host=at)
+
+    @property
+    def unindexed(self) -> int:
+        return int(self.control[4048:4056].view("<u8")[0])
+
+
+def needed(window: int, blocks: int) -> set[int]:
+    """The definition, token by token: the blocks that a prefix of so many needs."""
+    first = max(0, blocks * TOKENS - window) if window else 0
+    return {token // TOKENS for token in range(first, blocks * TOKENS)}
+
+
+def longest(held: Sequence[set[int]], length: int) -> int:
+    return next(n for n in range(length, -1, -1) if all(needed(w, n) <= h for w, h in zip(WINDOWS, held, strict=True)))
+
+
+def prefix(held: set[int], length: int) -> int:
+    return next(n for n in range(length, -1, -1) if set(range(n)) <= held)
+
+
+full_groups = st.integers(0, LENGTH).map(lambda n: set(range(n)))
+sliding_groups = st.one_of(
+    st.sets(st.integers(0, LENGTH - 1)),
+    st.sets(st.integers(0, LENGTH - 1), max_size=6).map(lambda holes: set(range(LENGTH)) - holes),
+)
+holdings = st.tuples(sliding_groups, full_groups, sliding_groups)
+
+
+@settings(deadline=None)
+@given(held=holdings, length=st.integers(1, LENGTH))
+def test_lookups_answer_as_defined(held: tuple[set[int], ...], length: int) -> None:
+    index = Index(held)
+    packed = PACKED[: length * 32]
+    for group in range(len(WINDOWS)):
+        expected = prefix(held[group], length)
+        assert index.chains.prefix_length(packed, group) == expected
+        match = index.chains.match(packed, group)
+        assert match is not None
+        assert (match.blocks, match.residency, match.as_of) == (expected, b"\2" * expected, Cursor(3, 17))
+        places = index.chains.locate(packed, group)
+        assert places is not None
+        assert [place.host_slot for place in places] == [n if n in held[group] else None for n in range(length)]
+    across = index.chains.match_across(packed)
+    assert across is not None
+    blocks = longest(held, length)
+    assert (across.blocks, across.as_of) == (blocks, Cursor(3, 17))
+    for span, window in zip(across.groups, WINDOWS, strict=True):
+        assert set(range(span.first_block, blocks)) == needed(window, blocks)
+        assert span.residency == b"\2" * (blocks - span.first_block)
+
+
+def test_what_has_no_place_in_the_index_cannot_be_told() -> None:
+    """Two buckets for all: what is found is found, and what is not may be there."""
+    index = Index([set(), set(range(LENGTH)), set(range(LENGTH))], slots=5)
+    assert index.unindexed > 0
+    places = index.chains.find(PACKED, FULL)
+    assert not places.sure.all()
+    assert (places.sure == (places.residency != 0)).all()
+    assert index.chains.locate(PACKED, FULL) is None
+    assert index.chains.match_across(PACKED) is None
+    for group in range(len(WINDOWS)):
+        assert index.chains.prefix_length(PACKED, group) in (None, LENGTH)
+    there = KEYS[int(np.flatnonzero(places.residency)[0])]
+    assert index.chains.prefix_length(there, FULL) == 1
+    assert index.chains.locate(there, FULL) is not None
+
+
+def test_a_block_that_leaves_during_a_match_shortens_it() -> None:
+    index = Index([set(), set(range(8)), set()])
+    reader, find = index.chains._index, index.chains._index.find
+
+    class Leaving:
+        prefix_length = reader.prefix_length
+        shown = reader.shown
+
+        def find(self, keys: bytes, group: int) -> object:
+            index.put(FULL, 5, 0)
+            return find(keys, group)
+
+    chains = Chains(Leaving(), SPEC)  # type: ignore[arg-type]
+    match = chains.match(PACKED[: 8 * 32], FULL)
+    assert match is not None and match.blocks == 5
+
+
+@pytest.mark.parametrize("length", [0, 1, 5])
+def test_counting_the_leading_ones(length: int) -> None:
+    assert count_leading(np.ones(length, np.bool_)) == length
+    for hole in range(length):
+        wanted = np.ones(length, np.bool_)
+        wanted[hole] = False
+        assert count_leading(wanted) == hole
+
+
+def locations(count: int) -> Locations:
+    numbers = np.arange(count)
+    return Locations(
+        (numbers % 8).astype(np.uint8),
+        numbers.astype(np.uint32),
+        (numbers + 100).astype(np.uint64),
+        (numbers + 200).astype(np.uint32),
+        (numbers + 300).astype(np.uint64),
+    )
+
+
+def test_locations_are_a_list_of_them() -> None:
+    found = locations(9)
+    listed = list(found)
+    assert len(found) == 9
+    assert [found[at] for at in range(9)] == listed == [*found[:4], *found[4:]]
+    assert found == listed
+    assert listed == found
+    assert found == locations(9) and found != locations(8) and found != [*listed[:8], listed[7]]
+    assert found != "no locations" and (found == 5) is False
+    assert found[-1] == listed[8] and listed[3] in found
+    assert (found[3].device_slot, found[3].host_generation) == (3, 303)
+    assert (found[4].device_slot, found[4].host_slot, found[4].residency) == (None, None, 4)
+    assert type(found[1].device_slot) is int and type(found[1].residency) is int
+    assert repr(found[:1]).startswith("Locations([Location(")
+    with pytest.raises(IndexError):
+        found[9]
