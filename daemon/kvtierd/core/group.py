@@ -1,12 +1,12 @@
 """The blocks of one window group: what is where, and every way in which that changes.
 
-The only module that changes residency, holds, recency or priority. Each change puts its event, generations and owners
-into the recorder in the same step, so no caller can forget one.
+The only module that changes residency, holds, recency or priority, but for ``core/recovery.py`` at a start. Each change
+puts its event, generations and owners into the recorder in the same step, so no caller can forget one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy, Phase
@@ -486,23 +486,14 @@ class GroupState:
         self._place_at(block, tier, slot)
         if tier is not Tier.DISK:
             self.recorder.end_write(self.ref(tier, slot), block)
-        self._introduce(block, cause)
-        return block
-
-    def recover(self, key: Key, parent_key: Key | None, traits: Traits, places: Mapping[Tier, SlotId]) -> Block:
-        """The same for one whose bytes have been READY in these slots since before a restart."""
-        block = self._index(key, parent_key, traits)
-        for tier, slot in places.items():
-            self._place_at(block, tier, slot)
-        self._introduce(block, Cause.RECOVERED)
+        self.introduce(block, cause)
         return block
 
     def _index(self, key: Key, parent_key: Key | None, traits: Traits) -> Block:
         if self.unsupported(parent_key):
             raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
         parent = self.index.get(parent_key) if parent_key is not None and not self.shape.sliding else None
-        self._last_block += 1
-        block = Block(BlockId(self._last_block), key, parent.key if parent is not None else parent_key, parent, traits)
+        block = Block(self.next_id(), key, parent.key if parent is not None else parent_key, parent, traits)
         block.indexed = True
         self.clocks.enter(block)
         self.evictor.enter(block)
@@ -511,14 +502,21 @@ class GroupState:
             parent.add_child(block)
         return block
 
+    def next_id(self) -> BlockId:
+        self._last_block += 1
+        return BlockId(self._last_block)
+
     def _place_at(self, block: Block, tier: Tier, slot: SlotId) -> None:
         self._enter(tier, slot, SlotState.READY)
         self._attach(block, tier, Copy(slot, Phase.READY))
 
-    def _introduce(self, block: Block, cause: Cause) -> None:
+    def introduce(self, block: Block, cause: Cause) -> None:
+        """A block that has just been indexed counts and is told of; its parents may rank higher for it."""
         self.stored += 1
         self.recorder.change(EventType.STORED, cause, self.group, block)
-        self._reprioritise(block.parent, None, block.priority, cause)
+        parent = block.parent
+        if parent is not None and block.priority > parent.own_priority:
+            self._reprioritise(parent, None, block.priority, cause)
         self.reconsider(block)
 
     def remove(self, block: Block, cause: Cause) -> None:
@@ -584,16 +582,6 @@ class GroupState:
         self.corrupt[tier].add(copy.slot)
         if block.copy(tier) is copy:
             self.lose_copy(block, tier, Cause.CORRUPT)
-
-    def order_by_use(self, blocks: Iterable[Block]) -> None:
-        """Gives blocks, listed least recently used first, recency in that order, every parent after its children."""
-        use: dict[Block, int] = {block: position for position, block in enumerate(blocks)}
-        for block in sorted(use, key=lambda block: block.depth, reverse=True):
-            if block.parent is not None:
-                use[block.parent] = max(use[block.parent], use[block])
-        for block in sorted(use, key=lambda block: (use[block], -block.depth)):
-            self.evictor.use(block)
-            self.reconsider(block)
 
     def lose_tier(self, tier: Tier, cause: Cause, before: int, limit: int) -> int:
         """Everything in the tier is gone, what only stood there with all its descendants; its slots are out of use.

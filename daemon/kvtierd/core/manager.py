@@ -23,6 +23,7 @@ from kvtierd.core.outcome import MoveResult, Outcome, Refusal, RefusalReason
 from kvtierd.core.pins import Pins
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
+from kvtierd.core.recovery import Recovered
 from kvtierd.core.retention import check_retention, pairs
 from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, LeftLease, ReserveTicket, Ticket
 from kvtierd.core.traits import Traits
@@ -41,7 +42,7 @@ from kvtierd.core.verbs import (
     ResetReport,
     TierCount,
 )
-from kvtierd.core.window import Recovered, WindowManager
+from kvtierd.core.window import WindowManager
 
 __all__ = [
     "AcrossMatch",

@@ -91,10 +91,12 @@ class Recorder:
         above_label = above.label if above is not None else None
         change = BlockChange(block.key, block.parent_key, residency, block.priority, block.label, above_label)
         header = (type, cause, group, transfer)
-        if self._events and self._events[-1][0] == header and len(self._events[-1][1]) < MAX_EVENT_BLOCKS:
-            self._events[-1][1].append(change)
-        else:
-            self._events.append((header, [change]))
+        if self._events:
+            last, changes = self._events[-1]
+            if last == header and len(changes) < MAX_EVENT_BLOCKS:
+                changes.append(change)
+                return
+        self._events.append((header, [change]))
 
     def mark(self, type: EventType, cause: Cause, group: GroupId) -> None:
         """An event of the whole group: created or cleared."""

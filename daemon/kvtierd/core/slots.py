@@ -7,8 +7,9 @@ it starts.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from enum import IntEnum
+from itertools import filterfalse
 
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SlotId
@@ -66,11 +67,17 @@ class SlotTable:
         self._move(slot, SlotState.FREE, state)
         return slot
 
-    def claim(self, slots: Iterable[SlotId], state: SlotState) -> None:
+    def claim(self, slots: Collection[SlotId], state: SlotState) -> None:
         """Puts these free slots in ``state``: what a recovered disk already holds."""
+        states = self._states
         for slot in slots:
-            self._move(slot, SlotState.FREE, state)
-        self._free = array("I", (slot for slot in self._free if self._states[slot] == SlotState.FREE))
+            if states[slot] != SlotState.FREE:
+                raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
+            states[slot] = state
+        self._counts[SlotState.FREE] -= len(slots)
+        self._counts[state] += len(slots)
+        # FREE is 0, so a state is true of the others.
+        self._free = array("I", filterfalse(self._states.__getitem__, self._free))
 
     def change(self, slot: SlotId, to: SlotState) -> None:
         """Any change between states that are not FREE."""

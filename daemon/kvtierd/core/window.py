@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
-from typing import Final, NamedTuple, assert_never
+from typing import Final, assert_never
 
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block, Copy
@@ -16,6 +16,7 @@ from kvtierd.core.ids import Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
+from kvtierd.core.recovery import Recovered, recover
 from kvtierd.core.retention import pairs
 from kvtierd.core.room import Prospect, Room
 from kvtierd.core.slots import SlotState
@@ -29,22 +30,6 @@ LAST: Final = 1 << 62
 
 TOUCHED_A_CALL: Final = 16_384
 """Blocks after which a touch takes no further key: as many as an acquire can name."""
-
-
-class Recovered(NamedTuple):
-    """A block found at start, its traits as they were when its bytes were written. ``slot``: on disk."""
-
-    slot: SlotId | None
-    key: Key
-    parent: Key | None
-    traits: Traits
-    device: SlotId | None = None
-    host: SlotId | None = None
-
-    @property
-    def places(self) -> dict[Tier, SlotId]:
-        found = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.slot}
-        return {tier: slot for tier, slot in found.items() if slot is not None}
 
 
 class WindowManager:
@@ -570,11 +555,7 @@ class WindowManager:
             bad = set(quarantined)
             state.corrupt[Tier.DISK] |= bad
             state.slots[Tier.DISK].claim(bad, SlotState.QUARANTINED)
-        places = [record.places for record in recovered]
-        for tier in state.tiers:
-            state.slots[tier].claim((place[tier] for place in places if tier in place), SlotState.FILLING)
-        blocks = [state.recover(r.key, r.parent, r.traits, place) for r, place in zip(recovered, places, strict=True)]
-        state.order_by_use(blocks)
+        blocks = recover(state, recovered)
         self.background.recovered(blocks)
 
     def restore(self, lease: Lease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:

@@ -7,15 +7,17 @@ odd, so that whoever still looks at it finds out.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import itemgetter
 from typing import Final
 
-from kvtier.abi.slot_records import SlotRecord
+from kvtier.abi.slot_records import SlotContents
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
 from kvtierd.core.policy import GroupShape
+from kvtierd.core.recovery import reachable
 from kvtierd.core.tickets import LeftLease
 from kvtierd.core.traits import Label, Traits
 from kvtierd.tiers.arena import Arena
@@ -44,9 +46,6 @@ class Adopted:
         return sum(one.host is not None or one.device is not None for all in self.recovered.values() for one in all)
 
 
-_InMemory = dict[Key, dict[Tier, tuple[SlotId, SlotRecord]]]
-
-
 def adopt(
     arena: Arena, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[Recovered]], old: OldLife
 ) -> Adopted:
@@ -55,72 +54,66 @@ def adopt(
     adopted = Adopted()
     for shape in shapes:
         group = shape.group
-        in_memory = _in_memory(arena, group)
-        disk = on_disk.get(group, ())
-        merged = _in_order(_merged(in_memory, disk), sliding=shape.sliding)
+        merged = _merged(_in_memory(arena, group), on_disk.get(group, ()))
+        if not shape.sliding:
+            order = reachable([one.key for one in merged], [one.parent for one in merged])
+            merged = [merged[place] for place in order]
         adopted.recovered[group] = merged
         for tier in arena.tiers:
-            kept = {slot: one.key for one in merged if (slot := one.places.get(tier)) is not None}
+            kept = _kept(merged, tier)
             adopted.left.extend(_left(arena, tier, group, kept, old))
             _void_the_rest(arena, tier, group, kept)
     return adopted
 
 
-def _in_memory(arena: Arena, group: GroupId) -> _InMemory:
-    found: _InMemory = {}
+def _in_memory(arena: Arena, group: GroupId) -> dict[Key, Recovered]:
+    """What memory holds, least recently noted first. Of two copies that do not agree on the parent the newer counts."""
+    rows: list[tuple[int, Recovered]] = []
     for tier in arena.tiers:
-        for slot, record in arena.contents(tier, group):
-            found.setdefault(Key(record.key), {}).setdefault(tier, (slot, record))
-    return found
+        found = arena.contents(tier, group)
+        keys, parents = map(Key, found.keys), (None if parent is None else Key(parent) for parent in found.parents)
+        slots, none = map(SlotId, found.slots), repeat(None)
+        on_device, on_host = (slots, none) if tier is Tier.DEVICE else (none, slots)
+        blocks = map(Recovered, none, keys, parents, _traits(found), on_device, on_host)
+        rows.extend(zip(found.orders, blocks, strict=True))
+    rows.sort(key=itemgetter(0))
+    newest: dict[Key, Recovered] = {}
+    for _, one in rows:
+        other = newest.pop(one.key, None)
+        newest[one.key] = one if other is None or other.parent != one.parent else _both(one, other)
+    return newest
 
 
-def _merged(in_memory: _InMemory, disk: Sequence[Recovered]) -> list[Recovered]:
+def _both(one: Recovered, other: Recovered) -> Recovered:
+    """The same block in two tiers."""
+    device = one.device if one.device is not None else other.device
+    return one._replace(device=device, host=one.host if one.host is not None else other.host)
+
+
+def _traits(found: SlotContents) -> Iterator[Traits]:
+    labels = (Label(event_hash) if event_hash else None for event_hash in found.event_hashes)
+    return map(Traits, found.priorities, found.durations_ms, found.deadlines_ns, labels)
+
+
+def _merged(in_memory: dict[Key, Recovered], disk: Sequence[Recovered]) -> list[Recovered]:
     """Least recently used first: what stands on disk alone was used before what stands in memory."""
-    with_copies = []
+    alone = []
     for one in disk:
-        copies = in_memory.pop(one.key, {})
-        same = {tier: (slot, record) for tier, (slot, record) in copies.items() if record.parent == one.parent}
-        with_copies.append((max((r.order for _, r in same.values()), default=0), _with_copies(one, same)))
-    for key, copies in in_memory.items():
-        _, newest = max(copies.values(), key=lambda copy: copy[1].order)
-        if len(copies) > 1:
-            copies = {tier: (slot, record) for tier, (slot, record) in copies.items() if record.parent == newest.parent}
-        parent = None if newest.parent is None else Key(newest.parent)
-        with_copies.append((newest.order, _with_copies(Recovered(None, key, parent, _traits(newest)), copies)))
-    with_copies.sort(key=lambda pair: pair[0])  # stable: the disk's own order among those only there
-    return [one for _, one in with_copies]
+        copies = in_memory.get(one.key)
+        if copies is None:
+            alone.append(one)
+        elif copies.parent == one.parent:
+            in_memory[one.key] = one._replace(device=copies.device, host=copies.host)
+        else:
+            del in_memory[one.key]
+            alone.append(one)
+    return [*alone, *in_memory.values()]
 
 
-def _with_copies(one: Recovered, copies: Mapping[Tier, tuple[SlotId, SlotRecord]]) -> Recovered:
-    device, host = copies.get(Tier.DEVICE), copies.get(Tier.HOST)
-    return one._replace(device=None if device is None else device[0], host=None if host is None else host[0])
-
-
-def _traits(record: SlotRecord) -> Traits:
-    label = Label(record.event_hash) if record.event_hash else None
-    return Traits(record.priority, record.duration_ms, record.deadline_ns, label)
-
-
-def _in_order(blocks: list[Recovered], *, sliding: bool) -> list[Recovered]:
-    """Those whose ancestors are all there, parents before children, otherwise in the order given. In a sliding group
-    every block stands for itself."""
-    if sliding:
-        return blocks
-    present = {one.key for one in blocks}
-    children: dict[Key, list[int]] = {}
-    ready: list[int] = []
-    for position, one in enumerate(blocks):
-        if one.parent is None:
-            ready.append(position)
-        elif one.parent in present:
-            children.setdefault(one.parent, []).append(position)
-    order: list[Recovered] = []
-    while ready:
-        one = blocks[heapq.heappop(ready)]
-        order.append(one)
-        for child in children.get(one.key, ()):
-            heapq.heappush(ready, child)
-    return order
+def _kept(merged: Sequence[Recovered], tier: Tier) -> dict[SlotId, Key]:
+    if tier is Tier.DEVICE:
+        return {one.device: one.key for one in merged if one.device is not None}
+    return {one.host: one.key for one in merged if one.host is not None}
 
 
 def _left(arena: Arena, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
@@ -144,9 +137,8 @@ def _left(arena: Arena, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], 
 
 
 def _void_the_rest(arena: Arena, tier: Tier, group: GroupId, kept: Collection[SlotId]) -> None:
-    for slot in arena.ready_slots(tier, group):
-        if slot not in kept:
-            arena.begin_write(tier, group, slot)
+    for slot in set(arena.ready_slots(tier, group)).difference(kept):
+        arena.begin_write(tier, group, slot)
 
 
 NOBODY: Final = OldLife(frozenset(), frozenset(), SessionId(0))

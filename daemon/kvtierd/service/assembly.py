@@ -169,6 +169,6 @@ class Assembler:
 
 def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
     return {
-        group: [Recovered(record.slot, record.key, record.parent, record.traits) for record in records]
+        group: [Recovered(slot, key, parent, traits) for slot, key, parent, traits, _ in records]
         for group, records in found.records.items()
     }

@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Self
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvtier.abi import attach
 from kvtier.abi.errors import AbiError
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_generation, is_ready, write_state
 from kvtier.abi.records import INDEX_SEED_BYTES
-from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotRecord
+from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
 from kvtierd.core.outcome import Content
@@ -241,19 +241,13 @@ class Arena:
         ).pack()
         self._records[tier, group][start : start + len(packed)] = packed
 
-    def contents(self, tier: Tier, group: GroupId) -> Iterator[tuple[SlotId, SlotRecord]]:
+    def contents(self, tier: Tier, group: GroupId) -> SlotContents:
         """Of an adopted arena: READY slots whose record is whole and of this generation. What is noted from now on
         comes later in order than all of these."""
-        rows = self._records[tier, group]
-        for slot in self.ready_slots(tier, group):
-            start = slot * SLOT_RECORD_BYTES
-            try:
-                record = SlotRecord.unpack(rows[start : start + SLOT_RECORD_BYTES])
-            except AbiError:
-                continue
-            if record.generation == self.generation(tier, group, slot):
-                self._order = max(self._order, record.order)
-                yield slot, record
+        rows = self.layout.slot_records(self._control.array, tier, group)
+        found = SlotContents.read(rows, self._generations[tier, group])
+        self._order = max(self._order, max(found.orders, default=0))
+        return found
 
     def ready_slots(self, tier: Tier, group: GroupId) -> list[SlotId]:
         """Those whose generation is even."""

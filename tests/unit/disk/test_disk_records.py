@@ -31,7 +31,7 @@ TRAITS = Traits(90, 1000, 1_000_000_000_000, Label(bytes.fromhex("11223344556677
 
 
 def decoded(values: list[bytes]) -> list[Traits]:
-    return records.traits_of(records.decode_records(values), values)
+    return records.traits_of(records.decode_records(values), values, np.arange(len(values)))
 
 
 def test_a_record_has_the_documented_bytes() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.abi import attach
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout
+from kvtier.abi.slot_records import SlotContents
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
@@ -67,8 +68,7 @@ def test_bytes_generations_and_contents_are_as_they_were_left(earlier: Arena) ->
     again = adopted(earlier)
     assert again.data(Tier.HOST)[:4].tolist() == [1, 2, 3, 4]
     assert again.generation(Tier.HOST, GROUP, SlotId(0)) == (3 << 32) + 2
-    ((slot, record),) = again.contents(Tier.HOST, GROUP)
-    assert (slot, record.key, record.priority, record.duration_ms, record.event_hash) == (0, key(1), 35, 9, b"\7" * 8)
+    assert again.contents(Tier.HOST, GROUP) == SlotContents([0], [key(1)], [None], [35], [9], [0], [b"\7" * 8], [1])
     again.close()
 
 

@@ -115,9 +115,8 @@ def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
     A value of another version, or of another length than it says, becomes a row of zeros, whose version is none.
     """
     lengths = np.fromiter(map(len, values), np.int64, len(values))
-    rows = np.frombuffer(
-        b"".join([value[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for value in values]), RECORD_DTYPE
-    ).copy()
+    heads = values if (lengths == HEAD_BYTES).all() else [v[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for v in values]
+    rows = np.frombuffer(b"".join(heads), RECORD_DTYPE).copy()
     first = (rows["version"] == _FIRST_VERSION) & (lengths == _FIRST_BYTES)
     rows["hash_bytes"][first] = 0  # padding, then
     hash_bytes, token_bytes = rows["hash_bytes"].astype(np.int64), rows["token_bytes"].astype(np.int64)
@@ -127,11 +126,11 @@ def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
     return rows
 
 
-def traits_of(rows: NDArray[Any], values: Sequence[bytes]) -> list[Traits]:
-    """Of each row, whose value is at the same place. Rows of version 0 have none: leave them out."""
+def traits_of(rows: NDArray[Any], values: Sequence[bytes], places: NDArray[np.intp]) -> list[Traits]:
+    """Of each row, whose value is at this place of ``values``. Rows of version 0 have none: leave them out."""
     labels: list[Label | None] = [None] * len(rows)
     for place in np.flatnonzero(rows["hash_bytes"].astype(np.int64) + rows["token_bytes"]).tolist():
-        value, split = values[place], HEAD_BYTES + int(rows["hash_bytes"][place])
+        value, split = values[int(places[place])], HEAD_BYTES + int(rows["hash_bytes"][place])
         labels[place] = Label(value[HEAD_BYTES:split], value[split:])
     columns = (rows[name].tolist() for name in ("priority", "duration_ms", "deadline_ns"))
     return list(map(Traits, *columns, labels))

@@ -5,7 +5,6 @@ Vectorised where it can be: a daemon is to serve within half a second per 100,00
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.core.ids import Key
+from kvtierd.core.recovery import reachable
 from kvtierd.tiers.disk.index import Stored
 from kvtierd.tiers.disk.records import Counters, decode_recency, decode_records, decode_touches, parents_of, traits_of
 from kvtierd.tiers.disk.table import GroupTable
@@ -38,18 +38,24 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     by_use = sound[np.argsort(last_use[slots], kind="stable")]
     keys = [stored.keys[row] for row in by_use.tolist()]
     parents = parents_of(rows[by_use])
-    order = list(range(len(keys))) if shape.sliding else _reachable(keys, parents)
+    order = list(range(len(keys))) if shape.sliding else reachable(keys, parents)
 
     rows = rows[by_use][order]
     keys = [keys[place] for place in order]
     parents = [parents[place] for place in order]
     uses = last_use[rows["slot"]].tolist()
-    traits = traits_of(rows, [stored.records[row] for row in by_use[order].tolist()])
+    traits = traits_of(rows, stored.records, by_use[order])
     records = list(map(DiskRecord, rows["slot"].tolist(), keys, parents, traits, uses))
     table = GroupTable(shape.slots)
     table.fill(keys, rows["slot"], rows["checksum"], last_use)
-    served = set(keys)
-    return Recovered(records, [key for key in stored.keys if key not in served], table)
+    return Recovered(records, _others(stored.keys, keys), table)
+
+
+def _others(all_keys: Sequence[Key], served: Sequence[Key]) -> list[Key]:
+    if len(served) == len(all_keys):
+        return []
+    kept = set(served)
+    return [key for key in all_keys if key not in kept]
 
 
 def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
@@ -75,27 +81,3 @@ def _sound(rows: NDArray[Any], stored: Stored, shape: SlabShape) -> NDArray[np.i
     winner = np.full(shape.slots, -1, np.intp)
     winner[rows["slot"][candidates]] = candidates  # where slots repeat numpy keeps the last
     return winner[winner >= 0]
-
-
-def _reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
-    """Places of the blocks whose ancestors are all there: parents before children, otherwise in the order given."""
-    place_of = {key: place for place, key in enumerate(keys)}
-    ready: list[int] = []
-    # Children of a block are a chain through two arrays: most have one, and a list each would cost more than the rest.
-    first_child = [-1] * len(keys)
-    next_child = [-1] * len(keys)
-    for place, parent in enumerate(parents):
-        if parent is None:
-            ready.append(place)
-        elif (above := place_of.get(parent)) is not None:
-            next_child[place] = first_child[above]
-            first_child[above] = place
-    order: list[int] = []
-    while ready:
-        place = heapq.heappop(ready)
-        order.append(place)
-        child = first_child[place]
-        while child >= 0:
-            heapq.heappush(ready, child)
-            child = next_child[child]
-    return order

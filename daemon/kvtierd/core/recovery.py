@@ -1,0 +1,142 @@
+"""Fills an empty window group with what its tiers held before a restart, all at once.
+
+Besides ``core/group.py`` the only module that gives blocks residency and recency. Block by block through
+:meth:`GroupState.insert` a restart would take three times as long, and nobody is served meanwhile.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.events import Cause
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import Key, SlotId, Tier
+from kvtierd.core.slots import SlotState
+from kvtierd.core.traits import Traits
+
+_DEVICE_BIT: Final = Tier.DEVICE.bit
+_HOST_BIT: Final = Tier.HOST.bit
+_DISK_BIT: Final = Tier.DISK.bit
+
+
+class Recovered(NamedTuple):
+    """A block found at start, its traits as they were when its bytes were written. ``slot``: on disk."""
+
+    slot: SlotId | None
+    key: Key
+    parent: Key | None
+    traits: Traits
+    device: SlotId | None = None
+    host: SlotId | None = None
+
+    @property
+    def places(self) -> dict[Tier, SlotId]:
+        found = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.slot}
+        return {tier: slot for tier, slot in found.items() if slot is not None}
+
+
+def recover(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
+    """Indexes blocks whose bytes are READY: in the order of ``found``, parents before their children, least recently
+    used first among the rest. Returns them in this order.
+
+    Raises :class:`InvariantViolation` for a block whose parent is not there yet, and for a slot that is not free.
+    """
+    _claim(state, found)
+    blocks = _indexed(state, found)
+    _order_by_use(state, blocks)
+    return blocks
+
+
+def reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
+    """Places in these lists of the blocks whose ancestors are all there: parents before children, otherwise in the
+    order given."""
+    place_of = dict(zip(keys, range(len(keys)), strict=True))
+    ready: list[int] = []
+    # Children of a block are a chain through two arrays: most have one, and a list each would cost more than the rest.
+    first_child = [-1] * len(keys)
+    next_child = [-1] * len(keys)
+    for place, parent in enumerate(parents):
+        if parent is None:
+            ready.append(place)
+        elif (above := place_of.get(parent)) is not None:
+            next_child[place] = first_child[above]
+            first_child[above] = place
+    order: list[int] = []
+    while ready:
+        place = heapq.heappop(ready)
+        order.append(place)
+        child = first_child[place]
+        while child >= 0 and next_child[child] < 0:  # an only child, which mostly is the next
+            place = heapq.heappushpop(ready, child)
+            order.append(place)
+            child = first_child[place]
+        while child >= 0:
+            heapq.heappush(ready, child)
+            child = next_child[child]
+    return order
+
+
+def _claim(state: GroupState, found: Sequence[Recovered]) -> None:
+    taken = {
+        Tier.DEVICE: [one.device for one in found if one.device is not None],
+        Tier.HOST: [one.host for one in found if one.host is not None],
+        Tier.DISK: [one.slot for one in found if one.slot is not None],
+    }
+    for tier, slots in taken.items():
+        if slots:
+            state.slots[tier].claim(slots, SlotState.READY)
+
+
+def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
+    sliding = state.shape.sliding
+    blocks: list[Block] = []
+    for slot, key, parent_key, traits, device, host in found:
+        parent = None
+        if parent_key is not None and not sliding:
+            parent = state.index.get(parent_key)
+            if parent is None:
+                raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
+            parent_key = parent.key  # one object for all that name it
+        block = Block(state.next_id(), key, parent_key, parent, traits)
+        block.indexed = True
+        state.clocks.enter(block)
+        if device is not None:
+            block.on_device = Copy(device, Phase.READY)
+            block.residency |= _DEVICE_BIT
+        if host is not None:
+            block.on_host = Copy(host, Phase.READY)
+            block.residency |= _HOST_BIT
+        if slot is not None:
+            block.on_disk = Copy(slot, Phase.READY)
+            block.residency |= _DISK_BIT
+            if parent is not None:
+                parent.disk_children += 1
+        state.index.add(block)
+        if parent is not None:
+            parent.add_child(block)
+        state.introduce(block, Cause.RECOVERED)
+        blocks.append(block)
+    return blocks
+
+
+def _order_by_use(state: GroupState, blocks: Sequence[Block]) -> None:
+    """The place in the list is the last use, but a block was used no earlier than those that stand on it: every parent
+    comes after its children."""
+    if not blocks:
+        return
+    first = blocks[0].id
+    use = list(range(len(blocks)))
+    for place in range(len(blocks) - 1, -1, -1):
+        parent = blocks[place].parent
+        if parent is not None and use[parent.id - first] < use[place]:
+            use[parent.id - first] = use[place]
+    enter = state.evictor.enter
+    for place, last in enumerate(blocks):
+        block: Block | None = last
+        while block is not None and use[block.id - first] == place:
+            enter(block)
+            block = block.parent
