@@ -11,7 +11,7 @@ from kvtierd.core.outcome import Grant, Refusal
 from kvtierd.core.tickets import LeaseRecord
 from tests.simulation.memory import Content, Memory
 from tests.simulation.setup import GroupPlan
-from tests.simulation.violation import require
+from tests.simulation.violation import Violation, require
 
 SESSIONS: Final = 3
 
@@ -235,16 +235,21 @@ class Clients:
         """Leased slots hold what their clients were told or wrote, and have an owner; nothing else is leased."""
         told = {record.id: (record.blank_slots, record.held_blocks) for record in records}
         known = {holding.id: (len(holding.blank), len(holding.blocks)) for holding in self.leases.values()}
-        require(told == known, f"leases are of {told} slots, their clients know of {known}")
+        if told != known:
+            raise Violation(f"leases are of {told} slots, their clients know of {known}")
         for holding in self.leases.values():
             memory = self._memories[holding.plan.group][holding.tier]
             for slot, key in holding.blocks.items():
-                require(
-                    memory.contents[slot] == key, f"{holding.tier} slot {slot} is leased and lost its block's bytes"
-                )
-                require(memory.ready(slot), f"{holding.tier} slot {slot} is leased, READY and its generation odd")
-                require(memory.owners[slot] is not None, f"{holding.tier} slot {slot} is leased and has no owner")
+                if memory.contents[slot] != key:
+                    raise Violation(f"{holding.tier} slot {slot} is leased and lost its block's bytes")
+                if not memory.ready(slot):
+                    raise Violation(f"{holding.tier} slot {slot} is leased, READY and its generation odd")
+                if memory.owners[slot] is None:
+                    raise Violation(f"{holding.tier} slot {slot} is leased and has no owner")
             for slot, content in holding.blank.items():
-                require(memory.contents[slot] == content, f"{holding.tier} slot {slot} is leased and was written")
-                require(not memory.ready(slot), f"{holding.tier} slot {slot} is blank, its generation even")
-                require(memory.owners[slot] == holding.session, f"{holding.tier} slot {slot} has another owner")
+                if memory.contents[slot] != content:
+                    raise Violation(f"{holding.tier} slot {slot} is leased and was written")
+                if memory.ready(slot):
+                    raise Violation(f"{holding.tier} slot {slot} is blank, its generation even")
+                if memory.owners[slot] != holding.session:
+                    raise Violation(f"{holding.tier} slot {slot} has another owner")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvtierd.core.ids import KEY_BYTES, SessionId, SlotId
-from tests.simulation.violation import require
+from tests.simulation.violation import Violation
 
 Content = bytes
 
@@ -44,9 +44,8 @@ class Memory:
         if self.generations[slot] % 2 == 1:
             self.generations[slot] += 1
             self._promised[slot] = self.contents[slot]
-        require(
-            is_block(self.contents[slot]), f"{self.name} slot {slot} shows an even generation over no block's bytes"
-        )
+        if not is_block(self.contents[slot]):
+            raise Violation(f"{self.name} slot {slot} shows an even generation over no block's bytes")
 
     def ready(self, slot: SlotId) -> bool:
         return self.generations[slot] % 2 == 0
@@ -55,4 +54,4 @@ class Memory:
         """No bytes changed under an even generation."""
         for slot, content in enumerate(self.contents):
             if self.generations[slot] % 2 == 0 and content != self._promised[slot]:
-                require(False, f"{self.name} slot {slot} changed under generation {self.generations[slot]}")
+                raise Violation(f"{self.name} slot {slot} changed under generation {self.generations[slot]}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvtierd.core.ids import Key
 from kvtierd.core.policy import DEFAULT_PRIORITY
 from kvtierd.core.traits import Traits
-from tests.simulation.violation import require
+from tests.simulation.violation import Violation
 
 Kept = tuple[int, int]
 """(own priority, duration in ms)"""
@@ -76,15 +76,17 @@ class Retentions:
 
     def verify_own(self, key: Key, priority: int) -> None:
         """A move tells of the block's own priority."""
-        self._narrow(key, {kept for kept in self._blocks[key].states if kept[0] == priority}, f"own {priority}")
+        self._narrow(key, {kept for kept in self._blocks[key].states if kept[0] == priority}, "own", priority)
 
     def verify(self, key: Key, effective: int, children: int) -> None:
         """The block's effective priority, the highest of its children's being ``children``."""
         states = self._blocks[key].states
-        self._narrow(key, {kept for kept in states if max(kept[0], children) == effective}, f"effective {effective}")
+        self._narrow(key, {kept for kept in states if max(kept[0], children) == effective}, "effective", effective)
 
-    def _narrow(self, key: Key, states: set[Kept], what: str) -> None:
-        require(bool(states), f"a block is of {what} priority, and one of {sorted(self._blocks[key].states)} was given")
+    def _narrow(self, key: Key, states: set[Kept], what: str, priority: int) -> None:
+        if not states:
+            given = sorted(self._blocks[key].states)
+            raise Violation(f"a block's {what} priority is {priority}, and one of {given} was given")
         self._blocks[key].states = states
 
 

@@ -17,7 +17,7 @@ from tests.simulation.mirror import Mirror
 from tests.simulation.mover import Mover
 from tests.simulation.retention import Retentions
 from tests.simulation.setup import GroupPlan
-from tests.simulation.violation import require
+from tests.simulation.violation import Violation, require
 
 EVERYTHING = 1 << 20
 
@@ -125,11 +125,9 @@ class Site:
         effective: dict[Key, int] = {}
         for row in reversed(rows):
             told = self.mirror.blocks.get(row.key)
-            require(
-                told is not None
-                and (told.parent, told.residency, told.priority) == (row.parent, row.residency, row.priority),
-                f"the events say {told}, the core {row}",
-            )
+            said = told is not None and (told.parent, told.residency, told.priority)
+            if said != (row.parent, row.residency, row.priority):
+                raise Violation(f"the events say {told}, the core {row}")
             require(row.label == label_of(row.key), "a block is listed under another's label")
             self.retentions.verify(row.key, row.priority, effective.get(row.key, 0))
             if row.parent is not None and not self.plan.sliding:
@@ -146,7 +144,8 @@ class Site:
                 require(not count or there, f"a block pinned in {tier} has left it")
         for row in rows:
             pinned = sum(tier.bit for tier in self.slots if self.pins[tier, row.key])
-            require(row.pinned == pinned, f"pinned in {pinned}, listed as pinned in {row.pinned}")
+            if row.pinned != pinned:
+                raise Violation(f"pinned in {pinned}, listed as pinned in {row.pinned}")
         self.retentions.held((key for (_, key), count in self.pins.items() if count), now)
 
     def _verify_bytes(self, core: BlockManager, rows: Sequence[ListingRow]) -> None:
@@ -156,19 +155,23 @@ class Site:
             require(location.residency == row.residency, "the core locates a block elsewhere than it lists it")
             for tier in self.slots:
                 slot = location.slots[tier]
-                require((slot is not None) == bool(row.residency & tier.bit), f"a block's {tier} slot is not told")
+                if (slot is not None) != bool(row.residency & tier.bit):
+                    raise Violation(f"a block's {tier} slot is not told")
                 if slot is not None and tier is Tier.DISK:
                     self._verify_record(row, slot)
                 elif slot is not None:
                     memory = self.memories[tier]
-                    require(memory.contents[slot] == row.key, f"{tier} slot {slot} is READY and holds other bytes")
-                    require(memory.ready(slot), f"{tier} slot {slot} is READY and its generation odd")
+                    if memory.contents[slot] != row.key:
+                        raise Violation(f"{tier} slot {slot} is READY and holds other bytes")
+                    if not memory.ready(slot):
+                        raise Violation(f"{tier} slot {slot} is READY and its generation odd")
 
     def _verify_record(self, row: ListingRow, slot: SlotId) -> None:
         assert self.disk is not None
-        require(self.disk.slab[slot] in (row.key, ROT), f"disk slot {slot} is READY and holds other bytes")
+        if self.disk.slab[slot] not in (row.key, ROT):
+            raise Violation(f"disk slot {slot} is READY and holds other bytes")
         record = self.disk.records.get(row.key)
-        require(record is not None and record.slot == slot, f"disk slot {slot} is READY and not committed")
-        require(
-            record is not None and record.parent == row.parent, f"disk slot {slot} is committed under another parent"
-        )
+        if record is None or record.slot != slot:
+            raise Violation(f"disk slot {slot} is READY and not committed")
+        if record.parent != row.parent:
+            raise Violation(f"disk slot {slot} is committed under another parent")

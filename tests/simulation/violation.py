@@ -8,5 +8,6 @@ class Violation(AssertionError):
 
 
 def require(truth: bool, promise: str) -> None:
+    """Not for what is looked at in every slot after every step: there the text alone costs more than the look."""
     if not truth:
         raise Violation(promise)

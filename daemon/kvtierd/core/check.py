@@ -20,6 +20,12 @@ from kvtierd.core.tickets import FetchTicket, Lease, Ticket
 from kvtierd.core.window import WindowManager
 
 LISTS: Final = ("redundant", "demotable", "clean", "leaf", "dirty")
+_STATES: Final = tuple(SlotState)
+_STATE_IN: Final = {
+    Phase.FILLING: SlotState.FILLING,
+    Phase.READY: SlotState.READY,
+    Phase.LEAVING: SlotState.RETIRING,
+}
 
 
 def check(manager: BlockManager) -> None:
@@ -38,27 +44,34 @@ def _across(ticket: AcrossTicket) -> None:
     """4: a request over several groups has in each what one length needs there, claimed or held everywhere, and waits
     for something."""
     states = {part.fetch.waiting for part in ticket.parts}
-    _require(len(states) == 1, 4, f"request {ticket.id} waits in some groups only")
-    _require(ticket.least <= ticket.length <= ticket.matched, 4, f"request {ticket.id} is for {ticket.length} blocks")
+    if len(states) != 1:
+        raise _broken(4, f"request {ticket.id} waits in some groups only")
+    if not ticket.least <= ticket.length <= ticket.matched:
+        raise _broken(4, f"request {ticket.id} is for {ticket.length} blocks")
     for part in ticket.parts:
         first = part.window.state.shape.first_block(ticket.length)
         wanted = list(ticket.keys[first : ticket.length])
         right = part.first_block == first and [block.key for block in part.fetch.blocks] == wanted
-        _require(right, 4, f"request {ticket.id} has other blocks than a prefix of {ticket.length} needs")
+        if not right:
+            raise _broken(4, f"request {ticket.id} has other blocks than a prefix of {ticket.length} needs")
         queued = part.fetch in part.window.queued(ticket.tier)
-        _require(queued == ticket.waiting, 4, f"request {ticket.id} is in a queue or not, wrongly")
+        if queued != ticket.waiting:
+            raise _broken(4, f"request {ticket.id} is in a queue or not, wrongly")
     turns = [part.turn for part in ticket.parts if part.window.heads(part.fetch)]
     if ticket.waiting:
         going = len(turns) == len(ticket.parts) and all(turn.able for turn in turns)
-        _require(not going, 4, f"request {ticket.id} waits and has room everywhere")
-        _require(all(turn.room is None for turn in turns), 4, f"request {ticket.id} waits for room that never comes")
+        if going:
+            raise _broken(4, f"request {ticket.id} waits and has room everywhere")
+        if not all(turn.room is None for turn in turns):
+            raise _broken(4, f"request {ticket.id} waits for room that never comes")
     else:
-        _require(any(part.fetch.pending for part in ticket.parts), 4, f"request {ticket.id} has all and no answer")
+        if not any(part.fetch.pending for part in ticket.parts):
+            raise _broken(4, f"request {ticket.id} has all and no answer")
 
 
-def _require(truth: bool, invariant: int, what: str) -> None:
-    if not truth:
-        raise InvariantViolation(f"invariant {invariant}: {what}")
+def _broken(invariant: int, what: str) -> InvariantViolation:
+    """Made only where something is: the checker runs after every step, and what it might say costs more than it."""
+    return InvariantViolation(f"invariant {invariant}: {what}")
 
 
 class _Checker:
@@ -86,30 +99,30 @@ class _Checker:
         """1, 2, 4: every slot has one user and the state that this user means; the states sum to the capacity."""
         for tier in self.state.tiers:
             table = self.state.slots[tier]
-            _require(sum(table.count(s) for s in SlotState) == table.capacity, 1, f"{tier}: states do not sum up")
-            states = Counter(table.snapshot())
-            _require(all(states[s] == table.count(s) for s in SlotState), 1, f"{tier}: counts are wrong")
+            states = table.snapshot()
+            if len(states) != table.capacity or any(states.count(s) != table.count(s) for s in _STATES):
+                raise _broken(1, f"{tier}: counts are wrong")
             free = table.free_slots()
-            _require(len(free) == len(set(free)) == states[SlotState.FREE], 1, f"{tier}: free list is wrong")
-            _require(all(table.state(s) is SlotState.FREE for s in free), 1, f"{tier}: a used slot is listed free")
-            self._users(tier)
+            if not len(free) == len(set(free)) == table.count(SlotState.FREE):
+                raise _broken(1, f"{tier}: free list is wrong")
+            if any(states[slot] != SlotState.FREE for slot in free):
+                raise _broken(1, f"{tier}: a used slot is listed free")
+            self._users(tier, states)
 
-    def _users(self, tier: Tier) -> None:
-        expected: dict[SlotId, set[SlotState]] = {}
+    def _users(self, tier: Tier, states: bytes) -> None:
+        users: set[int] = set()
 
-        def use(slot: SlotId, *states: SlotState) -> None:
-            _require(slot not in expected, 4, f"{tier} slot {slot} has two users")
-            expected[slot] = set(states)
+        def use(slot: SlotId, *meant: SlotState) -> None:
+            if slot in users:
+                raise _broken(4, f"{tier} slot {slot} has two users")
+            if states[slot] not in meant:
+                raise _broken(1, f"{tier} slot {slot} is {SlotState(states[slot]).name}, to its user {meant[0].name}")
+            users.add(slot)
 
-        phases = {
-            Phase.FILLING: SlotState.FILLING,
-            Phase.READY: SlotState.READY,
-            Phase.LEAVING: SlotState.RETIRING,
-        }
         for block in self.state.index:
             copy = block.copy(tier)
             if copy is not None:
-                use(copy.slot, phases[copy.phase])
+                use(copy.slot, _STATE_IN[copy.phase])
         for lease in self.leases:
             if lease.tier is tier:
                 for slot in lease.blank:
@@ -118,23 +131,11 @@ class _Checker:
             use(copy.slot, SlotState.READY if copy.holds and copy.phase is not Phase.FILLING else SlotState.RETIRING)
         for slot in self.state.slots_being_retired() if tier is Tier.DISK else ():
             use(slot, SlotState.RETIRING, SlotState.QUARANTINED)
-        table = self.state.slots[tier]
-        for number in range(table.capacity):
-            slot = SlotId(number)
-            state = table.state(slot)
-            if state is SlotState.QUARANTINED and slot not in expected:
-                known = slot in self.state.corrupt[tier] or tier in self.state.offline
-                _require(known, 1, f"{tier} slot {slot} is quarantined for no reason")
-            elif state is not SlotState.FREE:
-                _require(state in expected.get(slot, ()), 1, f"{tier} slot {slot} is {state.name} with no such user")
-                expected.pop(slot)
-            else:
-                _require(slot not in expected, 2, f"{tier} slot {slot} is free and in use")
-        _require(
-            all(SlotState.QUARANTINED in states or table.state(s) in states for s, states in expected.items()),
-            1,
-            f"{tier}: a user's slot is in another state",
-        )
+        for number, state in enumerate(states):
+            if state != SlotState.FREE and number not in users:
+                known = SlotId(number) in self.state.corrupt[tier] or tier in self.state.offline
+                if state != SlotState.QUARANTINED or not known:
+                    raise _broken(1, f"{tier} slot {number} is {SlotState(state).name} for no reason")
 
     def _detached(self, tier: Tier) -> list[Copy]:
         """Copies that are no block's any more but still held, read or being filled."""
@@ -155,43 +156,56 @@ class _Checker:
     def index(self) -> None:
         """5: indexed means READY somewhere, and so is its parent."""
         for block in self.state.index:
-            _require(block.indexed, 5, f"block {block.id} is in the index but does not know")
-            _require(block.residency != 0, 5, f"block {block.id} is indexed and nowhere READY")
+            if not block.indexed:
+                raise _broken(5, f"block {block.id} is in the index but does not know")
+            if block.residency == 0:
+                raise _broken(5, f"block {block.id} is indexed and nowhere READY")
             valid = sum(tier.bit for tier in Tier if (copy := block.copy(tier)) is not None and copy.valid)
-            _require(block.residency == valid, 2, f"block {block.id} says {block.residency}, its copies {valid}")
+            if block.residency != valid:
+                raise _broken(2, f"block {block.id} says {block.residency}, its copies {valid}")
             parent = block.parent
-            if self.state.shape.sliding:
-                _require(parent is None and block.first_child is None, 5, f"sliding block {block.id} has relatives")
+            if self.state.shape.sliding and (parent is not None or block.first_child is not None):
+                raise _broken(5, f"sliding block {block.id} has relatives")
             if parent is not None:
-                _require(parent.indexed, 5, f"block {block.id} is indexed, its parent {parent.id} is not")
-                _require(block in parent.children, 5, f"block {block.id} is not among its parent's children")
+                if not parent.indexed:
+                    raise _broken(5, f"block {block.id} is indexed, its parent {parent.id} is not")
+                if block not in parent.children:
+                    raise _broken(5, f"block {block.id} is not among its parent's children")
             for child in block.children:
-                _require(child.indexed and child.parent is block, 5, f"block {block.id} has a stray child")
+                if not child.indexed or child.parent is not block:
+                    raise _broken(5, f"block {block.id} has a stray child")
 
     def order(self) -> None:
         """5: effective priority is the highest of own and children's; no parent ranks under its child."""
         evictor = self.state.evictor
         hot = sum(block.hot for block in self.state.index)
-        _require(hot == evictor.hot <= evictor.most_hot, 5, f"{hot} blocks are hot, counted as {evictor.hot}")
+        if not hot == evictor.hot <= evictor.most_hot:
+            raise _broken(5, f"{hot} blocks are hot, counted as {evictor.hot}")
         for block in self.state.index:
             children = [child.priority for child in block.children]
             top = children.count(block.priority) if block.priority > block.own_priority else 0
-            _require(block.top_children == top, 5, f"block {block.id} miscounts the children that give it its priority")
-            _require(block.priority == max([block.own_priority, *children]), 5, f"block {block.id}: priority")
+            if block.top_children != top:
+                raise _broken(5, f"block {block.id} miscounts the children that give it its priority")
+            if block.priority != max([block.own_priority, *children]):
+                raise _broken(5, f"block {block.id}: priority")
             for child in block.children:
-                _require(child.rank < block.rank, 5, f"block {block.id} ranks under its child {child.id}")
-                _require(block.hot or not child.hot, 5, f"block {block.id} is cold under its hot child {child.id}")
+                if child.rank >= block.rank:
+                    raise _broken(5, f"block {block.id} ranks under its child {child.id}")
+                if child.hot and not block.hot:
+                    raise _broken(5, f"block {block.id} is cold under its hot child {child.id}")
 
     def disk_closure(self) -> None:
         """5: the disk is prefix-closed by itself."""
         for block in self.state.index:
             copy = block.copy(Tier.DISK)
             on_disk = sum(child.copy(Tier.DISK) is not None for child in block.children)
-            _require(on_disk == block.disk_children, 5, f"block {block.id} miscounts its disk children")
+            if on_disk != block.disk_children:
+                raise _broken(5, f"block {block.id} miscounts its disk children")
             if copy is None or not copy.valid or block.parent is None:
                 continue  # A copy on its way whose parent's failed is turned away when it lands.
             above = block.parent.copy(Tier.DISK)
-            _require(above is not None and above.valid, 5, f"block {block.id} is on disk without its parent")
+            if above is None or not above.valid:
+                raise _broken(5, f"block {block.id} is on disk without its parent")
 
     def holds(self) -> None:
         """4: holds and claims are exactly those of leases and fetches; what is held is in no way leaving."""
@@ -213,66 +227,81 @@ class _Checker:
                         held[id(copy)] += 1
                         copies[id(copy)] = (ticket.tier, copy)
         for block in self.state.index:
-            _require(block.claims == claims[block], 4, f"block {block.id} has claims of nobody")
+            if block.claims != claims[block]:
+                raise _broken(4, f"block {block.id} has claims of nobody")
             for tier in self.state.tiers:
                 attached = block.copy(tier)
                 if attached is not None:
                     copies[id(attached)] = (tier, attached)
         for identity, (_, copy) in copies.items():
-            _require(
-                copy.holds == held[identity], 4, f"slot {copy.slot} counts {copy.holds} holds, not {held[identity]}"
-            )
-            _require(copy.holds == 0 or copy.phase is not Phase.LEAVING, 4, f"slot {copy.slot} leaves while held")
+            if copy.holds != held[identity]:
+                raise _broken(4, f"slot {copy.slot} counts {copy.holds} holds, not {held[identity]}")
+            if copy.holds and copy.phase is Phase.LEAVING:
+                raise _broken(4, f"slot {copy.slot} leaves while held")
         for tier in self.state.tiers:
             count = sum(copy.holds > 0 for of, copy in copies.values() if of is tier)
-            _require(count == self.state.held[tier], 4, f"{tier}: {self.state.held[tier]} held slots, not {count}")
+            if count != self.state.held[tier]:
+                raise _broken(4, f"{tier}: {self.state.held[tier]} held slots, not {count}")
 
     def _pinned(self, tier: Tier, held: Counter[int]) -> None:
         """4: what is pinned is there, and counts as held once; not too many slots are."""
         for block, copy in self.state.pins.copies(tier):
-            _require(block.indexed and block.copy(tier) is copy, 4, f"{tier} slot {copy.slot} is pinned and gone")
-            _require(copy.valid, 4, f"{tier} slot {copy.slot} is pinned and being filled")
+            if not block.indexed or block.copy(tier) is not copy:
+                raise _broken(4, f"{tier} slot {copy.slot} is pinned and gone")
+            if not copy.valid:
+                raise _broken(4, f"{tier} slot {copy.slot} is pinned and being filled")
             held[id(copy)] += 1
         most = self.state.policy.pinnable(self.state.slots[tier].capacity)
-        _require(self.state.pins.slots(tier) <= most, 7, f"{tier}: more than {most} slots are pinned")
+        if self.state.pins.slots(tier) > most:
+            raise _broken(7, f"{tier}: more than {most} slots are pinned")
 
     def clocks(self) -> None:
         """A clock runs for every block that nobody holds whose priority is to fall, and for no other."""
         running = {block for block in self.state.index if block.deadline_ns}
-        _require(running == self.state.clocks.running(), 6, "a deadline is not kept, or is of nobody's")
+        if running != self.state.clocks.running():
+            raise _broken(6, "a deadline is not kept, or is of nobody's")
         for block in self.state.index:
             lasting = block.duration_ms == 0 or block.own_priority == DEFAULT_PRIORITY
-            _require(not (block.duration_ms and lasting), 6, f"block {block.id} has a duration that says nothing")
+            if block.duration_ms and lasting:
+                raise _broken(6, f"block {block.id} has a duration that says nothing")
             awaited = not lasting and not block.held
-            _require((block in running) == awaited, 6, f"block {block.id}: its clock runs or stands wrongly")
+            if (block in running) != awaited:
+                raise _broken(6, f"block {block.id}: its clock runs or stands wrongly")
 
     def windows(self) -> None:
         """A writer holds nothing of a sliding group that the newest block of its chain does not look back on."""
         for lease in self.leases:
             reach = {block for trail in lease.trails.values() for block in trail}
-            _require(not lease.trails or reach.issuperset(lease.held), 4, f"lease {lease.id} holds what slid out")
+            if lease.trails and not reach.issuperset(lease.held):
+                raise _broken(4, f"lease {lease.id} holds what slid out")
             for trail in lease.trails.values():
-                _require(0 < len(trail) <= self.state.shape.span, 4, f"lease {lease.id} looks back too far")
+                if not 0 < len(trail) <= self.state.shape.span:
+                    raise _broken(4, f"lease {lease.id} looks back too far")
 
     def flying(self) -> None:
         """3: sources of copies in flight stay valid; reads are exactly the flights."""
         reads = Counter(id(flight.source) for flight in self.flights)
         sinks = Counter(id(flight.source) for flight in self.flights if flight.edge[1] > flight.edge[0])
         for flight in self.flights:
-            _require(flight.source.valid, 3, f"a copy reads slot {flight.source.slot}, which is not READY")
-            _require(flight.copy.phase is Phase.FILLING, 2, f"slot {flight.copy.slot} is READY before its copy ended")
+            if not flight.source.valid:
+                raise _broken(3, f"a copy reads slot {flight.source.slot}, which is not READY")
+            if flight.copy.phase is not Phase.FILLING:
+                raise _broken(2, f"slot {flight.copy.slot} is READY before its copy ended")
         for block in self.state.index:
             for tier in self.state.tiers:
                 copy = block.copy(tier)
                 if copy is None:
                     continue
-                _require(copy.reads == reads[id(copy)], 3, f"{tier} slot {copy.slot} miscounts its readers")
-                _require(copy.sinks == sinks[id(copy)], 3, f"{tier} slot {copy.slot} miscounts its copies downwards")
-                if copy.phase is Phase.LEAVING:
-                    _require(copy.reads == copy.sinks == 1, 3, f"{tier} slot {copy.slot} leaves with no copy in flight")
+                if copy.reads != reads[id(copy)]:
+                    raise _broken(3, f"{tier} slot {copy.slot} miscounts its readers")
+                if copy.sinks != sinks[id(copy)]:
+                    raise _broken(3, f"{tier} slot {copy.slot} miscounts its copies downwards")
+                if copy.phase is Phase.LEAVING and not copy.reads == copy.sinks == 1:
+                    raise _broken(3, f"{tier} slot {copy.slot} leaves with no copy in flight")
                 if copy.phase is Phase.FILLING:
                     filled = any(flight.copy is copy for flight in self.flights)
-                    _require(filled, 2, f"{tier} slot {copy.slot} is filled by nothing")
+                    if not filled:
+                        raise _broken(2, f"{tier} slot {copy.slot} is filled by nothing")
 
     def candidates(self) -> None:
         """4, 5: only what may leave is offered, and all of it."""
@@ -285,9 +314,11 @@ class _Checker:
             for name, blocks in expected.items():
                 offered = list(getattr(lists, name))
                 right = len(offered) == len(blocks) and all(block in blocks for block in offered)
-                _require(right, 4, f"{tier}: the {name} candidates are wrong")
+                if not right:
+                    raise _broken(4, f"{tier}: the {name} candidates are wrong")
             freely = len(expected["redundant"] | expected["clean"])
-            _require(lists.cleans == freely, 4, f"{tier}: counts {lists.cleans} blocks that go freely, not {freely}")
+            if lists.cleans != freely:
+                raise _broken(4, f"{tier}: counts {lists.cleans} blocks that go freely, not {freely}")
 
     def _lists_of(self, block: Block, tier: Tier) -> list[str]:
         copy = block.copy(tier)
@@ -296,8 +327,8 @@ class _Checker:
         if copy.reads:
             return ["demotable"] if copy.reads == copy.sinks == 1 else []
         mask = block.residency
-        up = any(mask & t.bit for t in self.state.tiers if t < tier)
-        low = any(mask & t.bit for t in self.state.tiers if t > tier)
+        up = mask & (tier.bit - 1) != 0
+        low = mask >= 2 * tier.bit
         redundant = up and not (tier is Tier.DISK and block.disk_children)
         below = self.state.below[tier]
         fresh = self.state.policy.write_policy is WritePolicy.SELECTIVE and block not in self.state.reused
@@ -316,10 +347,12 @@ class _Checker:
         """Nobody is overtaken, and nobody waits for nothing."""
         for tier in self.state.tiers:
             queue = self.window.queued(tier)
-            _require([t.id for t in queue] == sorted(t.id for t in queue), 4, f"{tier}: requests are out of order")
+            if [t.id for t in queue] != sorted(t.id for t in queue):
+                raise _broken(4, f"{tier}: requests are out of order")
             if queue and tier not in self.state.offline and not self._waits_elsewhere(queue[0]):
                 on_the_way = self.window.flights.active > 0 or self.window.room.again
-                _require(on_the_way, 4, f"{tier}: a request waits and nothing is in flight")
+                if not on_the_way:
+                    raise _broken(4, f"{tier}: a request waits and nothing is in flight")
 
     def _waits_elsewhere(self, head: Ticket) -> bool:
         """It has its room here and is part of a request that does not everywhere."""
