@@ -26,6 +26,9 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 
 _log = logging.getLogger(__name__)
 
+_LOOK_UP_S: Final = 1.0
+"""A signal that comes between Python's last look for one and the sleep on a lock wakes nobody: the sleeper looks up."""
+
 
 class LoopThread:
     """Runs coroutines for other threads until :meth:`stop`. All methods may be called from any thread but its own."""
@@ -161,7 +164,7 @@ class Call(Generic[T]):
         while True:
             with self._changed:
                 while self._over is None and not (lend and self._copies):
-                    self._changed.wait()
+                    self._changed.wait(_LOOK_UP_S)
                 if self._over is not None:
                     return self._over
                 copy = self._copies[0]
