@@ -22,6 +22,17 @@ settings.load_profile("kvtier-ci" if os.environ.get("CI") else "kvtier")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """Hundreds of daemons are started: where the environment forbids Python to keep what it compiled, as images of
+    containers like to, each of them would compile all of kvtier anew, a third of its start."""
+    with tempfile.TemporaryDirectory(prefix="kv-pyc-") as directory, pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+            patch.delenv("PYTHONDONTWRITEBYTECODE")
+            patch.setenv("PYTHONPYCACHEPREFIX", directory)
+        yield
+
+
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A directory, private to the test, whose path is short enough for unix sockets (107 bytes): `tmp_path` is not."""

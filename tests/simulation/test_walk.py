@@ -11,7 +11,7 @@ from tests.simulation.walk import walk
 
 STEPS_A_WALK: Final = 1_000
 WALKS_A_TEST: Final = 10
-TESTS: Final = 12
+TESTS: Final = 10
 LONG_TESTS: Final = 100
 MOST_WALKS: Final = 60
 """On which everything has happened: half as many as the random walks are."""

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from kvtierd.config.describe import bounds, reference
 from kvtierd.config.keys import KEYS, Config
 from kvtierd.config.load import load
+from kvtierd.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = ["--host-bytes", "8GiB", "--wait-seconds", "1min30s", "--allow-uids", "7", "--allow-uids", "9"]
 
 
-def kvtierd(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvtierd.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+class Ended(NamedTuple):
+    status: int | str | None
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def kvtierd(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command, in this process: none of these starts a daemon."""
+
+    def run(*arguments: str) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return run
 
 
 def test_the_reference_is_current() -> None:
@@ -36,39 +53,39 @@ def test_every_key_is_explained_and_every_number_has_its_range() -> None:
             assert bounds(field), name
 
 
-def test_the_effective_configuration_is_a_file_that_says_the_same(tmp_path: Path) -> None:
+def test_the_effective_configuration_is_a_file_that_says_the_same(tmp_path: Path, kvtierd: Run) -> None:
     ended = kvtierd("--print-config", *FLAGS)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.status == 0, ended.err
     again = tmp_path / "kvtierd.toml"
-    again.write_text(ended.stdout)
+    again.write_text(ended.out)
     expected = {"host_bytes": "8GiB", "wait_seconds": 90, "allow_uids": [7, 9]}
     assert load(again, {}) == load(None, expected)
-    assert tomllib.loads(ended.stdout)["wait_seconds"] == "90s"
+    assert tomllib.loads(ended.out)["wait_seconds"] == "90s"
 
 
-def test_every_value_names_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_names_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtierd: Run) -> None:
     file = tmp_path / "kvtierd.toml"
     file.write_text("\n# how long\nwait_seconds = 5\nmax_sessions = 7\n")
     monkeypatch.setenv("KVTIERD_MAX_SESSIONS", "8")
     ended = kvtierd("--config", str(file), "--print-config", "--json", *FLAGS[:2])
-    values = json.loads(ended.stdout)
+    values = json.loads(ended.out)
     assert values["wait_seconds"] == {"value": 5.0, "source": f"{file}:3: wait_seconds"}
     assert values["max_sessions"] == {"value": 8, "source": "environment: KVTIERD_MAX_SESSIONS"}
     assert values["host_bytes"] == {"value": 8 << 30, "source": "command line: --host-bytes"}
     assert values["log_level"] == {"value": "info", "source": "default"}
 
 
-def test_a_check_says_what_a_start_would_and_touches_nothing(short_dir: Path) -> None:
+def test_a_check_says_what_a_start_would_and_touches_nothing(short_dir: Path, kvtierd: Run) -> None:
     directories = ["--runtime-dir", f"{short_dir}/run", "--state-dir", f"{short_dir}/state"]
     right = kvtierd("--check-config", *directories, *FLAGS)
-    assert (right.returncode, right.stdout) == (0, "kvtierd: the configuration is right\n")
+    assert (right.status, right.out) == (0, "kvtierd: the configuration is right\n")
     wrong = kvtierd("--check-config", *directories, "--max-sessions", "0")
-    assert wrong.returncode == 2
-    assert "command line: --max-sessions = '0': must be 1 to 65536" in wrong.stderr
+    assert wrong.status == 2
+    assert "command line: --max-sessions = '0': must be 1 to 65536" in wrong.err
     assert not list(short_dir.iterdir())
 
 
-def test_json_is_for_printing() -> None:
+def test_json_is_for_printing(kvtierd: Run) -> None:
     ended = kvtierd("--json", *FLAGS)
-    assert ended.returncode == 2
-    assert "--json goes with --print-config" in ended.stderr
+    assert ended.status == 2
+    assert "--json goes with --print-config" in ended.err

@@ -59,8 +59,8 @@ def test_writing_through_drops_the_least_recently_used_below() -> None:
 
 
 def test_many_blocks_go_down_a_few_at_a_time() -> None:
-    names = [chr(0x4E00 + n) for n in range(200)]
-    bench = Bench(host=200, disk=256, policy=THROUGH)
+    names = [chr(0x4E00 + n) for n in range(100)]
+    bench = Bench(host=100, disk=128, policy=THROUGH)
     for name in names:
         bench.put(name, HOST)
     assert len(bench.in_flight()) == 64

@@ -106,8 +106,8 @@ def crash(directory: Path, kills: int) -> None:
     assert len(known.blocks) > SLOTS // 4, "the writers got nowhere"
 
 
-def test_twenty_deaths(tmp_path: Path) -> None:
-    crash(create(tmp_path), kills=20)
+def test_ten_deaths(tmp_path: Path) -> None:
+    crash(create(tmp_path), kills=10)
 
 
 @pytest.mark.long
