@@ -64,8 +64,7 @@ class KeyMix:
         """The same of ``keys``, [n, 4], all of one group or each of its own."""
         words = keys * self._seeds
         words ^= words >> _HALF
-        words *= self._seeds
-        mixed: U64 = words.sum(axis=1)
+        mixed: U64 = words @ self._seeds
         mixed += np.uint64((group + 1) * _GROUP & _MASK) if isinstance(group, int) else (group + _ONE) * _GROUP_U64
         mixed ^= mixed >> _HALF
         mixed *= _FINAL_U64

@@ -19,7 +19,7 @@ from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.manager import Recovered
 
-FILL_FIRST: Final = 5
+FILL_FIRST: Final = 6
 """Blocks in a bucket from which on a new one looks at its other bucket, too."""
 _SLICE: Final = 256
 """Buckets written at a time: readers find these odd for some 20 us."""
@@ -62,8 +62,10 @@ def _of_group(
     keys = np.frombuffer(b"".join(block.key for block in blocks), "<u8").reshape(-1, 4)
     residency = np.array([Tier.DISK.bit * (block.slot is not None) for block in blocks], np.uint64)
     places = np.zeros((len(blocks), 3), np.uint64)
-    for column, tier, shift in ((0, Tier.HOST, 0), (1, Tier.DEVICE, 32)):
-        slots = np.array([-1 if (slot := block.places.get(tier)) is None else slot for block in blocks], np.int64)
+    on_host = [-1 if block.host is None else block.host for block in blocks]
+    on_device = [-1 if block.device is None else block.device for block in blocks]
+    for column, tier, its, shift in ((0, Tier.HOST, on_host, 0), (1, Tier.DEVICE, on_device, 32)):
+        slots = np.array(its, np.int64)
         there = np.flatnonzero(slots >= 0)
         if there.size:
             residency[there] |= np.uint64(tier.bit)

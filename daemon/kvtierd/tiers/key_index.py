@@ -1,7 +1,8 @@
 """The key index of an arena, as its only writer keeps it. What stands where: :mod:`kvtier.abi.key_index`.
 
-A block that is new goes into the first of its two buckets or, once that holds five, into the emptier of the two. With
-as many blocks as a cache can have, two places in three are taken, and next to none finds both full. One that does is
+A block that is new goes into the first of its two buckets or, once that holds six, into the emptier of the two. Where
+both are full, a block in one of them makes way that has room in its own other bucket. With as many blocks as a cache
+can have two places in three are taken, so there always is one, unless somebody chose keys for it. Then the new block is
 kept here, counted in ``unindexed``, and put in when a place in one of its buckets comes free.
 """
 
@@ -70,7 +71,7 @@ class KeyIndex:
     ) -> None:
         """The block is READY in just these tiers; 0: it is gone. ``host``, ``device``: where it has got to since it was
         last put; None: nowhere."""
-        first, second, tag = self._homes(key, group)
+        homes = first, second, tag = self._homes(key, group)
         for bucket in (first, second):
             start = self._base + bucket * BUCKET_BYTES
             number = self._find(start, tag, key, group)
@@ -80,7 +81,7 @@ class KeyIndex:
                     self._let_in(bucket)
                 return
         if residency or self._overflow:
-            self._put_new((group, key), _entry(ABSENT, residency, host, device))
+            self._put_new((group, key), homes, _entry(ABSENT, residency, host, device))
 
     def rebuild(self, blocks: Many) -> None:
         """These are all the blocks there are. Readers find throughout what was in the index before and stays."""
@@ -91,7 +92,7 @@ class KeyIndex:
         write(self._buckets, blocks, homes.tags, places)
         for row in np.flatnonzero(places < 0).tolist():
             name = GroupId(int(blocks.groups[row])), Key(blocks.keys[row].tobytes())
-            self._wait(name, int(homes.first[row]), int(homes.second[row]), blocks.entry(row))
+            self._put_new(name, self._homes(name[1], name[0]), blocks.entry(row))
         write_unindexed(self._words, len(self._overflow))
 
     def contents(self) -> dict[Name, Entry]:
@@ -153,10 +154,9 @@ class KeyIndex:
         self._bytes[start + TIERS_OFFSET + number] = residency
         self._words[word] = sequence + 1
 
-    def _put_new(self, name: Name, entry: Entry) -> None:
+    def _put_new(self, name: Name, homes: tuple[int, int, int], entry: Entry) -> None:
         """A block that stands in neither of its buckets."""
-        group, key = name
-        first, second, tag = self._homes(key, group)
+        first, second, tag = homes
         if name in self._overflow:
             entry = _entry(self._overflow[name], entry.residency, _host(entry), _device(entry))
             self._wait(name, first, second, entry)
@@ -171,9 +171,32 @@ class KeyIndex:
                 bucket, tiers = second, others
         number = tiers.find(0)
         if number < 0:
+            bucket, number = self._make_way(first, second)
+        if number < 0:
             self._wait(name, first, second, entry)
         else:
             self._fill(bucket, number, tag, name, entry)
+
+    def _make_way(self, *full: int) -> tuple[int, int]:
+        """Moves a block out of one of these buckets. Returns its old place, which is to be filled at once; or -1, -1.
+
+        It stands in both places until then. Who looks into its other bucket before that, and into this one afterwards,
+        misses it: this once, and absence is no proof.
+        """
+        for bucket in full:
+            start = self._base + bucket * BUCKET_BYTES
+            for number in range(BUCKET_ENTRIES):
+                at = start + ENTRIES_OFFSET + number * ENTRY.size
+                key = Key(bytes(self._bytes[at : at + KEY_BYTES]))
+                group = GroupId(self._halves[(start + GROUPS_OFFSET) // 2 + number])
+                first, second, tag = self._homes(key, group)
+                other = second if first == bucket else first
+                empty = self._tiers(other).find(0)
+                if empty >= 0:
+                    entry = self._read(at + KEY_BYTES, self._bytes[start + TIERS_OFFSET + number])
+                    self._fill(other, empty, tag, (group, key), entry)
+                    return bucket, number
+        return -1, -1
 
     def _tiers(self, bucket: int) -> bytes:
         start = self._base + bucket * BUCKET_BYTES + TIERS_OFFSET
