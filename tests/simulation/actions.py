@@ -26,6 +26,12 @@ def reserve(world: World, choose: Chooser) -> None:
         world.reserve(_session(world, choose), site, tier, choose.between(1, min(4, site.slots[tier])))
 
 
+def reserve_ahead(world: World, choose: Chooser) -> None:
+    if world.memory_tiers:
+        site, tier = _site(world, choose), choose.pick(world.memory_tiers)
+        world.reserve_ahead(_session(world, choose), site, tier, choose.between(1, 2))
+
+
 def scribble(world: World, choose: Chooser) -> None:
     """Not a call: a client writes a slot that it leased."""
     writers = [holding for holding in world.clients.leases.values() if holding.blank]
@@ -218,6 +224,7 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     acquire: 110,
     acquire_across: 60,
     reserve: 130,
+    reserve_ahead: 30,
     commit: 130,
     release: 130,
     move: 40,

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from kvtierd.core.ahead import AHEAD_NS
 from kvtierd.core.check import check
 from kvtierd.core.errors import StillHeld, TierOffline
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
@@ -83,7 +84,7 @@ class World:
     # -- calls of clients --------------------------------------------------------------------------------------------
 
     def reserve(self, session: SessionId, site: Site, tier: Tier, count: int) -> None:
-        leased = len(self.clients.leased(site.group, tier))
+        leased = len(self.clients.leased(site.group, tier, ahead=False))
         try:
             ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
         except TierOffline:
@@ -93,6 +94,20 @@ class World:
         self._carry_out(outcome)
         impossible = count > site.slots[tier] - leased
         require(not impossible or ticket not in self.clients.requests, "a reservation waits that nothing can satisfy")
+
+    def reserve_ahead(self, session: SessionId, site: Site, tier: Tier, count: int) -> None:
+        """As the daemon does it: what is not granted at once is withdrawn in the same turn."""
+        try:
+            ticket, outcome = self.core.reserve_ahead(session, site.group, tier, count, self.now)
+        except TierOffline:
+            self._refused_offline(tier)
+            return
+        if ticket is not None:
+            self.clients.requests[ticket] = SlotsRequest(ticket, session, tier, site.group, count, ahead=True)
+        self._carry_out(outcome)
+        if ticket in self.clients.requests:
+            self.seen["not granted ahead"] += 1
+            self.cancel(self.clients.requests[ticket])
 
     def commit(self, holding: Holding, items: Sequence[CommitItem]) -> None:
         """The client writes the blocks' bytes, then declares them."""
@@ -106,6 +121,7 @@ class World:
             self._refused_offline(holding.tier)
             return
         require(list(results) == expected, f"commit answers {results}, not {expected}")
+        holding.ahead = None
         for item, result in zip(items, results, strict=True):
             self.seen[f"commit {result.name}"] += 1
             if result is BlockResult.OK:
@@ -304,6 +320,7 @@ class World:
         """Its connection breaks, its process lives."""
         self.clients.forget_requests(session)
         self.clients.orphaned.add(session)
+        self.clients.settle_ahead(session)
         self._carry_out(self.core.orphan_session(session, self.now))
 
     def reattach(self, session: SessionId) -> None:
@@ -349,6 +366,7 @@ class World:
     def _tick_once(self) -> None:
         for site in self.sites.values():
             site.retentions.may_expire(self.now)
+        self.clients.settle_ahead(before=self.now - AHEAD_NS)
         self._carry_out(self.core.tick(self.now))
 
     def note_uses(self) -> None:
@@ -419,6 +437,10 @@ class World:
                 self.tick()
             elif self.in_flight:
                 self.report(choose, faults=False)
+            elif self.clients.requests and any(holding.ahead is not None for holding in self.clients.leases.values()):
+                self.seen["waited for slots leased ahead"] += 1
+                self.now += AHEAD_NS
+                self.tick()
             else:
                 break
         require(self.in_flight == 0, "moves beget moves for ever")
@@ -539,7 +561,8 @@ class World:
             require(not older, f"{request.tier}: the queue was overtaken")
         if isinstance(request, SlotsRequest):
             self.seen["granted slots"] += 1
-            self.clients.take_slots(request, grant)
+            self.seen["granted slots ahead"] += request.ahead
+            self.clients.take_slots(request, grant, self.now)
         elif isinstance(request, PrefixRequest):
             self.seen[
                 "granted a whole prefix" if len(grant.slots) == grant.matched else "granted a shorter prefix"

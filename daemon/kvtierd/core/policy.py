@@ -78,6 +78,8 @@ class Policy:
 
     ``max_pinned``: at most this share of a tier's slots in a group is pinned.
 
+    ``max_ahead``: at most this share of a tier's slots in a group is leased ahead, see ``core/ahead.py``.
+
     ``reserve_shift`` and ``reserve_max``: the disk keeps ``min(slots >> shift, max)`` slots free ahead of need, since a
     slot there is free only after its old record's deletion has committed.
 
@@ -93,6 +95,7 @@ class Policy:
     clean_low: float = 0.0
     clean_high: float = 0.0
     max_pinned: float = 0.5
+    max_ahead: float = 0.125
     reserve_shift: int = 7
     reserve_max: int = 256
     victims_a_call: int = 8
@@ -105,3 +108,7 @@ class Policy:
     def pinnable(self, slots: int) -> int:
         """How many of so many slots may be pinned."""
         return int(self.max_pinned * slots)
+
+    def leasable_ahead(self, slots: int) -> int:
+        """How many of so many slots may be leased ahead."""
+        return int(self.max_ahead * slots)

@@ -15,7 +15,8 @@ class Lease:
     """A session's hold on slots of one tier: blank ones to write, blocks to read.
 
     ``held``: in the order it got them. ``trails``: of a sliding group, by the key of its last block what was committed
-    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it.
+    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it. ``ahead``: its
+    session does not need its blank slots yet, see ``core/ahead.py``.
     """
 
     id: LeaseId
@@ -27,6 +28,7 @@ class Lease:
     trails: dict[Key, deque[Block]] = field(default_factory=dict)
     orphaned: bool = False
     granted_at: int = 0
+    ahead: bool = False
 
     @property
     def slots(self) -> int:
@@ -75,12 +77,13 @@ class LeftLease:
 
 @dataclass(slots=True, eq=False)
 class ReserveTicket:
-    """Wants blank slots, all or nothing."""
+    """Wants blank slots, all or nothing. ``ahead``: before their session needs them."""
 
     id: TicketId
     session: SessionId
     tier: Tier
     count: int
+    ahead: bool = False
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 from typing import Final, assert_never
 
+from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import Cause, EventType
@@ -56,6 +57,7 @@ class WindowManager:
         self._new_lease = new_lease
         self._refusal = refusal
         self._queues: dict[Tier, deque[Ticket]] = {tier: deque() for tier in self.state.tiers}
+        self.ahead = Ahead(self.state.tiers, policy)
         self.hits = dict.fromkeys(self.state.tiers, 0)
         self.misses = 0
 
@@ -89,6 +91,11 @@ class WindowManager:
             self._refuse(ticket, RefusalReason.TIER_FULL)
         else:
             self._queues[tier].append(ticket)
+
+    def sets_aside(self, tier: Tier, count: int) -> bool:
+        """Whether so many slots may be leased ahead of need."""
+        capacity = self.state.slots[tier].capacity
+        return not self._queues[tier] and self.ahead.may_grow(tier, count, capacity, self.obtainable(tier))
 
     def match_for(self, ticket: FetchTicket, wanted: ChainRequest, now: int) -> None:
         """Claims the longest stored prefix for an acquire; room for it is made later, by :meth:`fetch`.
@@ -194,6 +201,7 @@ class WindowManager:
 
     def release(self, lease: Lease) -> None:
         """Blank slots become free, and blocks lose this hold."""
+        self.ahead.settle(lease)
         for slot in lease.blank:
             self.state.give_back(lease.tier, slot)
         lease.blank.clear()
@@ -208,6 +216,7 @@ class WindowManager:
         self.state.touch(block for block, _ in released if block.indexed)
 
     def orphan(self, lease: Lease, orphaned: bool) -> None:
+        self.ahead.settle(lease)
         lease.orphaned = orphaned
         for slot in lease.blank:
             self.state.slots[lease.tier].change(slot, SlotState.ORPHANED if orphaned else SlotState.BLANK)
@@ -287,7 +296,8 @@ class WindowManager:
         prospect = Prospect.NOW
         if self.room.available(tier) < wanted:
             prospect = self.room.secure(tier, wanted, desperate=True)
-            if prospect is Prospect.COMING or (prospect is Prospect.NEVER and self.flights.active > 0):
+            on_the_way = self.flights.active > 0 or self.ahead.slots[tier] > 0
+            if prospect is Prospect.COMING or (prospect is Prospect.NEVER and on_the_way):
                 return False
         if turn is not None:
             turn.able = prospect is Prospect.NOW
@@ -304,6 +314,8 @@ class WindowManager:
             lease = self._new_lease(ticket.session, self.state, ticket.tier)
             slots = [self.state.take_blank(ticket.tier, ticket.session) for _ in range(ticket.count)]
             lease.blank = dict.fromkeys(slots)
+            if ticket.ahead:
+                self.ahead.grant(lease)
             self._recorder.grant(Grant(ticket.id, lease.id, tuple(slots)))
         elif isinstance(ticket, FetchTicket):
             self._take(ticket, present_only=False)
@@ -506,12 +518,12 @@ class WindowManager:
     # -- how much ----------------------------------------------------------------------------------------------------
 
     def obtainable(self, tier: Tier) -> int:
-        """Slots that could be had at best: all that no lease holds and that are in use at all."""
+        """Slots that could be had at best: all that are in use at all and that no lease holds, or one does ahead."""
         if tier in self.state.offline:
             return 0
         slots = self.state.slots[tier]
         out = sum(slots.count(state) for state in (SlotState.BLANK, SlotState.ORPHANED, SlotState.QUARANTINED))
-        return slots.capacity - out - self.state.held[tier]
+        return slots.capacity - out - self.state.held[tier] + self.ahead.slots[tier]
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
         """It is in the tier, or on its way there, or a usable edge leads there."""

@@ -248,6 +248,22 @@ class Engine:
         self._apply(cache, outcome)
         return results
 
+    def reserve_ahead(
+        self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int
+    ) -> Grant | None:
+        """Blank slots that the session will need soon: at once and without harm to others, or not at all."""
+        cache = self._accepting(cache_id)
+        ticket, outcome = cache.manager.reserve_ahead(session, group, tier, count, self._clock())
+        if ticket is None:
+            self._apply(cache, outcome)
+            return None
+        waiting = cache.tickets.open(ticket, session, tier, count)
+        self._apply(cache, outcome)
+        if isinstance(waiting.answer, Grant):
+            return waiting.answer
+        self._withdraw(cache, [waiting])
+        return None
+
     def release(
         self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId], first_blocks: Sequence[int] = ()
     ) -> None:
