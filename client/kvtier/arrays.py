@@ -11,11 +11,13 @@ import numpy as np
 from kvtier import transfer
 from kvtier.arena import Bytes
 from kvtier.errors import LeaseLost, StaleRead, TooShort
+from kvtier.lease import WriteLease
 from kvtier.retention import BlockRetention
 from kvtier.types import BlockResult, Tier
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
+    from kvtier.holdings import Holdings
     from kvtier.prompt import Prompt
 
 MAX_PIECE: Final = 16_384
@@ -37,13 +39,25 @@ class Piece:
         return Piece(self.chain[start:end], self.blocks[start:end], parent, self.kept[start:end], self.prompt)
 
 
+class Filled(Protocol):
+    """A piece that is ready to be stored."""
+
+    async def commit(self) -> list[BlockResult]:
+        """Raises :class:`LeaseLost` where the daemon restarted since it was filled."""
+        ...
+
+    async def give_up(self) -> None: ...
+
+
 class Way(Protocol):
     """How the bytes of one piece of a chain travel. ``max_blocks``: of a piece."""
 
     @property
     def max_blocks(self) -> int: ...
 
-    async def put(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]: ...
+    async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
+        """All that can be done before the pieces that come before it are stored. Commit it, or give it up."""
+        ...
 
     async def get(
         self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
@@ -57,23 +71,21 @@ class Mapped:
 
     max_blocks: Final = MAX_PIECE
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, holdings: Holdings) -> None:
         self._cache: Final = cache
+        self._holdings: Final = holdings
 
-    async def put(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+    async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
         cache, count = self._cache, len(piece.chain)
-        async with cache.reserve(count, tier, timeout=timeout) as lease:
-            pools = lease.arena.pools(tier, cache.group)
-            work = lambda: transfer.into_slots(pools, lease.slots, piece.blocks)  # noqa: E731
+        lease = await self._holdings.reserve_to_put(cache, tier, count, timeout)
+        try:
+            pools, slots = lease.arena.pools(tier, cache.group), lease.slots[:count]
+            work = lambda: transfer.into_slots(pools, slots, piece.blocks)  # noqa: E731
             await transfer.run(work, count * cache.block_bytes)
-            return await lease.commit(
-                piece.chain,
-                parent=piece.parent,
-                retention=piece.kept,
-                prompt=piece.prompt,
-                release=True,
-                timeout=timeout,
-            )
+        except BaseException:
+            await cache.release(lease)
+            raise
+        return _FilledSlots(lease, piece, timeout, self._holdings)
 
     async def get(
         self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
@@ -90,6 +102,21 @@ class Mapped:
             return rows
 
 
+@dataclass(slots=True, frozen=True)
+class _FilledSlots:
+    lease: WriteLease
+    piece: Piece
+    timeout: float | None
+    holdings: Holdings
+
+    async def commit(self) -> list[BlockResult]:
+        async with self.lease:
+            return await self.holdings.store(self.lease, self.piece, self.timeout)
+
+    async def give_up(self) -> None:
+        await self.lease.release()
+
+
 def pieces(cache: Cache, tier: Tier, way: Way) -> int:
     """Blocks handled at a time: half a tier at most, so that two clients fit side by side."""
     return max(1, min(cache.slots(tier) // 2, MAX_PIECE, way.max_blocks))
@@ -98,6 +125,16 @@ def pieces(cache: Cache, tier: Tier, way: Way) -> int:
 async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float | None) -> list[BlockResult]:
     """See :meth:`kvtier.cache.Cache.put`."""
     step, count = pieces(cache, tier, way), len(whole.chain)
+
+    async def store(filled: Filled, piece: Piece) -> list[BlockResult]:
+        try:
+            return await filled.commit()
+        except LeaseLost:
+            # The daemon restarted under us; the caller's arrays are still good.
+            return await (await way.fill(tier, piece, timeout)).commit()
+
+    if count <= step:
+        return await store(await way.fill(tier, whole, timeout), whole)
     results: list[BlockResult] = []
     for start in range(0, count, step):
         end = min(start + step, count)
@@ -105,11 +142,7 @@ async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float |
             results += [BlockResult.PARENT_MISSING] * (end - start)
             continue
         piece = whole.part(start, end)
-        try:
-            results += await way.put(tier, piece, timeout)
-        except LeaseLost:
-            # The daemon restarted under us; the caller's arrays are still good.
-            results += await way.put(tier, piece, timeout)
+        results += await store(await way.fill(tier, piece, timeout), piece)
     return results
 
 

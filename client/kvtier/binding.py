@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -13,7 +13,7 @@ from grpc.aio import UnaryUnaryMultiCallable
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
-from kvtier.errors import CallerError, ClientClosed, DaemonUnavailable, DeadlineExceeded, KvtierError
+from kvtier.errors import CallerError, ClientClosed, DaemonUnavailable, DeadlineExceeded, KvtierError, TierFull
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
@@ -21,6 +21,8 @@ from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
 
 _GIVE_BACK_S: Final = 1.0
+UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
+"""After these the daemon may have answered and nobody have heard it."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class Binder:
         self._lock = asyncio.Lock()
         self._closed = False
         session.followers.add(self)
+        self.make_way: Callable[[], Awaitable[bool]] = _nothing_to_give
+        """Gives back what is held and not needed; says whether there was anything."""
 
     @property
     def maps(self) -> bool:
@@ -167,7 +171,10 @@ class Binder:
         leases_of: Callable[[Response], list[int]],
         deadline: Deadline,
     ) -> tuple[Binding, Response]:
-        """A call that grants leases. Where its answer does not reach the caller, what it granted is given back."""
+        """A call that grants leases. Where its answer does not reach the caller, what it granted is given back.
+
+        Where it is refused for want of room it is made again, without what this client held and did not need.
+        """
         sent: list[tuple[Binding, Request]] = []
 
         async def attempt(link: Link, seconds: float) -> tuple[Binding, Response]:
@@ -176,10 +183,15 @@ class Binder:
             return binding, await send(link, method, sent[0][1], deadline.left())
 
         try:
-            return await self.session.call(attempt, deadline)
-        except (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable):
+            try:
+                return await self.session.call(attempt, deadline)
+            except TierFull:
+                if not await self.make_way():
+                    raise
+                return await self.session.call(attempt, deadline)
+        except UNHEARD:
             for binding, request in sent:
-                self.session.spawn(self._give_back(binding, method, request, leases_of))
+                self.give_back(binding, method, request, leases_of)
             raise
 
     async def release(
@@ -201,6 +213,16 @@ class Binder:
 
         await self.session.call(attempt, deadline)
 
+    def give_back(
+        self,
+        binding: Binding,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        request: Request,
+        leases_of: Callable[[Response], list[int]],
+    ) -> None:
+        """What a call granted whose answer nobody heard is given back, in the background."""
+        self.session.spawn(self._give_back(binding, method, request, leases_of))
+
     async def _give_back(
         self,
         binding: Binding,
@@ -221,6 +243,10 @@ class Binder:
         except KvtierError as error:
             # Refused: nothing was granted. Unreachable: the daemon frees the slots when this process ends.
             _log.debug("nothing to give back: %s", error)
+
+
+async def _nothing_to_give() -> bool:
+    return False
 
 
 async def send(

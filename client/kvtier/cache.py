@@ -494,7 +494,7 @@ class Cache:
 
     @property
     def _way(self) -> arrays.Way:
-        return arrays.Mapped(self) if self.mapped else self._streamed
+        return arrays.Mapped(self, self._holdings) if self.mapped else self._streamed
 
     @property
     def _streamed(self) -> arrays.Way:

@@ -11,18 +11,20 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.binding import Binder, send
+from kvtier.binding import UNHEARD, Binder, send
 from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost, RetryableError
 from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, Link
+from kvtier.stock import Stock
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, packed_keys, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
+    from kvtier.arrays import Piece
     from kvtier.cache import Cache
 
 _log = logging.getLogger(__name__)
@@ -40,9 +42,20 @@ class Holdings:
         """A commit was asked to end them, and has not answered."""
         self._in_use: set[Lease] = set()
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
+        self._stock: Final = Stock(self._return)
+        self._returning: set[asyncio.Future[None]] = set()
+        binder.make_way = self._make_way
 
     async def reserve(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         """See :meth:`kvtier.Cache.reserve`."""
+        kept = self._stock.take(cache, tier, count, exactly=True)
+        return kept or await self._reserve(cache, tier, count, timeout)
+
+    async def reserve_to_put(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
+        """At least so many slots, without a call where the last put brought them along."""
+        return self._stock.take(cache, tier, count) or await self._reserve(cache, tier, count, timeout)
+
+    async def _reserve(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         seq = self._session.next_seq()
         deadline = self._deadline(timeout)
         # A repeated call must be the same to the byte, so it carries the whole time, not what is left.
@@ -130,14 +143,16 @@ class Holdings:
         prompt: Prompt | None,
         release: bool,
         timeout: float | None,
+        reserve_next: bool = False,
     ) -> list[BlockResult]:
-        """See :meth:`WriteLease.commit`, the way to call it."""
+        """See :meth:`WriteLease.commit`, the way to call it. ``reserve_next``: there may be more such puts."""
         packed = packed_keys(keys)
         count = len(packed) // KEY_BYTES
         if count > len(indices):
             raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
         kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
         seq = self._session.next_seq()
+        asked = self._stock.ask(lease.cache, lease.tier, count) if reserve_next else 0
         request = blocks_pb2.CommitRequest(
             cache_id=lease.binding.cache_id,
             lease_id=lease.id,
@@ -147,6 +162,7 @@ class Holdings:
             priorities=kept.priorities,
             durations_ms=kept.durations_ms,
             release=release,
+            reserve_next=asked,
             seq=seq,
             **(prompt.told(packed, lease.binding.info.options) if prompt is not None else {}),
         )
@@ -159,11 +175,29 @@ class Holdings:
 
         if release:
             self._ending.add(lease)
-        reply = await self._session.call(attempt, self._deadline(timeout))
+        ahead = None
+        try:
+            reply = await self._session.call(attempt, self._deadline(timeout))
+            ahead = self._leased_ahead(lease, reply)
+        except UNHEARD:
+            if asked:
+                self._binder.give_back(lease.binding, lambda stubs: stubs.blocks.Commit, request, _next_lease)
+            raise
+        finally:
+            self._stock.add(lease.cache, lease.tier, asked, ahead)
         if release:
             self._forget([lease])
             self._ending.discard(lease)
         return [BlockResult(result) for result in reply.results]
+
+    async def store(self, lease: WriteLease, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        """Commits a chain in the first slots of a lease and ends that; there may be more such calls."""
+        lease.require_live()
+        indices = range(len(piece.chain))
+        kept, prompt = piece.kept, piece.prompt
+        return await self.commit(
+            lease, b"".join(piece.chain), indices, piece.parent, None, None, kept, prompt, True, timeout, True
+        )
 
     async def release(self, leases: Iterable[Lease], timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release`."""
@@ -181,6 +215,7 @@ class Holdings:
 
     async def release_all(self, timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release_all`."""
+        self._stock.clear()  # which is among the leases
         await self.release(list(self._leases), timeout)
 
     async def trim(self, lease: ReadLease, blocks: int, timeout: float | None) -> None:
@@ -193,13 +228,39 @@ class Holdings:
             lease.trimmed -= blocks
             raise
 
+    def _leased_ahead(self, lease: WriteLease, reply: blocks_pb2.CommitResponse) -> WriteLease | None:
+        if not reply.next_lease_id:
+            return None
+        ahead = WriteLease(lease.cache, self, lease.binding, lease.tier, reply.next_lease_id, reply.next_slots)
+        self.keep([ahead])
+        return ahead
+
+    def _return(self, leases: Sequence[Lease]) -> None:
+        """Gives back what nobody uses, and does not wait for it."""
+        if self._session.closed:
+            return  # they ended with it
+        work = asyncio.ensure_future(self.release(leases, None))
+        self._returning.add(work)
+        work.add_done_callback(self._returning.discard)
+        self._session.spawn(_logged(work, "giving back unused slots"))
+
+    async def _make_way(self) -> bool:
+        """Gives back all that nobody uses, and waits for it. False if there was nothing."""
+        kept = self._stock.clear()
+        if kept:
+            self._return(kept)
+        returning = list(self._returning)
+        if returning:
+            await asyncio.wait(returning)
+        return bool(returning)
+
     async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
         """A cancelled caller's work goes on by itself."""
         work = asyncio.ensure_future(giving_back)
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
-            self._session.spawn(_logged(work, "release"))
+            self._session.spawn(_logged(work, "release after its caller was cancelled"))
             raise
 
     async def _release(self, leases: Sequence[Lease], deadline: Deadline) -> None:
@@ -227,7 +288,11 @@ async def _logged(work: asyncio.Future[None], what: str) -> None:
     try:
         await work
     except KvtierError as error:
-        _log.warning("%s after its caller was cancelled: %s", what, error)
+        _log.warning("%s: %s", what, error)
+
+
+def _next_lease(reply: blocks_pb2.CommitResponse) -> list[int]:
+    return [reply.next_lease_id] if reply.next_lease_id else []
 
 
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:

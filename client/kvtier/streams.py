@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -25,7 +26,7 @@ from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, tier_to_wire
 
 if TYPE_CHECKING:
-    from kvtier.arrays import Piece
+    from kvtier.arrays import Filled, Piece
     from kvtier.cache import Cache
 
 PutCall = StreamUnaryCall[transfer_pb2.PutChunk, transfer_pb2.PutResponse]
@@ -46,7 +47,11 @@ class Streamed:
     def max_blocks(self) -> int:
         return max(1, MAX_PIECE_BYTES // self._cache.block_bytes)
 
+    async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
+        return _Unsent(self, tier, piece, timeout)
+
     async def put(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        """Sends a piece and has it stored."""
         keys = b"".join(piece.chain)
         parents = packed_keys([ROOT_PARENT if piece.parent is None else piece.parent, *piece.chain[:-1]], "parent")
         checksums = await _checksums(piece.blocks)
@@ -109,6 +114,22 @@ class Streamed:
                 call.cancel()
 
         return await self._binder.session.call(attempt, deadline)
+
+
+@dataclass(slots=True, frozen=True)
+class _Unsent:
+    """A piece whose bytes go with the call that stores them."""
+
+    way: Streamed
+    tier: Tier
+    piece: Piece
+    timeout: float | None
+
+    async def commit(self) -> list[BlockResult]:
+        return await self.way.put(self.tier, self.piece, self.timeout)
+
+    async def give_up(self) -> None:
+        """There is nothing to give back."""
 
 
 async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequence[Bytes]) -> transfer_pb2.PutResponse:
