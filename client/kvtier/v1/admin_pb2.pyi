@@ -304,7 +304,7 @@ class CacheStats(google.protobuf.message.Message):
     hits_host: builtins.int
     hits_disk: builtins.int
     misses: builtins.int
-    """blocks of acquired chains that were not stored"""
+    """blocks of acquired chains that were not stored; once for a chain over all groups"""
     stored: builtins.int
     removed: builtins.int
     waiting: builtins.int

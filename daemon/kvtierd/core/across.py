@@ -80,6 +80,8 @@ class AcrossGroups:
         self._new_lease = new_lease
         self._refusal = refusal
         self.tickets: dict[TicketId, AcrossTicket] = {}
+        self.recounted = 0
+        """Misses that more than one group counts: each group does, for the one block that a request did not find."""
         self._removed = 0
 
     @property
@@ -98,8 +100,10 @@ class AcrossGroups:
         self.tickets[id] = ticket
         ticket.matched, covers = self._match(ticket, len(chain.keys), self._readable(ticket, now))
         self._claim(ticket, ticket.matched, covers)
+        missed = len(chain.keys) - ticket.matched
+        self.recounted += missed * (len(parts) - 1)
         for part in ticket.parts:
-            part.window.note_match(part.fetch, len(chain.keys) - ticket.matched)
+            part.window.note_match(part.fetch, missed)
             part.window.retain(part.fetch.blocks, chain, part.first_block)
         return ticket
 

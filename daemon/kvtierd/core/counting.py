@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from kvtierd.core.across import AcrossGroups
 from kvtierd.core.flights import EdgeRecord
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import GroupId, SessionId, Tier
@@ -14,8 +15,8 @@ from kvtierd.core.verbs import GroupCounts, ManagerStats, TierCount
 from kvtierd.core.window import WindowManager
 
 
-def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], waiting_across: int) -> ManagerStats:
-    """``waiting_across``: requests over all groups that wait."""
+def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], across: AcrossGroups) -> ManagerStats:
+    """``across``: the requests over all groups."""
     groups = {group: _group(window) for group, window in windows.items()}
     counts = list(groups.values())
     tiers = sorted({tier for one in counts for tier in one.tiers})
@@ -27,10 +28,10 @@ def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], w
         tiers={tier: _sum([one.tiers[tier] for one in counts if tier in one.tiers]) for tier in tiers},
         edges=edges(windows.values()),
         hits={tier: sum(one.hits.get(tier, 0) for one in counts) for tier in tiers},
-        misses=sum(one.misses for one in counts),
+        misses=sum(one.misses for one in counts) - across.recounted,
         stored=sum(one.stored for one in counts),
         removed=sum(one.removed for one in counts),
-        waiting=sum(window.waiting for window in windows.values()) + waiting_across,
+        waiting=sum(window.waiting for window in windows.values()) + across.waiting,
         held_by=held_by,
         groups=groups,
         leases=len(leases),

@@ -164,7 +164,7 @@ class BlockManager:
         return Listing(tuple(_row(block, pins) for block in blocks), following)
 
     def stats(self) -> ManagerStats:
-        return counting.stats(self.windows, self.leases.values(), self.across.waiting)
+        return counting.stats(self.windows, self.leases.values(), self.across)
 
     def goes_down(self, group: GroupId, row: ListingRow, to: Tier) -> bool:
         """Whether a block is worth a copy in a lower tier that it is not in yet."""

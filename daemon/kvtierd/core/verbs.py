@@ -153,7 +153,8 @@ class GroupCounts:
 
 @dataclass(slots=True, frozen=True)
 class ManagerStats:
-    """``held_by``: slots by session. Sums over the groups of the cache. Orphaned leases are among the ``leases``."""
+    """``held_by``: slots by session. Sums over the groups of the cache, but a block that a request over all groups did
+    not find is one miss. Orphaned leases are among the ``leases``."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]

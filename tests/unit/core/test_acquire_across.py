@@ -255,6 +255,17 @@ def test_a_tier_lost_under_its_copies_refuses_it() -> None:
     assert bench.tier(DEVICE).held == 0
 
 
+def test_a_block_that_is_not_found_is_one_miss_of_the_cache_and_one_in_each_group() -> None:
+    bench = stored(device=(6, 3))
+    bench.across(CHAIN + "xy")
+    bench.land()
+    stats = bench.core.stats()
+    assert (stats.misses, [group.misses for group in stats.groups.values()]) == (2, [2, 2])
+    bench.acquire("z")  # of one group
+    stats = bench.core.stats()
+    assert (stats.misses, [group.misses for group in stats.groups.values()]) == (3, [3, 2])
+
+
 def test_malformed_chains_change_nothing() -> None:
     bench = stored(device=(6, 3))
     for chains in ([], [ChainRequest([])], [ChainRequest([key("a")], 2)]):
