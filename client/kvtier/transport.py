@@ -138,6 +138,11 @@ class TcpTransport:
         return grpc.aio.secure_channel(self._target, credentials, options=_CHANNEL_OPTIONS)
 
 
+def is_tcp(address: str) -> bool:
+    """Whether it says so, or looks like it: a runtime directory does not end in a colon and a number."""
+    return address.startswith(TCP_SCHEME) or _HOST_PORT.fullmatch(address) is not None
+
+
 def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Transport:
     """``host:port``, with or without ``tcp://`` before it, is TCP; anything else a runtime directory.
 

@@ -10,10 +10,9 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
-from kvtier import aio
 from kvtier.cache import Cache
 from kvtier.cli.common import (
-    CONNECT_WAIT_S,
+    DaemonAt,
     address_option,
     confirmed,
     console,
@@ -93,7 +92,7 @@ def _group_option(command: Command) -> Command:
 @dry_run_option
 @json_option("One JSON object.")
 def move(
-    address: str,
+    daemon: DaemonAt,
     cache: str,
     to: str,
     keys: Sequence[bytes],
@@ -110,7 +109,7 @@ def move(
     """
     wanted, tier = selection(keys, source, everything), Tier[to.upper()]
     outcome = Outcome("move", cache, dry_run)
-    tell(run(_each(address, group, wanted, outcome, lambda at, piece: at.move(piece, tier, dry_run=dry_run))), as_json)
+    tell(run(_each(daemon, group, wanted, outcome, lambda at, piece: at.move(piece, tier, dry_run=dry_run))), as_json)
 
 
 @click.command()
@@ -122,7 +121,7 @@ def move(
 @yes_option
 @json_option("One JSON object.")
 def drop(
-    address: str,
+    daemon: DaemonAt,
     cache: str,
     keys: Sequence[bytes],
     source: TextIO | None,
@@ -138,7 +137,7 @@ def drop(
     wanted = selection(keys, source)
 
     async def dropped(outcome: Outcome) -> Outcome:
-        async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+        async with await daemon.connect() as client:
             there = (await existing_cache(client, cache)).in_group(group)
             async for piece in wanted.pieces(there):
                 report = await there.drop(piece, dry_run=outcome.dry_run)
@@ -161,14 +160,14 @@ def drop(
 @_group_option
 @json_option("One JSON object.")
 def pin(
-    address: str, cache: str, tier: str, keys: Sequence[bytes], source: TextIO | None, group: int, as_json: bool
+    daemon: DaemonAt, cache: str, tier: str, keys: Sequence[bytes], source: TextIO | None, group: int, as_json: bool
 ) -> None:
     """Keep blocks of CACHE in TIER, where they must be ready, until they are unpinned or the daemon ends.
 
     A block pinned twice must be unpinned twice. Exit status 1 where any block was not pinned.
     """
     wanted, place = selection(keys, source), Tier[tier.upper()]
-    tell(run(_each(address, group, wanted, Outcome("pin", cache), lambda at, piece: at.pin(piece, place))), as_json)
+    tell(run(_each(daemon, group, wanted, Outcome("pin", cache), lambda at, piece: at.pin(piece, place))), as_json)
 
 
 @click.command()
@@ -180,7 +179,7 @@ def pin(
 @_group_option
 @json_option("One JSON object.")
 def unpin(
-    address: str,
+    daemon: DaemonAt,
     cache: str,
     tier: str,
     keys: Sequence[bytes],
@@ -193,29 +192,29 @@ def unpin(
     wanted, place = selection(keys, source, everything), Tier[tier.upper()]
     outcome = Outcome("unpin", cache)
     if everything:
-        tell(run(_unpin_all(address, group, place, outcome)), as_json)
+        tell(run(_unpin_all(daemon, group, place, outcome)), as_json)
     else:
-        tell(run(_each(address, group, wanted, outcome, lambda at, piece: at.unpin(piece, place))), as_json)
+        tell(run(_each(daemon, group, wanted, outcome, lambda at, piece: at.unpin(piece, place))), as_json)
 
 
 async def _each(
-    address: str,
+    daemon: DaemonAt,
     group: int,
     wanted: Selection,
     outcome: Outcome,
     verb: Callable[[Cache, list[bytes]], Awaitable[list[BlockResult]]],
 ) -> Outcome:
     """The verb, piece by piece."""
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+    async with await daemon.connect() as client:
         cache = (await existing_cache(client, outcome.cache)).in_group(group)
         async for piece in wanted.pieces(cache):
             outcome.add(piece, await verb(cache, piece))
     return outcome
 
 
-async def _unpin_all(address: str, group: int, tier: Tier, outcome: Outcome) -> Outcome:
+async def _unpin_all(daemon: DaemonAt, group: int, tier: Tier, outcome: Outcome) -> Outcome:
     """Round after round: a listing says that a block is pinned, not how often."""
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+    async with await daemon.connect() as client:
         cache = (await existing_cache(client, outcome.cache)).in_group(group)
         while pinned := [block.key async for block in cache.blocks() if block.pinned & tier.bit]:
             async for piece in Selection(tuple(pinned)).pieces(cache):

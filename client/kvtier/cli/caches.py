@@ -9,10 +9,9 @@ from typing import Any
 import click
 from rich.table import Table
 
-from kvtier import aio
 from kvtier.answers import ResetReport
 from kvtier.cli.common import (
-    CONNECT_WAIT_S,
+    DaemonAt,
     address_option,
     confirmed,
     console,
@@ -35,9 +34,9 @@ def cache() -> None:
 @cache.command("ls")
 @address_option
 @json_option("One JSON list.")
-def list_caches(address: str, as_json: bool) -> None:
+def list_caches(daemon: DaemonAt, as_json: bool) -> None:
     """List the caches, what their bytes mean and what they were given of each tier."""
-    found = run(_caches(address))
+    found = run(_caches(daemon))
     if as_json:
         click.echo(json.dumps([as_object(info) for info in found], indent=2))
     else:
@@ -51,15 +50,15 @@ def list_caches(address: str, as_json: bool) -> None:
 @dry_run_option
 @yes_option
 @json_option("One JSON object.")
-def remove_cache(address: str, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Forget the cache NAME: its blocks, its budgets and its bytes on disk.
 
     Refused while any session has it open, unless forced; in any case while anybody holds a lease there.
     """
-    report = run(_remove(address, name, force=force, dry_run=True))
+    report = run(_remove(daemon, name, force=force, dry_run=True))
     if not dry_run:
         confirmed(f"{_gone(name, report)} would be gone for good. Go on?", yes)
-        report = run(_remove(address, name, force=force, dry_run=False))
+        report = run(_remove(daemon, name, force=force, dry_run=False))
     if as_json:
         freed = {str(tier): nbytes for tier, nbytes in report.freed.items()}
         click.echo(json.dumps({"cache": name, "dry_run": dry_run, "blocks": report.blocks, "freed": freed}))
@@ -67,8 +66,8 @@ def remove_cache(address: str, name: str, force: bool, dry_run: bool, yes: bool,
         click.echo(f"{_gone(name, report)} {'would be ' if dry_run else ''}gone")
 
 
-async def _remove(address: str, name: str, *, force: bool, dry_run: bool) -> RemovalReport:
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+async def _remove(daemon: DaemonAt, name: str, *, force: bool, dry_run: bool) -> RemovalReport:
+    async with await daemon.connect() as client:
         return await client.remove_cache(name, force=force, dry_run=dry_run)
 
 
@@ -77,8 +76,8 @@ def _gone(name: str, report: RemovalReport) -> str:
     return f"{name}: {report.blocks} blocks and {freed or 'nothing else'}"
 
 
-async def _caches(address: str) -> list[CacheInfo]:
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+async def _caches(daemon: DaemonAt) -> list[CacheInfo]:
+    async with await daemon.connect() as client:
         return await client.caches()
 
 
@@ -148,16 +147,16 @@ def _use(info: CacheInfo) -> str:
 @dry_run_option
 @yes_option
 @json_option("One JSON object.")
-def reset(address: str, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Forget all blocks of CACHE, in every tier. The cache stays.
 
     While any block is leased or pinned nothing is forgotten, unless forced: then those stay, and what they stand on.
     """
-    plan = run(_reset(address, name, force=force, dry_run=True))
+    plan = run(_reset(daemon, name, force=force, dry_run=True))
     report = plan
     if not dry_run:
         confirmed(f"{name}: forget {plan.dropped} blocks ({plan.kept} are leased or pinned, or stood on)?", yes)
-        report = run(_reset(address, name, force=force, dry_run=False))
+        report = run(_reset(daemon, name, force=force, dry_run=False))
     if as_json:
         click.echo(json.dumps({"cache": name, "dry_run": dry_run, "dropped": report.dropped, "kept": report.kept}))
     else:
@@ -165,6 +164,6 @@ def reset(address: str, name: str, force: bool, dry_run: bool, yes: bool, as_jso
         click.echo(f"{name}: {report.dropped} blocks{would} forgotten, {report.kept} kept")
 
 
-async def _reset(address: str, name: str, *, force: bool, dry_run: bool) -> ResetReport:
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+async def _reset(daemon: DaemonAt, name: str, *, force: bool, dry_run: bool) -> ResetReport:
+    async with await daemon.connect() as client:
         return await (await existing_cache(client, name)).reset(force=force, dry_run=dry_run)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvtier import aio
 from kvtier.abi import attach
 from kvtier.aio import AsyncClient
 from kvtier.cache import Cache
 from kvtier.errors import KvtierError, NotFound, TierFull
+from kvtier.transport import TlsFiles, is_tcp
 from kvtier.types import Tier
 
 T = TypeVar("T")
@@ -25,16 +31,78 @@ CONNECT_WAIT_S = 2.0
 """A daemon that is just starting is waited for."""
 
 
+@dataclass(slots=True, frozen=True)
+class DaemonAt:
+    """Where the daemon is, and what it takes to get in."""
+
+    address: str
+    tls: TlsFiles | None = None
+    insecure: bool = False
+
+    async def connect(self) -> AsyncClient:
+        """See :func:`kvtier.aio.connect`."""
+        return await aio.connect(self.address, tls=self.tls, insecure=self.insecure, wait=CONNECT_WAIT_S)
+
+
 def address_option(command: Command) -> Command:
-    return click.option(
-        "--address",
-        metavar="DIR",
-        envvar=attach.ADDRESS_VARIABLE,
-        default=attach.DEFAULT_ADDRESS,
-        show_default=True,
-        show_envvar=True,
-        help="The daemon's runtime directory.",
-    )(command)
+    """The options that say where the daemon is. The command gets a :class:`DaemonAt` as ``daemon``."""
+
+    @wraps(command)
+    def with_place(
+        address: str, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, insecure: bool, **others: Any
+    ) -> Any:
+        daemon = DaemonAt(address, _tls(tls_ca, tls_cert, tls_key), insecure)
+        if not is_tcp(address) and not _said("tls_ca", "tls_cert", "tls_key", "insecure"):
+            daemon = DaemonAt(address)  # the environment speaks of another daemon
+        return command(daemon=daemon, **others)
+
+    options = (
+        click.option(
+            "--address",
+            metavar="PLACE",
+            envvar=attach.ADDRESS_VARIABLE,
+            default=attach.DEFAULT_ADDRESS,
+            show_default=True,
+            show_envvar=True,
+            help="The daemon's runtime directory, or tcp://host:port.",
+        ),
+        _file_option("--tls-ca", "Over TCP: the authorities that vouch for the daemon, PEM."),
+        _file_option("--tls-cert", "Over TCP: this client's certificate chain, PEM."),
+        _file_option("--tls-key", "Over TCP: its private key, PEM."),
+        click.option(
+            "--insecure",
+            is_flag=True,
+            envvar="KVTIER_INSECURE",
+            show_envvar=True,
+            help="Over TCP, to this host only: no TLS.",
+        ),
+    )
+    for option in reversed(options):
+        with_place = option(with_place)
+    return cast(Command, with_place)
+
+
+def _said(*options: str) -> bool:
+    """Whether any of them is on the command line."""
+    context = click.get_current_context()
+    return any(context.get_parameter_source(option) is ParameterSource.COMMANDLINE for option in options)
+
+
+def _file_option(flag: str, says: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    variable = f"KVTIER_{flag.removeprefix('--').replace('-', '_').upper()}"
+    kind = click.Path(path_type=Path)
+    return click.option(flag, metavar="FILE", type=kind, envvar=variable, show_envvar=True, help=says)
+
+
+def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles | None:
+    """All three or none of them. Raises click's error of usage, which names those that are missing."""
+    if ca is not None and cert is not None and key is not None:
+        return TlsFiles(cert, key, ca)
+    files = {"--tls-ca": ca, "--tls-cert": cert, "--tls-key": key}
+    missing = [flag for flag, path in files.items() if path is None]
+    if len(missing) == len(files):
+        return None
+    raise click.UsageError(f"TLS takes three files: {', '.join(missing)} missing")
 
 
 def json_option(what: str) -> Callable[[Command], Command]:

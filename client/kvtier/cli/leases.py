@@ -11,9 +11,8 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from kvtier import aio
 from kvtier.cli.common import (
-    CONNECT_WAIT_S,
+    DaemonAt,
     address_option,
     confirmed,
     console,
@@ -32,9 +31,9 @@ from kvtier.stats import KickReport, LeaseInfo, SessionStats
 @click.option("--cache", metavar="NAME", help="Only those of this cache.")
 @click.option("--session", "session_id", type=click.IntRange(min=1), metavar="ID", help="Only those of this session.")
 @json_option("One JSON list.")
-def leases(address: str, cache: str | None, session_id: int | None, as_json: bool) -> None:
+def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, as_json: bool) -> None:
     """Show every lease there is, the oldest first, and whose it is."""
-    found = run(_leases(address, cache, session_id))
+    found = run(_leases(daemon, cache, session_id))
     if as_json:
         click.echo(json.dumps([as_object(lease) for lease in found], indent=2))
     else:
@@ -47,16 +46,16 @@ def leases(address: str, cache: str | None, session_id: int | None, as_json: boo
 @dry_run_option
 @yes_option
 @json_option("One JSON object.")
-def kick(address: str, session_id: int, dry_run: bool, yes: bool, as_json: bool) -> None:
+def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, as_json: bool) -> None:
     """End SESSION (a number of `kvtier leases` or `kvtier status`) as if its process were gone.
 
     All that it holds is given back. Its process is not touched: if it lives it finds its leases lost, and the
     generations changed of whatever it still copies.
     """
-    holder, report = run(_kick(address, session_id, dry_run=True))
+    holder, report = run(_kick(daemon, session_id, dry_run=True))
     if not dry_run:
         confirmed(f"End {_who(holder)}, which holds {report.slots} slots?", yes)
-        holder, report = run(_kick(address, session_id, dry_run=False, pid=holder.pid))
+        holder, report = run(_kick(daemon, session_id, dry_run=False, pid=holder.pid))
     if as_json:
         whose = {"session_id": session_id, "pid": holder.pid, "command": holder.command}
         click.echo(json.dumps({**whose, **dataclasses.asdict(report), "dry_run": dry_run}))
@@ -65,16 +64,16 @@ def kick(address: str, session_id: int, dry_run: bool, yes: bool, as_json: bool)
         click.echo(f"{_who(holder)}: {report.leases} leases, {report.slots} slots {given}")
 
 
-async def _leases(address: str, cache: str | None, session_id: int | None) -> list[LeaseInfo]:
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+async def _leases(daemon: DaemonAt, cache: str | None, session_id: int | None) -> list[LeaseInfo]:
+    async with await daemon.connect() as client:
         return await client.leases(cache=cache, session_id=session_id)
 
 
 async def _kick(
-    address: str, session_id: int, *, dry_run: bool, pid: int | None = None
+    daemon: DaemonAt, session_id: int, *, dry_run: bool, pid: int | None = None
 ) -> tuple[SessionStats, KickReport]:
     """``pid``: only if the session is this process's still; a restarted daemon gives its number to another."""
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+    async with await daemon.connect() as client:
         sessions = (await client.stats()).sessions
         holder = next((one for one in sessions if one.session_id == session_id and pid in (None, one.pid)), None)
         if holder is None:

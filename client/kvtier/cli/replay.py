@@ -17,7 +17,7 @@ from rich.table import Table
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run
+from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
 from kvtier.errors import InvalidArgument
 from kvtier.private import PrivateDaemon, TierSlots
 from kvtier.replay.runner import Report
@@ -69,7 +69,7 @@ class Job:
 @json_option("One JSON object on standard output.")
 def replay(
     trace: Path,
-    address: str,
+    daemon: DaemonAt,
     spawn: bool,
     device_blocks: int,
     host_blocks: int,
@@ -93,7 +93,7 @@ def replay(
     job = Job(trace, requests, concurrency, seed, cache, block_bytes)
     sizes = TierSlots(device_blocks, host_blocks, disk_blocks) if spawn else None
     try:
-        report = run(_replay(job, address, sizes, keep_dir))
+        report = run(_replay(job, daemon, sizes, keep_dir))
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
     if as_json:
@@ -104,15 +104,15 @@ def replay(
         raise SystemExit(1)
 
 
-async def _replay(job: Job, address: str, sizes: TierSlots | None, keep: Path | None) -> Report:
+async def _replay(job: Job, daemon: DaemonAt, sizes: TierSlots | None, keep: Path | None) -> Report:
     _end_on_sigterm()
     spec = replay_spec(job.block_bytes)
     requests = await read(job.trace, job.requests)
     async with AsyncExitStack() as stack:
         if sizes is not None:
-            daemon = await stack.enter_async_context(PrivateDaemon(sizes.as_bytes(spec), keep=keep))
-            address = daemon.address
-        client = await stack.enter_async_context(await aio.connect(address, wait=CONNECT_WAIT_S))
+            own = await stack.enter_async_context(PrivateDaemon(sizes.as_bytes(spec), keep=keep))
+            daemon = DaemonAt(own.address)
+        client = await stack.enter_async_context(await daemon.connect())
         cache = await client.open_cache(job.cache, spec)
         return await _with_progress(job, client, cache, requests)
 

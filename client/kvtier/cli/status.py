@@ -14,8 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier import aio
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, console, json_option, run
+from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
 from kvtier.stats import CacheStats, DaemonStats, SessionStats
 from kvtier.words import duration, size
 
@@ -23,17 +22,17 @@ from kvtier.words import duration, size
 @click.command()
 @address_option
 @json_option("One JSON object with everything the daemon says of itself.")
-def status(address: str, as_json: bool) -> None:
+def status(daemon: DaemonAt, as_json: bool) -> None:
     """Show tiers and how full they are, moves, hits, sessions and what they hold, and problems."""
-    stats = run(_stats(address))
+    stats = run(_stats(daemon))
     if as_json:
         click.echo(json.dumps(as_object(stats), indent=2))
     else:
         console().print(report(stats))
 
 
-async def _stats(address: str) -> DaemonStats:
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+async def _stats(daemon: DaemonAt) -> DaemonStats:
+    async with await daemon.connect() as client:
         return await client.stats()
 
 

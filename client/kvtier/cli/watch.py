@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import click
 
-from kvtier import aio
-from kvtier.cli.common import CONNECT_WAIT_S, address_option, json_option, run
+from kvtier.cli.common import DaemonAt, address_option, json_option, run
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, WatchItem
 from kvtier.trtllm import TrtllmEvents
 from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
@@ -77,7 +76,7 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
 @click.option("--snapshot", is_flag=True, help="Begin with the blocks that are there now.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N events.")
 def watch(
-    address: str,
+    daemon: DaemonAt,
     as_json: bool,
     form: str,
     types: tuple[str, ...],
@@ -108,7 +107,7 @@ def watch(
         caches=caches,
     )
     try:
-        run(_follow(address, Start(since, oldest, snapshot), wanted, _FORMATS["json" if as_json else form](), limit))
+        run(_follow(daemon, Start(since, oldest, snapshot), wanted, _FORMATS["json" if as_json else form](), limit))
     except KeyboardInterrupt:
         pass  # the ordinary end of a watch
     except (BrokenPipeError, asyncio.CancelledError):
@@ -116,9 +115,9 @@ def watch(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-async def _follow(address: str, start: Start, wanted: Filter, show: Show, limit: int | None) -> None:
+async def _follow(daemon: DaemonAt, start: Start, wanted: Filter, show: Show, limit: int | None) -> None:
     left = limit
-    async with await aio.connect(address, wait=CONNECT_WAIT_S) as client:
+    async with await daemon.connect() as client:
         _stop_when_nobody_reads()
         stream = client.watch(
             since=start.since,

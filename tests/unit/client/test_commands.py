@@ -95,7 +95,7 @@ def test_bad_options_are_refused_with_what_is_allowed(arguments: list[str], says
 
 @pytest.mark.parametrize("command", ["watch", "status"])
 def test_no_daemon_is_one_line_and_status_1(command: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"kvtier.cli.{command}.CONNECT_WAIT_S", 0.0)
+    monkeypatch.setattr("kvtier.cli.common.CONNECT_WAIT_S", 0.0)
     outcome = CliRunner().invoke(main, [command, "--address", str(short_dir)])
     assert outcome.exit_code == 1
     assert outcome.output.startswith("Error: no daemon answers at")
@@ -103,7 +103,7 @@ def test_no_daemon_is_one_line_and_status_1(command: str, short_dir: Path, monke
 
 
 def test_the_address_comes_from_the_environment(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.cli.status.CONNECT_WAIT_S", 0.0)
+    monkeypatch.setattr("kvtier.cli.common.CONNECT_WAIT_S", 0.0)
     outcome = CliRunner(env={"KVTIER_ADDRESS": str(short_dir)}).invoke(main, ["status"])
     assert str(short_dir) in outcome.output
 

@@ -1,0 +1,122 @@
+"""The commands against a daemon behind TLS: the files by option or environment, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+import pytest
+
+from kvtier import Tier, TlsFiles, connect
+from kvtier.cli import main
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.test_cli import DEADLINE_S, KVTIER
+from tests.tls import Authority
+
+RULES = """
+[[allow]]
+subjects = ["operator"]
+caches = ["*"]
+verbs = ["read", "write", "watch", "admin"]
+"""
+KEYS = chain("over-tcp", 2)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def operator(files: Authority) -> TlsFiles:
+    return files.issue("operator.example", common_name="operator")
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon, files: Authority, tmp_path: Path) -> DaemonProcess:
+    served = files.issue("127.0.0.1", common_name="daemon")
+    (tmp_path / "kvtierd.toml").write_text(RULES)
+    return start_daemon(
+        *("--config", str(tmp_path / "kvtierd.toml"), "--listen-tcp", "127.0.0.1:0"),
+        *("--tls-cert", str(served.cert), "--tls-key", str(served.key), "--tls-client-ca", str(served.ca)),
+        host=8,
+        disk=8,
+    )
+
+
+def kvtier(*arguments: str, env: Mapping[str, str], status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=env
+    )
+    assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture
+def plain() -> Mapping[str, str]:
+    """An environment that names no daemon."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
+
+
+async def test_the_verbs_work_over_tls_with_options_and_with_the_environment(
+    daemon: DaemonProcess, operator: TlsFiles, plain: Mapping[str, str]
+) -> None:
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("far", SPEC, budgets=sizes(host=4, disk=4))
+        await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
+        tls = ("--tls-ca", str(operator.ca), "--tls-cert", str(operator.cert), "--tls-key", str(operator.key))
+        at = ("--address", f"tcp://{daemon.tcp_address}", *tls)
+        shown = json.loads(kvtier("status", "--json", *at, env=plain).stdout)
+        assert shown["pid"] == daemon.pid
+        variables = {
+            "KVTIER_ADDRESS": daemon.tcp_address,
+            "KVTIER_TLS_CA": str(operator.ca),
+            "KVTIER_TLS_CERT": str(operator.cert),
+            "KVTIER_TLS_KEY": str(operator.key),
+        }
+        env = {**plain, **variables}
+        assert json.loads(kvtier("move", "far", "disk", "--all", "--json", env=env).stdout)["done"] == 2
+        assert [place.residency for place in await cache.locate(KEYS)] == [Tier.DISK.bit] * 2
+        said = kvtier("watch", "--oldest", "--json", "--limit", "1", env=env).stdout
+        assert json.loads(said.splitlines()[0])["cache"] == "far"
+        # The environment's files are for its own daemon: another one is named with what it takes.
+        assert json.loads(kvtier("status", "--json", "--address", daemon.address, env=env).stdout)["pid"] == daemon.pid
+
+
+def test_what_is_missing_or_makes_no_sense_is_named(
+    daemon: DaemonProcess, operator: TlsFiles, plain: Mapping[str, str]
+) -> None:
+    at = ("--address", daemon.tcp_address)
+    said = kvtier("status", *at, "--tls-ca", str(operator.ca), env=plain, status=2).stderr
+    assert "TLS takes three files: --tls-cert, --tls-key missing" in said
+    assert "tls = None: must be given for TCP" in kvtier("leases", *at, env=plain, status=1).stderr
+    gone = ("--tls-ca", "/nowhere/ca.pem", "--tls-cert", str(operator.cert), "--tls-key", str(operator.key))
+    assert "/nowhere/ca.pem" in kvtier("leases", *at, *gone, env=plain, status=1).stderr
+    local = kvtier("status", "--address", daemon.address, "--insecure", env=plain, status=1).stderr
+    assert "sockets need neither" in local
+
+
+def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path}{name} ")
+        else:
+            yield f"{path}{name}", command
+
+
+def test_every_command_that_asks_a_daemon_takes_the_files() -> None:
+    """But those about this machine: what they measure or look at is not at the other end of a network."""
+    local = {name for name, _ in commands(main) if name.startswith("bench ")} | {"doctor"}
+    wanted = {"address", "tls_ca", "tls_cert", "tls_key", "insecure"}
+    lacking = {
+        name
+        for name, command in commands(main)
+        if name not in local and not wanted <= {option.name for option in command.params}
+    }
+    assert lacking == set()
