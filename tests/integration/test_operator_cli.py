@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier import AsyncClient, Cache, LeaseLost, Tier
+from kvtier.words import size
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.test_cli import DEADLINE_S, KVTIER
@@ -161,6 +162,22 @@ def test_the_doctor_on_this_machine(daemon: DaemonProcess) -> None:
     assert f"pid {daemon.pid}" in found["file descriptors"]["found"], "its limits are a file away"
     assert all(finding["advice"] for finding in report["findings"] if finding["level"] != "ok")
     assert "locked memory" in kvtier("doctor", *flags).stdout
+
+
+def test_the_doctor_examines_the_daemon_that_runs_as_it_was_started(daemon: DaemonProcess, short_dir: Path) -> None:
+    """By flags that the doctor is told nothing of."""
+    report = answer("doctor", "--address", daemon.address)
+    found = {finding["check"]: finding for finding in report["findings"]}
+    assert report["level"] in ("ok", "warn"), report
+    assert found["configuration"]["found"] == f"as the daemon was started; the address is {daemon.address}"
+    assert str(daemon.disk_dir) in found["disk space"]["found"]
+    assert size(daemon.sizes[Tier.DISK]) in found["disk space"]["found"]
+    # Of a file that is named, what stands there counts.
+    (short_dir / "kvtierd.toml").write_text("host_bytes = 'plenty'\n")
+    named = answer("doctor", "--address", daemon.address, "--config", str(short_dir / "kvtierd.toml"), status=1)
+    assert "host_bytes = 'plenty'" in named["findings"][0]["found"]
+    far = kvtier("doctor", "--address", "tcp://127.0.0.1:7000", status=2)
+    assert "run kvtier doctor where the daemon is" in far.stderr
 
 
 def test_the_doctor_fails_where_the_daemon_would(daemon: DaemonProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,8 @@ from kvtier.cli.common import console, json_option, run
 from kvtier.doctor import service
 from kvtier.doctor.examine import examine
 from kvtier.doctor.finding import Finding, Level, worst
-from kvtier.doctor.settings import Settings, read_settings
+from kvtier.doctor.settings import Settings, read_settings, read_started, unseen
+from kvtier.transport import is_tcp
 
 _USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
 """Of the systemd unit."""
@@ -49,15 +51,17 @@ def doctor(
 ) -> None:
     """Check whether this machine gives the daemon what its configuration needs, and say what to do where it does not.
 
-    The configuration is the daemon's own: what its file, the environment and the options here make of it. Run it as
-    root or as the daemon's user; what others may not see is a warning.
+    The configuration is that of the daemon that runs, as it was started; of one that does not, or with --config, what
+    the file and the environment make of it. The other options replace single keys. Run it as root or as the daemon's
+    user; what others may not see is a warning.
 
     Exit status 1 where any check fails.
     """
-    if config is None and _USUAL_FILE.is_file():
-        config = _USUAL_FILE
+    if address is not None and is_tcp(address):
+        raise click.UsageError(
+            f"--address {address}: must be a runtime directory; run kvtier doctor where the daemon is"
+        )
     given = {
-        "--config": config,
         "--runtime-dir": address,
         "--disk-dir": disk_dir,
         "--device-bytes": device_bytes,
@@ -67,14 +71,28 @@ def doctor(
     flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
     state = Path("/var/lib/kvtier")
     otherwise = Settings(Path(address or attach.DEFAULT_ADDRESS), state, Path(disk_dir) if disk_dir else state / "disk")
-    settings, accepted = read_settings(flags, otherwise)
-    findings = [accepted, *examine(settings, run(service.ask(str(settings.runtime_dir))))]
+    settings, accepted, daemon = _look(config, flags, otherwise)
+    findings = [accepted, *examine(settings, daemon)]
     if as_json:
         click.echo(json.dumps(as_object(findings), indent=2))
     else:
         console().print(report(findings))
     if worst(findings) is Level.FAIL:
         raise SystemExit(1)
+
+
+def _look(config: Path | None, flags: list[str], otherwise: Settings) -> tuple[Settings, Finding, service.Daemon]:
+    file = config if config is not None else _USUAL_FILE if os.path.isfile(_USUAL_FILE) else None
+    named = ["--config", str(file)] if file is not None else []
+    settings, accepted = read_settings([*named, *flags], otherwise)
+    daemon = run(service.ask(str(settings.runtime_dir)))
+    started = read_started(daemon.pid) if config is None and daemon.pid else None
+    if started is not None:
+        return (*read_settings(flags, otherwise, started), daemon)
+    hidden = bool(daemon.pid) if file is None else not os.access(file, os.R_OK)
+    if config is None and hidden and accepted.level is Level.FAIL:
+        accepted = unseen(accepted, daemon.pid)
+    return settings, accepted, daemon
 
 
 def as_object(findings: list[Finding]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def examine(settings: Settings, daemon: Daemon) -> Iterator[Finding]:
     on_card = card.torch is not None and bool(card.torch.devices)
     in_memory = settings.host_bytes + (0 if on_card else settings.device_bytes)
     yield check_daemon(daemon)
-    yield check_unit(read_unit())
+    yield check_unit(read_unit(), daemon.pid)
     yield sockets.check_path(settings.runtime_dir)
     yield _seen(sockets.RIGHTS, lambda: sockets.check_rights(sockets.read(settings.runtime_dir)))
     bounds = limits.read(pid)

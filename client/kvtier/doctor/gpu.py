@@ -79,7 +79,9 @@ def check(gpu: Gpu, device_bytes: int) -> Finding:
     if torch is None:
         return warn(NAME, f"{driver}, but torch is not installed", "pip install 'kvtier[daemon]' where kvtierd runs")
     if torch.error:
-        return fail(NAME, f"{driver}; torch fails: {torch.error}", f"{sys.executable} -c 'import torch' says more")
+        return (fail if device_bytes else warn)(
+            NAME, f"{driver}; torch fails: {torch.error}", f"{sys.executable} -c 'import torch' says more"
+        )
     if torch.cuda is None:
         found = f"{driver}, but torch {torch.version} is built without CUDA"
         return warn(NAME, found, "install torch for CUDA: https://pytorch.org/get-started/locally")

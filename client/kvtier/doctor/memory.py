@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvtier.doctor.finding import Finding, fail, ok
+from kvtier.doctor.finding import Finding, fail, ok, warn
 from kvtier.words import size
 
 OVERHEAD: Final = 512 << 20
@@ -96,6 +96,9 @@ def check_cgroup(memory: Memory, needed: int, running: bool) -> Finding:
     whole = f"{group.path} is {size(group.limit)}, {size(group.used)} used"
     if room >= needed + OVERHEAD:
         return ok(name, f"{whole}; {size(needed)} are configured")
+    if running:
+        found = f"{whole}; {size(needed)} are configured in memory: little is left for the daemon itself"
+        return warn(name, found, f"systemctl edit kvtierd, [Service]: MemoryMax={(needed + 2 * OVERHEAD) >> 20}M")
     return fail(
         name,
         f"{whole}; {size(needed)} are configured in memory: the kernel would kill the daemon",

@@ -39,7 +39,8 @@ def read_unit() -> Mapping[str, str] | str:
     return dict(line.split("=", 1) for line in asked.stdout.splitlines() if "=" in line)
 
 
-def check_unit(unit: Mapping[str, str] | str) -> Finding:
+def check_unit(unit: Mapping[str, str] | str, answering: int = 0) -> Finding:
+    """``answering``: the pid of a daemon that answers, 0 = none does."""
     if isinstance(unit, str):
         return ok(SYSTEMD, f"not asked: {unit}")
     state = f"{unit.get('ActiveState', '?')} ({unit.get('SubState', '?')})"
@@ -49,6 +50,10 @@ def check_unit(unit: Mapping[str, str] | str) -> Finding:
         return fail(SYSTEMD, f"{UNIT} is {unit.get('LoadState', '?')}", f"systemctl status {UNIT}")
     if unit.get("ActiveState") == "failed":
         found = f"{UNIT} failed: {unit.get('Result', '?')}"
+        if answering:
+            return warn(
+                SYSTEMD, f"{found}; the daemon that answers, pid {answering}, is not its", f"journalctl -u {UNIT}"
+            )
         return fail(SYSTEMD, found, f"journalctl -b -u {UNIT}; then: systemctl restart {UNIT}")
     if unit.get("ActiveState") != "active":
         return warn(SYSTEMD, f"{UNIT} is {state}", f"systemctl enable --now {UNIT}")

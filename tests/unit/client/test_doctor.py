@@ -15,7 +15,7 @@ from kvtier.cli.doctor import as_object, report
 from kvtier.doctor import clock, disk, gpu, kernel, limits, memory, service, sockets
 from kvtier.doctor import settings as settings_module
 from kvtier.doctor.finding import Finding, Level, fail, ok, warn, worst
-from kvtier.doctor.settings import Settings, read_settings
+from kvtier.doctor.settings import Settings, flags_of, read_settings, unseen
 
 GIB = 1 << 30
 HERE = Path("/srv/kv")
@@ -108,6 +108,8 @@ def test_a_cgroup_that_cannot_hold_the_tiers_would_kill_the_daemon() -> None:
     judged(memory.check_cgroup(has, 8 * GIB, running=False), Level.FAIL, "MemoryMax=9216M")
     # What a running daemon has is part of what is used.
     judged(memory.check_cgroup(has, 8 * GIB, running=True), Level.OK)
+    # It runs, so nothing has killed it: what it would need besides is a warning.
+    judged(memory.check_cgroup(has, 10 * GIB, running=True), Level.WARN, "MemoryMax=11264M")
     judged(memory.check_cgroup(memory.Memory(1, 1, None), 8 * GIB, running=False), Level.OK, "no limit")
 
 
@@ -243,6 +245,10 @@ def test_the_gpu(found: gpu.Gpu, level: Level, says: str) -> None:
     judged(gpu.check(found, device_bytes=60 * GIB), level, says)
 
 
+def test_a_torch_that_fails_is_no_failure_where_no_device_tier_wants_it() -> None:
+    judged(gpu.check(gpu.Gpu("NVRM 550", gpu.Torch(error="libcudart missing")), 0), Level.WARN, "libcudart missing")
+
+
 # -- the service -------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +272,11 @@ def test_the_unit(unit: dict[str, str] | str, level: Level, says: str) -> None:
     judged(service.check_unit(unit), level, says)
 
 
+def test_a_unit_that_failed_is_a_warning_beside_a_daemon_that_answers() -> None:
+    unit = {"LoadState": "loaded", "ActiveState": "failed", "Result": "exit-code"}
+    judged(service.check_unit(unit, answering=7), Level.WARN, "the daemon that answers, pid 7, is not its")
+
+
 @pytest.mark.parametrize(
     ("daemon", "level", "says"),
     [
@@ -284,7 +295,7 @@ def test_the_daemon(daemon: service.Daemon, level: Level, says: str) -> None:
 
 def answered(monkeypatch: pytest.MonkeyPatch, stdout: str = "", stderr: str = "", status: int = 0) -> None:
     done = subprocess.CompletedProcess([], status, stdout, stderr)
-    monkeypatch.setattr(settings_module, "ask_daemon", lambda flags: done)
+    monkeypatch.setattr(settings_module, "ask_daemon", lambda flags, started: done)
 
 
 def test_settings_are_the_daemon_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +321,29 @@ def test_a_refused_configuration_is_a_failure_and_the_rest_goes_on(monkeypatch: 
     judged(finding, Level.FAIL, "a.toml:3: host_bytes", "kvtierd --check-config --config a.toml")
     answered(monkeypatch, stdout="{}")
     judged(read_settings([], OTHERWISE)[1], Level.FAIL, "not understood")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (["/usr/bin/python3", "/usr/bin/kvtierd", "--config", "a.toml"], ("--config", "a.toml")),
+        (["/usr/bin/kvtierd", "--supervise", "--host-bytes", "1GiB"], ("--host-bytes", "1GiB")),
+        (["python", "-X", "dev", "-m", "kvtierd.main", "--host-bytes=1GiB"], ("--host-bytes=1GiB",)),
+        (["python", "-m", "kvtierd"], ()),
+        (["python", "-m", "http.server", "8000"], None),
+        ([], None),
+    ],
+)
+def test_the_flags_of_a_daemon_are_what_follows_its_program(
+    arguments: list[str], flags: tuple[str, ...] | None
+) -> None:
+    assert flags_of(arguments) == flags
+
+
+def test_a_configuration_that_may_not_be_seen_is_a_warning() -> None:
+    refused = fail("configuration", "kvtierd: a.toml: Permission denied", "correct it")
+    judged(unseen(refused, 7), Level.WARN, "pid 7, cannot be seen: kvtierd: a.toml: Permission denied")
+    judged(unseen(refused, 0), Level.WARN, "cannot be seen")
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
