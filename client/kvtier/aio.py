@@ -81,7 +81,7 @@ class AsyncClient:
     async def open_cache(
         self,
         name: str,
-        spec: CacheSpec,
+        spec: CacheSpec | None = None,
         *,
         budgets: Budgets | None = None,
         options: CacheOptions | None = None,
@@ -91,16 +91,20 @@ class AsyncClient:
     ) -> Cache:
         """Opens a cache, creating it where it does not exist, and maps its memory.
 
+        ``spec``: what its bytes mean; none: as it is (``cache.spec`` then says it), and it must exist, now and after a
+        restart of the daemon.
+
         ``budgets``: bytes by tier, or one number a window group by tier, only heeded at creation (none: all that is
         left). ``options``: how it behaves (none: as it does, or the daemon's defaults). ``write`` False maps the memory
         read-only: such a cache object cannot fill slots. ``mapped`` False does without the memory, as a client must
         that cannot map it (over TCP, in a container): put and get go through streams, and leases have no views.
 
-        Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`TierFull` for budgets that are
-        not to be had.
+        Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound` without a ``spec``,
+        :class:`PermissionDenied`, :class:`TierFull` for budgets that are not to be had.
         """
         try:
-            spec.validate()
+            if spec is not None:
+                spec.validate()
         except FieldError as error:
             raise InvalidArgument(f"spec.{error.field}", error.value, error.limit) from error
         cache = Cache(

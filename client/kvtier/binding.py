@@ -13,7 +13,15 @@ from grpc.aio import UnaryUnaryMultiCallable
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
-from kvtier.errors import CallerError, ClientClosed, DaemonUnavailable, DeadlineExceeded, KvtierError, TierFull
+from kvtier.errors import (
+    CallerError,
+    ClientClosed,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    KvtierError,
+    SpecMismatch,
+    TierFull,
+)
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
@@ -55,17 +63,19 @@ class Binder:
         self,
         session: Session,
         name: str,
-        spec: CacheSpec,
+        spec: CacheSpec | None,
         budgets: Budgets,
         options: CacheOptions | None,
         *,
         write: bool,
         mapped: bool,
     ) -> None:
-        """``write``: slots may be filled. ``mapped``: wanted, where the session can."""
+        """``spec``: None opens what there is and never creates. ``write``: slots may be filled. ``mapped``: wanted,
+        where the session can."""
         self.session: Final = session
         self.write: Final = write
         self._name = name
+        self._asked = spec
         self._spec = spec
         self._budgets = dict(budgets)
         self._options = options
@@ -81,6 +91,11 @@ class Binder:
     def maps(self) -> bool:
         """Whether the cache's memory is mapped."""
         return self._mapped and self.session.can_map
+
+    @property
+    def spec(self) -> CacheSpec:
+        """As asked for, else as the daemon told it. Raises :class:`ClientClosed` where the cache was never opened."""
+        return self._spec if self._spec is not None else self.binding.info.spec
 
     def close(self) -> bool:
         """No call goes through any more. False if that was so already."""
@@ -132,20 +147,24 @@ class Binder:
                 self.session_changed(link.session)
             request = caches_pb2.OpenRequest(
                 name=self._name,
-                spec=spec_to_wire(self._spec),
+                spec=None if self._asked is None else spec_to_wire(self._asked),
                 budgets=budgets_to_wire(self._budgets),
                 seq=self.session.next_seq(),
                 options=options_to_wire(self._options) if self._options is not None else None,
             )
             reply = await send(link, lambda stubs: stubs.caches.Open, request, seconds)
-            mapped = await self._map(link, reply.cache_id) if self.maps else None
-            self._binding = Binding(link.session, reply.cache_id, mapped, cache_info(reply.info))
+            info = cache_info(reply.info)
+            spec = self._spec or info.spec
+            if self._asked is None and info.spec.fingerprint() != spec.fingerprint():
+                raise SpecMismatch("spec", info.spec, f"that of the cache {self._name} that was opened first")
+            mapped = await self._map(link, reply.cache_id, spec) if self.maps else None
+            self._binding, self._spec = Binding(link.session, reply.cache_id, mapped, info), spec
             return self._binding
 
-    async def _map(self, link: Link, cache_id: int) -> Arena:
+    async def _map(self, link: Link, cache_id: int, spec: CacheSpec) -> Arena:
         fds = await link.attach.map(cache_id, write=self.write)
         try:
-            return Arena(fds, write=self.write, fingerprint=self._spec.fingerprint())
+            return Arena(fds, write=self.write, fingerprint=spec.fingerprint())
         finally:
             for fd in fds.values():
                 os.close(fd)

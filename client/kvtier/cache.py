@@ -54,7 +54,7 @@ class Cache:
         self,
         session: Session,
         name: str,
-        spec: CacheSpec,
+        spec: CacheSpec | None,
         budgets: Budgets | None,
         options: CacheOptions | None,
         *,
@@ -63,14 +63,13 @@ class Cache:
         default_timeout: float,
     ) -> None:
         self.name: Final = name
-        self.spec: Final = spec
         self.group = 0
         """The window group whose verbs these are."""
         self._session = session
         self._binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
         self._default_timeout = default_timeout
         self._holdings = Holdings(self._binder, self._deadline)
-        self.reader: Final = Reader(self._binder, spec)
+        self.reader: Final = Reader(self._binder)
         """Reads without a call, of all window groups: for the synchronous client, which does not wait for a loop."""
 
     # -- what it is ------------------------------------------------------------------------------------------------
@@ -87,6 +86,11 @@ class Cache:
     def across(self) -> AcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each."""
         return AcrossGroups(self, self._binder, self._holdings, self.reader, self._deadline)
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What its bytes mean."""
+        return self._binder.spec
 
     @property
     def block_bytes(self) -> int:

@@ -49,13 +49,17 @@ class Reader:
     None as an answer: it cannot be told without a call.
     """
 
-    def __init__(self, binder: Binder, spec: CacheSpec) -> None:
+    def __init__(self, binder: Binder) -> None:
         self._binder: Final = binder
-        self.spec: Final = spec
         self.recency: Final = Recency(binder)
         self._mapping: Mapping | None = None
         self._counts = ReadCounts()
         self._lock: Final = threading.Lock()
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What the cache's bytes mean."""
+        return self._binder.spec
 
     @property
     def way(self) -> str:

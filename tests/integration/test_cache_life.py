@@ -11,13 +11,16 @@ import pytest
 from kvtier import (
     AsyncClient,
     Cache,
+    CacheSpec,
     CallerError,
     Cause,
+    Client,
     Cursor,
     Event,
     EventType,
     KvtierError,
     NotFound,
+    SpecMismatch,
     Tier,
     TierFull,
     connect,
@@ -78,6 +81,41 @@ async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(start_daemon: St
     async with attached(daemon.address) as raw:
         refusal = await raw.refusal(raw.stubs.caches.Open, caches_pb2.OpenRequest(name="unknown"))
         assert (refusal.code.name, refusal.reason) == ("NOT_FOUND", "UNKNOWN_CACHE")
+
+
+async def test_both_clients_open_what_there_is_by_its_name(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with await connect(daemon.address) as owner, await connect(daemon.address) as client:
+        with pytest.raises(NotFound) as missing:
+            await client.open_cache("known")
+        assert missing.value.reason == "UNKNOWN_CACHE"
+        await put(owner, "known", sizes(device=8, host=8, disk=16))
+        cache = await client.open_cache("known")
+        assert (cache.spec, cache.block_bytes) == (SPEC, SPEC.block_bytes(0))
+        assert_bytes(KEYS, await cache.get(KEYS))
+
+        def work() -> None:
+            with Client(daemon.address) as blocking:
+                found = blocking.open_cache("known", write=False)
+                assert found.spec == SPEC
+                assert_bytes(KEYS, found.get(KEYS))
+
+        await asyncio.to_thread(work)
+
+
+async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=8)
+    async with await connect(daemon.address) as client, await connect(daemon.address) as owner:
+        await owner.open_cache("known", SPEC)
+        cache = await client.open_cache("known")
+        await asyncio.to_thread(daemon.stop)
+        await asyncio.to_thread(daemon.start)
+        with pytest.raises(NotFound):
+            await cache.match(KEYS)
+        other = CacheSpec.single("another", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
+        await owner.open_cache("known", other)
+        with pytest.raises(SpecMismatch):
+            await cache.match(KEYS)
 
 
 async def test_opening_one_cache_does_not_wait_for_another(start_daemon: StartDaemon) -> None:

@@ -17,7 +17,6 @@ from kvtier.cli.common import (
     confirmed,
     console,
     dry_run_option,
-    existing_cache,
     json_option,
     run,
     tier_choice,
@@ -138,7 +137,7 @@ def drop(
 
     async def dropped(outcome: Outcome) -> Outcome:
         async with await daemon.connect() as client:
-            there = (await existing_cache(client, cache)).in_group(group)
+            there = (await client.open_cache(cache, write=False)).in_group(group)
             async for piece in wanted.pieces(there):
                 report = await there.drop(piece, dry_run=outcome.dry_run)
                 outcome.add(piece, report.results)
@@ -206,7 +205,7 @@ async def _each(
 ) -> Outcome:
     """The verb, piece by piece."""
     async with await daemon.connect() as client:
-        cache = (await existing_cache(client, outcome.cache)).in_group(group)
+        cache = (await client.open_cache(outcome.cache, write=False)).in_group(group)
         async for piece in wanted.pieces(cache):
             outcome.add(piece, await verb(cache, piece))
     return outcome
@@ -215,7 +214,7 @@ async def _each(
 async def _unpin_all(daemon: DaemonAt, group: int, tier: Tier, outcome: Outcome) -> Outcome:
     """Round after round: a listing says that a block is pinned, not how often."""
     async with await daemon.connect() as client:
-        cache = (await existing_cache(client, outcome.cache)).in_group(group)
+        cache = (await client.open_cache(outcome.cache, write=False)).in_group(group)
         while pinned := [block.key async for block in cache.blocks() if block.pinned & tier.bit]:
             async for piece in Selection(tuple(pinned)).pieces(cache):
                 outcome.add(piece, await cache.unpin(piece, tier))

@@ -16,7 +16,6 @@ from kvtier.cli.common import (
     confirmed,
     console,
     dry_run_option,
-    existing_cache,
     json_option,
     run,
     slim_table,
@@ -166,4 +165,4 @@ def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, as
 
 async def _reset(daemon: DaemonAt, name: str, *, force: bool, dry_run: bool) -> ResetReport:
     async with await daemon.connect() as client:
-        return await (await existing_cache(client, name)).reset(force=force, dry_run=dry_run)
+        return await (await client.open_cache(name, write=False)).reset(force=force, dry_run=dry_run)

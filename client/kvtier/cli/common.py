@@ -19,8 +19,7 @@ from rich.table import Table
 from kvtier import aio
 from kvtier.abi import attach
 from kvtier.aio import AsyncClient
-from kvtier.cache import Cache
-from kvtier.errors import KvtierError, NotFound, TierFull
+from kvtier.errors import KvtierError, TierFull
 from kvtier.transport import TlsFiles, is_tcp
 from kvtier.types import Tier
 
@@ -127,14 +126,6 @@ def confirmed(question: str, yes: bool) -> None:
     """Asks, on a terminal; ends the command where the answer is no."""
     if not yes and sys.stdin.isatty():
         click.confirm(question, abort=True, err=True)
-
-
-async def existing_cache(client: AsyncClient, name: str) -> Cache:
-    """The cache of this name, opened to look and to move, not to write. Raises :class:`NotFound`."""
-    info = next((info for info in await client.caches() if info.name == name), None)
-    if info is None:
-        raise NotFound(f"cache {name}: there is no such cache", reason="UNKNOWN_CACHE")
-    return await client.open_cache(name, info.spec, write=False)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

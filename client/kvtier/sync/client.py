@@ -76,7 +76,7 @@ class Client:
     def open_cache(
         self,
         name: str,
-        spec: CacheSpec,
+        spec: CacheSpec | None = None,
         *,
         budgets: Budgets | None = None,
         options: CacheOptions | None = None,
