@@ -18,16 +18,19 @@ from numpy.typing import NDArray
 from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.answers import AcrossMatch, GroupSpan
+from kvtier.arrays import Mapped, Piece, Way
 from kvtier.binding import Binder, Binding
 from kvtier.errors import InvalidArgument, KvtierError, StaleRead, TooShort
 from kvtier.holdings import Holdings
+from kvtier.joint import JointPut, Share
 from kvtier.lease import Held, ReadLease
 from kvtier.loading import AcrossLoading
 from kvtier.prompt import Prompt
 from kvtier.reading import Reader
-from kvtier.retention import Retention, chain_message
+from kvtier.retention import Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, require_timeout
+from kvtier.streams import Streamed
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, cursor_from_wire, packed_keys, split_keys, tier_to_wire
@@ -179,11 +182,18 @@ class AcrossGroups:
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> dict[int, list[BlockResult]]:
-        """Stores a chain in several groups, one after another: by group, one result an array.
+        """Stores a chain in several groups, in all of them or in none: by group, one result an array.
 
         ``blocks``: by group, the arrays of the last ``len(blocks[group])`` keys; a group that is absent gets nothing. A
         sliding group wants only the last ones of a sequence, a full one all that are not stored yet. For the rest see
         :meth:`kvtier.Cache.put`.
+
+        Room is had in every group before anything is stored (of a chain of more than half a tier, or of a cache that is
+        not mapped: piece by piece). Where a
+        group refuses (:class:`TierFull`, or the result PARENT_MISSING or PARENT_CONFLICT), nothing stays held, and
+        what the call has stored by then is dropped again, unless somebody else holds it: a group whose own blocks
+        could have been stored says PARENT_MISSING, too. A client that dies within the call may leave some groups
+        without the others, which no match over all groups takes for more than is there.
         """
         chain = split_keys(packed_keys(keys))
         ranks = priorities if priorities is None or isinstance(priorities, int) else list(priorities)
@@ -192,20 +202,19 @@ class AcrossGroups:
                 raise InvalidArgument("blocks", group, f"groups 0 to {len(self._groups) - 1}")
             if len(arrays) > len(chain):
                 raise InvalidArgument(f"blocks[{group}]", f"{len(arrays)} blocks", f"at most {len(chain)}, one a key")
-        results: dict[int, list[BlockResult]] = {}
+        if not self._binder.write:
+            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
+        shares = []
         for group, arrays in blocks.items():
-            first = len(chain) - len(arrays)
-            results[group] = await self._groups[group].put(
-                chain[first:],
-                arrays,
-                parent=chain[first - 1] if first else parent,
-                tier=tier,
-                priorities=ranks[first:] if isinstance(ranks, list) else ranks,
-                retention=retention and retention.after(first, self._cache.spec.tokens_per_block),
-                prompt=prompt,
-                timeout=timeout,
-            )
-        return results
+            first, cache = len(chain) - len(arrays), self._groups[group]
+            later = retention and retention.after(first, cache.spec.tokens_per_block)
+            some = ranks[first:] if isinstance(ranks, list) else ranks
+            kept = block_retention(len(arrays), cache.spec.tokens_per_block, some, later)
+            sources = transfer.readable(arrays, len(arrays), cache.block_bytes)
+            piece = Piece(chain[first:], sources, chain[first - 1] if first else parent, kept, prompt)
+            shares.append(Share(cache, piece))
+        place = self._cache.lease_tier(tier)
+        return await JointPut(self._binder.session, self._way, shares, place, timeout).run()
 
     async def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
         """The longest prefix that all groups can serve, copied out of a tier into fresh uint8 arrays.
@@ -233,6 +242,9 @@ class AcrossGroups:
         """A get without a call, to be tried. Raises :class:`InvalidArgument`."""
         self._cache.lease_tier(tier)
         return AcrossLoading(self.reader, self._groups, packed, tier)
+
+    def _way(self, cache: Cache) -> Way:
+        return Mapped(cache, self._holdings) if cache.mapped else Streamed(cache, self._binder, self._deadline)
 
     async def _acquire(
         self,

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, LeaseError, Tier, TooShort, connect
+from kvtier import (
+    AsyncClient,
+    BlockResult,
+    Cache,
+    Client,
+    InvalidArgument,
+    LeaseError,
+    Tier,
+    TierFull,
+    TooShort,
+    connect,
+)
 from tests.integration.blocks import chain
 from tests.integration.daemon import DaemonProcess, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
@@ -230,3 +242,73 @@ async def check_acquire(cache: Cache, keys: list[bytes]) -> None:
             needed = keys[first_block(group, lease.blocks) : lease.blocks]
             assert list(part.keys) == needed
             assert_content(VSWA, group, needed, [np.concatenate(part.view(index)) for index in range(part.blocks)])
+
+
+# -- stored in all groups or in none -----------------------------------------------------------------------------------
+
+
+FULL = 1
+
+
+def arrays(keys: Sequence[bytes]) -> dict[int, list[Any]]:
+    """Of a put that names a sliding group first."""
+    return {group: content(VSWA, group, keys) for group in reversed(groups_of(VSWA))}
+
+
+async def nothing_is_left(cache: Cache, client: AsyncClient, held: int = 0) -> None:
+    assert await held_by(cache) == {group: set() for group in groups_of(VSWA)}
+    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == held
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+async def test_a_group_without_room_leaves_the_others_without_the_chain(
+    cache: Cache, client: AsyncClient, mapped: bool
+) -> None:
+    writer = await client.open_cache(cache.name, mapped=mapped)
+    for group in groups_of(VSWA):
+        crowded = cache.in_group(group)
+        async with crowded.reserve(crowded.slots(Tier.DEVICE) - 3) as lease:
+            with pytest.raises(TierFull):
+                await writer.across.put(KEYS[:4], arrays(KEYS[:4]))
+            await nothing_is_left(cache, client, held=len(lease))
+    results = await writer.across.put(KEYS[:4], arrays(KEYS[:4]))
+    assert results == {group: [BlockResult.OK] * 4 for group in groups_of(VSWA)}
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+async def test_a_chain_whose_parent_is_missing_is_stored_in_no_group(
+    cache: Cache, client: AsyncClient, mapped: bool
+) -> None:
+    """Sliding groups would take it, since their blocks stand alone."""
+    writer = await client.open_cache(cache.name, mapped=mapped)
+    results = await writer.across.put(KEYS[4:8], arrays(KEYS[4:8]), parent=KEYS[3])
+    assert results == {group: [BlockResult.PARENT_MISSING] * 4 for group in groups_of(VSWA)}
+    await nothing_is_left(cache, client)
+
+
+async def test_what_a_refused_put_had_stored_is_dropped_and_what_was_there_stays(
+    cache: Cache, client: AsyncClient
+) -> None:
+    full = cache.in_group(FULL)
+    others = chain("other", 1)
+    await full.put(others, content(VSWA, FULL, others))
+    await full.put([KEYS[2]], content(VSWA, FULL, [KEYS[2]]), parent=others[0])
+    results = await cache.across.put(KEYS[:4], arrays(KEYS[:4]))
+    conflict, missing = BlockResult.PARENT_CONFLICT, BlockResult.PARENT_MISSING
+    assert results[FULL][:3] == [missing, missing, conflict]
+    assert all(set(results[group]) == {missing} for group in (0, 2))
+    assert await held_by(cache) == {0: set(), FULL: {others[0], KEYS[2]}, 2: set()}
+    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
+
+
+async def test_a_long_chain_goes_in_pieces_and_none_of_them_stays_where_one_fails(
+    cache: Cache, client: AsyncClient
+) -> None:
+    keys, sliding = chain("long", 40), cache.in_group(2)
+    long = {group: content(VSWA, group, keys) for group in groups_of(VSWA)}
+    async with sliding.reserve(sliding.slots(Tier.DEVICE)) as lease:
+        with pytest.raises(TierFull):
+            await cache.across.put(keys, long)
+        await nothing_is_left(cache, client, held=len(lease))
+    results = await cache.across.put(keys, long)
+    assert results == {group: [BlockResult.OK] * 40 for group in groups_of(VSWA)}
