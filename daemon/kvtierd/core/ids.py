@@ -39,6 +39,9 @@ class Tier(IntEnum):
     def __str__(self) -> str:
         return _NAMES[self]
 
+    __hash__ = int.__hash__
+    """An enum's own is a Python call, and tiers are in the keys of tables that every block's every step looks into."""
+
 
 _BITS: Final = (1, 2, 4)
 _NAMES: Final = ("device", "host", "disk")

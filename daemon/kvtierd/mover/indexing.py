@@ -23,11 +23,12 @@ def follow(arena: Arena, outcome: Outcome) -> None:
     index = arena.index
     if index is None or not outcome.events:
         return
-    arrived: dict[Tier, dict[Name, Place]] = {Tier.HOST: {}, Tier.DEVICE: {}}
+    host: dict[Name, Place] = {}
+    device: dict[Name, Place] = {}
     for (group, tier, slot), key, _, _ in outcome.contents:
         if key is not None:
-            arrived[tier][group, key] = slot, arena.generation(tier, group, slot)
-    host, device = arrived[Tier.HOST], arrived[Tier.DEVICE]
+            arrived = host if tier is Tier.HOST else device
+            arrived[group, key] = slot, arena.generation(tier, group, slot)
     after: dict[Name, int] = {}
     for event in outcome.events:
         if event.cause is not Cause.RECOVERED:

@@ -194,6 +194,11 @@ class Arena:
         return {attach.CONTROL: self._control.fd} | segments
 
     @property
+    def control(self) -> Bytes:
+        """The whole control segment, writable."""
+        return self._control.array
+
+    @property
     def tiers(self) -> tuple[Tier, ...]:
         """Memory tiers that the cache has, the fastest first."""
         return tuple(sorted(self._data))
@@ -204,7 +209,8 @@ class Arena:
 
     def generation(self, tier: Tier, group: GroupId, slot: SlotId) -> int:
         """Odd unless the slot's bytes are READY."""
-        return int(self._generations[tier, group][slot])
+        generation: int = self._generations[tier, group].item(slot)
+        return generation
 
     def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> None:
         """Before a slot is granted to a writer or a copy into it is issued. Does nothing while one is already open."""

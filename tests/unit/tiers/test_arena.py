@@ -296,6 +296,17 @@ def test_closing_tells_clients_and_leaves_views_alone() -> None:
     assert mapped_segments("closing") == 0
 
 
+def test_what_is_kept_for_a_successor_is_not_closed_for_those_who_read() -> None:
+    arena = make_arena("kept")
+    client = np.frombuffer(mmap.mmap(arena.fds(write=False)["control"], 0, prot=mmap.PROT_READ), np.uint8)
+    arena.set_state(ArenaState.SERVING)
+    arena.close(for_successor=True)
+    assert read_state(client) is ArenaState.SERVING
+    del client
+    gc.collect()
+    assert mapped_segments("kept") == 0
+
+
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
