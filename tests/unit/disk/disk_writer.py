@@ -1,7 +1,7 @@
 """A process that writes, retires and says what it does, until it is killed: ``DIRECTORY SEED FIRST_NAME [POINT]``.
 
 One JSON object a line: ``{"try": {"put": [[name, slot, parent], ...], "retire": [name, ...]}}`` before a batch and
-``{"done": true}`` once the store has answered. With a point, such as ``torn pwritev``, it kills itself there, in its
+``{"done": true}`` once the store has answered. With a point, such as ``torn transfer``, it kills itself there, in its
 third batch.
 """
 
@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtierd.core.ids import SlotId
+from kvtierd.tiers.disk import slab
 from kvtierd.tiers.disk.index import Index
+from kvtierd.tiers.disk.transfers import Run, Way
 from tests.unit.disk.disk_blocks import GROUP, block, key, open_root, places
 
 SLOTS = 40
@@ -46,20 +48,20 @@ def after(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def torn(pwritev: Callable[..., Any]) -> Callable[..., Any]:
-    """Half of a record, or of a run of them, reaches the slab."""
+def torn(move: Callable[..., Any]) -> Callable[..., Any]:
+    """Half of each record, or of each run of them, reaches the slab."""
 
-    def wrapper(fd: int, parts: Sequence[memoryview], offset: int) -> None:
-        pwritev(fd, parts[: len(parts) // 2], offset)
+    def wrapper(fd: int, way: Way, runs: Sequence[Run]) -> None:
+        move(fd, way, [Run(run.offset, run.parts[: len(run.parts) // 2]) for run in runs])
         die()
 
     return wrapper
 
 
 POINTS: Final[Mapping[str, tuple[object, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]] = {
-    "before pwritev": (os, "pwritev", before),
-    "torn pwritev": (os, "pwritev", torn),
-    "after pwritev": (os, "pwritev", after),
+    "before transfer": (slab, "transfer", before),
+    "torn transfer": (slab, "transfer", torn),
+    "after transfer": (slab, "transfer", after),
     "before fdatasync": (os, "fdatasync", before),
     "after fdatasync": (os, "fdatasync", after),
     "before commit": (Index, "commit", before),

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +16,15 @@ import pytest
 
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierIOError
-from kvtierd.tiers.disk import DiskStore
+from kvtierd.tiers.disk import DiskStore, transfers
+from kvtierd.tiers.disk import slab as slabs
 from kvtierd.tiers.disk.index import Index
 from kvtierd.tiers.disk.store import create_files
+from kvtierd.tiers.disk.transfers import Queues, Run, Way, transfer
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
+    PARTS,
     SHAPE_BYTES,
     block,
     fetch,
@@ -193,31 +196,43 @@ def test_writes_that_the_system_refuses_fail_alone(tmp_path: Path) -> None:
 
 
 class Faulty:
-    """``os.pwritev`` or ``os.preadv`` over a disk with bad places."""
+    """``transfer`` over a disk with bad places."""
 
-    def __init__(self, call: Callable[..., int], bad: set[int], code: int = errno.EIO, short: bool = False) -> None:
-        self._call = call
+    def __init__(self, way: Way, bad: set[int], short: bool) -> None:
+        self._way = way
         self._bad = bad
-        self._code = code
         self._short = short
 
-    def __call__(self, fd: int, parts: list[memoryview], offset: int) -> int:
-        count = sum(len(part) for part in parts) // SHAPE_BYTES
-        first = offset // SHAPE_BYTES
-        for place in range(first, first + count):
-            if place in self._bad:
-                if not self._short:
-                    raise OSError(self._code, os.strerror(self._code))
-                whole = 2 * (place - first)
-                return self._call(fd, parts[: whole + 1], offset)
-        return self._call(fd, parts, offset)
+    def __call__(self, fd: int, way: Way, runs: Sequence[Run]) -> list[int]:
+        moved = transfer(fd, way, [self._cut(run) for run in runs] if way is self._way else runs)
+        return [self._result(run, got) if way is self._way else got for run, got in zip(runs, moved, strict=True)]
+
+    def _good(self, run: Run) -> int:
+        """Parts before the first bad place."""
+        first = run.offset // SHAPE_BYTES
+        places = range(first, first + len(run.parts) // len(PARTS))
+        return next((len(PARTS) * (place - first) for place in places if place in self._bad), len(run.parts))
+
+    def _cut(self, run: Run) -> Run:
+        return Run(run.offset, run.parts[: self._good(run) + 1])
+
+    def _result(self, run: Run, moved: int) -> int:
+        return moved if self._short or self._good(run) == len(run.parts) else -errno.EIO
 
 
+@pytest.fixture(params=["queued", "one by one"])
+def way_of_moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernel's queue and without."""
+    if request.param == "one by one":
+        monkeypatch.setattr(transfers, "QUEUES", Queues(None))
+
+
+@pytest.mark.usefixtures("way_of_moving")
 @pytest.mark.parametrize("short", [False, True])
 def test_a_bad_place_costs_only_the_block_that_was_to_go_there(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short: bool
 ) -> None:
-    monkeypatch.setattr(os, "pwritev", Faulty(os.pwritev, {4}, short=short))
+    monkeypatch.setattr(slabs, "transfer", Faulty(Way.WRITE, {4}, short))
     writes = [block(1, 3), block(2, 4), block(3, 5), block(4, 9), block(5, 10, 2)]
     assert store.write(writes) == {1, 4}
     assert verdicts(store, {1: 3, 2: 4, 3: 5, 4: 9, 5: 10}) == {
@@ -233,13 +248,14 @@ def test_a_bad_place_costs_only_the_block_that_was_to_go_there(
         assert set(names(recovery, range(9))) == {1, 2, 3, 4, 5}
 
 
+@pytest.mark.usefixtures("way_of_moving")
 @pytest.mark.parametrize("short", [False, True])
 def test_a_place_that_cannot_be_read_costs_only_its_block(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, short: bool
 ) -> None:
     spread = {1: 3, 2: 4, 3: 5, 4: 9}
     store.write([block(name, slot) for name, slot in spread.items()])
-    monkeypatch.setattr(os, "preadv", Faulty(os.preadv, {4}, short=short))
+    monkeypatch.setattr(slabs, "transfer", Faulty(Way.READ, {4}, short))
     assert verdicts(store, spread) == {1: "ok", 2: "failed", 3: "ok", 4: "ok"}
     monkeypatch.undo()
     assert verdicts(store, spread) == dict.fromkeys(spread, "ok")

@@ -14,10 +14,11 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes, TierConfigError, TierError
-from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape
+from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape, slab
 from kvtierd.tiers.disk.index import Index, index_bytes
 from kvtierd.tiers.disk.slab import Piece, Slab, create_slab
 from kvtierd.tiers.disk.store import create_files
+from kvtierd.tiers.disk.transfers import Run, Way, transfer
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
@@ -241,13 +242,12 @@ def test_adjacent_slots_are_moved_together_as_far_as_one_call_can_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[int] = []
-    pwritev = os.pwritev
 
-    def watched(fd: int, parts: Sequence[memoryview], offset: int) -> int:
-        pieces.append(len(parts))
-        return pwritev(fd, parts, offset)
+    def watched(fd: int, way: Way, runs: Sequence[Run]) -> list[int]:
+        pieces.extend(len(run.parts) for run in runs)
+        return transfer(fd, way, runs)
 
-    monkeypatch.setattr(os, "pwritev", watched)
+    monkeypatch.setattr(slab, "transfer", watched)
     store = new_store(tmp_path, slots=1200)
     spread = {n: n for n in range(1200)}
     assert store.write([block(n, n) for n in spread]) == frozenset()
@@ -259,17 +259,17 @@ def test_adjacent_slots_are_moved_together_as_far_as_one_call_can_take(
 def test_one_call_moves_no_more_than_64_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def watched(fd: int, parts: Sequence[memoryview], offset: int) -> int:
-        sizes.append(sum(map(len, parts)))
-        return sizes[-1]
+    def watched(fd: int, way: Way, runs: Sequence[Run]) -> list[int]:
+        sizes.extend(sum(part.nbytes for part in run.parts) for run in runs)
+        return sizes
 
     create_slab(tmp_path / "slab", SlabShape(24 << 20, 7))
-    slab = Slab.open(tmp_path / "slab", SlabShape(24 << 20, 7))
-    monkeypatch.setattr(os, "pwritev", watched)
+    big = Slab.open(tmp_path / "slab", SlabShape(24 << 20, 7))
+    monkeypatch.setattr(slab, "transfer", watched)
     parts = buffers((24 << 20,))
-    assert slab.write([Piece(n, SlotId(slot), parts) for n, slot in enumerate([6, 0, 1, 2, 3])]) == []
+    assert big.write([Piece(n, SlotId(slot), parts) for n, slot in enumerate([6, 0, 1, 2, 3])]) == []
     assert sizes == [48 << 20, 48 << 20, 24 << 20]
-    slab.close()
+    big.close()
 
 
 def test_payload_is_durable_before_the_index_says_so(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +285,11 @@ def test_payload_is_durable_before_the_index_says_so(store: DiskStore, monkeypat
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    watch(os, "pwritev")
+    watch(slab, "transfer")
     watch(os, "fdatasync")
     watch(Index, "commit")
     store.write([block(1, 3), block(2, 4), block(3, 9)], [retire("x", 1)])
-    assert steps == ["pwritev", "pwritev", "fdatasync", "commit"]
+    assert steps == ["transfer", "fdatasync", "commit"]
 
 
 def misaligned() -> Sequence[Bytes]:

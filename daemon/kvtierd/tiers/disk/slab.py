@@ -6,7 +6,7 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -16,6 +16,7 @@ from kvtier.abi.spec import PAGE
 from kvtierd.core.ids import SlotId
 from kvtierd.tiers.base import Bytes, DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk.files import PRIVATE_FILE, io_errors
+from kvtierd.tiers.disk.transfers import Run, Way, transfer
 from kvtierd.tiers.disk.values import SlabShape
 
 MAX_PIECES: Final = 1024
@@ -23,17 +24,6 @@ MAX_PIECES: Final = 1024
 _MAX_RUN_BYTES: Final = 64 << 20
 
 _log = logging.getLogger(__name__)
-
-Transfer = Callable[[int, list[memoryview], int], int]
-"""fd, buffers, offset -> bytes moved."""
-
-
-def _pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
-    return os.pwritev(fd, buffers, offset)
-
-
-def _preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-    return os.preadv(fd, buffers, offset)
 
 
 class Piece(NamedTuple):
@@ -112,11 +102,11 @@ class Slab:
 
     def write(self, pieces: Iterable[Piece]) -> list[int]:
         """The numbers of pieces that were not written whole."""
-        return self._transfer(_pwritev, pieces)
+        return self._transfer(Way.WRITE, pieces)
 
     def read(self, pieces: Iterable[Piece]) -> list[int]:
         """The numbers of pieces that were not read whole."""
-        return self._transfer(_preadv, pieces)
+        return self._transfer(Way.READ, pieces)
 
     def sync(self) -> None:
         """Raises :class:`OSError`: then nothing written since the last sync may be taken as stored."""
@@ -142,30 +132,34 @@ class Slab:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _transfer(self, call: Transfer, pieces: Iterable[Piece]) -> list[int]:
+    def _transfer(self, way: Way, pieces: Iterable[Piece]) -> list[int]:
         failed: list[int] = []
-        for run in _runs(pieces, self.shape.record_bytes):
-            fault = self._fault(call, run)
+        runs = list(_runs(pieces, self.shape.record_bytes))
+        for run, fault in zip(runs, self._faults(way, runs), strict=True):
             if fault is not None:
                 _log.warning("%s: %d records from slot %d: %s", self.path, len(run), run[0].slot, fault)
-                failed += self._one_by_one(call, run)
+                failed += self._one_by_one(way, run)
         return failed
 
-    def _one_by_one(self, call: Transfer, run: Sequence[Piece]) -> list[int]:
+    def _one_by_one(self, way: Way, run: Sequence[Piece]) -> list[int]:
         """One bad sector must not cost its neighbours."""
         if len(run) == 1:
             return [run[0].number]
-        return [piece.number for piece in run if self._fault(call, [piece]) is not None]
+        faults = self._faults(way, [[piece] for piece in run])
+        return [piece.number for piece, fault in zip(run, faults, strict=True) if fault is not None]
 
-    def _fault(self, call: Transfer, run: Sequence[Piece]) -> str | None:
-        """Why the records of adjacent slots could not be moved whole."""
+    def _faults(self, way: Way, runs: Sequence[Sequence[Piece]]) -> list[str | None]:
+        """Why the records of adjacent slots could not be moved whole, for each of these runs."""
         record_bytes = self.shape.record_bytes
-        try:
-            moved = call(self._fd, [part.data for piece in run for part in piece.parts], run[0].slot * record_bytes)
-        except OSError as error:
-            return str(error)
-        wanted = len(run) * record_bytes
-        return None if moved == wanted else f"{moved} of {wanted} bytes"
+        wanted = [Run(run[0].slot * record_bytes, [part for piece in run for part in piece.parts]) for run in runs]
+        return [
+            None if moved == len(run) * record_bytes else _said(moved, len(run) * record_bytes)
+            for moved, run in zip(transfer(self._fd, way, wanted), runs, strict=True)
+        ]
+
+
+def _said(moved: int, wanted: int) -> str:
+    return os.strerror(-moved) if moved < 0 else f"{moved} of {wanted} bytes"
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
