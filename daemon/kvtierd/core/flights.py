@@ -50,6 +50,7 @@ class Flights:
         self._flights: dict[MoveId, list[Flight]] = {}
         self.background = 0
         """Copies that nobody waits for."""
+        self.to_disk = 0
         self.cleaning = dict.fromkeys(state.tiers, 0)
         """Those of them, by source, that make a slot clean."""
         self.edges: dict[Edge, EdgeRecord] = {
@@ -74,6 +75,7 @@ class Flights:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
         self._count_background(src, cause, 1)
+        self.to_disk += dst is Tier.DISK
         self._flights.setdefault(move, []).append(Flight(block, (src, dst), source, copy, cause, purge))
         return copy
 
@@ -113,6 +115,7 @@ class Flights:
     def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state, block, (src, dst) = self._state, flight.block, flight.edge
         self._count_background(src, flight.cause, -1)
+        self.to_disk -= dst is Tier.DISK
         flight.source.reads -= 1
         flight.source.sinks -= dst > src
         attached = block.copy(dst) is flight.copy and block.copy(src) is flight.source

@@ -80,8 +80,8 @@ class Policy:
 
     ``max_ahead``: at most this share of a tier's slots in a group is leased ahead, see ``core/ahead.py``.
 
-    ``reserve_shift`` and ``reserve_max``: the disk keeps ``min(slots >> shift, max)`` slots free ahead of need, since a
-    slot there is free only after its old record's deletion has committed.
+    ``reserve_shift`` and ``reserve_max``: while blocks go to disk, it keeps ``min(slots >> shift, max)`` slots free
+    ahead of need, since a slot there is free only after its old record's deletion has committed.
 
     ``victims_a_call``: so many slots are vacated in one call of the core, which says so if there is more to do; it
     bounds how long one call takes.
@@ -96,7 +96,7 @@ class Policy:
     clean_high: float = 0.0
     max_pinned: float = 0.5
     max_ahead: float = 0.125
-    reserve_shift: int = 7
+    reserve_shift: int = 5
     reserve_max: int = 256
     victims_a_call: int = 8
     degrade_after: int = 3

@@ -151,8 +151,6 @@ class Room:
         if prospect is Prospect.NOW:
             self._copy(block, tier, low, missing, Cause.CAPACITY)
             self._state.leave(block, tier)
-            if low is Tier.DISK:
-                self._replenish_disk()
         elif prospect is Prospect.COMING:
             self._state.claim(block)
             self._going.append(block)
@@ -209,12 +207,25 @@ class Room:
             self._state.unclaim(member)
         return prospect
 
-    def _replenish_disk(self) -> None:
-        """Keeps a few disk slots free ahead of need: there a slot is free only after a deletion has committed."""
-        slots = self._state.slots[Tier.DISK]
-        reserve = min(slots.capacity >> self._state.policy.reserve_shift, self._state.policy.reserve_max)
-        while self._left > 0 and slots.free + slots.retiring < reserve and self._vacate(Tier.DISK):
-            pass
+    def replenish_disk(self) -> None:
+        """While blocks are on their way to disk, slots for those after them are freed: there a slot is free only after
+        a deletion has committed, and one that comes behind writes commits with them.
+
+        Has an allowance of its own, since it is in a rush that the reserve is used up and that others use up theirs.
+        """
+        if Tier.DISK not in self._state.slots or not self._flights.to_disk:
+            return
+        slots, policy = self._state.slots[Tier.DISK], self._state.policy
+        reserve = min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
+        self._left = policy.victims_a_call
+        self._sparing = policy.clean_high > 0  # else what the background wrote down would go first, again and again
+        while slots.free + slots.retiring < reserve:
+            if self._left <= 0:
+                self._postponed = True
+                break
+            if not self._vacate(Tier.DISK):
+                break
+        self._sparing = False
 
     def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
         """Ancestors that must be on disk before the block, the root first, and the nearest that is there already."""

@@ -253,6 +253,7 @@ class WindowManager:
                 pass
         self.room.serve(LAST)
         self.background.work(now)
+        self.room.replenish_disk()
         self.room.end()
 
     # -- parts of requests over several groups -----------------------------------------------------------------------

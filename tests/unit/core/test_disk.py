@@ -74,6 +74,26 @@ def test_some_slots_are_freed_ahead_of_need() -> None:
     assert bench.states(DISK) == {SlotState.READY: 6, SlotState.FREE: 2}
 
 
+def test_what_is_moved_to_disk_finds_the_slots_that_the_move_before_it_freed_ahead() -> None:
+    recovered = [(name, None, 35) for name in "abcdefgh"]
+    bench = Bench(device=4, disk=8, policy=Policy(reserve_shift=2), recovered=recovered)
+    for name in "vwxy":
+        bench.put(name)
+    bench.move("v", DISK)
+    bench.land()
+    assert bench.states(DISK) == {SlotState.READY: 6, SlotState.FREE: 2}
+    bench.move("wx", DISK)
+    assert [(name, to) for name, _, to, _ in bench.in_flight()[:2]] == [("w", DISK), ("x", DISK)], "at once"
+    assert [to for _, _, to, _ in bench.in_flight()[2:]] == [None, None], "and behind that, room for the next"
+
+
+def test_a_disk_that_nothing_goes_to_gives_up_nothing() -> None:
+    bench = Bench(device=1, disk=8, policy=Policy(reserve_shift=2), recovered=[(name, None, 35) for name in "abcdefgh"])
+    bench.put("x")
+    bench.pass_ms(1000)
+    assert bench.stored() == "abcdefghx"
+
+
 def test_the_disk_never_drops_a_parent_before_its_child() -> None:
     bench = Bench(device=1, disk=3, recovered=CHAIN)
     bench.put("x")
