@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Final, Protocol
 
 from kvtierd.core.check import check
-from kvtierd.core.errors import UnknownLease
+from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.manager import (
@@ -43,7 +43,9 @@ from kvtierd.mover.uses import UseLog
 from kvtierd.mover.work import Edge
 
 MOVE_SLICE: Final = 128
-"""Blocks of one request that are on the way at a time."""
+"""Blocks of one request that are on the way at a time, in so many parts that come one after another: while one lands
+and the next is planned, the others keep the edge busy."""
+_PARTS: Final = 2
 TICK_S: Final = 0.25
 """How often the core is told the time: degraded edges come back, and what waits for that goes on."""
 BROKEN_SHOWN: Final = 8
@@ -166,8 +168,8 @@ class Engine:
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
         waiting = cache.tickets.open(ticket, session, tier, count)
-        (answer,) = await self._answers(cache, [waiting], outcome, timeout_s)
-        return _granted(answer)
+        await self._answers(cache, [waiting], outcome, timeout_s)
+        return _granted(waiting)
 
     async def acquire(
         self,
@@ -210,33 +212,46 @@ class Engine:
         Not all at once: where the time is up, or the caller goes, blocks whose turn has not come stay as they are.
         """
         ends = None if timeout_s is None else self._loop.time() + timeout_s
+        step = MOVE_SLICE // _PARTS
+        starts = deque(range(0, len(keys) or 1, step))
         results: list[bool] = []
         failed: set[int] = set()
-        while True:
-            first = len(results)
-            left = None if ends is None else max(0.0, ends - self._loop.time())
-            part = await self._move_some(cache_id, session, group, to, keys[first : first + MOVE_SLICE], left)
-            results += part.results
-            failed |= {first + place for place in part.failed}
-            if ends is not None and self._loop.time() >= ends:
-                results += [False] * (len(keys) - len(results))
-            if len(results) == len(keys):
-                return replace(part, results=tuple(results), failed=frozenset(failed))
+        on_the_way: deque[tuple[_Open, Waiting]] = deque()
+        try:
+            while True:
+                while starts and len(on_the_way) < _PARTS:
+                    first = starts.popleft()
+                    part = keys[first : first + step]
+                    on_the_way.append(self._begin_move(cache_id, session, group, to, part, ends))
+                await on_the_way[0][1].wake
+                grant = _granted(on_the_way.popleft()[1])
+                failed |= {len(results) + place for place in grant.failed}
+                results += grant.results
+                if ends is not None and self._loop.time() >= ends:
+                    starts.clear()
+                if not starts and not on_the_way:
+                    results += [False] * (len(keys) - len(results))
+                    return replace(grant, results=tuple(results), failed=frozenset(failed))
+        except BaseException:
+            for cache, waiting in on_the_way:
+                self._withdraw(cache, [waiting])
+            raise
 
-    async def _move_some(
+    def _begin_move(
         self,
         cache_id: CacheId,
         session: SessionId,
         group: GroupId,
         to: Tier,
         keys: Sequence[Key],
-        timeout_s: float | None,
-    ) -> Grant:
+        ends: float | None,
+    ) -> tuple[_Open, Waiting]:
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.move(session, group, to, keys, self._clock())
         waiting = cache.tickets.open(ticket, session, to, len(keys))
-        (answer,) = await self._answers(cache, [waiting], outcome, timeout_s)
-        return _granted(answer)
+        left = None if ends is None else max(0.0, ends - self._loop.time())
+        self._begin(cache, [waiting], outcome, left)
+        return cache, waiting
 
     # requests that are answered at once
 
@@ -499,10 +514,7 @@ class Engine:
         outcome: Outcome,
         timeout_s: float | None,
     ) -> list[Answer]:
-        self._apply(cache, outcome)
-        if timeout_s is not None:
-            for one in waiting:
-                cache.tickets.set_deadline(one, timeout_s, lambda one: self._expire(cache, one))
+        self._begin(cache, waiting, outcome, timeout_s)
         try:
             for one in waiting:
                 await one.wake
@@ -526,6 +538,12 @@ class Engine:
             for ticket, wanted in zip(tickets, chains, strict=True)
         ]
         return await self._answers(cache, waiting, outcome, timeout_s)
+
+    def _begin(self, cache: _Open, waiting: Sequence[Waiting], outcome: Outcome, timeout_s: float | None) -> None:
+        self._apply(cache, outcome)
+        if timeout_s is not None:
+            for one in waiting:
+                cache.tickets.set_deadline(one, timeout_s, lambda one: self._expire(cache, one))
 
     def _withdraw(self, cache: _Open, waiting: Sequence[Waiting]) -> None:
         """Nobody will hear the answers. Those given already are undone, the others prevented.
@@ -586,7 +604,10 @@ class Engine:
             self._loop.call_exception_handler({"message": message, "exception": error})
 
 
-def _granted(answer: Answer) -> Grant:
-    if isinstance(answer, Refusal):
-        raise Refused(answer)
-    return answer
+def _granted(waiting: Waiting) -> Grant:
+    """What a request that is answered got. Raises :class:`Refused`."""
+    if not isinstance(waiting.answer, Grant):
+        if waiting.answer is None:
+            raise InvariantViolation(f"ticket {waiting.ticket} woke its waiter without an answer")
+        raise Refused(waiting.answer)
+    return waiting.answer
