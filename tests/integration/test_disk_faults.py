@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import lmdb
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, Cause, Cursor, Event, EventType, Tier, connect
@@ -22,6 +21,7 @@ from kvtierd.tiers.disk.records import decode_records
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.stored import stored_in
 from tests.integration.stuck import stuck_disk
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -53,13 +53,8 @@ def slab(daemon: DaemonProcess) -> Path:
 
 def disk_slot(daemon: DaemonProcess, key: bytes) -> int:
     """Where the index says that a block lies."""
-    path = daemon.disk_dir / "caches" / "c" / "index"
-    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=4, lib_version=0) as env:
-        records = env.open_db(b"records-0", create=False)
-        with env.begin(db=records) as txn:
-            record = txn.get(key)
-    assert record is not None
-    return int(decode_records([record])["slot"][0])
+    stored = stored_in(daemon.disk_dir / "caches" / "c")
+    return int(decode_records([stored[key]])["slot"][0])
 
 
 def flip_a_bit(daemon: DaemonProcess, key: bytes) -> None:

@@ -10,13 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-import lmdb
-
 from kvtier import AsyncClient, Cache, Cursor, Tier, TierFull, connect
 from kvtierd.tiers.disk.records import decode_records, parents_of
 from tests.integration.blocks import SLOT_BYTES, SPEC, Blocks, assert_bytes, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.load import CHAIN_BLOCKS, Load
+from tests.integration.stored import stored_in
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.integration.witness import Witness
 
@@ -116,13 +115,9 @@ async def trial(start_daemon: StartDaemon, seed: int, *flags: str) -> AsyncItera
 
 def recorded(daemon: DaemonProcess, cache: str) -> dict[bytes, bytes | None]:
     """What a dead daemon's index says is on disk: each block's key and its parent's."""
-    path = daemon.disk_dir / "caches" / cache / "index"
-    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=4, lib_version=0) as env:
-        records = env.open_db(b"records-0", create=False)
-        with env.begin(db=records) as txn:
-            items = list(txn.cursor())
-    parents = parents_of(decode_records([value for _, value in items]))
-    return dict(zip((key for key, _ in items), parents, strict=True))
+    stored = stored_in(daemon.disk_dir / "caches" / cache)
+    parents = parents_of(decode_records(list(stored.values())))
+    return dict(zip(stored, parents, strict=True))
 
 
 def _leading(name: str, keys: set[bytes]) -> list[bytes]:

@@ -20,6 +20,7 @@ from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.files import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
+from kvtierd.tiers.disk.journal import MOST_INLINE, decode_journal, encode_journal, fits, journal_bytes
 from kvtierd.tiers.disk.records import HEAD_BYTES, Counters, encode_recency, restated, sequence_key, slot_key
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ _COPIES: Final = 3
 _PAGE: Final = 4096
 _PAGE_HEADER: Final = 16
 _NODE_OVERHEAD: Final = 48
-_MOST_INLINE: Final = 1990
+_JOURNAL_SHIFT: Final = 4
+_MOST_JOURNAL: Final = 1 << 20
 _BASE_BYTES: Final = 8 << 20
 _TOUCH_OVERHEAD: Final = 24
 _log = logging.getLogger(__name__)
@@ -46,16 +48,16 @@ def index_bytes(slots: int, label_bytes: int = 0) -> int:
     Random keys leave pages about two thirds full, and values over half a page get pages of their own. One transaction
     may rewrite everything, and LMDB reuses no page freed by the two before it: replacing all blocks at once, over and
     over, was measured to reach three times what they take. So that was 422 bytes a slot without labels, 1,044 with
-    labels of 168 bytes, 12,500 with 1,900. Recency and the log of touches add at most 40.
+    labels of 168 bytes, 12,500 with 1,900. Recency and the log of touches add at most 40, the journal and what LMDB has
+    not freed of it a quarter.
     """
-    return _BASE_BYTES + slots * max(
-        _BYTES_PER_SLOT, _COPIES * _bytes_in_pages(HEAD_BYTES + label_bytes) + _SPARE_BYTES
-    )
+    a_slot = max(_BYTES_PER_SLOT, _COPIES * _bytes_in_pages(HEAD_BYTES + label_bytes) + _SPARE_BYTES)
+    return _BASE_BYTES + slots * (a_slot + a_slot // 4)
 
 
 def _bytes_in_pages(value: int) -> int:
     """What a record takes of pages that are two thirds full."""
-    if value > _MOST_INLINE:
+    if value > MOST_INLINE:
         return (value + _PAGE_HEADER + _PAGE - 1) // _PAGE * _PAGE + _NODE_OVERHEAD
     return _PAGE // max(1, (_PAGE - _PAGE_HEADER) * 2 // 3 // (value + _NODE_OVERHEAD))
 
@@ -88,19 +90,35 @@ class Stored:
 
 @dataclass(slots=True)
 class _Group:
+    """``pending``: what the journal says of records, in memory; it outranks what the tree of records says."""
+
     records: _Database
+    journal: _Database
     touches: _Database
     recency: _Database
     quarantine: _Database
+    pending: dict[Key, bytes | None] = field(default_factory=dict)
+    next_entry: int = 0
+    journal_bytes: int = 0
     next_touch: int = 0
     touch_bytes: int = 0
 
     @classmethod
     def open(cls, env: lmdb.Environment, group: GroupId) -> Self:
+        """Raises ValueError for a journal that this daemon cannot read."""
+
         def database(name: str) -> _Database:
             return env.open_db(f"{name}-{group}".encode())
 
-        return cls(database("records"), database("touches"), database("recency"), database("quarantine"))
+        opened = cls(
+            database("records"), database("journal"), database("touches"), database("recency"), database("quarantine")
+        )
+        with env.begin() as txn:
+            entries = list(txn.cursor(opened.journal))
+        opened.pending = decode_journal(value for _, value in entries)
+        opened.journal_bytes = sum(len(value) for _, value in entries)
+        opened.next_entry = int.from_bytes(entries[-1][0], "big") + 1 if entries else 0
+        return opened
 
 
 class Index:
@@ -108,6 +126,8 @@ class Index:
         self._path = path
         self._map_bytes = map_bytes
         self._ids = tuple(groups)
+        room = max(0, map_bytes - _BASE_BYTES)
+        self._most_journal = min(_MOST_JOURNAL, (room >> _JOURNAL_SHIFT) // len(self._ids))
         self._env, self._groups = self._open()
 
     @classmethod
@@ -141,7 +161,7 @@ class Index:
             raise DamagedDirectory(path, f"data.mdb is missing or shorter than {map_bytes} bytes")
         try:
             index = cls(path, groups, map_bytes)
-        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
+        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, ValueError) as error:
             raise DamagedDirectory(path, str(error)) from error
         except lmdb.Error as error:
             raise _tier_error(error, f"cannot open {path}") from error
@@ -155,6 +175,9 @@ class Index:
         dbs = self._groups[group]
         with _lmdb_errors(f"cannot read {self._path}"), self._env.begin() as txn:
             items = list(txn.cursor(dbs.records))
+            if dbs.pending:
+                items = [(key, record) for key, record in items if key not in dbs.pending]
+                items += [(key, record) for key, record in dbs.pending.items() if record is not None]
             recency = [(SlotId(int.from_bytes(key, "big")), value) for key, value in txn.cursor(dbs.recency)]
             touches = list(txn.cursor(dbs.touches))
             quarantined = frozenset(SlotId(int.from_bytes(key, "big")) for key, _ in txn.cursor(dbs.quarantine))
@@ -197,7 +220,7 @@ class Index:
         env = lmdb.open(
             str(self._path),
             map_size=self._map_bytes,
-            max_dbs=4 * len(self._ids),
+            max_dbs=5 * len(self._ids),
             max_readers=8,
             mode=PRIVATE_FILE,
             writemap=False,  # with it a full disk is a SIGBUS
@@ -208,26 +231,44 @@ class Index:
         return env, {group: _Group.open(env, group) for group in self._ids}
 
     def _commit(self, changes: Mapping[GroupId, Changes]) -> None:
-        with self._env.begin(write=True) as txn:
-            for group, change in changes.items():
-                _apply(txn, self._groups[group], change)
+        try:
+            entered = self._transact(changes, self._most_journal)
+        except lmdb.MapFullError:
+            # To carry the journal over takes more room than to go on with it.
+            entered = self._transact(changes, self._map_bytes)
         for group, change in changes.items():
             dbs = self._groups[group]
+            entered[group].note(dbs)
             if change.recency is not None:
                 dbs.touch_bytes = 0
             dbs.next_touch += len(change.touches)
             dbs.touch_bytes += sum(len(value) + _TOUCH_OVERHEAD for value in change.touches)
 
+    def _transact(self, changes: Mapping[GroupId, Changes], most_journal: int) -> dict[GroupId, _Entered]:
+        with self._env.begin(write=True) as txn:
+            return {group: _apply(txn, self._groups[group], change, most_journal) for group, change in changes.items()}
 
-def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> None:
-    for key in sorted(change.deletes):
-        txn.delete(key, db=dbs.records)
-    for key, record in sorted(change.puts):
-        txn.put(key, record, db=dbs.records)
-    for key, traits in change.restate:
-        stored = txn.get(key, db=dbs.records)
-        if stored is not None:
-            txn.put(key, restated(stored, traits), db=dbs.records)
+
+@dataclass(slots=True, frozen=True)
+class _Entered:
+    """What a transaction has done to a group's journal: so many values more, or, None, all of it is in the tree."""
+
+    ops: Mapping[Key, bytes | None]
+    values: Sequence[bytes] | None
+
+    def note(self, dbs: _Group) -> None:
+        """Once it has committed."""
+        if self.values is None:
+            dbs.pending.clear()
+            dbs.journal_bytes = 0
+            return
+        dbs.pending.update(self.ops)
+        dbs.next_entry += len(self.values)
+        dbs.journal_bytes += sum(map(len, self.values))
+
+
+def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes, most_journal: int) -> _Entered:
+    entered = _enter(txn, dbs, _record_ops(txn, dbs, change), most_journal)
     if change.recency is not None:
         txn.drop(dbs.touches, delete=False)
         for place, value in encode_recency(change.recency):
@@ -238,6 +279,38 @@ def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> None:
         txn.put(slot_key(slot), b"", db=dbs.quarantine)
     for slot in change.lift:
         txn.delete(slot_key(slot), db=dbs.quarantine)
+    return entered
+
+
+def _record_ops(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> dict[Key, bytes | None]:
+    ops: dict[Key, bytes | None] = dict.fromkeys(change.deletes)
+    ops.update(change.puts)
+    for key, traits in change.restate:
+        stored = ops[key] if key in ops else dbs.pending[key] if key in dbs.pending else txn.get(key, db=dbs.records)
+        if stored is not None:
+            ops[key] = restated(stored, traits)
+    return ops
+
+
+def _enter(txn: lmdb.Transaction[bytes], dbs: _Group, ops: dict[Key, bytes | None], most_journal: int) -> _Entered:
+    """Into the journal; where that is full, or a record too long for it, the journal and these go to the tree."""
+    inline = all(record is None or fits(record) for record in ops.values())
+    if inline and dbs.journal_bytes + journal_bytes(ops) <= most_journal:
+        values = list(encode_journal(ops))
+        for sequence, value in enumerate(values, dbs.next_entry):
+            txn.put(sequence_key(sequence), value, db=dbs.journal)
+        return _Entered(ops, values)
+    _carry_over(txn, dbs, {**dbs.pending, **ops})
+    return _Entered(ops, None)
+
+
+def _carry_over(txn: lmdb.Transaction[bytes], dbs: _Group, ops: Mapping[Key, bytes | None]) -> None:
+    for key, record in sorted(ops.items()):
+        if record is None:
+            txn.delete(key, db=dbs.records)
+        else:
+            txn.put(key, record, db=dbs.records)
+    txn.drop(dbs.journal, delete=False)
 
 
 @contextmanager

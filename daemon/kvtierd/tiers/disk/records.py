@@ -9,6 +9,9 @@ records-<group>     the block key, 32    ``record``: u8 version = 2, u8 flags (b
                                          if none), u32 length of the tokens, u32 duration in ms, u64 deadline in
                                          ns; then the event hash and the tokens.
                                          Version 1 ended after the parent and had no hash
+journal-<group>     u64 big-endian,      ``journal``: u8 version = 1, 7 bytes 0; then, as often as fits, the block key,
+                    rising               u16 length of the record and the record, of length 0 where it is deleted.
+                                         Outranks the records, later entries the earlier ones
 touches-<group>     u64 big-endian,      ``touches``: u8 version = 1, 7 bytes 0, u64 first, then u32 slots: the n-th
                     rising               slot was used at ``first`` + n
 recency-<group>     u32 big-endian,      ``recency``: u64 last use of up to ``RECENCY_SLOTS`` slots from this one on;

@@ -1,0 +1,62 @@
+"""The index's log: what transactions put and delete, until many of them are carried over to the records at once.
+
+Block keys are random, so each record that is put or deleted in the tree of records rewrites a page of its own, and a
+batch waits until all of those have reached the disk. The same changes in a row take a page for thirty.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from kvtierd.core.ids import KEY_BYTES, Key
+
+MOST_INLINE: Final = 1990
+"""Longest value that LMDB keeps inside a page."""
+_VERSION: Final = b"\x01" + bytes(7)
+_LENGTH: Final = struct.Struct("<H")
+_HEAD_BYTES: Final = KEY_BYTES + _LENGTH.size
+
+Ops = Mapping[Key, bytes | None]
+"""Records by key, as they are after the change; None = deleted."""
+
+
+def journal_bytes(ops: Ops) -> int:
+    """About what they take in the log."""
+    return sum(_HEAD_BYTES + len(record or b"") for record in ops.values())
+
+
+def fits(record: bytes) -> bool:
+    """Whether a value of the log can hold it."""
+    return len(_VERSION) + _HEAD_BYTES + len(record) <= MOST_INLINE
+
+
+def encode_journal(ops: Ops) -> Iterator[bytes]:
+    """In as many values as they need."""
+    value = _VERSION
+    for key, record in ops.items():
+        op = key + _LENGTH.pack(len(record or b"")) + (record or b"")
+        if len(value) + len(op) > MOST_INLINE:
+            yield value
+            value = _VERSION
+        value += op
+    if len(value) > len(_VERSION):
+        yield value
+
+
+def decode_journal(values: Iterable[bytes]) -> dict[Key, bytes | None]:
+    """What all of these, in their order, come to. Raises ValueError for a value that is not the log's."""
+    ops: dict[Key, bytes | None] = {}
+    for value in values:
+        if value[: len(_VERSION)] != _VERSION:
+            raise ValueError(f"a log of version {value[:1].hex()}; this daemon reads version {_VERSION[:1].hex()}")
+        place = len(_VERSION)
+        while place < len(value):
+            key = Key(value[place : place + KEY_BYTES])
+            (length,) = _LENGTH.unpack_from(value, place + KEY_BYTES)
+            place += _HEAD_BYTES + length
+            if place > len(value):
+                raise ValueError("a log that ends in the middle of a record")
+            ops[key] = value[place - length : place] if length else None
+    return ops

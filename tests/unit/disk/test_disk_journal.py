@@ -1,0 +1,140 @@
+"""The index's log: what stands in it and what has been carried over to the records are together what was committed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtierd.core.ids import Key, SlotId
+from kvtierd.core.traits import Traits
+from kvtierd.tiers.base import DamagedDirectory
+from kvtierd.tiers.disk import index as index_module
+from kvtierd.tiers.disk.index import Changes, Index, index_bytes
+from kvtierd.tiers.disk.journal import MOST_INLINE, decode_journal, encode_journal, fits, journal_bytes
+from kvtierd.tiers.disk.records import Place, encode_record, restated, sequence_key
+from tests.unit.disk.disk_blocks import GROUP, key
+
+MAP_BYTES = index_bytes(64)
+"""Its journal holds some thirty records."""
+RECORD = encode_record(Place(SlotId(1), 1, 4096, bytes(16)), None, Traits(35))
+
+
+def reopened(index: Index, path: Path) -> Index:
+    index.close()
+    return Index.open(path, [GROUP], MAP_BYTES)
+
+
+def held(index: Index) -> dict[Key, bytes]:
+    stored = index.load(GROUP)
+    assert len(set(stored.keys)) == len(stored.keys)
+    return dict(zip(stored.keys, stored.records, strict=True))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    Index.create(tmp_path / "index", [GROUP], MAP_BYTES)
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def index(path: Path) -> Iterator[Index]:
+    index = Index.open(path, [GROUP], MAP_BYTES)
+    yield index
+    index.close()
+
+
+def entries(index: Index) -> tuple[int, int]:
+    """In the tree of records, and in the journal."""
+    group = index._groups[GROUP]
+    with index._env.begin() as txn:
+        return txn.stat(group.records)["entries"], txn.stat(group.journal)["entries"]
+
+
+RECORDS = st.none() | st.binary(min_size=1, max_size=MOST_INLINE - 42)
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 20).map(key), RECORDS, max_size=9), max_size=9))
+def test_what_goes_into_the_journal_comes_out(commits: list[dict[Key, bytes | None]]) -> None:
+    values = [value for ops in commits for value in encode_journal(ops)]
+    assert all(len(value) <= MOST_INLINE for value in values)
+    together: dict[Key, bytes | None] = {}
+    for ops in commits:
+        together.update(ops)
+        assert journal_bytes(ops) == sum(len(value) - 8 for value in encode_journal(ops))
+    assert decode_journal(values) == together
+
+
+def test_the_longest_record_that_fits_is_a_value_of_its_own() -> None:
+    assert fits(bytes(MOST_INLINE - 42))
+    assert not fits(bytes(MOST_INLINE - 41))
+    assert [len(value) for value in encode_journal({key(1): b"x" * (MOST_INLINE - 42), key(2): None})] == [
+        MOST_INLINE,
+        42,
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_index_holds_what_was_committed_whatever_has_been_carried_over(path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    index = Index.open(path, [GROUP], MAP_BYTES)
+    model: dict[Key, bytes] = {}
+    carried_over = 0
+    for turn in range(120):
+        names = [key(chance.randrange(50)) for _ in range(chance.randrange(1, 9))]
+        puts = [(name, RECORD + b"%d" % turn) for name in names[::2]]
+        traits = Traits(priority=chance.randrange(100))
+        if turn % 40 == 39:
+            puts.append((key("long"), b"x" * 1950))
+        index.commit({GROUP: Changes(deletes=names[1::2], puts=puts, restate=[(names[0], traits)])})
+        for name in names[1::2]:
+            model.pop(name, None)
+        model.update(puts)
+        model[names[0]] = restated(model[names[0]], traits)
+        assert held(index) == model
+        carried_over += entries(index)[1] == 0
+        if chance.random() < 0.1:
+            index = reopened(index, path)
+            assert held(index) == model
+    index.close()
+    assert 0 < carried_over < 60, "both, the journal and the tree, had their part"
+
+
+def test_a_commit_takes_few_entries_until_the_journal_is_full(index: Index) -> None:
+    index.commit({GROUP: Changes(puts=[(key(n), RECORD) for n in range(12)])})
+    assert entries(index) == (0, 1)
+    index.commit({GROUP: Changes(deletes=[key(0)], puts=[(key(n), RECORD) for n in range(12, 64)])})
+    assert entries(index) == (63, 0)
+
+
+def test_where_carrying_over_finds_no_room_the_journal_goes_on(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = dict.fromkeys(map(key, range(64)), RECORD)
+    carry_over = index_module._carry_over
+
+    def no_room(*arguments: object) -> None:
+        raise lmdb.MapFullError("mdb_put", -30792)
+
+    monkeypatch.setattr(index_module, "_carry_over", no_room)
+    index.commit({GROUP: Changes(puts=list(records.items()))})
+    assert held(index) == records
+    assert entries(index)[0] == 0
+    monkeypatch.setattr(index_module, "_carry_over", carry_over)
+    index.commit({GROUP: Changes(deletes=[key(0)])})
+    del records[key(0)]
+    assert held(index) == records
+    assert entries(index) == (63, 0)
+
+
+def test_a_journal_of_another_version_is_not_guessed_at(index: Index, path: Path) -> None:
+    index.close()
+    with lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=5, lib_version=0) as env:
+        journal = env.open_db(f"journal-{GROUP}".encode(), create=False)
+        with env.begin(write=True) as txn:
+            txn.put(sequence_key(0), b"\x02" + bytes(49), db=journal)
+    with pytest.raises(DamagedDirectory, match="version 02"):
+        Index.open(path, [GROUP], MAP_BYTES)
