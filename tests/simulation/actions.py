@@ -49,7 +49,8 @@ def commit(world: World, choose: Chooser) -> None:
     site = world.sites[holding.plan.group]
     slots = list(holding.blank)
     keys = _to_store(world, site, choose, len(slots))
-    world.commit(holding, [_item(world, site, choose, slot, key) for slot, key in zip(slots, keys, strict=False)])
+    items = [_item(world, site, choose, slot, key) for slot, key in zip(slots, keys, strict=False)]
+    world.commit(holding, items, release=choose.chance(30))
 
 
 def _to_store(world: World, site: Site, choose: Chooser, most: int) -> Sequence[Key]:

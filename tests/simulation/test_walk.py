@@ -51,6 +51,7 @@ HAPPENS: Final = (
     "commit EXISTS",
     "commit PARENT_MISSING",
     "commit PARENT_CONFLICT",
+    "commit and release",
     "retain OK",
     "retain NOT_FOUND",
     "pin OK",

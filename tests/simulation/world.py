@@ -109,14 +109,14 @@ class World:
             self.seen["not granted ahead"] += 1
             self.cancel(self.clients.requests[ticket])
 
-    def commit(self, holding: Holding, items: Sequence[CommitItem]) -> None:
-        """The client writes the blocks' bytes, then declares them."""
+    def commit(self, holding: Holding, items: Sequence[CommitItem], *, release: bool = False) -> None:
+        """The client writes the blocks' bytes, then declares them. ``release``: and lets go of all that it leases."""
         site = self.sites[holding.plan.group]
         for item in items:
             self.clients.write(holding, item.slot, item.key)
         expected = site.expected_commit(items)
         try:
-            results, outcome = self.core.commit(holding.session, holding.id, items, self.now)
+            results, outcome = self.core.commit(holding.session, holding.id, items, self.now, release=release)
         except TierOffline:
             self._refused_offline(holding.tier)
             return
@@ -129,6 +129,9 @@ class World:
                 site.retentions.give(item.key, item.priority, item.duration_ms, self.now)
             elif result is BlockResult.EXISTS:
                 self.clients.found_stored(holding, item.slot, item.key, item.parent)
+        if release:
+            self.seen["commit and release"] += 1
+            self.clients.release(holding.id, 0)
         self._carry_out(outcome)
 
     def acquire(self, session: SessionId, site: Site, tier: Tier, chains: Sequence[ChainRequest]) -> None:

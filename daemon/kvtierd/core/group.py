@@ -190,6 +190,10 @@ class GroupState:
         self.recorder.owner(self.ref(tier, slot), session)
         return slot
 
+    def disown(self, tier: Tier, slot: SlotId) -> None:
+        """Whoever wrote the slot has no part in it any more."""
+        self.recorder.owner(self.ref(tier, slot), None)
+
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
         if tier is not Tier.DISK:

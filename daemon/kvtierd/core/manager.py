@@ -235,10 +235,10 @@ class BlockManager:
         return ticket.id, self._take(now)
 
     def commit(
-        self, session: SessionId, lease: LeaseId, items: Sequence[CommitItem], now: int
+        self, session: SessionId, lease: LeaseId, items: Sequence[CommitItem], now: int, *, release: bool = False
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """Turns blank slots into blocks. Where an equal key is indexed, that block stays and the slot becomes free;
-        where the parent is not, the slot stays blank."""
+        where the parent is not, the slot stays blank. ``release``: the lease ends, as by :meth:`release`."""
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
         if owned.tier in window.state.offline:
@@ -246,12 +246,16 @@ class BlockManager:
         check_items(owned, items)
         window.ahead.settle(owned)
         touched: list[Block] = []
-        results = tuple(self._commit_one(window, owned, item, touched) for item in items)
+        results = tuple(self._commit_one(window, owned, item, touched, release) for item in items)
+        if release:
+            self._end(owned)
         window.state.touch(reversed(touched))
         self._pump(now, window)
         return results, self._take(now)
 
-    def _commit_one(self, window: WindowManager, lease: Lease, item: CommitItem, touched: list[Block]) -> BlockResult:
+    def _commit_one(
+        self, window: WindowManager, lease: Lease, item: CommitItem, touched: list[Block], last: bool
+    ) -> BlockResult:
         index = window.state.index
         existing = index.get(item.key)
         if existing is not None:
@@ -262,7 +266,7 @@ class BlockManager:
             return BlockResult.EXISTS
         if window.state.unsupported(item.parent):
             return BlockResult.PARENT_MISSING
-        touched.append(window.commit(lease, item.slot, item.key, item.parent, item.traits))
+        touched.append(window.commit(lease, item.slot, item.key, item.parent, item.traits, last=last))
         return BlockResult.OK
 
     def acquire(

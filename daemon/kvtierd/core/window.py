@@ -163,10 +163,16 @@ class WindowManager:
                 return
         self._queues[ticket.tier].append(ticket)
 
-    def commit(self, lease: Lease, slot: SlotId, key: Key, parent_key: Key | None, traits: Traits) -> Block:
+    def commit(
+        self, lease: Lease, slot: SlotId, key: Key, parent_key: Key | None, traits: Traits, *, last: bool
+    ) -> Block:
+        """``last``: the lease ends with this call, and holds none of its blocks."""
         block = self.state.insert(key, parent_key, traits, lease.tier, slot, Cause.COMMIT)
         self.background.committed(block)
         del lease.blank[slot]
+        if last:
+            self.state.disown(lease.tier, slot)
+            return block
         lease.held[block] = self.state.hold(block, lease.tier, lease.session)
         self._slide(lease, block)
         return block

@@ -256,10 +256,17 @@ class Engine:
     # requests that are answered at once
 
     def commit(
-        self, cache_id: CacheId, session: SessionId, lease: LeaseId, items: Sequence[CommitItem]
+        self,
+        cache_id: CacheId,
+        session: SessionId,
+        lease: LeaseId,
+        items: Sequence[CommitItem],
+        *,
+        release: bool = False,
     ) -> tuple[BlockResult, ...]:
+        """``release``: the lease ends with it."""
         cache = self._find(cache_id)
-        results, outcome = cache.manager.commit(session, lease, items, self._clock())
+        results, outcome = cache.manager.commit(session, lease, items, self._clock(), release=release)
         self._apply(cache, outcome)
         return results
 

@@ -111,9 +111,7 @@ class BlocksService:
         held = cache.runtime.manager.leases.get(lease)
         if held is not None and request.reserve_next:
             validate.count("reserve_next", request.reserve_next, 0, cache.slots[held.tier][held.group])
-        results = self._engine.commit(cache.id, session.id, lease, items)
-        if request.release:
-            self._engine.release(cache.id, session.id, [lease])
+        results = self._engine.commit(cache.id, session.id, lease, items, release=request.release)
         response = blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
         if held is not None and request.reserve_next:
             ahead = self._reserve_ahead(session, cache, held.group, held.tier, request.reserve_next)

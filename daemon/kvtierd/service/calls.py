@@ -33,6 +33,9 @@ StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
 UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]]
 """Takes a header and the chunks that follow it."""
 
+NEVER_WAIT: Final = frozenset({"kvtier.v1.Blocks.Commit", "kvtier.v1.Blocks.Release"})
+"""Verbs on the way of every put and get that end in the turn in which they begin."""
+
 MAX_DRAINED: Final = 128
 """Messages of a refused upload that are read and thrown away before it is told."""
 
@@ -116,6 +119,7 @@ class Dispatcher:
         mutates = "seq" in method.input_type.fields_by_name
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
+        waits = method.full_name not in NEVER_WAIT
 
         async def call(raw: bytes, context: _Context) -> Message:
             try:
@@ -127,7 +131,8 @@ class Dispatcher:
                 if not mutates or not request.seq:
                     return await verb(session, request)
                 digest = xxhash.xxh3_128_digest(name + raw)
-                return await session.replies.answer(request.seq, digest, lambda: _run(verb, session, request))
+                run = lambda: _run(verb, session, request)  # noqa: E731
+                return await session.replies.answer(request.seq, digest, run, waits=waits)
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())

@@ -39,6 +39,34 @@ async def test_a_repeat_is_answered_and_not_executed() -> None:
     assert await memory.answer(2, b"a", call) == 2
 
 
+async def test_what_never_waits_runs_at_once_and_is_remembered_like_the_rest() -> None:
+    memory, call = ReplyMemory[int](), Counted()
+    answers = [memory.answer(1, b"a", call, waits=False) for _ in range(2)]
+    assert [await answer for answer in answers] == [1, 1]
+    with pytest.raises(CallRefused):
+        await memory.answer(1, b"b", call, waits=False)
+
+
+async def test_what_never_waits_and_is_refused_runs_anew() -> None:
+    memory = ReplyMemory[int]()
+    runs = 0
+
+    async def refuse() -> int:
+        nonlocal runs
+        runs += 1
+        raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            await memory.answer(1, b"a", refuse, waits=False)
+    assert runs == 2
+
+
+async def test_what_waits_though_it_should_not_is_a_bug() -> None:
+    with pytest.raises(AssertionError):
+        await ReplyMemory[int]().answer(1, b"a", Counted(asyncio.Event()), waits=False)
+
+
 async def test_a_repeat_in_flight_waits_for_the_same_answer() -> None:
     gate = asyncio.Event()
     memory, call = ReplyMemory[int](), Counted(gate)
