@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -50,10 +51,13 @@ class Filled(Protocol):
 
 
 class Way(Protocol):
-    """How the bytes of one piece of a chain travel. ``max_blocks``: of a piece."""
+    """How the bytes of one piece of a chain travel. ``max_blocks``: of a piece. ``fills_ahead``: a piece can be filled
+    while the one before it is stored."""
 
     @property
     def max_blocks(self) -> int: ...
+    @property
+    def fills_ahead(self) -> bool: ...
 
     async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
         """All that can be done before the pieces that come before it are stored. Commit it, or give it up."""
@@ -70,6 +74,7 @@ class Mapped:
     """Through the cache's memory: reserve, copy, commit and release; acquire, copy, check, release."""
 
     max_blocks: Final = MAX_PIECE
+    fills_ahead: Final = True
 
     def __init__(self, cache: Cache, holdings: Holdings) -> None:
         self._cache: Final = cache
@@ -124,7 +129,7 @@ def pieces(cache: Cache, tier: Tier, way: Way) -> int:
 
 async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float | None) -> list[BlockResult]:
     """See :meth:`kvtier.cache.Cache.put`."""
-    step, count = pieces(cache, tier, way), len(whole.chain)
+    most, count = pieces(cache, tier, way), len(whole.chain)
 
     async def store(filled: Filled, piece: Piece) -> list[BlockResult]:
         try:
@@ -133,17 +138,32 @@ async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float |
             # The daemon restarted under us; the caller's arrays are still good.
             return await (await way.fill(tier, piece, timeout)).commit()
 
-    if count <= step:
+    if count <= most:
         return await store(await way.fill(tier, whole, timeout), whole)
+    ahead = way.fills_ahead and most > 1
+    step = most // 2 if ahead else most  # two at a time: one is filled while the one before it is stored
     results: list[BlockResult] = []
-    for start in range(0, count, step):
-        end = min(start + step, count)
-        if results and results[-1] is BlockResult.PARENT_MISSING:
-            results += [BlockResult.PARENT_MISSING] * (end - start)
-            continue
-        piece = whole.part(start, end)
-        results += await store(await way.fill(tier, piece, timeout), piece)
-    return results
+    storing: asyncio.Task[list[BlockResult]] | None = None
+    try:
+        for start in range(0, count, step):
+            piece = whole.part(start, min(start + step, count))
+            filled = await way.fill(tier, piece, timeout)
+            try:
+                results += await storing if storing is not None else []
+            except BaseException:
+                await filled.give_up()
+                raise
+            if results and results[-1] is BlockResult.PARENT_MISSING:
+                await filled.give_up()
+                return results + [BlockResult.PARENT_MISSING] * (count - start)
+            storing = asyncio.create_task(store(filled, piece))
+            if not ahead:
+                await asyncio.wait([storing])
+        return results + (await storing if storing is not None else [])
+    finally:
+        if storing is not None and not storing.done():
+            storing.cancel()
+            await asyncio.wait([storing])
 
 
 async def get(

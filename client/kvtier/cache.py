@@ -383,10 +383,11 @@ class Cache:
 
         ``blocks``: one array or torch tensor a key, of any dtype, shape and device, with exactly :attr:`block_bytes`,
         or one whose first axis is the block. ``parent``: key of the block before the first one (None: it is a root). A
-        chain of more than half a tier goes in pieces, each released before the next; where a piece's parent was evicted
-        meanwhile, it and the rest are PARENT_MISSING and not stored. ``retention``: instead of ``priorities``.
-        ``prompt``: what the keys are of, for a cache that tells more than keys in its events (see :meth:`prompt`).
-        ``timeout`` is for each piece. Where the cache is not mapped, the bytes go through a stream.
+        chain of more than half a tier goes in pieces of a quarter, each copied while the one before it is committed and
+        released; where a piece's parent was evicted meanwhile, it and the rest are PARENT_MISSING and not stored.
+        ``retention``: instead of ``priorities``. ``prompt``: what the keys are of, for a cache that tells more than
+        keys in its events (see :meth:`prompt`). ``timeout`` is for each piece. Where the cache is not mapped, the bytes
+        go through a stream.
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """

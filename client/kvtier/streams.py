@@ -38,6 +38,8 @@ MAX_PIECE_BYTES: Final = 64 << 20
 class Streamed:
     """Puts and gets pieces of chains through streams. Implements :class:`kvtier.arrays.Way`."""
 
+    fills_ahead: Final = False
+
     def __init__(self, cache: Cache, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
         self._cache: Final = cache
         self._binder: Final = binder
