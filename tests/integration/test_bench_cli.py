@@ -29,14 +29,16 @@ def results(*arguments: str) -> dict[str, list[dict[str, Any]]]:
 
 def test_client_with_a_daemon_of_its_own() -> None:
     found = results("client", "--block-bytes", "4KiB", "--block-bytes", "64KiB", "--rounds", "2")
-    assert sorted(found) == ["client.acquire_release", "client.load", "client.match", "client.store"]
+    assert sorted(found) == [
+        *("client.acquire_release", "client.load", "client.match", "client.store", "client.store_pipelined")
+    ]
     for each in found.values():
         assert [result["params"]["block_bytes"] for result in each] == [4096, 65536]
         assert all(result["floor"] > 0 for result in each)
 
 
 async def test_client_leaves_nothing_in_a_daemon_that_runs(start_daemon: StartDaemon) -> None:
-    daemon: DaemonProcess = start_daemon(device=256)
+    daemon: DaemonProcess = start_daemon(device=1024)
     assert results("client", "--address", daemon.address, "--block-bytes", "4KiB", "--rounds", "1")
     (cache,) = json.loads(kvtier("cache", "ls", "--json", "--address", daemon.address).stdout)
     assert cache["blocks"] == 0

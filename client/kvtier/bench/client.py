@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,10 +19,14 @@ from kvtier.bench.place import Place, chains, place, scatter
 from kvtier.bench.result import Paired, Result
 from kvtier.bench.rounds import interleaved, timed
 from kvtier.private import TierSlots
+from kvtier.stock import SHARE
 from kvtier.types import Tier
 
 BATCH: Final = 64
-SLOTS: Final = 4 * BATCH
+SLOTS: Final = SHARE * BATCH
+"""A client that puts again and again may keep the slots of its next put."""
+PUTS: Final = 4
+"""At once, where they are pipelined."""
 TIER: Final = Tier.DEVICE
 
 
@@ -46,12 +51,15 @@ async def run(options: Options) -> AsyncIterator[Result]:
                 async with bare_server(Path(directory)) as bare:
                     yield (await bench.match(bare.call)).time("client.match", params)
                     yield (await bench.hold(bare.call)).time("client.acquire_release", params)
-            yield (await bench.store()).rate("client.store", params, nbytes)
+            yield (await bench.store(1)).rate("client.store", params, nbytes)
+            pipelined = await bench.store(PUTS)
+            yield pipelined.rate("client.store_pipelined", {**params, "puts": PUTS}, PUTS * nbytes)
             yield (await bench.load()).rate("client.load", params, nbytes)
 
 
 class _Bench:
     def __init__(self, here: Place, rounds: int) -> None:
+        self._client = here.client
         self._cache = here.cache
         self._rounds = rounds
         self._chains = chains(BATCH)
@@ -72,20 +80,26 @@ class _Bench:
 
         return await self._against(nothing, hold)
 
-    async def store(self) -> Paired:
-        """Reserve, copy, commit, release, into free slots. Last freed is first given: the floor gets the same slots."""
+    async def store(self, puts: int) -> Paired:
+        """So many puts at once, into free slots. Last freed is first given, so the floor gets such slots, too; it fills
+        them in one thread."""
 
         async def ours() -> float:
-            chain = next(self._chains)
-            seconds = await timed(self._cache.put(chain, self._rows, tier=TIER))
-            await self._cache.drop(chain[:1])
+            stored = [next(self._chains) for _ in range(puts)]
+            putting = [self._cache.put(chain, self._rows, tier=TIER) for chain in stored]
+            seconds = await timed(asyncio.gather(*putting) if puts > 1 else putting[0])
+            await self._cache.drop([chain[0] for chain in stored])
             return seconds
 
-        async def floor() -> float:
-            async with self._cache.reserve(BATCH, TIER) as lease:
-                return _copying(lambda: transfer.into_slots(self._pools, lease.slots, self._rows))
+        other = await self._client.open_cache(self._cache.name, self._cache.spec)  # which keeps no slots for puts
 
-        return await interleaved(ours, floor, self._rounds)
+        async def floor() -> float:
+            async with other.reserve(puts * BATCH, TIER) as lease:
+                return _copying(lambda: transfer.into_slots(self._pools, lease.slots, self._rows * puts))
+
+        paired = await interleaved(ours, floor, self._rounds)
+        await other.close()
+        return paired
 
     async def load(self) -> Paired:
         """Acquire, copy, check, release."""
