@@ -21,7 +21,7 @@ from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.tickets import LeftLease
 from kvtierd.notify import Notifier
 from kvtierd.service.adoption import OldLife, adopt
-from kvtierd.service.budgets import Budgets, RememberedSlots, Slots, group_slots
+from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
 from kvtierd.service.keeping import About, Keeper
 from kvtierd.service.options import CacheOptions
 from kvtierd.state import Identity
@@ -120,7 +120,7 @@ class Assembler:
             if old is None:
                 self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options))
             if not plan.stored:
-                self._stores.remembered.put(plan.name, slots)  # before anything of it can be announced
+                self._stores.remembered.put(plan.name, slots, _past(plan))  # before anything of it can be announced
             disk = self._disk_store(plan)
         except BaseException:
             self._stores.keeper.forget(plan.name)
@@ -165,6 +165,13 @@ class Assembler:
             return root.open_cache(plan.name)
         slots = {GroupId(group): count for group, count in enumerate(plan.slots[Tier.DISK])}
         return root.create(plan.name, plan.spec, slots, plan.options.to_stored(), plan.options.label_bytes(plan.spec))
+
+
+def _past(plan: Plan) -> PastOptions | None:
+    """What nothing on disk will tell of it."""
+    if Tier.DISK in plan.slots:
+        return None
+    return PastOptions(plan.spec.fingerprint().hex(), plan.options.to_stored())
 
 
 def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:

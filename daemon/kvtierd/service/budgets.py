@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,9 @@ Slots = Mapping[Tier, tuple[int, ...]]
 
 _KIND: Final = "budgets"
 _VERSION: Final = 2
+MAX_PAST: Final = 512
+"""Caches that are gone whose options are remembered: the latest."""
+
 """Of the remembered slots: a list by tier. Version 1, which does not say so, has one number: of the one group."""
 
 
@@ -138,10 +141,21 @@ def _exhausted(tier: Tier, wanted: int, free: int, says: str) -> CallRefused:
     return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the {tier} tier is given out: {says}", detail)
 
 
+@dataclass(slots=True, frozen=True)
+class PastOptions:
+    """Of a cache that has nothing on disk. ``spec``: the fingerprint of its specification, hexadecimal; ``options``:
+    plain JSON values."""
+
+    spec: str
+    options: Mapping[str, Any]
+
+
 class RememberedSlots:
     """Slots of all caches that there are, written whole or not at all. Blocking; for any thread.
 
     A stored cache's disk slots are those of its own superblock; here they tell it from one that ends with the daemon.
+    Of these the options are remembered besides, even when the cache is gone: its clients open it again after a restart,
+    and whoever comes first need not be the one that chose them. A stored cache has its own in its superblock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -149,6 +163,7 @@ class RememberedSlots:
         self._changing = threading.Lock()
         content = read_superblock(path, _KIND)
         self._slots: dict[str, dict[str, tuple[int, ...]]] = {} if content is None else _checked(path, content)
+        self._options: dict[str, PastOptions] = {} if content is None else _checked_options(path, content)
 
     @property
     def names(self) -> frozenset[str]:
@@ -162,30 +177,54 @@ class RememberedSlots:
         """How many window groups the cache has."""
         return max(map(len, self._slots[name].values()), default=1)
 
-    def put(self, name: str, slots: Slots) -> None:
-        """Raises TierIOError."""
+    def past_options(self, name: str, spec: str) -> Mapping[str, Any] | None:
+        """Those of the cache of this name and specification, whether or not there is one now."""
+        past = self._options.get(name)
+        return past.options if past is not None and past.spec == spec else None
+
+    def put(self, name: str, slots: Slots, past: PastOptions | None = None) -> None:
+        """``past``: of a cache that has nothing on disk. Raises TierIOError."""
         with self._changing:
-            self._replace(self._slots | {name: {str(tier): counts for tier, counts in slots.items()}})
+            others = {each: options for each, options in self._options.items() if each != name}
+            if past is not None:
+                others[name] = past
+            self._replace(self._slots | {name: {str(tier): counts for tier, counts in slots.items()}}, others)
 
     def forget(self, name: str) -> None:
         """Raises TierIOError."""
         with self._changing:
-            self._replace({each: slots for each, slots in self._slots.items() if each != name})
+            self._replace(
+                {each: slots for each, slots in self._slots.items() if each != name},
+                {each: options for each, options in self._options.items() if each != name},
+            )
 
     def forget_gone(self, stored: Collection[str] | None) -> None:
-        """Only caches that can still come back are left. ``stored``: those on disk; None while there is no disk tier,
-        when all that have disk slots may be there. Raises TierIOError."""
+        """Only slots of caches that can still come back are left. ``stored``: those on disk; None while there is no
+        disk tier, when all that have disk slots may be there. Raises TierIOError."""
         names = {name for name, slots in self._slots.items() if str(Tier.DISK) in slots} if stored is None else stored
         with self._changing:
-            self._replace({name: slots for name, slots in self._slots.items() if name in names})
+            self._replace({name: slots for name, slots in self._slots.items() if name in names}, self._options)
 
-    def _replace(self, slots: dict[str, dict[str, tuple[int, ...]]]) -> None:
-        if slots == self._slots:
+    def _replace(self, slots: dict[str, dict[str, tuple[int, ...]]], options: dict[str, PastOptions]) -> None:
+        gone = [name for name in options if name not in slots]
+        options = {name: past for name, past in options.items() if name not in gone[:-MAX_PAST]}
+        if slots == self._slots and options == self._options:
             return
+        past = {name: asdict(one) for name, one in options.items()}
         with io_errors(f"cannot write {self._path}"):
             make_private_directory(self._path)
-            write_superblock(self._path, _KIND, {"version": _VERSION, "caches": slots})
-        self._slots = slots
+            write_superblock(self._path, _KIND, {"version": _VERSION, "caches": slots, "options": past})
+        self._slots, self._options = slots, options
+
+
+def _checked_options(path: Path, content: Mapping[str, Any]) -> dict[str, PastOptions]:
+    try:
+        return {
+            str(name): PastOptions(str(past["spec"]), dict(past["options"]))
+            for name, past in content.get("options", {}).items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedDirectory(path, f"its options make no sense: {error!r}") from error
 
 
 def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
@@ -209,15 +209,22 @@ class Catalog:
                     if spec is None or not create:
                         raise no_such_cache(name)
                     slots = self._stores.budgets.slots_for(spec, asked)
-                    return await self._make(Plan(name, spec, slots, self._options(named))), True
+                    return await self._make(Plan(name, spec, slots, self._options(name, spec, named))), True
         _require_same(cache, spec or cache.spec, asked)
         require_same(cache.options, named, name)
         return cache, False
 
-    def _options(self, named: Wanted) -> CacheOptions:
-        """Of a new cache."""
+    def _options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheOptions:
+        """Of a new cache: what is not named is as it was where there was one before that nothing on disk tells of."""
         policy = self._stores.policy
-        return CacheOptions(**{"write_policy": policy.write_policy, "eviction": policy.eviction, **named})
+        options = CacheOptions(write_policy=policy.write_policy, eviction=policy.eviction)
+        past = self._stores.remembered.past_options(name, spec.fingerprint().hex())
+        if past is not None:
+            try:
+                options = CacheOptions.from_stored(past)
+            except (TypeError, ValueError) as error:
+                _log.warning("remembered options are not used name=%s why=%r", name, str(error))
+        return replace(options, **named)
 
     async def _warm(self, name: str, spec: CacheSpec | None) -> Cache | None:
         """Opens a cold cache again: what its disk tier holds, with the memory it had or what is left of it."""

@@ -7,7 +7,8 @@ import pytest
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import Tier
-from kvtierd.service.budgets import Budgets, RememberedSlots, TierBudget, tier_bytes
+from kvtierd.service import budgets
+from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, TierBudget, tier_bytes
 from kvtierd.service.errors import CallRefused
 from kvtierd.tiers.base import DamagedDirectory
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, write_superblock
@@ -127,6 +128,32 @@ def test_caches_that_cannot_come_back_are_forgotten(tmp_path: Path, stored: set[
     assert remembered.names == {"stored", "unmade", "volatile"}
     remembered.forget_gone(stored)
     assert RememberedSlots(tmp_path).names == left
+
+
+def test_options_outlive_their_cache_until_it_is_forgotten(tmp_path: Path) -> None:
+    remembered = RememberedSlots(tmp_path)
+    past = PastOptions("aa", {"eviction": "2q"})
+    remembered.put("volatile", {Tier.HOST: (9,)}, past)
+    remembered.forget_gone(set())
+    again = RememberedSlots(tmp_path)
+    assert again.names == frozenset()
+    assert again.past_options("volatile", "aa") == past.options
+    assert again.past_options("volatile", "bb") is None
+    again.put("volatile", {Tier.HOST: (9,), Tier.DISK: (9,)})  # from now on its superblock says them
+    assert again.past_options("volatile", "aa") is None
+    again.put("volatile", {Tier.HOST: (9,)}, past)
+    again.forget("volatile")
+    assert RememberedSlots(tmp_path).past_options("volatile", "aa") is None
+
+
+def test_only_the_latest_options_of_gone_caches_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "MAX_PAST", 2)
+    remembered = RememberedSlots(tmp_path)
+    for name in "abcd":
+        remembered.put(name, {Tier.HOST: (1,)}, PastOptions(name, {}))
+    assert remembered.past_options("a", "a") is not None, "a cache that there is keeps its options"
+    remembered.forget_gone(set())
+    assert [name for name in "abcd" if remembered.past_options(name, name) is not None] == ["c", "d"]
 
 
 def test_damaged_memory_is_refused(tmp_path: Path) -> None:
