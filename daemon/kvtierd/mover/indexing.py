@@ -34,8 +34,7 @@ def follow(arena: Arena, outcome: Outcome) -> None:
         if event.cause is not Cause.RECOVERED:
             group = event.group
             after.update(((group, change.key), change.residency) for change in event.blocks)
-    for name, residency in after.items():
-        index.put(*name, residency, host.get(name), device.get(name))
+    index.put_many(after, host, device)
     index.show(outcome.events[-1].id)
 
 

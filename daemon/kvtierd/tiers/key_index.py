@@ -9,6 +9,7 @@ kept here, counted in ``unindexed``, and put in when a place in one of its bucke
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -36,11 +37,15 @@ _PLACES: Final = struct.Struct("<QQII")
 """An entry without its key."""
 _HOST: Final = Tier.HOST.bit
 _DEVICE: Final = Tier.DEVICE.bit
+_FEW: Final = 8
+"""Below so many keys numpy's calls cost more than they save."""
 _NO_ENTRY: Final = bytes(ENTRY.size)
 
 Name = tuple[GroupId, Key]
 Place = tuple[SlotId, int]
 """A slot and its generation."""
+Homes = tuple[int, int, int]
+"""First bucket, second bucket, tag."""
 
 
 class KeyIndex:
@@ -71,7 +76,32 @@ class KeyIndex:
     ) -> None:
         """The block is READY in just these tiers; 0: it is gone. ``host``, ``device``: where it has got to since it was
         last put; None: nowhere."""
-        homes = first, second, tag = self._homes(key, group)
+        self._put((group, key), self._homes(key, group), residency, host, device)
+
+    def put_many(
+        self, residencies: Mapping[Name, int], host: Mapping[Name, Place], device: Mapping[Name, Place]
+    ) -> None:
+        """The same of many blocks, by group and key."""
+        for name, (first, second, tag, absent) in zip(residencies, self._survey(residencies), strict=True):
+            residency = residencies[name]
+            if not absent:
+                self._put(name, (first, second, tag), residency, host.get(name), device.get(name))
+            elif residency:
+                self._put_new(name, (first, second, tag), _entry(ABSENT, residency, host.get(name), device.get(name)))
+
+    def _survey(self, names: Collection[Name]) -> Iterable[tuple[int, int, int, bool]]:
+        """The homes of each, and whether it is certain that it stands in neither: so it is until it is put there."""
+        if len(names) < _FEW or self._overflow:
+            return [(*self._homes(key, group), False) for group, key in names]
+        keys = np.frombuffer(b"".join([key for _, key in names]), "<u8").reshape(-1, 4)
+        homes = self._buckets.mix.many(keys, np.array([group for group, _ in names], np.uint64))
+        tags = self._buckets.tags
+        there = ((tags[homes.first] == homes.tags[:, None]) | (tags[homes.second] == homes.tags[:, None])).any(axis=1)
+        return zip(*(column.tolist() for column in (*homes, ~there)), strict=True)
+
+    def _put(self, name: Name, homes: Homes, residency: int, host: Place | None, device: Place | None) -> None:
+        group, key = name
+        first, second, tag = homes
         for bucket in (first, second):
             start = self._base + bucket * BUCKET_BYTES
             number = self._find(start, tag, key, group)
@@ -81,7 +111,7 @@ class KeyIndex:
                     self._let_in(bucket)
                 return
         if residency or self._overflow:
-            self._put_new((group, key), homes, _entry(ABSENT, residency, host, device))
+            self._put_new(name, homes, _entry(ABSENT, residency, host, device))
 
     def rebuild(self, blocks: Many) -> None:
         """These are all the blocks there are. Readers find throughout what was in the index before and stays."""
@@ -154,7 +184,7 @@ class KeyIndex:
         self._bytes[start + TIERS_OFFSET + number] = residency
         self._words[word] = sequence + 1
 
-    def _put_new(self, name: Name, homes: tuple[int, int, int], entry: Entry) -> None:
+    def _put_new(self, name: Name, homes: Homes, entry: Entry) -> None:
         """A block that stands in neither of its buckets."""
         first, second, tag = homes
         if name in self._overflow:

@@ -265,6 +265,10 @@ def test_shown_events_count_in_their_epoch() -> None:
     assert index.reader.shown() == (2, 3)
 
 
+NAME = st.tuples(st.sampled_from([FULL, SLIDING]), st.integers(0, 40).map(key))
+CHANGE = st.tuples(st.integers(0, 7), st.integers(0, 2**31), st.integers(1, 2**62))
+
+
 class AgainstADict(RuleBasedStateMachine):
     """Whatever is put, in an index that is often too small for it."""
 
@@ -273,25 +277,27 @@ class AgainstADict(RuleBasedStateMachine):
         self.index = Index(buckets)
         self.model: dict[tuple[GroupId, Key], Entry] = {}
 
-    @rule(
-        number=st.integers(0, 40),
-        group=st.sampled_from([FULL, SLIDING]),
-        residency=st.integers(0, 7),
-        slot=st.integers(0, 2**31),
-        generation=st.integers(1, 2**62),
-    )
-    def put(self, number: int, group: GroupId, residency: int, slot: int, generation: int) -> None:
-        name = group, key(number)
-        old = self.model.get(name, ABSENT)
-        new = residency & ~old.residency
-        host = place(slot, 2 * generation) if new & HOST_BIT else None
-        device = place(slot + 1, 2 * generation + 2) if new & DEVICE_BIT else None
-        self.index.writer.put(*name, residency, host, device)
-        self.model.pop(name, None)
-        if residency:
-            at_host = (host or old[1:3]) if residency & HOST_BIT else (0, 0)
-            at_device = (device or old[3:5]) if residency & DEVICE_BIT else (0, 0)
-            self.model[name] = Entry(residency, *at_host, *at_device)
+    @rule(changes=st.dictionaries(NAME, CHANGE, min_size=1, max_size=20), at_once=st.booleans())
+    def put(self, changes: dict[tuple[GroupId, Key], tuple[int, int, int]], at_once: bool) -> None:
+        host: dict[tuple[GroupId, Key], Place] = {}
+        device: dict[tuple[GroupId, Key], Place] = {}
+        residencies = {name: residency for name, (residency, _, _) in changes.items()}
+        for name, (residency, slot, generation) in changes.items():
+            old = self.model.pop(name, ABSENT)
+            new = residency & ~old.residency
+            if new & HOST_BIT:
+                host[name] = place(slot, 2 * generation)
+            if new & DEVICE_BIT:
+                device[name] = place(slot + 1, 2 * generation + 2)
+            if residency:
+                at_host = (host.get(name) or old[1:3]) if residency & HOST_BIT else (0, 0)
+                at_device = (device.get(name) or old[3:5]) if residency & DEVICE_BIT else (0, 0)
+                self.model[name] = Entry(residency, *at_host, *at_device)
+        if at_once:
+            self.index.writer.put_many(residencies, host, device)
+        else:
+            for name, residency in residencies.items():
+                self.index.writer.put(*name, residency, host.get(name), device.get(name))
 
     @invariant()
     def agrees(self) -> None:
