@@ -42,10 +42,10 @@ from kvtierd.mover.tickets import Answer, Tickets, Waiting, cancelled
 from kvtierd.mover.uses import UseLog
 from kvtierd.mover.work import Edge
 
-MOVE_SLICE: Final = 128
+MOVE_SLICE: Final = 256
 """Blocks of one request that are on the way at a time, in so many parts that come one after another: while one lands
 and the next is planned, the others keep the edge busy."""
-_PARTS: Final = 2
+_PARTS: Final = 8
 TICK_S: Final = 0.25
 """How often the core is told the time: degraded edges come back, and what waits for that goes on."""
 BROKEN_SHOWN: Final = 8
@@ -223,6 +223,7 @@ class Engine:
                     first = starts.popleft()
                     part = keys[first : first + step]
                     on_the_way.append(self._begin_move(cache_id, session, group, to, part, ends))
+                    await asyncio.sleep(0)  # others have their turn in between
                 await on_the_way[0][1].wake
                 grant = _granted(on_the_way.popleft()[1])
                 failed |= {len(results) + place for place in grant.failed}

@@ -227,7 +227,8 @@ async def test_a_cancelled_prefetch_stops_what_has_not_begun(tmp_path: Path) -> 
         assert (await client.move(many, DISK)).results == (True,) * len(many)
         house.disk.close_gate()
         task = asyncio.create_task(client.move(many, DEVICE))
-        await asyncio.sleep(0)
+        for _ in range(MOVE_SLICE):  # it is planned in parts, a turn of the loop each
+            await asyncio.sleep(0)
         assert house.engine.queues()[DISK, DEVICE] == MOVE_SLICE
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
