@@ -346,10 +346,13 @@ class Engine:
                 raise UnknownCache(cache_id)
 
     async def forgotten(self, cache_id: CacheId) -> None:
-        """Returns when what was removed by now cannot come back from disk, whatever becomes of the daemon: its records
-        are deleted, and those that were still being written have been deleted after that."""
+        """Returns when what was removed by now cannot come back from disk, whatever becomes of the daemon and of the
+        system: its records are deleted, and those that were still being written have been deleted after that."""
         for _ in range(2):
             await self._edges.written(cache_id)
+        cache = self._caches.get(cache_id)
+        if cache is not None and cache.runtime.disk is not None:
+            await asyncio.to_thread(cache.runtime.disk.sync)
 
     async def lose_tier(self, cache_id: CacheId, tier: Tier) -> None:
         """The tier has failed: all that stands there goes, in slices, so that others have their turn in between."""

@@ -95,6 +95,9 @@ class StubbornDisk(DiskStore):
         self._pass()
         return self._inner.read(reads)
 
+    def sync(self) -> None:
+        self._inner.sync()
+
     def _pass(self) -> None:
         self.begun.release()
         assert self._gate.wait(30)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvtierd.core.manager import ChainRequest
 from kvtierd.core.outcome import Grant, Refusal, RefusalReason
 from kvtierd.mover.engine import MOVE_SLICE
 from kvtierd.mover.errors import Refused, UnknownCache
+from kvtierd.tiers.disk.index import Index
 from tests.unit.mover.rig import CACHE, GROUP, House, key
 
 DEVICE, DISK = Tier.DEVICE, Tier.DISK
@@ -247,3 +249,30 @@ async def test_a_long_prefetch_comes_in_slices_and_whole(tmp_path: Path) -> None
         await client.put(many)
         await client.move(many, DISK)
         assert (await client.move(many, DEVICE)).results == (True,) * len(many)
+
+
+async def test_what_is_forgotten_is_so_even_if_the_system_goes_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test pulls the plug: the last word is the index's sync, after the transaction that deletes."""
+    steps: list[str] = []
+
+    def watch(name: str) -> None:
+        original = getattr(Index, name)
+
+        def wrapper(*arguments: Any) -> Any:
+            steps.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(Index, name, wrapper)
+
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 4, DISK: 16})
+        client = house.client()
+        await client.put(CHAIN)
+        await client.move(CHAIN, DISK)
+        await house.engine.settle()
+        watch("commit")
+        watch("sync")
+        await house.engine.reset(CACHE, SessionId(1), force=True)
+        assert steps == ["commit", "sync"]

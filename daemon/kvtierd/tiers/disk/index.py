@@ -196,8 +196,8 @@ class Index:
         return self._groups[group].touch_bytes
 
     def commit(self, changes: Mapping[GroupId, Changes]) -> None:
-        """All of ``changes`` or nothing, durable when this returns. Raises :class:`TierIOError`; the index stays
-        usable.
+        """All of ``changes`` or nothing, and whatever becomes of this process when this returns; see :meth:`sync` for
+        the system. Raises :class:`TierIOError`; the index stays usable.
 
         After an error of the medium it is not known which of the two it was.
         """
@@ -213,6 +213,11 @@ class Index:
                     self.load(group)
                 self._commit(changes)
 
+    def sync(self) -> None:
+        """What has been committed outlasts the system, too, when this returns. Raises :class:`TierIOError`."""
+        with _lmdb_errors(f"cannot sync {self._path}"):
+            self._env.sync(True)
+
     def close(self) -> None:
         self._env.close()
 
@@ -224,7 +229,10 @@ class Index:
             max_readers=8,
             mode=PRIVATE_FILE,
             writemap=False,  # with it a full disk is a SIGBUS
-            metasync=True,
+            # A transaction's pages are synced, its head with the next transaction's or by sync(): half the wait. A kill
+            # loses nothing. When the system goes down, the last transaction may be undone, whole; LMDB promises that
+            # no more is. A record that comes back so may lie where other bytes are now: its checksum says so.
+            metasync=False,
             sync=True,
             lib_version=ENGINE,
         )

@@ -124,7 +124,8 @@ class DiskStore:
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
-        """Stores blocks, forgets others and notes uses, in one transaction; durable when this returns.
+        """Stores blocks, forgets others and notes uses, in one transaction, which no end of this process undoes when
+        this returns. Should the system go down, the last one may be undone, whole, unless :meth:`sync` came after it.
 
         ``retire``: a block that is not (any more) in the slot given is left alone. A write of a block that has
         another slot moves it. ``touches``: packed keys, 32 bytes each, in the order of their use and later than the
@@ -190,6 +191,16 @@ class DiskStore:
                 self._corrupt.add((read.group, read.slot))
         return ReadReport(frozenset(failed), frozenset(corrupt))
 
+    def sync(self) -> None:
+        """What was stored and forgotten so far stays so, even if the system goes down. Nothing where it is closed."""
+        with self._committing:
+            if self._closed:
+                return
+            try:
+                self._index.sync()
+            except TierIOError:
+                _log.exception("what was written last may be undone if the system goes down")
+
     def probe(self) -> None:
         """Whether bytes can be written and read back. Raises :class:`TierIOError`."""
         for slab in self._slabs.values():
@@ -208,17 +219,19 @@ class DiskStore:
 
     def close(self) -> None:
         """No call may be under way. A second close does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._commit(Batch(self._tables))
-        except TierIOError:
-            _log.exception("corrupt slots could not be remembered; they will be found again")
-        finally:
-            self._index.close()
-            for slab in self._slabs.values():
-                slab.close()
+        with self._committing:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._commit(Batch(self._tables))
+                self._index.sync()
+            except TierIOError:
+                _log.exception("corrupt slots could not be remembered; they will be found again")
+            finally:
+                self._index.close()
+                for slab in self._slabs.values():
+                    slab.close()
 
     def _table(self, group: GroupId) -> GroupTable:
         if group not in self._shapes:
