@@ -27,6 +27,9 @@ from kvtierd.tiers.base import TierConfigError, TierError
 EXIT_FAILED: Final = 1
 EXIT_BAD_CONFIG: Final = 2
 EXIT_UNCLEAN: Final = 3
+SWITCH_S: Final = 0.0005
+"""How long one thread may keep the interpreter lock from another. Python's own 5 ms are as long as a disk takes for a
+batch: a thread that checks blocks and one that runs the loop would wait for each other instead of for the disk."""
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ def _serve(sources: Sources, config: Config) -> None:
     """Until asked to stop. Returns if that was clean, else the process ends here."""
     logs.set_up(config.log_level, config.log_format)
     _raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_S)
     try:
         manager = Manager.from_environment(os.environ)
     except (ValueError, OSError) as error:

@@ -51,7 +51,7 @@ def after(call: Callable[..., Any]) -> Callable[..., Any]:
 def torn(move: Callable[..., Any]) -> Callable[..., Any]:
     """Half of each record, or of each run of them, reaches the slab."""
 
-    def wrapper(fd: int, way: Way, runs: Sequence[Run]) -> None:
+    def wrapper(fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> None:
         move(fd, way, [Run(run.offset, run.parts[: len(run.parts) // 2]) for run in runs])
         die()
 

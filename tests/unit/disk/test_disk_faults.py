@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -203,8 +203,8 @@ class Faulty:
         self._bad = bad
         self._short = short
 
-    def __call__(self, fd: int, way: Way, runs: Sequence[Run]) -> list[int]:
-        moved = transfer(fd, way, [self._cut(run) for run in runs] if way is self._way else runs)
+    def __call__(self, fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> list[int]:
+        moved = transfer(fd, way, [self._cut(run) for run in runs] if way is self._way else runs, meanwhile)
         return [self._result(run, got) if way is self._way else got for run, got in zip(runs, moved, strict=True)]
 
     def _good(self, run: Run) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape, slab
 from kvtierd.tiers.disk.index import Index, index_bytes
 from kvtierd.tiers.disk.slab import Piece, Slab, create_slab
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.disk.transfers import Run, Way, transfer
+from kvtierd.tiers.disk.transfers import Run, Way, nothing, transfer
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
@@ -243,9 +243,9 @@ def test_adjacent_slots_are_moved_together_as_far_as_one_call_can_take(
 ) -> None:
     pieces: list[int] = []
 
-    def watched(fd: int, way: Way, runs: Sequence[Run]) -> list[int]:
+    def watched(fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> list[int]:
         pieces.extend(len(run.parts) for run in runs)
-        return transfer(fd, way, runs)
+        return transfer(fd, way, runs, meanwhile)
 
     monkeypatch.setattr(slab, "transfer", watched)
     store = new_store(tmp_path, slots=1200)
@@ -259,7 +259,7 @@ def test_adjacent_slots_are_moved_together_as_far_as_one_call_can_take(
 def test_one_call_moves_no_more_than_64_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def watched(fd: int, way: Way, runs: Sequence[Run]) -> list[int]:
+    def watched(fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> list[int]:
         sizes.extend(sum(part.nbytes for part in run.parts) for run in runs)
         return sizes
 
@@ -267,7 +267,7 @@ def test_one_call_moves_no_more_than_64_mib(tmp_path: Path, monkeypatch: pytest.
     big = Slab.open(tmp_path / "slab", SlabShape(24 << 20, 7))
     monkeypatch.setattr(slab, "transfer", watched)
     parts = buffers((24 << 20,))
-    assert big.write([Piece(n, SlotId(slot), parts) for n, slot in enumerate([6, 0, 1, 2, 3])]) == []
+    assert big.write([Piece(n, SlotId(slot), parts) for n, slot in enumerate([6, 0, 1, 2, 3])], nothing) == []
     assert sizes == [48 << 20, 48 << 20, 24 << 20]
     big.close()
 

@@ -88,6 +88,25 @@ def test_a_file_that_is_not_open_is_a_fault_of_every_run() -> None:
     assert transfer(1 << 20, Way.READ, scattered(seed=1)) == [-errno.EBADF] * RUNS
 
 
+@pytest.mark.parametrize("runs", [0, 1, RUNS])
+def test_what_is_to_be_done_meanwhile_is_done_once(fd: int, runs: int) -> None:
+    done: list[int] = []
+    transfer(fd, Way.WRITE, scattered(seed=1)[:runs], lambda: done.append(1))
+    assert done == [1]
+
+
+def test_what_fails_meanwhile_is_said_when_nothing_is_under_way(fd: int) -> None:
+    def fails() -> None:
+        raise ValueError("a bad block")
+
+    with pytest.raises(ValueError, match="a bad block"):
+        transfer(fd, Way.WRITE, scattered(seed=1), fails)
+    written = scattered(seed=2)
+    assert transfer(fd, Way.WRITE, written) == [PAGE] * RUNS, "with another queue"
+    assert transfer(fd, Way.READ, read := blank(written)) == [PAGE] * RUNS
+    assert same(read, written), "no late write of the first ones"
+
+
 def test_threads_do_not_get_in_each_others_way(fd: int) -> None:
     def work(seed: int) -> None:
         written = [Run(run.offset + seed * PAGE, run.parts) for run in scattered(seed)]

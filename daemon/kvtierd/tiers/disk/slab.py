@@ -6,7 +6,7 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -16,7 +16,7 @@ from kvtier.abi.spec import PAGE
 from kvtierd.core.ids import SlotId
 from kvtierd.tiers.base import Bytes, DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk.files import PRIVATE_FILE, io_errors
-from kvtierd.tiers.disk.transfers import Run, Way, transfer
+from kvtierd.tiers.disk.transfers import Run, Way, nothing, transfer
 from kvtierd.tiers.disk.values import SlabShape
 
 MAX_PIECES: Final = 1024
@@ -100,13 +100,13 @@ class Slab:
                 raise
         return slab
 
-    def write(self, pieces: Iterable[Piece]) -> list[int]:
-        """The numbers of pieces that were not written whole."""
-        return self._transfer(Way.WRITE, pieces)
+    def write(self, pieces: Iterable[Piece], meanwhile: Callable[[], None]) -> list[int]:
+        """The numbers of pieces that were not written whole. ``meanwhile`` is called once, while the disk works."""
+        return self._transfer(Way.WRITE, pieces, meanwhile)
 
     def read(self, pieces: Iterable[Piece]) -> list[int]:
         """The numbers of pieces that were not read whole."""
-        return self._transfer(Way.READ, pieces)
+        return self._transfer(Way.READ, pieces, nothing)
 
     def sync(self) -> None:
         """Raises :class:`OSError`: then nothing written since the last sync may be taken as stored."""
@@ -132,10 +132,10 @@ class Slab:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _transfer(self, way: Way, pieces: Iterable[Piece]) -> list[int]:
+    def _transfer(self, way: Way, pieces: Iterable[Piece], meanwhile: Callable[[], None]) -> list[int]:
         failed: list[int] = []
         runs = list(_runs(pieces, self.shape.record_bytes))
-        for run, fault in zip(runs, self._faults(way, runs), strict=True):
+        for run, fault in zip(runs, self._faults(way, runs, meanwhile), strict=True):
             if fault is not None:
                 _log.warning("%s: %d records from slot %d: %s", self.path, len(run), run[0].slot, fault)
                 failed += self._one_by_one(way, run)
@@ -145,16 +145,16 @@ class Slab:
         """One bad sector must not cost its neighbours."""
         if len(run) == 1:
             return [run[0].number]
-        faults = self._faults(way, [[piece] for piece in run])
+        faults = self._faults(way, [[piece] for piece in run], nothing)
         return [piece.number for piece, fault in zip(run, faults, strict=True) if fault is not None]
 
-    def _faults(self, way: Way, runs: Sequence[Sequence[Piece]]) -> list[str | None]:
+    def _faults(self, way: Way, runs: Sequence[Sequence[Piece]], meanwhile: Callable[[], None]) -> list[str | None]:
         """Why the records of adjacent slots could not be moved whole, for each of these runs."""
         record_bytes = self.shape.record_bytes
         wanted = [Run(run[0].slot * record_bytes, [part for piece in run for part in piece.parts]) for run in runs]
         return [
             None if moved == len(run) * record_bytes else _said(moved, len(run) * record_bytes)
-            for moved, run in zip(transfer(self._fd, way, wanted), runs, strict=True)
+            for moved, run in zip(transfer(self._fd, way, wanted, meanwhile), runs, strict=True)
         ]
 
 

@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -146,7 +147,9 @@ class DiskStore:
         """
         self._check(writes)
         sync_failures = self._sync_failures
-        return Begun(writes, self._write_payloads(writes), sync_failures)
+        checksums: dict[int, bytes] = {}
+        failed = self._write_payloads(writes, checksums)
+        return Begun(writes, [checksums[number] for number in range(len(writes))], failed, sync_failures)
 
     def finish(
         self,
@@ -160,7 +163,11 @@ class DiskStore:
         with self._committing:
             failed = self._not_synced(begun)
             failed |= self._without_parent(writes, failed, retire)
-            stored = [write for number, write in enumerate(writes) if number not in failed]
+            stored = [
+                (write, checked)
+                for number, (write, checked) in enumerate(zip(writes, begun.checksums, strict=True))
+                if number not in failed
+            ]
             try:
                 self._commit(self._plan(stored, retire, touches, restate))
             except TierIOError:
@@ -281,14 +288,19 @@ class DiskStore:
             self._table(group)
             _check_traits(traits)
 
-    def _write_payloads(self, writes: Sequence[DiskWrite]) -> frozenset[int]:
-        """Indices of writes whose bytes did not reach the disk."""
+    def _write_payloads(self, writes: Sequence[DiskWrite], checksums: dict[int, bytes]) -> frozenset[int]:
+        """Indices of writes whose bytes did not reach the disk. While it works, ``checksums`` are taken of all."""
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
         for number, write in enumerate(writes):
             pieces[write.group].append(Piece(number, write.slot, write.parts))
+
+        def take_checksums(wanted: Sequence[Piece]) -> None:
+            for number, _, parts in wanted:
+                checksums[number] = checksum(parts, writes[number].key, self._fingerprint)
+
         failed: set[int] = set()
         for group, wanted in pieces.items():
-            failed.update(self._slabs[group].write(wanted))
+            failed.update(self._slabs[group].write(wanted, partial(take_checksums, wanted)))
         return frozenset(failed)
 
     def _not_synced(self, begun: Begun) -> set[int]:
@@ -331,16 +343,17 @@ class DiskStore:
 
     def _plan(
         self,
-        writes: Sequence[DiskWrite],
+        writes: Sequence[tuple[DiskWrite, bytes]],
         retire: Sequence[Retirement],
         touches: Sequence[tuple[GroupId, bytes]],
         restate: Sequence[Restatement],
     ) -> Batch:
+        """``writes`` with their checksums."""
         batch = Batch(self._tables)
         for group, key in self._effective(retire):
             batch.discard(group, key)
-        for write in writes:
-            batch.put(write, checksum(write.parts, write.key, self._fingerprint))
+        for write, checked in writes:
+            batch.put(write, checked)
         for group, key, traits in restate:
             batch.restate(group, key, traits)
         for group, packed in touches:

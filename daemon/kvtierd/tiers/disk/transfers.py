@@ -14,7 +14,7 @@ import logging
 import os
 import platform
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -86,8 +86,8 @@ class KernelQueue:
         self._events = np.zeros(DEPTH, _EVENT)
         _call(calls.setup, DEPTH, ctypes.addressof(self._context))
 
-    def transfer(self, fd: int, way: Way, runs: Sequence[Run]) -> list[int]:
-        """As the function of that name. An error of the queue ends it: it is not to be used again."""
+    def transfer(self, fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> list[int]:
+        """As the function of that name. An error ends the queue, too: it is not to be used again."""
         vectors, requests = _requests(fd, way, runs)
         addresses = requests.ctypes.data + np.arange(len(runs), dtype=np.uint64) * _REQUEST.itemsize
         moved = np.zeros(len(runs), np.int64)
@@ -100,9 +100,11 @@ class KernelQueue:
                     except OSError as error:  # the first of them, which is not under way then
                         moved[begun] = -(error.errno or errno.EIO)
                         begun, ended = begun + 1, ended + 1
+                meanwhile()
+                meanwhile = nothing
                 if ended < begun:
                     ended += self._wait(begun - ended, moved)
-        except OSError:
+        except BaseException:
             self.close()
             raise
         del vectors  # the requests point into it
@@ -185,15 +187,21 @@ class Queues:
 QUEUES: Final = Queues(_CALLS.get(platform.machine()))
 
 
-def transfer(fd: int, way: Way, runs: Sequence[Run]) -> list[int]:
+def nothing() -> None:
+    pass
+
+
+def transfer(fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None] = nothing) -> list[int]:
     """Bytes moved a run, or minus the error's number. Nothing is under way any more when this returns or raises.
 
-    Raises :class:`OSError` where the queue itself fails.
+    ``meanwhile``: called once, if it can be while the disk works. What it raises is passed on, as is :class:`OSError`
+    where the queue itself fails.
     """
     queue = QUEUES.take() if len(runs) > 1 else None
     if queue is None:
+        meanwhile()
         return [_move(fd, way, run) for run in runs]
-    moved = queue.transfer(fd, way, runs)
+    moved = queue.transfer(fd, way, runs, meanwhile)
     QUEUES.give_back(queue)
     return moved
 

@@ -52,6 +52,7 @@ class Begun:
     """A batch whose bytes have been handed to the disk. ``sync_failures``: how many there had been when it began."""
 
     writes: Sequence[DiskWrite]
+    checksums: Sequence[bytes]
     failed: frozenset[int]
     sync_failures: int
 
