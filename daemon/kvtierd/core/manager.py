@@ -114,7 +114,20 @@ class BlockManager:
         now: int,
         restarted: bool = True,
     ) -> Outcome:
-        """Announces the cache and indexes what its tiers still hold.
+        """Announces the cache and indexes what its tiers still hold: :meth:`fill` and :meth:`announce`."""
+        self.fill(recovered, quarantined, unclean=unclean, restarted=restarted)
+        return self.announce(now)
+
+    def fill(
+        self,
+        recovered: Mapping[GroupId, Sequence[Recovered]],
+        quarantined: Mapping[GroupId, Collection[SlotId]],
+        *,
+        unclean: bool,
+        restarted: bool = True,
+    ) -> None:
+        """What takes long of :meth:`open`. It touches nothing but this manager, so while nobody else knows that, it may
+        be any thread's.
 
         ``recovered``: parents before children, least recently used first among the rest. A cache that existed before
         (``restarted``) is announced as cleared first, so that events alone stay the truth over a restart.
@@ -122,6 +135,9 @@ class BlockManager:
         clear = (Cause.LOST if unclean else Cause.SHUTDOWN) if restarted else None
         for group, window in self.windows.items():
             window.open(recovered.get(group, ()), quarantined.get(group, ()), clear)
+
+    def announce(self, now: int) -> Outcome:
+        """The outcome of :meth:`fill`; event ids are given out here."""
         return self._take(now)
 
     def restore_lease(self, left: LeftLease, now: int) -> Outcome:

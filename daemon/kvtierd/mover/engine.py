@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final, Protocol
@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from kvtierd.core.check import check
 from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import (
     BlockManager,
     BlockResult,
@@ -28,7 +28,6 @@ from kvtierd.core.manager import (
     Location,
     ManagerStats,
     Match,
-    Recovered,
     ResetReport,
 )
 from kvtierd.core.outcome import Grant, MoveResult, Outcome, Refusal
@@ -107,29 +106,16 @@ class Engine:
 
     # caches
 
-    def add_cache(
-        self,
-        runtime: CacheRuntime,
-        recovered: Mapping[GroupId, Sequence[Recovered]],
-        quarantined: Mapping[GroupId, Collection[SlotId]],
-        *,
-        unclean: bool,
-        restarted: bool,
-        left: Sequence[LeftLease] = (),
-    ) -> None:
-        """Opens a cache with what its tiers hold; the arguments are those of ``BlockManager.open``. ``left``: leases
-        from before the restart.
-
-        ``restarted``: the cache existed before. ``unclean``: and its last run did not end as it should.
-        """
+    def add_cache(self, runtime: CacheRuntime, left: Sequence[LeftLease] = ()) -> None:
+        """Opens a cache whose manager has been filled and not been heard of yet. ``left``: leases from before the
+        restart."""
         if self._closing:
             raise ShuttingDown
         if runtime.id in self._caches:
             raise ValueError(f"cache {runtime.id} is open already")
         cache = _Open(runtime, Tickets(self._loop), UseLog(runtime))
         self._caches[runtime.id] = cache
-        opening = runtime.manager.open(recovered, quarantined, unclean=unclean, restarted=restarted, now=self._clock())
-        self._apply(cache, opening)
+        self._apply(cache, runtime.manager.announce(self._clock()))
         for lease in left:
             self._apply(cache, runtime.manager.restore_lease(lease, self._clock()))
 

@@ -80,6 +80,7 @@ class AdminService:
         )
 
     async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
+        await self._catalog.loaded()
         found = sorted(self._leases(self._wanted_caches(request.cache)), key=lambda lease: lease[1].granted_at)
         now = time.time_ns()
         return admin_pb2.LeasesResponse(

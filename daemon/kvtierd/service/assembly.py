@@ -15,8 +15,9 @@ from typing import Final
 
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.core.manager import Recovered
+from kvtierd.core.events import EventSequencer
+from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
+from kvtierd.core.manager import BlockManager, Recovered
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.tickets import LeftLease
 from kvtierd.notify import Notifier
@@ -63,6 +64,11 @@ class Plan:
     old: OldLife | None = None
 
     @property
+    def restarted(self) -> bool:
+        """It is one of an earlier life."""
+        return self.stored or self.old is not None
+
+    @property
     def shapes(self) -> list[GroupShape]:
         """Its window groups, as the core wants them."""
         return [
@@ -79,14 +85,14 @@ class Plan:
 
 @dataclass(slots=True, frozen=True)
 class Parts:
-    """What a thread has made for a cache, before the loop knows of it."""
+    """What a thread has made for a cache, before the loop knows of it. ``manager``: filled with so many ``blocks``."""
 
     arena: Arena
     host: HostStore | None
     device: StandInDevice | None
     disk: DiskStore | None
-    recovered: Mapping[GroupId, Sequence[Recovered]] = field(default_factory=dict)
-    quarantined: Mapping[GroupId, Collection[SlotId]] = field(default_factory=dict)
+    manager: BlockManager
+    blocks: int
     left: Sequence[LeftLease] = ()
 
     def close(self, *, for_successor: bool = False) -> None:
@@ -100,12 +106,13 @@ class Parts:
 class Assembler:
     """Makes caches' parts, each call in a thread of its own. Memory is allocated for one at a time."""
 
-    def __init__(self, stores: Stores, identity: Identity) -> None:
+    def __init__(self, stores: Stores, identity: Identity, sequencer: EventSequencer) -> None:
         self._stores: Final = stores
+        self._sequencer: Final = sequencer
         self._identity: Final = identity
         self._allocating = threading.Lock()
 
-    def assemble(self, plan: Plan) -> Parts:
+    def assemble(self, plan: Plan, cache: CacheId) -> Parts:
         """Blocks. Memory first, since unlike a disk store it is gone again without a trace if the rest fails."""
         spec, slots = plan.spec, plan.slots
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
@@ -122,12 +129,21 @@ class Assembler:
             if not plan.stored:
                 self._stores.remembered.put(plan.name, slots, _past(plan))  # before anything of it can be announced
             disk = self._disk_store(plan)
+            try:
+                return self._filled(plan, cache, arena, disk, old)
+            except BaseException:
+                if disk is not None:
+                    disk.close()
+                raise
         except BaseException:
             self._stores.keeper.forget(plan.name)
             arena.close()
             raise
-        host = HostStore(arena) if Tier.HOST in slots else None
-        device = StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in slots else None
+
+    def _filled(self, plan: Plan, cache: CacheId, arena: Arena, disk: DiskStore | None, old: OldLife | None) -> Parts:
+        """With what was there before. ``old``: None unless the arena was adopted."""
+        host = HostStore(arena) if Tier.HOST in plan.slots else None
+        device = StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in plan.slots else None
         recovered: dict[GroupId, list[Recovered]] = {}
         quarantined: Mapping[GroupId, Collection[SlotId]] = {}
         if disk is not None and plan.stored:
@@ -135,14 +151,16 @@ class Assembler:
             if found.dropped:
                 _log.warning("records on disk could not be used cache=%s dropped=%d", plan.name, found.dropped)
             recovered, quarantined = _recovered(found), found.quarantined
-        if old is None:
-            if recovered:
-                arena.rebuild_index(recovered)
-            return Parts(arena, host, device, disk, recovered, quarantined)
-        adopted = adopt(arena, plan.shapes, recovered, old)
-        arena.rebuild_index(adopted.recovered)
-        _log.info("memory adopted cache=%s blocks=%d leases=%d", plan.name, adopted.in_memory, len(adopted.left))
-        return Parts(arena, host, device, disk, adopted.recovered, quarantined, adopted.left)
+        left: Sequence[LeftLease] = ()
+        if old is not None:
+            adopted = adopt(arena, plan.shapes, recovered, old)
+            recovered, left = adopted.recovered, adopted.left
+            _log.info("memory adopted cache=%s blocks=%d leases=%d", plan.name, adopted.in_memory, len(left))
+        if plan.restarted:
+            arena.rebuild_index(recovered)
+        manager = BlockManager(cache, plan.shapes, self._sequencer, plan.options.policy(self._stores.policy))
+        manager.fill(recovered, quarantined, unclean=plan.unclean, restarted=plan.restarted)
+        return Parts(arena, host, device, disk, manager, sum(map(len, recovered.values())), left)
 
     def _adopted_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena | None:
         """The memory that the cache had before the restart, if it was kept and there is nothing wrong with it."""

@@ -79,6 +79,7 @@ class CachesService:
         return caches_pb2.CloseResponse()
 
     async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:
+        await self._catalog.loaded()
         readable = (cache for cache in self._catalog if self._access.may(session, Right.READ, cache.name))
         cold = (cache for cache in self._catalog.cold() if self._access.may(session, Right.READ, cache.name))
         self._idle.look()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -20,7 +20,6 @@ from kvtier.abi.layout import ArenaState
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Tier
-from kvtierd.core.manager import BlockManager
 from kvtierd.core.slots import SlotState
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
@@ -125,10 +124,9 @@ class Catalog:
         faces: dict[CacheId, CacheFace],
     ) -> None:
         self._engine: Final = engine
-        self._sequencer: Final = sequencer
         self._stores: Final = stores
         self._identity: Final = identity
-        self._assembler: Final = Assembler(stores, identity)
+        self._assembler: Final = Assembler(stores, identity, sequencer)
         self._by_id: dict[CacheId, Cache] = {}
         self._by_name: dict[str, Cache] = {}
         self._faces: Final = faces
@@ -137,6 +135,10 @@ class Catalog:
         self._unfinished: dict[str, Removal] = {}
         """Of caches whose files could not be deleted: what goes back to the budgets once they are."""
         self._noted: dict[CacheId, str] = {}
+        self._loading: dict[str, asyncio.Lock] = {}
+        """Caches of an earlier life that nobody can open yet; the locks of their names are held."""
+        self._loaded: Final = asyncio.Event()
+        self._loaded.set()
         self._parts: dict[CacheId, Parts] = {}
         self._ids = count(1)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -163,6 +165,7 @@ class Catalog:
     def problems(self) -> list[str]:
         """For health: caches on disk that cannot be served, and what was noted of others."""
         left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
+        left_out += [f"cache {name} is still being read: who opens it waits" for name in sorted(self._loading)]
         return left_out + [f"cache {c.name}: {self._noted[c.id]}" for c in self if c.id in self._noted]
 
     def note(self, cache: Cache, problem: str | None) -> None:
@@ -209,7 +212,9 @@ class Catalog:
                     if spec is None or not create:
                         raise no_such_cache(name)
                     slots = self._stores.budgets.slots_for(spec, asked)
-                    return await self._make(Plan(name, spec, slots, self._options(name, spec, named))), True
+                    plan = Plan(name, spec, slots, self._options(name, spec, named))
+                    self._stores.budgets.take(spec, slots)
+                    return await self._make(plan), True
         _require_same(cache, spec or cache.spec, asked)
         require_same(cache.options, named, name)
         return cache, False
@@ -242,6 +247,7 @@ class Catalog:
             slots = {**cold.on_disk, **self._memory_slots(cold.spec, cold.slots)}
             if not slots:
                 budgets.slots_for(cold.spec, {})  # says what is missing
+            budgets.take(cold.spec, slots)
             cache = await self._make(Plan(name, cold.spec, slots, cold.options, stored=bool(cold.on_disk)))
         except BaseException:
             budgets.take(cold.spec, cold.on_disk)
@@ -324,8 +330,13 @@ class Catalog:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def restore(self, old: OldLife = NOBODY) -> None:
-        """Opens the caches that the disk remembers or whose memory was kept, with the budgets they had; the others are
-        announced as gone.
+        """Opens the caches of the life before: :meth:`plan_restore` and :meth:`load`."""
+        await self.load(await self.plan_restore(old))
+
+    async def plan_restore(self, old: OldLife = NOBODY) -> list[Plan]:
+        """Which caches are opened again: those that the disk remembers or whose memory was kept, with the budgets they
+        had, which are theirs from now on; the others are announced as gone. Until :meth:`load` has opened one, whoever
+        asks for it waits.
 
         What is damaged is left out and stays as it is. Memory budgets shrink to what the configuration still has.
         Raises :class:`TierConfigError` where the disk tier is smaller than its caches.
@@ -339,25 +350,54 @@ class Catalog:
         self._announce_gone(remembered.names - names - set(kept))
         known = names | set(self._left_out) | set(kept) if disk is not None else None
         await asyncio.to_thread(remembered.forget_gone, known)
+        unclean, budgets = self._identity.unclean, self._stores.budgets
+        plans = []
         for position, cache in enumerate(stored):
             slots = self._slots_of_stored(cache, len(stored) - position)
-            unclean = self._identity.unclean
-            plan = Plan(cache.name, cache.spec, slots, _stored_options(cache), stored=True, unclean=unclean, old=old)
-            try:
-                await self._make(plan)
-            except (DamagedDirectory, TierIOError) as error:
-                self._left_out[cache.name] = str(error)
-                self._announce_gone({cache.name} & remembered.names)
+            budgets.take(cache.spec, slots)
+            options = _stored_options(cache)
+            plans.append(Plan(cache.name, cache.spec, slots, options, stored=True, unclean=unclean, old=old))
         for name, about in kept.items():
-            if all(tier_bytes(about.spec, counts) <= self._stores.budgets.left(t) for t, counts in about.slots.items()):
-                unclean = self._identity.unclean
-                await self._make(Plan(name, about.spec, about.slots, about.options, unclean=unclean, old=old))
+            if all(tier_bytes(about.spec, counts) <= budgets.left(t) for t, counts in about.slots.items()):
+                budgets.take(about.spec, about.slots)
+                plans.append(Plan(name, about.spec, about.slots, about.options, unclean=unclean, old=old))
             else:
                 _log.warning("a kept cache has no room in the budgets any more name=%s", name)
                 self._announce_gone({name})
+        for plan in plans:
+            self._loading[plan.name] = self._lock_of(plan.name)
+            await self._loading[plan.name].acquire()
+            self._loaded.clear()
+        return plans
+
+    async def load(self, plans: Sequence[Plan]) -> None:
+        """Opens the caches planned, one after the other; the loop serves others meanwhile."""
+        try:
+            for plan in plans:
+                await self._load(plan)
+                self._loading.pop(plan.name).release()
+        finally:
+            for name, lock in self._loading.items():
+                self._left_out[name] = "the daemon's start failed before it was read"
+                lock.release()
+            self._loading.clear()
+            self._loaded.set()
         self._stores.keeper.close()
         for problem in self.problems():
             _log.warning("%s", problem)
+
+    async def _load(self, plan: Plan) -> None:
+        try:
+            await self._make(plan)
+        except (DamagedDirectory, TierIOError) as error:
+            if not plan.stored:
+                raise
+            self._left_out[plan.name] = str(error)
+            self._announce_gone({plan.name} & self._stores.remembered.names)
+
+    async def loaded(self) -> None:
+        """Returns when every cache of the life before is open, or left out."""
+        await self._loaded.wait()
 
     def _kept_alone(self, others: Collection[str]) -> dict[str, About]:
         """Caches that only memory has, of those whose memory was kept."""
@@ -409,11 +449,12 @@ class Catalog:
         return slots
 
     async def _make(self, plan: Plan) -> Cache:
-        self._stores.budgets.take(plan.spec, plan.slots)
+        """Its budgets have been taken, and are given back where it fails."""
+        cache_id = CacheId(next(self._ids))
         try:
-            parts = await asyncio.to_thread(self._assembler.assemble, plan)
+            parts = await asyncio.to_thread(self._assembler.assemble, plan, cache_id)
             try:
-                cache = self._introduce(plan, parts)
+                cache = self._introduce(plan, cache_id, parts)
             except BaseException:
                 parts.close()
                 raise
@@ -422,26 +463,15 @@ class Catalog:
             raise
         self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
         given = ",".join(f"{tier}:{'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
-        blocks = sum(map(len, parts.recovered.values()))
-        _log.info("cache opened name=%s cache=%d slots=%s recovered=%d", plan.name, cache.id, given, blocks)
+        _log.info("cache opened name=%s cache=%d slots=%s recovered=%d", plan.name, cache.id, given, parts.blocks)
         return cache
 
-    def _introduce(self, plan: Plan, parts: Parts) -> Cache:
-        cache_id = CacheId(next(self._ids))
-        policy = plan.options.policy(self._stores.policy)
-        manager = BlockManager(cache_id, plan.shapes, self._sequencer, policy)
+    def _introduce(self, plan: Plan, cache_id: CacheId, parts: Parts) -> Cache:
         stores = (parts.arena, parts.host, parts.device, parts.disk)
-        runtime = CacheRuntime(cache_id, plan.name, plan.spec, manager, *stores)
+        runtime = CacheRuntime(cache_id, plan.name, plan.spec, parts.manager, *stores)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
         self._faces[cache_id] = cache.face
-        self._engine.add_cache(
-            runtime,
-            parts.recovered,
-            parts.quarantined,
-            unclean=plan.unclean,
-            restarted=plan.stored or plan.old is not None,
-            left=parts.left,
-        )
+        self._engine.add_cache(runtime, parts.left)
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[plan.name] = cache
         self._parts[cache_id] = parts

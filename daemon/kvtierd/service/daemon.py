@@ -147,7 +147,8 @@ class Daemon:
         notifier: Notifier | None = None,
         passed: Sequence[PassedFd] = (),
     ) -> Self:
-        """Serving when this returns. ``turns``: the loop's selector, for metrics. ``notifier``: to the service manager;
+        """Serving when this returns; before that it answers already whoever does not need a cache that is still being
+        read. ``turns``: the loop's selector, for metrics. ``notifier``: to the service manager;
         ``passed``: what that kept for us, the daemon's from now on.
 
         Raises the errors of ``kvtierd.tiers.base`` where a directory or an address cannot be had.
@@ -164,9 +165,7 @@ class Daemon:
 
     async def _serve(self) -> None:
         self._collector.pause()
-        await self._catalog.restore(self._sessions.restore(self._kept.entries))
-        self._sessions.settle()
-        self._collector.start()
+        plans = await self._catalog.plan_restore(self._sessions.restore(self._kept.entries))
         run = self._directories.run
         if (tcp := self.live.now.tcp) is not None:
             self._tcp = replace(tcp, port=self._rpc.listen(tcp)).target
@@ -178,6 +177,9 @@ class Daemon:
             self._metrics.start(*metrics, self._subjects())
         await self._rpc.start()
         self._attach.start(listener)
+        await self._catalog.load(plans)
+        self._sessions.settle()
+        self._collector.start()
         self._idle.start()
         self._failing.start()
         self._serving = True

@@ -168,6 +168,7 @@ class SessionRegistry:
         self._roll = roll
         self._remnants: dict[str, Session] = {}
         self._keeper = SessionId(0)
+        self._gone_before_settled: list[SessionId] | None = None
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._by_id.values())
@@ -231,12 +232,17 @@ class SessionRegistry:
         self._engine.end_session(session.id)
         if self._roll is not None:
             self._roll.strike(session.id)
+        gone = [session.id]
         if session.remnant and not self._remnants:
             self._engine.end_session(self._keeper)
+            gone.append(self._keeper)
+        if self._gone_before_settled is not None:
+            self._gone_before_settled += gone
 
     def restore(self, entries: Iterable[Entry]) -> OldLife:
         """Sessions of an earlier life whose processes live hold what they held, until they give it up or end. Before
-        any other session."""
+        any other session; :meth:`settle` is to follow."""
+        self._gone_before_settled = []
         dead: set[SessionId] = set()
         for entry in entries:
             self._ids = count(max(next(self._ids), entry.session + 1))
@@ -263,7 +269,11 @@ class SessionRegistry:
             session.enrolled = True
 
     def settle(self) -> None:
-        """Once all that earlier sessions held is known: those that held nothing need not be waited for."""
+        """Once all that earlier sessions held is known: those that held nothing need not be waited for, and what was
+        held by those that have ended meanwhile is free."""
+        gone, self._gone_before_settled = self._gone_before_settled, None
+        for ended in gone or ():
+            self._engine.end_session(ended)
         if not self._holds(self._keeper):
             for session in [one for one in self._remnants.values() if not self._holds(one.id)]:
                 self.end(session, "it held nothing")

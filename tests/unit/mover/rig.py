@@ -185,16 +185,18 @@ def make_runtime(
     chaos: Chaos | None = None,
     cache: CacheId = CACHE,
 ) -> CacheRuntime:
-    """A cache with these slots, not yet opened."""
+    """A cache with these slots and no blocks, not yet opened."""
     layout = ArenaLayout.plan(SPEC, {(0, tier): count for tier, count in slots.items()})
     identity = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=1, pid=os.getpid())
     arena = Arena.create(f"rig-{cache}", layout, identity)
     shape = GroupShape(GROUP, dict(slots), {tier: SPEC.block_bytes(0) for tier in slots})
+    manager = BlockManager(cache, [shape], sequencer)
+    manager.fill({}, {}, unclean=False, restarted=False)
     return CacheRuntime(
         id=cache,
         name=f"rig-{cache}",
         spec=SPEC,
-        manager=BlockManager(cache, [shape], sequencer),
+        manager=manager,
         arena=arena,
         host=HostStore(arena) if Tier.HOST in slots else None,
         device=StandInDevice(arena, chaos) if Tier.DEVICE in slots else None,
@@ -277,7 +279,7 @@ class House:
             self._roots.append(root)
             self.disk = self._make_disk(root.create(f"rig-{cache}", SPEC, {GROUP: slots[Tier.DISK]}))
         runtime = make_runtime(slots, self.sequencer, self.disk if Tier.DISK in slots else None, chaos, cache)
-        self.engine.add_cache(runtime, {}, {}, unclean=False, restarted=False)
+        self.engine.add_cache(runtime)
         return runtime
 
     def client(self, session: int = 7, cache: CacheId = CACHE) -> Client:

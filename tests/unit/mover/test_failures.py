@@ -113,7 +113,7 @@ async def test_a_bug_on_the_loops_side_shows_in_health_and_in_the_log() -> None:
     loop.set_exception_handler(lambda loop, context: logged.append(context))
     hub, sequencer = BrokenHub(), EventSequencer()
     engine = Engine(loop, hub, sequencer)
-    engine.add_cache(make_runtime({DEVICE: 2, HOST: 2}, sequencer), {}, {}, unclean=False, restarted=False)
+    engine.add_cache(make_runtime({DEVICE: 2, HOST: 2}, sequencer))
     client = Client(engine, SessionId(1))
     await client.put([key(1)])
     task = asyncio.create_task(client.move([key(1)], HOST))

@@ -171,16 +171,27 @@ class Client:
 
 
 def channel_to(daemon: Daemon, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(f"unix:{attach.socket_path(daemon.address, attach.RPC_SOCKET)}", options)
+    return _channel(daemon.address, options)
+
+
+def _channel(address: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"unix:{attach.socket_path(address, attach.RPC_SOCKET)}", options)
 
 
 @asynccontextmanager
 async def attached(daemon: Daemon, options: Sequence[tuple[str, Any]] = ()) -> AsyncIterator[Client]:
     """``options``: of the channel."""
-    sock = await AttachSocket.connect(daemon.address)
+    async with attached_to(daemon.address, options) as client:
+        yield client
+
+
+@asynccontextmanager
+async def attached_to(address: str, options: Sequence[tuple[str, Any]] = ()) -> AsyncIterator[Client]:
+    """The same where a daemon is only starting."""
+    sock = await AttachSocket.connect(address)
     welcome = await sock.hello()
     assert isinstance(welcome, attach.Welcome)
-    client = Client(sock, welcome, channel_to(daemon, options), daemon.address)
+    client = Client(sock, welcome, _channel(address, options), address)
     try:
         yield client
     finally:

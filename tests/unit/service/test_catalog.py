@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2
+from kvtierd.config import Config
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.budgets import RememberedSlots
 from kvtierd.service.daemon import Daemon
 from kvtierd.state import StateDir
+from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError
-from kvtierd.tiers.disk import DiskRoot
-from tests.unit.service.rig import DEVICE, DISK, HOST, SLOT_BYTES, SPEC, Client, attached, chain, config, running
+from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery
+from tests.unit.service.rig import (
+    DEVICE,
+    DISK,
+    HOST,
+    SLOT_BYTES,
+    SPEC,
+    Client,
+    attached,
+    attached_to,
+    chain,
+    config,
+    eventually,
+    running,
+)
+
+PATIENCE_S = 20.0
 
 
 async def slots(client: Client) -> dict[str, dict[int, int]]:
@@ -165,3 +187,76 @@ async def test_a_start_that_failed_after_a_crash_leaves_the_crash_to_be_told(sho
     following = StateDir.open(state_dir)
     assert following.identity.unclean
     following.close(None)
+
+
+@asynccontextmanager
+async def starting(
+    settings: Config, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[asyncio.Task[Daemon], Any]]:
+    """A daemon that answers already and reads a cache on disk for as long as it is not let; and what lets it."""
+    reads, may_read = threading.Event(), threading.Event()
+    read = DiskStore.recover
+
+    def waiting(store: DiskStore) -> Recovery:
+        reads.set()
+        assert may_read.wait(PATIENCE_S)
+        return read(store)
+
+    monkeypatch.setattr(DiskStore, "recover", waiting)
+    task = asyncio.create_task(Daemon.start(settings))
+    try:
+        await eventually(lambda: reads.is_set() or task.done(), PATIENCE_S)
+        yield task, may_read
+    finally:
+        may_read.set()
+        daemon = (await asyncio.gather(task, return_exceptions=True))[0]
+        if isinstance(daemon, Daemon):
+            assert await daemon.stop()
+
+
+async def test_others_are_served_while_a_cache_is_read(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await with_caches(short_dir, big={DEVICE: 3, HOST: 5, DISK: 20})
+    settings = config(short_dir, device=8, host=16, disk=64)
+    async with (
+        starting(settings, monkeypatch) as (start, may_read),
+        attached_to(str(settings.runtime_dir)) as client,
+    ):
+        stats = await client.call(client.admin.Stats, admin_pb2.StatsRequest())
+        assert [problem for problem in stats.problems if "big is still being read" in problem]
+        monkeypatch.undo()  # only what is on disk already is slow
+        small = await client.open("small", {DEVICE: 5 * SLOT_BYTES, HOST: 11 * SLOT_BYTES})
+        await client.put(small, chain(2))
+        code, _ = await client.refusal(
+            client.caches.Open,
+            caches_pb2.OpenRequest(
+                name="greedy", spec=wire.spec(SPEC), budgets=[caches_pb2.TierBudget(tier=HOST, bytes=SLOT_BYTES)]
+            ),
+        )
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED, "what is still being read has its budgets"
+        opening = asyncio.create_task(client.open("big"))
+        listing = asyncio.create_task(slots(client))
+        await client.call(client.admin.Stats, admin_pb2.StatsRequest())
+        assert not (opening.done() or listing.done() or start.done())
+        may_read.set()
+        await opening
+        assert await listing == {"big": {DEVICE: 3, HOST: 5, DISK: 20}, "small": {DEVICE: 5, HOST: 11}}
+        await start
+        assert not (await client.call(client.admin.Stats, admin_pb2.StatsRequest())).problems
+
+
+async def test_who_waits_for_a_cache_that_a_start_fails_to_read_is_told(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await with_caches(short_dir, big={DEVICE: 3, DISK: 20})
+    settings = config(short_dir, device=8, host=16, disk=64)
+    async with (
+        starting(settings, monkeypatch) as (start, may_read),
+        attached_to(str(settings.runtime_dir)) as client,
+    ):
+        monkeypatch.setattr(Arena, "rebuild_index", lambda *_: 1 / 0)
+        opening = asyncio.create_task(client.refusal(client.caches.Open, caches_pb2.OpenRequest(name="big")))
+        may_read.set()
+        with pytest.raises(ZeroDivisionError):
+            await start
+        code, _ = await opening
+        assert code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE)

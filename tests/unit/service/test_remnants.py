@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from kvtierd.rights import User
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.peer import Peer
 from kvtierd.service.remnants import RECORD_BYTES, Entry, Kept, Roll, start_time_of
+from kvtierd.service.sessions import Capacity, SessionRegistry
 
 TOKEN, OTHER = "ab" * 16, "cd" * 16
 
@@ -99,3 +101,31 @@ def test_descriptors_that_mean_nothing_are_let_go() -> None:
 
 def test_a_record_has_room_beside_its_neighbours() -> None:
     assert len(Entry(TOKEN, SessionId(2**63), 2**63, 2**31, 2**31).pack()) <= RECORD_BYTES
+
+
+class Ended:
+    """An engine that notes whose leases were ended."""
+
+    def __init__(self) -> None:
+        self.sessions: list[int] = []
+
+    def orphan_session(self, session: SessionId) -> None: ...
+    def reattach_session(self, session: SessionId) -> None: ...
+    def end_session(self, session: SessionId) -> None:
+        self.sessions.append(session)
+
+
+async def test_who_gives_up_before_all_that_it_held_is_known_holds_nothing_afterwards() -> None:
+    """Its caches may still be being read: their leases come when it has gone."""
+    engine, start = Ended(), start_time_of(os.getpid())
+    assert start is not None
+    registry = SessionRegistry(engine, lambda session: True, lambda: Capacity(8, 8))
+    old = registry.restore([Entry(TOKEN, SessionId(5), start, os.getpid(), os.getuid())])
+    assert old.live == {5}
+    task = asyncio.create_task(asyncio.sleep(0))
+    registry.give_up(TOKEN, registry.begin(peer(os.getpid()), task))
+    assert engine.sessions == [5, old.keeper]
+    registry.settle()
+    assert engine.sessions == [5, old.keeper] * 2
+    registry.close()
+    await asyncio.wait([task])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvtierd.service.metrics.counting import GcPauses, LoopProbe, MoveCounts, TimedSelector
-from kvtierd.service.metrics.endpoint import MetricsEndpoint
-from kvtierd.service.metrics.exposition import LoopCollector
 from kvtierd.service.metrics.reading import Counters, Reading, Subjects
+
+if TYPE_CHECKING:
+    from kvtierd.service.metrics.endpoint import MetricsEndpoint
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,10 @@ class Metrics:
 
     def start(self, host: str, port: int, subjects: Subjects) -> None:
         """Raises :class:`kvtierd.tiers.base.TierConfigError` where the address cannot be had."""
+        # Only here: an HTTP server and a library that a daemon without metrics would wait for at its start.
+        from kvtierd.service.metrics.endpoint import MetricsEndpoint
+        from kvtierd.service.metrics.exposition import LoopCollector
+
         loop = asyncio.get_running_loop()
         self._probe = LoopProbe(loop)
         self._pauses.start()
