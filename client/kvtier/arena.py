@@ -46,7 +46,7 @@ class Arena:
             raise DaemonError("the daemon's arena is of another specification", reason="BAD_ARENA")
         self.writable = write
         self.stale = False
-        """True once another daemon's session has begun. Set by the client."""
+        """True once the cache is open in another session, or cannot be opened there. Set by the client."""
         self.index = IndexReader(self.layout, self._control) if self.layout.index_bytes else None
         """Where its blocks are; None where the daemon keeps no index."""
         self._states = self._control[: layout.HEADER_BYTES].data.cast("I")

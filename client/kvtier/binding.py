@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from grpc.aio import UnaryUnaryMultiCallable
@@ -31,6 +32,8 @@ from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, s
 _GIVE_BACK_S: Final = 1.0
 UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
 """After these the daemon may have answered and nobody have heard it."""
+_FOLLOW_S: Final = 60.0
+"""How long a daemon that has started anew may take to open a cache before reads without calls end."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,45 +123,56 @@ class Binder:
         return binding if link is not None and binding is not None and binding.session == link.session else None
 
     def session_changed(self, session: int) -> None:
-        """What is mapped was another session's: whose daemon may be gone, and its memory somebody else's."""
+        """What is mapped was another session's. It stays readable until the cache is open in this one, which is seen to
+        at once and may take a while, since a daemon that has just started may still be reading the cache: it is either
+        the memory that the daemon goes on with, or nobody's any more, and then no byte of it changes."""
         binding = self._binding
-        if binding is not None and binding.mapped is not None and binding.session != session:
-            binding.mapped.stale = True
+        if binding is not None and binding.mapped is not None and binding.session != session and not self._closed:
+            self.session.spawn(self._follow(binding.mapped))
 
-    async def bind(self, link: Link, seconds: float) -> Binding:
-        """The cache in the link's session, opened there first if need be.
+    async def _follow(self, mapped: Arena) -> None:
+        try:
+            await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S))
+        except KvtierError as error:
+            _log.debug("cache %s is not opened again: %s", self._name, error)
+            mapped.stale = True  # whoever reads next calls, and is told why
+
+    async def bind(self, link: Link, seconds: float, *, create: bool = True) -> Binding:
+        """The cache in the link's session, opened there first if need be. ``create``: and made, where there is none.
 
         Raises :class:`DeadlineExceeded` where the daemon, or another call that opens it, takes too long, and
         :class:`ClientClosed`.
         """
         try:
             async with asyncio.timeout(seconds + ANSWER_GRACE_S):
-                return await self._bind(link, seconds)
+                return await self._bind(link, seconds, create)
         except TimeoutError as error:
             raise DeadlineExceeded(f"cache {self._name} was not opened in time", reason="DEADLINE") from error
 
-    async def _bind(self, link: Link, seconds: float) -> Binding:
+    async def _bind(self, link: Link, seconds: float, create: bool) -> Binding:
         async with self._lock:
             if self._closed:
                 raise ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
-            if self._binding is not None:
-                if self._binding.session == link.session:
-                    return self._binding
-                self.session_changed(link.session)
-            request = caches_pb2.OpenRequest(
-                name=self._name,
-                spec=None if self._asked is None else spec_to_wire(self._asked),
-                budgets=budgets_to_wire(self._budgets),
-                seq=self.session.next_seq(),
-                options=options_to_wire(self._options) if self._options is not None else None,
-            )
+            if self._binding is not None and self._binding.session == link.session:
+                return self._binding
+            request = caches_pb2.OpenRequest(name=self._name, seq=self.session.next_seq())
+            named = self._asked if create else None
+            if named is not None:
+                request.spec.CopyFrom(spec_to_wire(named))
+            if create:
+                request.budgets.extend(budgets_to_wire(self._budgets))
+                if self._options is not None:
+                    request.options.CopyFrom(options_to_wire(self._options))
             reply = await send(link, lambda stubs: stubs.caches.Open, request, seconds)
             info = cache_info(reply.info)
             spec = self._spec or info.spec
-            if self._asked is None and info.spec.fingerprint() != spec.fingerprint():
+            if named is None and info.spec.fingerprint() != spec.fingerprint():
                 raise SpecMismatch("spec", info.spec, f"that of the cache {self._name} that was opened first")
             mapped = await self._map(link, reply.cache_id, spec) if self.maps else None
-            self._binding, self._spec = Binding(link.session, reply.cache_id, mapped, info), spec
+            before, self._binding = self._binding, Binding(link.session, reply.cache_id, mapped, info)
+            self._spec = spec
+            if before is not None and before.mapped is not None:
+                before.mapped.stale = True
             return self._binding
 
     async def _map(self, link: Link, cache_id: int, spec: CacheSpec) -> Arena:

@@ -12,6 +12,7 @@ import os
 import socket
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -153,7 +154,8 @@ class FakeDaemon:
                 fds = [self._memory().fds(write=True)["control"], self._memory().fds(write=True)["device"]]
                 names = json.dumps({"ok": True, "fds": ["control", "device"]}).encode()
                 sent = array.array("i", fds[: 1 + self.sent_fds])
-                connection.sendmsg([names], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
+                with suppress(BrokenPipeError):  # who asked has hung up meanwhile
+                    connection.sendmsg([names], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
 
     def _welcome(self, hello: attach.Hello) -> attach.Welcome | attach.Failure:
         if hello.token is not None and hello.token not in self.known:

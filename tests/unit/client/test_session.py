@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 
 import kvtier
 from kvtier import Cache, Tier
@@ -90,6 +91,46 @@ async def test_a_broken_attach_connection_resumes_the_session(daemon: FakeDaemon
     assert len(daemon.calls["Open"]) == 1
     await lease.release()
     assert [list(call.lease_ids) for call in daemon.calls["Release"]] == [[5]]
+
+
+async def test_a_mapped_cache_is_opened_in_the_next_session_unasked_but_never_made(
+    daemon: FakeDaemon, cache: Cache
+) -> None:
+    before = cache.arena
+    daemon.known.clear()
+    daemon.hang_up()
+    await until(lambda: cache.arena is not before)
+    assert before.stale
+    first, *others = [call.HasField("spec") for call in daemon.calls["Open"]]
+    assert first and others and not any(others)
+
+
+async def test_what_was_mapped_is_read_until_its_cache_is_open_or_cannot_be_opened(
+    daemon: FakeDaemon, cache: Cache
+) -> None:
+    may_open, before, opened = asyncio.Event(), cache.arena, daemon.answers["Open"]
+
+    async def slow(request: Message, context: Context) -> Any:
+        await may_open.wait()
+        return await opened(request, context)
+
+    daemon.answers["Open"] = slow
+    daemon.known.clear()
+    daemon.hang_up()
+    await daemon.until(lambda: len(daemon.calls["Open"]) == 2)
+    assert not before.stale, "a daemon that still reads the cache keeps nobody from reading"
+    daemon.answers["Open"] = failing(100, grpc.StatusCode.NOT_FOUND, opened)
+    daemon.known.clear()
+    daemon.hang_up()
+    await until(lambda: before.stale)
+    assert cache.arena is before
+    may_open.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  nothing tells of it
+            await asyncio.sleep(0.005)
 
 
 async def test_a_disowned_session_begins_anew_and_its_leases_are_lost(daemon: FakeDaemon, cache: Cache) -> None:
