@@ -84,3 +84,12 @@ def test_latency_is_that_of_a_loaded_daemon() -> None:
     assert 0 < p50["value"] <= p99["value"]
     assert 0 < p50["floor"] <= p99["floor"]
     assert found["latency.callback.max"][0]["params"]["callbacks"] > 100
+
+
+def test_a_restart_is_seen_by_a_caller_and_by_a_reader() -> None:
+    found = results("restart", "--blocks", "640", "--rounds", "1")
+    assert set(found) == {"restart.answered", "restart.matched", "restart.read", "restart.longest_read"}
+    (read,) = found["restart.read"]
+    said = {name: read["params"][name] for name in ("blocks", "short", "wrong", "errors", "calls")}
+    assert said == {"blocks": 640, "short": 0, "wrong": 0, "errors": 0, "calls": 0}
+    assert found["restart.answered"][0]["value"] <= found["restart.matched"][0]["value"]

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvtier.bench import client as client_bench
 from kvtier.bench import latency as latency_bench
+from kvtier.bench import restart as restart_bench
 from kvtier.bench import scale as scale_bench
 from kvtier.bench import tiers as tiers_bench
 from kvtier.bench.result import Result
@@ -144,6 +145,18 @@ def scale(blocks: tuple[int, ...], rounds: int, no_disk: bool, disk_dir: Path | 
     """
     counts = tuple(sorted(blocks)) or scale_bench.Options().blocks
     _tell(scale_bench.run(scale_bench.Options(counts, rounds, not no_disk, disk_dir)), as_json)
+
+
+@bench.command()
+@click.option("--blocks", type=click.IntRange(min=64), default=100_000, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+@_JSON
+def restart(blocks: int, rounds: int, as_json: bool) -> None:
+    """Kill a supervised daemon with so many blocks of 4 KiB in host memory under a reader who looks at every byte.
+
+    How soon the next daemon answers a call, and one about the cache; how fast was read meanwhile, and before.
+    """
+    _tell(restart_bench.run(restart_bench.Options(blocks, rounds)), as_json)
 
 
 @bench.command()
