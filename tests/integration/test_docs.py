@@ -1,0 +1,180 @@
+"""What the documentation tells a reader to type does what it says.
+
+A fenced block's second word says how it is held to that: ``runnable`` ones are run as they stand, ``check-config`` ones
+go through ``kvtierd --check-config``, and what takes another machine (``by-hand``) at least names what there is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+from kvtier import Client, Tier
+from kvtier.cli import main
+from kvtierd.main import main as daemon_main
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.test_cli import DEADLINE_S
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/operations.md", "docs/observability.md", "docs/models.md", "docs/security.md")
+HOW = {"runnable", "check-config", "by-hand"}
+
+_FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced one. ``how``: empty where the page does not say."""
+
+    page: str
+    language: str
+    how: str
+    text: str
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Of a shell block: words of every command, those of a pipeline apart."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [
+            words
+            for line in lines
+            for part in re.split(r"\||&&", line.partition(" #")[0])
+            if (words := shlex.split(part, comments=True))
+        ]
+
+
+BLOCKS = [
+    Block(page, language, how, text)
+    for page in PAGES
+    for language, how, text in _FENCE.findall((ROOT / page).read_text())
+]
+
+
+def of(how: str, language: str) -> list[Block]:
+    return [block for block in BLOCKS if (block.how, block.language) == (how, language)]
+
+
+def test_every_block_that_a_reader_could_type_says_how_it_is_checked() -> None:
+    typed = [block for block in BLOCKS if block.language in ("sh", "python", "toml")]
+    assert [block for block in typed if block.how not in HOW] == []
+    ran = {(block.page, block.language) for block in typed if block.how != "by-hand"}
+    assert ran == {
+        ("README.md", "sh"),
+        ("README.md", "python"),
+        ("docs/operations.md", "sh"),
+        ("docs/models.md", "python"),
+        ("docs/security.md", "toml"),
+    }
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+    return start_daemon("--device-bytes", "64MiB", "--host-bytes", "64MiB", "--disk-bytes", "64MiB")
+
+
+@pytest.fixture
+def environment(daemon: DaemonProcess, tmp_path: Path) -> dict[str, str]:
+    """Where ``kvtier`` and ``kvtierd`` are those of this tree, and this daemon is theirs."""
+    for name, module in (("kvtier", "kvtier.cli"), ("kvtierd", "kvtierd.main")):
+        script = tmp_path / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        script.chmod(0o755)
+    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KVTIER_ADDRESS": daemon.address}
+
+
+def run(command: list[str], environment: dict[str, str], directory: Path) -> str:
+    """In a group of its own, so that nothing of a block that hangs goes on after it."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=directory,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=2 * DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, f"{command[-1]}\nexit status {process.returncode}\n{said}\n{errors}"
+    return said
+
+
+def run_page(page: str, environment: dict[str, str], directory: Path) -> str:
+    """Its Python, block after block as a reader goes on, then its commands."""
+    python = "\n".join(block.text for block in of("runnable", "python") if block.page == page)
+    said = run([sys.executable, "-c", python], environment, directory) if python else ""
+    for block in of("runnable", "sh"):
+        if block.page == page:
+            said += run(["sh", "-euxc", block.text], environment, directory)
+    return said
+
+
+def test_the_readme_s_tour(environment: dict[str, str], tmp_path: Path) -> None:
+    said = run_page("README.md", environment, tmp_path)
+    for each in ("cache my-cache: 4 blocks", "stored", "no leases", "float16", "move 4 blocks: 4 ok"):
+        assert each in said, said
+
+
+def test_an_operator_s_look_around(daemon: DaemonProcess, environment: dict[str, str], tmp_path: Path) -> None:
+    keys = chain("docs", 3)
+    with Client(daemon.address) as client:
+        cache = client.open_cache("llama", SPEC, budgets=sizes(device=4, host=4, disk=4))
+        cache.put(keys, blocks(keys), tier=Tier.HOST)
+        cache.close()
+        run_page("docs/operations.md", environment, tmp_path)
+        assert client.open_cache("llama").match(keys).blocks == 3, "a dry run changed something"
+
+
+def test_the_models_are_described_as_the_page_says(environment: dict[str, str], tmp_path: Path) -> None:
+    run_page("docs/models.md", environment, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "block", [*of("check-config", "sh"), *of("check-config", "toml")], ids=lambda block: block.page
+)
+def test_configurations_are_accepted(block: Block, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "kvtierd.toml").write_text(block.text)
+    told = [words[1:] for words in block.commands if words[0] == "kvtierd"] if block.language == "sh" else []
+    flags = told or [["--config", str(tmp_path / "kvtierd.toml"), "--host-bytes", "1MiB"]]
+    for each in flags:
+        assert "right" in run(["kvtierd", *each, "--check-config"], environment, tmp_path)
+
+
+def spoken(words: list[str]) -> Iterator[str]:
+    """What of a command line there is not: verbs and options."""
+    command: click.Command = {"kvtier": main, "kvtierd": daemon_main}[words[0]]
+    options = set()
+    for word in words[1:]:
+        if isinstance(command, click.Group):
+            options |= {option for parameter in command.params for option in parameter.opts}
+            found = command.commands.get(word)
+            if found is None and not word.startswith("-"):
+                yield word
+                return
+            command = found or command
+        elif word.startswith("--"):
+            known = options | {option for parameter in command.params for option in parameter.opts}
+            if word.partition("=")[0] not in known:
+                yield word
+
+
+def test_what_takes_another_machine_names_what_there_is() -> None:
+    commands = [words for block in of("by-hand", "sh") for words in block.commands if words[0] in ("kvtier", "kvtierd")]
+    assert len(commands) > 3
+    assert {tuple(words): missing for words in commands if (missing := list(spoken(words)))} == {}
+    assert list(spoken(["kvtier", "mvoe", "llama"])) == ["mvoe"]
+    assert list(spoken(["kvtier", "move", "llama", "disk", "--al"])) == ["--al"]
