@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import transfer
+from kvtier import loading, transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.answers import AcrossMatch, GroupSpan
 from kvtier.arrays import Mapped, Piece, Way
@@ -24,7 +24,6 @@ from kvtier.errors import InvalidArgument, KvtierError, StaleRead, TooShort
 from kvtier.holdings import Holdings
 from kvtier.joint import JointPut, Share
 from kvtier.lease import Held, ReadLease
-from kvtier.loading import AcrossLoading
 from kvtier.prompt import Prompt
 from kvtier.reading import Reader
 from kvtier.retention import Retention, block_retention, chain_message
@@ -226,7 +225,7 @@ class AcrossGroups:
             require_timeout(timeout)
         await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
         load = self.loading(packed_keys(keys), tier)
-        await transfer.run(load.copy, load.nbytes)
+        await loading.run(load)
         found = load.result()
         if found is not None:
             return AcrossBlocks(*found)
@@ -238,10 +237,10 @@ class AcrossGroups:
         except TooShort:
             return AcrossBlocks(0, {group.group: [] for group in self._groups})
 
-    def loading(self, packed: bytes, tier: Tier | None) -> AcrossLoading:
+    def loading(self, packed: bytes, tier: Tier | None) -> loading.AcrossLoading:
         """A get without a call, to be tried. Raises :class:`InvalidArgument`."""
         self._cache.lease_tier(tier)
-        return AcrossLoading(self.reader, self._groups, packed, tier)
+        return loading.AcrossLoading(self.reader, self._groups, packed, tier)
 
     def _way(self, cache: Cache) -> Way:
         return Mapped(cache, self._holdings) if cache.mapped else Streamed(cache, self._binder, self._deadline)

@@ -10,7 +10,7 @@ import copy
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from typing import Any, Final
 
-from kvtier import arrays, transfer
+from kvtier import arrays, loading, transfer
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.across import AcrossGroups
@@ -20,7 +20,6 @@ from kvtier.binding import Binder, send
 from kvtier.errors import CallerError, InvalidArgument
 from kvtier.holdings import Holdings
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
-from kvtier.loading import Loading
 from kvtier.lookups import Lookups
 from kvtier.options import CacheOptions
 from kvtier.prompt import Prompt
@@ -434,8 +433,8 @@ class Cache:
         if timeout is not None:
             require_timeout(timeout)
         await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
-        load = Loading(self, keys, out, tier)
-        await transfer.run(load.copy, load.nbytes)
+        load = loading.Loading(self, keys, out, tier)
+        await loading.run(load)
         rows = load.rows
         if not load.done:
             self.reader.count(calls=1)
@@ -545,5 +544,5 @@ async def _delivered(out: transfer.Blocks | None, rows: list[Bytes]) -> list[Any
     if out is None:
         return list(rows)
     filled = list(out[: len(rows)])
-    await transfer.deliver(filled, rows)
+    await transfer.deliver(out[: len(rows)], rows)
     return filled

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import numpy as np
@@ -29,18 +29,30 @@ from kvtier.types import Tier
 MAX_KEYS: Final = 16_384
 """Of one verb, as in a call to the daemon, which refuses more."""
 
+_REMEMBERED_CHAINS: Final = 16
+_REMEMBERED_KEYS: Final = 256
+"""Of one chain: looking up more takes little of the time that copying them takes."""
+
 _TRIES: Final = 2
 """How often a block is copied whose slot is given away meanwhile, before it counts as not there."""
+
+_NONE: Final = np.empty(0, dtype=np.intp)
 
 T = TypeVar("T")
 
 
+Asked = tuple[int, int, bytes]
+"""Window group, bits of the tiers that will do, packed keys."""
+
+
 @dataclass(slots=True, frozen=True)
 class Mapping:
-    """A mapped arena whose index can be asked."""
+    """A mapped arena whose index can be asked. ``remembered``: where all the blocks of a chain were when it was read
+    last. Whether they still are, their generations say."""
 
     arena: Arena
     chains: Chains
+    remembered: dict[Asked, Found] = field(default_factory=dict)
 
 
 class Reader:
@@ -128,6 +140,13 @@ class Reader:
             self.count(misses=blocks)
             self.recency.note(group, (), blocks)
 
+    def remember(self, mapping: Mapping, asked: Asked, found: Found) -> None:
+        with self._lock:
+            mapping.remembered.pop(asked, None)
+            while len(mapping.remembered) >= _REMEMBERED_CHAINS:
+                del mapping.remembered[next(iter(mapping.remembered))]
+            mapping.remembered[asked] = found
+
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _current(self, keys: bytes) -> Mapping | None:
@@ -151,21 +170,25 @@ class Copying:
     def __init__(self, reader: Reader, mapping: Mapping, keys: bytes, group: int, tiers: Sequence[Tier]) -> None:
         self.group: Final = group
         self.asked: Final = len(keys) // KEY_BYTES
+        self.blocks = self.asked
         self.reuses = 0
         self._reader: Final = reader
         self._mapping: Final = mapping
         self._keys: Final = keys
         self._tiers: Final = tiers
         self._bits: Final = sum(tier.bit for tier in tiers)
-        self._found: Found = mapping.chains.find(keys, group)
-        self.blocks = count_leading(self._found.residency & self._bits != 0)
+        self._start = 0
+        self._current = True
+        remembered = mapping.remembered.get((group, self._bits, keys)) if self.asked <= _REMEMBERED_KEYS else None
+        self._found: Found = remembered if remembered is not None else self._look_up()
 
     @property
     def at_end(self) -> bool:
         """Whether that is all of the chain that is stored: there is nothing to ask the daemon for."""
-        if self.blocks == self.asked:
-            return True
-        return bool(self._found.sure[self.blocks]) and self._found.residency[self.blocks] == 0
+        if self.blocks == self.asked or not self._current:
+            return self._current
+        following = self.blocks - self._start
+        return bool(self._found.sure[following]) and self._found.residency[following] == 0
 
     @property
     def misses(self) -> int:
@@ -180,49 +203,54 @@ class Copying:
 
     def copy(self, rows: Sequence[Bytes]) -> None:
         """Fills the rows, one a block, and cuts :attr:`blocks` to those that were there to the end."""
-        left = self._copy(rows, np.arange(self.blocks), self._found)
-        for _ in range(_TRIES - 1):
-            if not len(left):
+        for _ in range(_TRIES):
+            void = self._copy(rows[self._start : self.blocks], self._found)
+            if not len(void):
                 break
-            left = self._copy_again(rows, left)
-        if len(left):
-            self.blocks = int(left[0])
+            self._start += int(void[0])
+            self._found = self._look_up()
+            self.blocks = min(self.blocks, len(rows))
+        else:
+            self.blocks = self._start
         if not self._mapping.arena.current:
-            self.blocks = 0
+            self.blocks, self._current = 0, False
         self._reader.noted(self)
 
-    def _copy_again(self, rows: Sequence[Bytes], places: NDArray[np.intp]) -> NDArray[np.intp]:
-        keys = b"".join(self._keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in places.tolist())
-        found = self._mapping.chains.find(keys, self.group)
-        there = found.residency & self._bits != 0
-        return np.sort(np.concatenate((places[~there], self._copy(rows, places, found))))
+    def _look_up(self) -> Found:
+        """Where the blocks from ``_start`` on are now; sets how many of them can be copied."""
+        found = self._mapping.chains.find(self._keys[self._start * KEY_BYTES :], self.group)
+        there = count_leading(found.residency & self._bits != 0)
+        self.blocks = self._start + there
+        if there == self.asked <= _REMEMBERED_KEYS:
+            self._reader.remember(self._mapping, (self.group, self._bits, self._keys), found)
+        return found
 
-    def _copy(self, rows: Sequence[Bytes], places: NDArray[np.intp], found: Found) -> NDArray[np.intp]:
-        """``places``: of which blocks of the chain the first of ``found`` tell. Returns those copied in vain."""
-        todo = found.residency[: len(places)] & self._bits
-        void = [places[:0]]
+    def _copy(self, rows: Sequence[Bytes], found: Found) -> NDArray[np.intp]:
+        """Copies the first blocks of ``found``, one into each row. Returns which of them were not there to the end."""
+        where = found.residency[: len(rows)] & self._bits
+        if len(self._tiers) == 1 and where.all():
+            return self._copy_from(self._tiers[0], rows, found, slice(len(rows)))
+        lost = [np.flatnonzero(where == 0)]
         for tier in self._tiers:
-            mine = np.flatnonzero(todo & tier.bit)
-            todo[mine] = 0
-            if len(mine):
-                on_device = tier is Tier.DEVICE
-                slots = (found.device_slots if on_device else found.host_slots)[mine]
-                generations = (found.device_generations if on_device else found.host_generations)[mine]
-                void.append(self._copy_from(tier, rows, places[mine], slots, generations))
-        changed = np.concatenate(void)
-        self.reuses += len(changed)
-        return changed
+            of_tier = np.flatnonzero(where & tier.bit)
+            if len(of_tier):
+                where[of_tier] = 0
+                part = self._copy_from(tier, [rows[at] for at in of_tier.tolist()], found, of_tier)
+                lost.append(of_tier[part])
+        return np.sort(np.concatenate(lost))
 
     def _copy_from(
-        self,
-        tier: Tier,
-        rows: Sequence[Bytes],
-        places: NDArray[np.intp],
-        slots: NDArray[np.uint32],
-        generations: NDArray[np.uint64],
+        self, tier: Tier, rows: Sequence[Bytes], found: Found, which: slice | NDArray[np.intp]
     ) -> NDArray[np.intp]:
+        """Copies ``which`` of the blocks out of one tier. Returns, by row, whose slots were given away meanwhile."""
+        on_device = tier is Tier.DEVICE
+        slots = (found.device_slots if on_device else found.host_slots)[which]
+        generations = (found.device_generations if on_device else found.host_generations)[which]
         arena = self._mapping.arena
-        transfer.out_of_slots(arena.pools(tier, self.group), slots.tolist(), [rows[at] for at in places.tolist()])
+        transfer.out_of_slots(arena.pools(tier, self.group), slots.tolist(), rows)
         # After the bytes: the generation that the index gave is even, and ends before the first of them changes.
-        changed: NDArray[np.intp] = places[arena.generations(tier, self.group, slots) != generations]
-        return changed
+        changed = arena.generations(tier, self.group, slots) != generations
+        if not changed.any():
+            return _NONE
+        self.reuses += int(changed.sum())
+        return np.flatnonzero(changed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,8 @@ def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]:
 
     For a tensor that is not contiguous CPU memory: fresh bytes, for :func:`deliver` to bring there.
     """
+    if in_one_piece(out, count, block_bytes):
+        return list(out.reshape(count, -1).view(np.uint8))
     _check(out, "out", count, block_bytes)
     targets: list[Bytes] = []
     for index, block in enumerate(out):
@@ -61,19 +63,32 @@ def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]:
     return targets
 
 
-async def deliver(out: Sequence[Block], rows: Sequence[Bytes]) -> None:
+def in_one_piece(out: Blocks | None, count: int, block_bytes: int) -> TypeGuard[NDArray[Any]]:
+    """Whether it is one array that can be written in place, for which there is less to check."""
+    return (
+        isinstance(out, np.ndarray)
+        and len(out) == count > 0
+        and out.nbytes == count * block_bytes
+        and out.flags.c_contiguous
+        and out.flags.writeable
+    )
+
+
+async def deliver(out: Blocks, rows: Sequence[Bytes]) -> None:
     """After :func:`writable` and a copy into what it gave: fills the tensors that could not be written in place."""
     late = _late(out, rows)
     if late:
         await run(lambda: _fill(late), sum(len(row) for _, row in late))
 
 
-def deliver_here(out: Sequence[Block], rows: Sequence[Bytes]) -> None:
+def deliver_here(out: Blocks, rows: Sequence[Bytes]) -> None:
     """The same in this thread."""
     _fill(_late(out, rows))
 
 
-def _late(out: Sequence[Block], rows: Sequence[Bytes]) -> list[tuple[torch.Tensor, Bytes]]:
+def _late(out: Blocks, rows: Sequence[Bytes]) -> list[tuple[torch.Tensor, Bytes]]:
+    if isinstance(out, np.ndarray):
+        return []
     pairs = [(block, row) for block, row in zip(out, rows, strict=True) if tensors.is_tensor(block)]
     return [(tensor, row) for tensor, row in pairs if not tensors.is_in_place(tensor)]
 

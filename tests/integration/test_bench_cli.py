@@ -28,12 +28,14 @@ def results(*arguments: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_client_with_a_daemon_of_its_own() -> None:
-    found = results("client", "--block-bytes", "4KiB", "--block-bytes", "64KiB", "--rounds", "2")
-    assert sorted(found) == [
-        *("client.acquire_release", "client.load", "client.match", "client.store", "client.store_pipelined")
-    ]
-    for each in found.values():
-        assert [result["params"]["block_bytes"] for result in each] == [4096, 65536]
+    sizes = ("--block-bytes", "4KiB", "--block-bytes", "64KiB", "--entries", "10000")
+    found = results("client", *sizes, "--rounds", "2")
+    by_size = {f"client.{name}" for name in ("acquire_release", "load", "match", "store", "store_pipelined", "get")}
+    long = {f"client.{name}" for name in ("match.long", "locate", "keys")}
+    assert set(found) == by_size | long | {f"client.prefix_length.{part}" for part in ("all", "half", "none")}
+    for name, each in found.items():
+        if name in by_size:
+            assert [r["params"]["block_bytes"] for r in each] in ([4096, 65536], [4096] * 3 + [65536] * 3)
         assert all(result["floor"] > 0 for result in each)
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.bench.bare import BareServer, bare_server
-from kvtier.bench.place import Place, chains, place
+from kvtier.bench.place import CACHE, Place, chains, place
 from kvtier.bench.result import Result, quantile
+from kvtier.cache import Cache
 from kvtier.errors import DaemonError
 from kvtier.private import PrivateDaemon, TierSlots
 from kvtier.types import Tier
@@ -60,8 +61,9 @@ async def run(options: Options) -> AsyncIterator[Result]:
 
 
 class _Bench:
-    def __init__(self, here: Place, daemon: PrivateDaemon, bare: BareServer, options: Options) -> None:
+    def __init__(self, here: Place, asked: Cache, daemon: PrivateDaemon, bare: BareServer, options: Options) -> None:
         self._here = here
+        self._asked = asked
         self._daemon = daemon
         self._bare = bare
         self._options = options
@@ -71,7 +73,9 @@ class _Bench:
     async def prepared(cls, here: Place, bare: BareServer, options: Options) -> _Bench:
         if here.daemon is None:
             raise DaemonError("only a private daemon can be measured so", reason="BENCH")
-        bench = cls(here, here.daemon, bare, options)
+        # A mapped cache would be looked up without asking the daemon.
+        asked = await here.client.open_cache(CACHE, here.cache.spec, mapped=False)
+        bench = cls(here, asked, here.daemon, bare, options)
         # Held, so that what is looked up stays.
         lease = await here.cache.reserve(_MATCHED, Tier.HOST)
         await lease.commit(bench._matched)
@@ -86,7 +90,7 @@ class _Bench:
             for _ in range(self._options.rounds):
                 before, began = await self._moved(), time.perf_counter()
                 os.kill(self._daemon.pid, signal.SIGUSR1)
-                ours += await self._calls(lambda: self._here.cache.match(self._matched))
+                ours += await self._calls(lambda: self._asked.match(self._matched))
                 os.kill(self._daemon.pid, signal.SIGUSR1)
                 after, seconds = await self._moved(), time.perf_counter() - began
                 speeds.append({edge: (after[edge] - before[edge]) / seconds for edge in after})

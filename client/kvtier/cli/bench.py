@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvtier.bench import client as client_bench
 from kvtier.bench import latency as latency_bench
+from kvtier.bench import reads as reads_bench
 from kvtier.bench import restart as restart_bench
 from kvtier.bench import scale as scale_bench
 from kvtier.bench import tiers as tiers_bench
@@ -101,11 +102,26 @@ def _shown(name: str, value: Any) -> str:
 @click.option("--address", metavar="DIR", help="Of a daemon that runs, instead of a private one.")
 @click.option("--block-bytes", "block_bytes", type=SizeType(), multiple=True, metavar="SIZE", help="Repeatable.")
 @click.option("--rounds", type=click.IntRange(min=1), default=40, show_default=True)
+@click.option(
+    "--entries", type=click.IntRange(min=reads_bench.BLOCKS), default=reads_bench.ENTRIES, help="[default: 10^6]"
+)
 @_JSON
-def client(address: str | None, block_bytes: tuple[int, ...], rounds: int, as_json: bool) -> None:
-    """Match, store and load through the client library, 64 blocks at a time."""
+def client(address: str | None, block_bytes: tuple[int, ...], rounds: int, entries: int, as_json: bool) -> None:
+    """Match, store and load through the client library, 64 blocks at a time, and reads without a call.
+
+    8,192 keys are looked up in an index of so many ENTRIES. Reads without a call want daemons of their own: none are
+    measured where an address is given.
+    """
     sizes = block_bytes or client_bench.Options().block_bytes
-    _tell(client_bench.run(client_bench.Options(sizes, rounds, address)), as_json)
+    calls = client_bench.run(client_bench.Options(sizes, rounds, address))
+    reads = reads_bench.run(reads_bench.Options(sizes, rounds, entries))
+    _tell(calls if address else _one_after_another(calls, reads), as_json)
+
+
+async def _one_after_another(*parts: AsyncIterator[Result]) -> AsyncIterator[Result]:
+    for part in parts:
+        async for result in part:
+            yield result
 
 
 @bench.command()

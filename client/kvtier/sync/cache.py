@@ -311,7 +311,7 @@ class Cache:
         count = len(load.rows)
         filled = load.rows if out is None else list(out[:count])
         if out is not None:
-            transfer.deliver_here(filled, load.rows)
+            transfer.deliver_here(out[:count], load.rows)
         if load.done:
             return filled
         left, into = load.packed[count * KEY_BYTES :], None if out is None else out[count:]
