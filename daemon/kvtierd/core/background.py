@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtierd.core.block import Block
-from kvtierd.core.events import Cause
+from kvtierd.core.events import WATERMARK, WRITE_THROUGH
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Tier
 from kvtierd.core.policy import WritePolicy
-from kvtierd.core.room import Prospect, Room
+from kvtierd.core.room import COMING, NEVER, NOW, Room
 
 MOST_IN_FLIGHT: Final = 64
 """Background copies of a group."""
@@ -66,8 +66,8 @@ class Background:
             if left <= 0:
                 break
             if self._wanted(block, low):
-                prospect = self._room.copy_down(block, self._room.source(block), low, Cause.WRITE_THROUGH, now)
-                if prospect is Prospect.COMING:
+                prospect = self._room.copy_down(block, self._room.source(block), low, WRITE_THROUGH, now)
+                if prospect is COMING:
                     break
                 left -= 1
             del self._due[block]
@@ -98,7 +98,7 @@ class Background:
     def _clean_one(self, block: Block, tier: Tier, now: int) -> bool:
         for low in self._state.below[tier]:
             if self._state.goes_down(block, tier, low):
-                prospect = self._room.copy_down(block, tier, low, Cause.WATERMARK, now, sparing=True)
-                if prospect is not Prospect.NEVER:
-                    return prospect is Prospect.NOW
+                prospect = self._room.copy_down(block, tier, low, WATERMARK, now, sparing=True)
+                if prospect is not NEVER:
+                    return prospect is NOW
         return False

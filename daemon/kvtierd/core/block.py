@@ -37,6 +37,11 @@ class Phase(IntEnum):
     copy goes on."""
 
 
+FILLING: Final = Phase.FILLING
+READY: Final = Phase.READY
+LEAVING: Final = Phase.LEAVING
+
+
 class Copy:
     """A block's bytes in one tier.
 
@@ -60,17 +65,17 @@ class Copy:
     @property
     def valid(self) -> bool:
         """Its bytes are the block's."""
-        return self.phase is not Phase.FILLING
+        return self.phase is not FILLING
 
     @property
     def still(self) -> bool:
         """Valid, and nobody holds it, reads it or is moving it."""
-        return self.phase is Phase.READY and self.holds == 0 and self.reads == 0
+        return self.phase is READY and self.holds == 0 and self.reads == 0
 
     @property
     def sinking(self) -> bool:
         """Valid, nobody holds it, and all that reads it is one copy downwards."""
-        return self.phase is Phase.READY and self.holds == 0 and self.reads == self.sinks == 1
+        return self.phase is READY and self.holds == 0 and self.reads == self.sinks == 1
 
 
 class Block:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.core.traits import Label
@@ -23,6 +23,11 @@ class EventType(IntEnum):
     REMOVED = 3
     UPDATED = 4
     CLEARED = 5
+
+
+STORED: Final = EventType.STORED
+REMOVED: Final = EventType.REMOVED
+UPDATED: Final = EventType.UPDATED
 
 
 class Cause(IntEnum):
@@ -44,6 +49,12 @@ class Cause(IntEnum):
     LOST = 14
     SHUTDOWN = 15
     RECOVERED = 16
+
+
+WRITE_THROUGH: Final = Cause.WRITE_THROUGH
+CAPACITY: Final = Cause.CAPACITY
+WATERMARK: Final = Cause.WATERMARK
+DEMAND: Final = Cause.DEMAND
 
 
 class BlockChange(NamedTuple):

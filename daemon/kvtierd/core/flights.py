@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.block import LEAVING, Block, Copy
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import Cause, EventType
+from kvtierd.core.events import UPDATED, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import MoveId, Tier
+from kvtierd.core.ids import DEVICE, DISK, HOST, MoveId, Tier
 from kvtierd.core.outcome import MoveResult
 from kvtierd.core.policy import Edge, WritePolicy
 from kvtierd.core.recorder import Transfer
-from kvtierd.core.slots import SlotState
+from kvtierd.core.slots import SLOT_RETIRING
 from kvtierd.core.tickets import FetchTicket
 
 
@@ -75,7 +75,7 @@ class Flights:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
         self._count_background(src, cause, 1)
-        self.to_disk += dst is Tier.DISK
+        self.to_disk += dst is DISK
         self._flights.setdefault(move, []).append(Flight(block, (src, dst), source, copy, cause, purge))
         return copy
 
@@ -115,12 +115,12 @@ class Flights:
     def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state, block, (src, dst) = self._state, flight.block, flight.edge
         self._count_background(src, flight.cause, -1)
-        self.to_disk -= dst is Tier.DISK
+        self.to_disk -= dst is DISK
         flight.source.reads -= 1
         flight.source.sinks -= dst > src
         attached = block.copy(dst) is flight.copy and block.copy(src) is flight.source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
-            state.abandon(block, dst, flight.copy, written=dst is Tier.DISK and not failed and not corrupt)
+            state.abandon(block, dst, flight.copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)
             for ticket in flight.copy.waiters:
                 ticket.failed.add(block)
@@ -132,15 +132,15 @@ class Flights:
             self._settle_source(flight)
 
     def _count_background(self, src: Tier, cause: Cause, by: int) -> None:
-        if cause in (Cause.WRITE_THROUGH, Cause.WATERMARK):
+        if cause in (WRITE_THROUGH, WATERMARK):
             self.background += by
             self.cleaning[src] += by
 
     def _parent_below(self, block: Block, dst: Tier) -> bool:
         """The disk stays prefix-closed: a block whose parent's own copy failed does not stay there."""
-        if dst is not Tier.DISK or block.parent is None:
+        if dst is not DISK or block.parent is None:
             return True
-        above = block.parent.copy(Tier.DISK)
+        above = block.parent.copy(DISK)
         return above is not None and above.valid
 
     def _source_stays(self, flight: Flight) -> None:
@@ -151,27 +151,27 @@ class Flights:
     def _settle_source(self, flight: Flight) -> None:
         """The source was detached while it was read; it is freed by its last reader."""
         tier, source = flight.edge[0], flight.source
-        retiring = self._state.slots[tier].state(source.slot) is SlotState.RETIRING
+        retiring = self._state.slots[tier].state(source.slot) is SLOT_RETIRING
         if retiring and source.reads == 0 and source.holds == 0:
             self._state.settle(flight.block, tier, source)
 
     def _arrive(self, flight: Flight, transfer: Transfer) -> None:
         state, block, (src, dst) = self._state, flight.block, flight.edge
         state.arrive(block, dst)
-        goes = flight.source.phase is Phase.LEAVING or self._promoted(flight)
+        goes = flight.source.phase is LEAVING or self._promoted(flight)
         gone = [src] if goes else []
         if flight.purge:
             gone += [t for t in state.above[dst] if t not in gone and self._idle(block, t)]
         for tier in gone:
             state.detach(block, tier)
-        state.recorder.change(EventType.UPDATED, flight.cause, state.group, block, transfer)
+        state.recorder.change(UPDATED, flight.cause, state.group, block, transfer)
         state.reconsider(block)
 
     def _promoted(self, flight: Flight) -> bool:
         """Promotion from host frees the source unless somebody needs it; promotion from disk keeps it, and so does a
         cache that writes through."""
         through = self._state.policy.write_policy is WritePolicy.THROUGH
-        return not through and flight.edge == (Tier.HOST, Tier.DEVICE) and self._idle(flight.block, Tier.HOST)
+        return not through and flight.edge == (HOST, DEVICE) and self._idle(flight.block, HOST)
 
     def _idle(self, block: Block, tier: Tier) -> bool:
         copy = block.copy(tier)

@@ -9,18 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy, Phase
+from kvtierd.core.block import COLD_RANK, FILLING, LEAVING, READY, WHOLE_RANK, Block, Copy
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import Cause, EventType
+from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.evict import EVICTORS, Ranked
-from kvtierd.core.ids import BlockId, Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ids import DISK, BlockId, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
 from kvtierd.core.pins import Pins
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
 from kvtierd.core.recorder import Recorder, Transfer, move_item
 from kvtierd.core.retention import Clocks
-from kvtierd.core.slots import SlotState, SlotTable
+from kvtierd.core.slots import (
+    SLOT_BLANK,
+    SLOT_FILLING,
+    SLOT_QUARANTINED,
+    SLOT_READY,
+    SLOT_RETIRING,
+    SlotState,
+    SlotTable,
+)
 from kvtierd.core.traits import Traits
 
 EXPIRY_SLICE: Final = 64
@@ -148,7 +156,7 @@ class GroupState:
             if copy is None:
                 continue
             lists = 0
-            if movable and copy.holds == 0 and copy.phase is Phase.READY:
+            if movable and copy.holds == 0 and copy.phase is READY:
                 if copy.reads == 0:
                     lists = self._lists(block, tier)
                 elif copy.reads == copy.sinks == 1:
@@ -161,7 +169,7 @@ class GroupState:
         residency = block.residency
         low = residency > 2 * bit - 1
         lists = CLEAN if low else 0
-        if residency & (bit - 1) and (tier is not Tier.DISK or block.disk_children == 0):
+        if residency & (bit - 1) and (tier is not DISK or block.disk_children == 0):
             lists |= REDUNDANT
         elif self.below[tier] and (low or not self.expendable(block, tier)):
             lists |= DEMOTABLE
@@ -185,7 +193,7 @@ class GroupState:
         return SlotRef(self.group, tier, slot)
 
     def take_blank(self, tier: Tier, session: SessionId) -> SlotId:
-        slot = self.slots[tier].take(SlotState.BLANK)
+        slot = self.slots[tier].take(SLOT_BLANK)
         self.recorder.begin_write(self.ref(tier, slot))
         self.recorder.owner(self.ref(tier, slot), session)
         return slot
@@ -196,22 +204,22 @@ class GroupState:
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
-        if tier is not Tier.DISK:
+        if tier is not DISK:
             self.recorder.begin_write(self.ref(tier, slot))
             self.recorder.owner(self.ref(tier, slot), None)
         if tier in self.offline:
-            self._enter(tier, slot, SlotState.QUARANTINED)
+            self._enter(tier, slot, SLOT_QUARANTINED)
         else:
             self.slots[tier].give_back(slot)
 
     def retire(self, block: Block, slot: SlotId) -> None:
         """A disk slot whose record must be deleted before anybody may write there."""
-        if Tier.DISK in self.offline:
-            self._enter(Tier.DISK, slot, SlotState.QUARANTINED)
+        if DISK in self.offline:
+            self._enter(DISK, slot, SLOT_QUARANTINED)
             return
-        bad = slot in self.corrupt[Tier.DISK]
-        self._enter(Tier.DISK, slot, SlotState.QUARANTINED if bad else SlotState.RETIRING)
-        move = self.recorder.plan(self.group, Tier.DISK, None, Cause.CAPACITY, move_item(block, slot, None))
+        bad = slot in self.corrupt[DISK]
+        self._enter(DISK, slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
+        move = self.recorder.plan(self.group, DISK, None, CAPACITY, move_item(block, slot, None))
         self._retirements.setdefault(move, []).append(slot)
 
     def retired(self, move: MoveId, failed: Iterable[int]) -> bool:
@@ -222,11 +230,11 @@ class GroupState:
             return False
         for position, slot in enumerate(slots):
             if position in failed:
-                self.corrupt[Tier.DISK].add(slot)
-            if slot in self.corrupt[Tier.DISK] or Tier.DISK in self.offline:
-                self._enter(Tier.DISK, slot, SlotState.QUARANTINED)
+                self.corrupt[DISK].add(slot)
+            if slot in self.corrupt[DISK] or DISK in self.offline:
+                self._enter(DISK, slot, SLOT_QUARANTINED)
             else:
-                self.slots[Tier.DISK].give_back(slot)
+                self.slots[DISK].give_back(slot)
         return True
 
     def slots_being_retired(self) -> list[SlotId]:
@@ -247,12 +255,12 @@ class GroupState:
         source = block.copy(src)
         if source is None or not source.valid:
             raise InvariantViolation(f"block {block.id} is not in {src}")
-        if source.phase is Phase.LEAVING:
+        if source.phase is LEAVING:
             self.stay(block, src)
-        slot = self.slots[dst].take(SlotState.FILLING)
-        copy = Copy(slot, Phase.FILLING)
+        slot = self.slots[dst].take(SLOT_FILLING)
+        copy = Copy(slot, FILLING)
         self._attach(block, dst, copy)
-        if dst is not Tier.DISK:
+        if dst is not DISK:
             self.recorder.begin_write(self.ref(dst, slot))
         source.reads += 1
         source.sinks += dst > src
@@ -265,27 +273,27 @@ class GroupState:
         copy = block.copy(tier)
         if copy is None or not copy.sinking:
             raise InvariantViolation(f"block {block.id} leaves {tier} without a copy downwards")
-        copy.phase = Phase.LEAVING
-        self.slots[tier].change(copy.slot, SlotState.RETIRING)
+        copy.phase = LEAVING
+        self.slots[tier].change(copy.slot, SLOT_RETIRING)
         self.reconsider(block)
 
     def stay(self, block: Block, tier: Tier) -> None:
         """A hit during a demotion: the source stays, the copy goes on."""
         copy = block.copy(tier)
-        if copy is not None and copy.phase is Phase.LEAVING:
-            copy.phase = Phase.READY
-            self.slots[tier].change(copy.slot, SlotState.READY)
+        if copy is not None and copy.phase is LEAVING:
+            copy.phase = READY
+            self.slots[tier].change(copy.slot, SLOT_READY)
             self.reconsider(block)
 
     def arrive(self, block: Block, tier: Tier) -> None:
         """A FILLING copy holds the block's bytes now. The caller records the event."""
         copy = block.copy(tier)
-        if copy is None or copy.phase is not Phase.FILLING:
+        if copy is None or copy.phase is not FILLING:
             raise InvariantViolation(f"block {block.id} arrives in {tier} unplanned")
-        copy.phase = Phase.READY
+        copy.phase = READY
         block.residency |= tier.bit
-        self.slots[tier].change(copy.slot, SlotState.READY)
-        if tier is not Tier.DISK:
+        self.slots[tier].change(copy.slot, SLOT_READY)
+        if tier is not DISK:
             self.recorder.end_write(self.ref(tier, copy.slot), block)
 
     def detach(self, block: Block, tier: Tier) -> Copy:
@@ -299,10 +307,10 @@ class GroupState:
         if copy.holds:
             self._end_pin(tier, copy)
             self.clocks.start(block)
-            if tier is not Tier.DISK:
+            if tier is not DISK:
                 self.recorder.disown(self.ref(tier, copy.slot), block)
         self._candidates[tier].put(block, copy, 0)
-        if tier is Tier.DISK and block.indexed and block.parent is not None:
+        if tier is DISK and block.indexed and block.parent is not None:
             block.parent.disk_children -= 1
             self.reconsider(block.parent)
         self.settle(block, tier, copy)
@@ -310,13 +318,13 @@ class GroupState:
 
     def settle(self, block: Block, tier: Tier, copy: Copy) -> None:
         """Frees a detached copy's slot if this was the last that used it."""
-        if copy.phase is Phase.FILLING:
-            self._enter(tier, copy.slot, SlotState.RETIRING)
+        if copy.phase is FILLING:
+            self._enter(tier, copy.slot, SLOT_RETIRING)
         elif copy.holds > 0:
-            self._enter(tier, copy.slot, SlotState.READY)
+            self._enter(tier, copy.slot, SLOT_READY)
         elif copy.reads > 0:
-            self._enter(tier, copy.slot, SlotState.RETIRING)
-        elif tier is Tier.DISK:
+            self._enter(tier, copy.slot, SLOT_RETIRING)
+        elif tier is DISK:
             self.retire(block, copy.slot)
         else:
             self.give_back(tier, copy.slot)
@@ -326,11 +334,11 @@ class GroupState:
         if block.copy(tier) is copy:
             self.detach(block, tier)
             self.reconsider(block)
-        copy.phase = Phase.READY
+        copy.phase = READY
         if copy.holds:
             copy.holds = 0
             self.held[tier] -= 1
-        if tier is Tier.DISK and written:
+        if tier is DISK and written:
             self.retire(block, copy.slot)
         else:
             self.give_back(tier, copy.slot)
@@ -338,14 +346,14 @@ class GroupState:
     def free_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
         """Gives up one residency of a block that is valid elsewhere."""
         self.detach(block, tier)
-        self.recorder.change(EventType.UPDATED, cause, self.group, block)
+        self.recorder.change(UPDATED, cause, self.group, block)
         self.reconsider(block)
 
     def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
         block.put_copy(tier, copy)
         if copy.valid:
             block.residency |= tier.bit
-        if tier is Tier.DISK and block.parent is not None:
+        if tier is DISK and block.parent is not None:
             block.parent.disk_children += 1
             self.reconsider(block.parent)
 
@@ -424,7 +432,7 @@ class GroupState:
             if block.indexed:
                 self.evictor.use(block)
                 self.reconsider(block)
-                if block.copy(Tier.DISK) is not None:
+                if block.copy(DISK) is not None:
                     self._used_on_disk.pop(block, None)
                     self._used_on_disk[block] = None
         for block in self.evictor.settle():
@@ -457,7 +465,7 @@ class GroupState:
         block.top_children = tops.count(highest) if highest > priority else 0
         if new != old:
             block.reprioritise(new)
-            self.recorder.change(EventType.UPDATED, cause, self.group, block)
+            self.recorder.change(UPDATED, cause, self.group, block)
             self.reconsider(block)
             self._reprioritise(block.parent, old, new, cause)
 
@@ -472,7 +480,7 @@ class GroupState:
     def take_disk_uses(self) -> list[Key]:
         """Blocks with a disk copy that were used since the last call, in the order of their last use."""
         used, self._used_on_disk = self._used_on_disk, {}
-        return [block.key for block in used if (copy := block.copy(Tier.DISK)) is not None and copy.valid]
+        return [block.key for block in used if (copy := block.copy(DISK)) is not None and copy.valid]
 
     # -- existence -------------------------------------------------------------------------------------------------
 
@@ -488,7 +496,7 @@ class GroupState:
         """
         block = self._index(key, parent_key, traits)
         self._place_at(block, tier, slot)
-        if tier is not Tier.DISK:
+        if tier is not DISK:
             self.recorder.end_write(self.ref(tier, slot), block)
         self.introduce(block, cause)
         return block
@@ -511,13 +519,13 @@ class GroupState:
         return BlockId(self._last_block)
 
     def _place_at(self, block: Block, tier: Tier, slot: SlotId) -> None:
-        self._enter(tier, slot, SlotState.READY)
-        self._attach(block, tier, Copy(slot, Phase.READY))
+        self._enter(tier, slot, SLOT_READY)
+        self._attach(block, tier, Copy(slot, READY))
 
     def introduce(self, block: Block, cause: Cause) -> None:
         """A block that has just been indexed counts and is told of; its parents may rank higher for it."""
         self.stored += 1
-        self.recorder.change(EventType.STORED, cause, self.group, block)
+        self.recorder.change(STORED, cause, self.group, block)
         parent = block.parent
         if parent is not None and block.priority > parent.own_priority:
             self._reprioritise(parent, None, block.priority, cause)
@@ -536,7 +544,7 @@ class GroupState:
         self.reused.discard(block)
         block.indexed = False
         self.removed += 1
-        self.recorder.change(EventType.REMOVED, cause, self.group, block)
+        self.recorder.change(REMOVED, cause, self.group, block)
         if block.parent is not None:
             block.parent.remove_child(block)
             self._reprioritise(block.parent, block.priority, None, cause)
@@ -558,7 +566,7 @@ class GroupState:
 
     def lose_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
         """A residency is lost against policy: with it goes all that needs it, children first."""
-        needing = self._disk_subtree(block) if tier is Tier.DISK else [block]
+        needing = self._disk_subtree(block) if tier is DISK else [block]
         for member in reversed(needing):
             self._lose_one_copy(member, tier, cause if member is block else Cause.ANCESTOR)
 
@@ -566,7 +574,7 @@ class GroupState:
         """The block and what stands on it on disk, parents before children."""
         order = [block]
         for member in order:
-            order.extend(child for child in member.children if child.copy(Tier.DISK) is not None)
+            order.extend(child for child in member.children if child.copy(DISK) is not None)
         return order
 
     def _lose_one_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
@@ -578,7 +586,7 @@ class GroupState:
         elif copy is not None:
             self.detach(block, tier)
             if was_valid:
-                self.recorder.change(EventType.UPDATED, cause, self.group, block)
+                self.recorder.change(UPDATED, cause, self.group, block)
             self.reconsider(block)
 
     def lose_bytes(self, block: Block, tier: Tier, copy: Copy) -> None:
@@ -617,7 +625,7 @@ class GroupState:
                 return
             old, new = parent.priority, effective
             parent.reprioritise(effective)
-            self.recorder.change(EventType.UPDATED, cause, self.group, parent)
+            self.recorder.change(UPDATED, cause, self.group, parent)
             self.reconsider(parent)
             parent = parent.parent
 

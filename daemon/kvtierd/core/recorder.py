@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtierd.core.block import Block
-from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, GroupId, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.events import REMOVED, STORED, BlockChange, Cause, Event, EventSequencer, EventType
+from kvtierd.core.ids import DISK, CacheId, GroupId, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content, Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
 
 MAX_EVENT_BLOCKS: Final = 256
@@ -36,7 +36,7 @@ class _Lane:
     cause: Cause
 
 
-_DISK_LANES: Final = (Tier.DISK, None)
+_DISK_LANES: Final = (DISK, None)
 """Only the newest lane that writes or deletes on disk takes items: ancestors are committed before or with their
 descendants, and a deletion before a slot or a key is written again, so none of them may overtake another by joining an
 older move."""
@@ -86,8 +86,8 @@ class Recorder:
         self, type: EventType, cause: Cause, group: GroupId, block: Block, transfer: Transfer | None = None
     ) -> None:
         """Records the block as it is now, after the change."""
-        residency = 0 if type is EventType.REMOVED else block.residency
-        above = block.parent if type is EventType.STORED else None
+        residency = 0 if type is REMOVED else block.residency
+        above = block.parent if type is STORED else None
         above_label = above.label if above is not None else None
         change = BlockChange(block.key, block.parent_key, residency, block.priority, block.label, above_label)
         header = (type, cause, group, transfer)

@@ -28,7 +28,7 @@ from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument
-from kvtierd.core.ids import Tier
+from kvtierd.core.ids import DISK
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, UNCHANGED
 
 MAX_DURATION_MS: Final = (1 << 32) - 1
@@ -103,7 +103,7 @@ class Clocks:
         taken: list[Block] = []
         coming: dict[Block, None] = {}
         for block in self._restated:
-            copy = block.copy(Tier.DISK)
+            copy = block.copy(DISK)
             if copy is not None and copy.valid:
                 taken.append(block)
             elif copy is not None:
@@ -112,7 +112,7 @@ class Clocks:
         return taken
 
     def _note(self, block: Block) -> None:
-        if block.copy(Tier.DISK) is not None:
+        if block.copy(DISK) is not None:
             self._restated[block] = None
 
     def running(self) -> set[Block]:

@@ -12,12 +12,12 @@ from itertools import chain, takewhile
 from typing import Final
 
 from kvtierd.core.block import Block
-from kvtierd.core.events import Cause
+from kvtierd.core.events import CAPACITY, WRITE_THROUGH, Cause
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import Tier
+from kvtierd.core.ids import DEVICE, DISK, HOST, Tier
 
-SOURCE_ORDER: Final = (Tier.HOST, Tier.DEVICE, Tier.DISK)
+SOURCE_ORDER: Final = (HOST, DEVICE, DISK)
 """Reading the host disturbs nobody; the device's copy engines are wanted elsewhere; the disk is slowest."""
 
 
@@ -28,6 +28,11 @@ class Prospect(Enum):
     """Enough slots become free by what is already in flight, or planned just now."""
     NEVER = 2
     """Nothing that nobody holds could make room."""
+
+
+NOW: Final = Prospect.NOW
+COMING: Final = Prospect.COMING
+NEVER: Final = Prospect.NEVER
 
 
 class Room:
@@ -88,18 +93,18 @@ class Room:
         above its children, so above the block that would be demoted into its place.
         """
         if tier in self._state.offline:
-            return Prospect.NEVER
+            return NEVER
         short = count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
         for _ in range(short):
             if self._left <= 0:
                 self._postponed = True
                 break
             if not self._vacate(tier, desperate=desperate):
-                return Prospect.NEVER
+                return NEVER
         if self.available(tier) >= count:
-            return Prospect.NOW
+            return NOW
         self._promised[tier] += count
-        return Prospect.COMING
+        return COMING
 
     def _vacate(self, tier: Tier, *, desperate: bool = False) -> bool:
         """One slot of the tier is freed, or on its way to be."""
@@ -112,18 +117,18 @@ class Room:
     def _vacate_one(self, tier: Tier) -> bool:
         state, lists = self._state, self._state.candidates(tier)
         if not self._sparing and (block := lists.redundant.victim()) is not None:
-            state.free_copy(block, tier, Cause.CAPACITY)
+            state.free_copy(block, tier, CAPACITY)
             return True
         if (block := lists.leaf.victim()) is not None and state.expendable(block, tier):
-            state.remove(block, Cause.CAPACITY)
+            state.remove(block, CAPACITY)
             return True
         if (block := lists.demotable.victim()) is not None and self._demote(block, tier):
             return True
         if (block := lists.clean.victim()) is not None:
-            state.free_copy(block, tier, Cause.CAPACITY)
+            state.free_copy(block, tier, CAPACITY)
             return True
         if (block := lists.leaf.victim()) is not None:
-            state.remove(block, Cause.CAPACITY)
+            state.remove(block, CAPACITY)
             return True
         return False
 
@@ -138,7 +143,7 @@ class Room:
             if copy is not None and not copy.valid:
                 continue  # On its way there from below already.
             if copy is not None:
-                self._state.free_copy(block, tier, Cause.CAPACITY)
+                self._state.free_copy(block, tier, CAPACITY)
                 return True
             if self._state.goes_down(block, tier, low) and self._send_down(block, tier, low):
                 return True
@@ -148,16 +153,16 @@ class Room:
         if not self._flights.usable(tier, low, self._now):
             return False
         prospect, missing, fresh = self._secure_below(block, low)
-        if prospect is Prospect.NOW:
-            self._copy(block, tier, low, missing, Cause.CAPACITY)
+        if prospect is NOW:
+            self._copy(block, tier, low, missing, CAPACITY)
             self._state.leave(block, tier)
-        elif prospect is Prospect.COMING:
+        elif prospect is COMING:
             self._state.claim(block)
             self._going.append(block)
             self._coming[tier] += 1
-            if low is Tier.DISK:
+            if low is DISK:
                 self._to_disk.update(fresh)
-        return prospect is not Prospect.NEVER
+        return prospect is not NEVER
 
     def copy_down(
         self, block: Block, tier: Tier, low: Tier, cause: Cause, now: int, *, sparing: bool = False
@@ -165,11 +170,11 @@ class Room:
         """Copies a block down, and those of its ancestors that must be there first; their sources stay. COMING: there
         will be room, but not yet. ``sparing``: room is not made of what makes slots above clean."""
         if not self._flights.usable(tier, low, now):
-            return Prospect.NEVER
+            return NEVER
         self._sparing = sparing
         prospect, missing, _ = self._secure_below(block, low)
         self._sparing = False
-        if prospect is Prospect.NOW:
+        if prospect is NOW:
             self._copy(block, tier, low, missing, cause)
         return prospect
 
@@ -179,11 +184,11 @@ class Room:
         Also returns those ancestors, and what of all this nothing was promised before.
         """
         missing, anchor = self._missing_ancestors(block, low)
-        fresh = [m for m in (*missing, block) if low is not Tier.DISK or m not in self._to_disk]
+        fresh = [m for m in (*missing, block) if low is not DISK or m not in self._to_disk]
         guarded = [block] if anchor is None else [block, anchor]
         prospect = self._secure_guarded(low, len(fresh), guarded)
-        if prospect is Prospect.NOW and self._promised_only(low, guarded):
-            prospect = Prospect.COMING
+        if prospect is NOW and self._promised_only(low, guarded):
+            prospect = COMING
             self._promised[low] += len(fresh)
         return prospect, missing, fresh
 
@@ -193,13 +198,13 @@ class Room:
 
     def _promised_only(self, low: Tier, needed: list[Block]) -> bool:
         """One of these disk copies is not planned yet, only promised room: its slots are still on their way."""
-        return low is Tier.DISK and any(block in self._to_disk for block in needed)
+        return low is DISK and any(block in self._to_disk for block in needed)
 
     def _secure_guarded(self, tier: Tier, count: int, guarded: list[Block]) -> Prospect:
         """Secures slots without giving up these blocks: the one to be moved, and the ancestor that its copy builds
         on."""
         if self.available(tier) >= count:
-            return Prospect.NOW
+            return NOW
         for member in guarded:
             self._state.claim(member)
         prospect = self.secure(tier, count, desperate=False)
@@ -213,9 +218,9 @@ class Room:
 
         Has an allowance of its own, since it is in a rush that the reserve is used up and that others use up theirs.
         """
-        if Tier.DISK not in self._state.slots or not self._flights.to_disk:
+        if DISK not in self._state.slots or not self._flights.to_disk:
             return
-        slots, policy = self._state.slots[Tier.DISK], self._state.policy
+        slots, policy = self._state.slots[DISK], self._state.policy
         reserve = min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
         self._left = policy.victims_a_call
         self._sparing = policy.clean_high > 0  # else what the background wrote down would go first, again and again
@@ -223,16 +228,16 @@ class Room:
             if self._left <= 0:
                 self._postponed = True
                 break
-            if not self._vacate(Tier.DISK):
+            if not self._vacate(DISK):
                 break
         self._sparing = False
 
     def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
         """Ancestors that must be on disk before the block, the root first, and the nearest that is there already."""
         missing: list[Block] = []
-        if low is Tier.DISK:
+        if low is DISK:
             for ancestor in block.ancestors():
-                if ancestor.copy(Tier.DISK) is not None or ancestor in self._to_disk:
+                if ancestor.copy(DISK) is not None or ancestor in self._to_disk:
                     return missing[::-1], ancestor
                 missing.append(ancestor)
         return missing[::-1], None
@@ -244,13 +249,13 @@ class Room:
         for block in blocks:
             fresh = list(takewhile(lambda member: member not in seen, chain([block], block.ancestors())))
             seen.update(fresh)
-            missing.extend(member for member in reversed(fresh) if member.copy(Tier.DISK) is None)
+            missing.extend(member for member in reversed(fresh) if member.copy(DISK) is None)
         return missing
 
     def copy_ancestors(self, missing: list[Block]) -> None:
         """Copies down to disk from wherever they are; their upper copies stay."""
         for ancestor in missing:
-            self._flights.start(ancestor, self.source(ancestor), Tier.DISK, Cause.WRITE_THROUGH)
+            self._flights.start(ancestor, self.source(ancestor), DISK, WRITE_THROUGH)
 
     def source(self, block: Block) -> Tier:
         """Where to copy the block from."""
@@ -265,7 +270,7 @@ class Room:
             members = state.subtree(block)
             if all(self._unused(member) for member in members):
                 for member in reversed(members):
-                    state.remove(member, Cause.CAPACITY)
+                    state.remove(member, CAPACITY)
                 return True
         return False
 

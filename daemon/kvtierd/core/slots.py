@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Collection
 from enum import IntEnum
 from itertools import filterfalse
+from typing import Final
 
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SlotId
@@ -32,6 +33,16 @@ class SlotState(IntEnum):
     """Out of use: its bytes failed verification, or its tier is out of service."""
 
 
+SLOT_FREE: Final = SlotState.FREE
+SLOT_BLANK: Final = SlotState.BLANK
+SLOT_FILLING: Final = SlotState.FILLING
+SLOT_READY: Final = SlotState.READY
+SLOT_RETIRING: Final = SlotState.RETIRING
+SLOT_ORPHANED: Final = SlotState.ORPHANED
+SLOT_QUARANTINED: Final = SlotState.QUARANTINED
+_STATES: Final = tuple(SlotState)
+
+
 class SlotTable:
     """Knows states, not blocks. Slots are handed out last freed first, fresh ones from the lowest number up.
 
@@ -45,7 +56,7 @@ class SlotTable:
         self._states = bytearray(capacity)
         self._free = array("I", range(capacity - 1, -1, -1))
         self._counts = [0] * len(SlotState)
-        self._counts[SlotState.FREE] = capacity
+        self._counts[SLOT_FREE] = capacity
 
     @property
     def free(self) -> int:
@@ -59,22 +70,22 @@ class SlotTable:
         return self._counts[state]
 
     def state(self, slot: SlotId) -> SlotState:
-        return SlotState(self._states[slot])
+        return _STATES[self._states[slot]]
 
     def take(self, state: SlotState) -> SlotId:
         """A free slot, now in ``state``. The caller has checked that there is one."""
         slot = SlotId(self._free.pop())
-        self._move(slot, SlotState.FREE, state)
+        self._move(slot, SLOT_FREE, state)
         return slot
 
     def claim(self, slots: Collection[SlotId], state: SlotState) -> None:
         """Puts these free slots in ``state``: what a recovered disk already holds."""
         states = self._states
         for slot in slots:
-            if states[slot] != SlotState.FREE:
+            if states[slot] != SLOT_FREE:
                 raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
             states[slot] = state
-        self._counts[SlotState.FREE] -= len(slots)
+        self._counts[SLOT_FREE] -= len(slots)
         self._counts[state] += len(slots)
         # FREE is 0, so a state is true of the others.
         self._free = array("I", filterfalse(self._states.__getitem__, self._free))
@@ -82,7 +93,7 @@ class SlotTable:
     def change(self, slot: SlotId, to: SlotState) -> None:
         """Any change between states that are not FREE."""
         was = self._states[slot]
-        if was == SlotState.FREE or to is SlotState.FREE:
+        if was == SLOT_FREE or to is SLOT_FREE:
             raise InvariantViolation(f"slot {slot}: {SlotState(was).name} to {to.name} by change()")
         self._move(slot, was, to)
 
@@ -93,22 +104,22 @@ class SlotTable:
 
     def give_back(self, slot: SlotId) -> None:
         was = self._states[slot]
-        if was == SlotState.FREE:
+        if was == SLOT_FREE:
             raise InvariantViolation(f"slot {slot} is freed twice")
-        self._move(slot, was, SlotState.FREE)
+        self._move(slot, was, SLOT_FREE)
         self._free.append(slot)
 
     def shut(self) -> None:
         """Takes every free slot out of use."""
         for slot in self.free_slots():
-            self._move(slot, SlotState.FREE, SlotState.QUARANTINED)
+            self._move(slot, SLOT_FREE, SLOT_QUARANTINED)
         self._free = array("I")
 
     def reopen(self, bad: Collection[SlotId]) -> None:
         """Puts quarantined slots back in use, but not these."""
         for number in range(self.capacity - 1, -1, -1):
             slot = SlotId(number)
-            if self._states[slot] == SlotState.QUARANTINED and slot not in bad:
+            if self._states[slot] == SLOT_QUARANTINED and slot not in bad:
                 self.give_back(slot)
 
     def snapshot(self) -> bytes:

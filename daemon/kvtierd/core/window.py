@@ -10,17 +10,17 @@ from typing import Final, assert_never
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.events import Cause, EventType
+from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import DISK, Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.recovery import Recovered, recover
 from kvtierd.core.retention import pairs
-from kvtierd.core.room import Prospect, Room
-from kvtierd.core.slots import SlotState
+from kvtierd.core.room import COMING, NEVER, NOW, Room
+from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED
 from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
 from kvtierd.core.traits import Traits
 from kvtierd.core.verbs import BlockResult, ChainRequest
@@ -114,7 +114,7 @@ class WindowManager:
         given = pairs(wanted.priorities, wanted.durations_ms)[first:]
         for block, (priority, duration_ms) in zip(blocks, given, strict=False):
             if priority != UNCHANGED:
-                self.state.retain(block, priority, duration_ms, Cause.DEMAND)
+                self.state.retain(block, priority, duration_ms, DEMAND)
 
     def claim(self, ticket: FetchTicket, blocks: list[Block]) -> None:
         """Nothing of these blocks is given up while the request waits; what it claimed or held before is let go."""
@@ -225,7 +225,7 @@ class WindowManager:
         self.ahead.settle(lease)
         lease.orphaned = orphaned
         for slot in lease.blank:
-            self.state.slots[lease.tier].change(slot, SlotState.ORPHANED if orphaned else SlotState.BLANK)
+            self.state.slots[lease.tier].change(slot, SLOT_ORPHANED if orphaned else SLOT_BLANK)
 
     def withdraw(self, ticket: Ticket) -> None:
         """The request's caller has gone: nothing stays held, nothing is answered."""
@@ -300,17 +300,17 @@ class WindowManager:
         if turn is not None:
             turn.able, turn.room = False, None
         wanted = self._wants(ticket)
-        prospect = Prospect.NOW
+        prospect = NOW
         if self.room.available(tier) < wanted:
             prospect = self.room.secure(tier, wanted, desperate=True)
             on_the_way = self.flights.active > 0 or self.ahead.slots[tier] > 0
-            if prospect is Prospect.COMING or (prospect is Prospect.NEVER and on_the_way):
+            if prospect is COMING or (prospect is NEVER and on_the_way):
                 return False
         if turn is not None:
-            turn.able = prospect is Prospect.NOW
-            turn.room = self.room.available(tier) if prospect is Prospect.NEVER else None
+            turn.able = prospect is NOW
+            turn.room = self.room.available(tier) if prospect is NEVER else None
             return False  # the other groups' parts have to be able, too
-        if prospect is Prospect.NEVER and not self._settle_for_less(ticket):
+        if prospect is NEVER and not self._settle_for_less(ticket):
             return True
         self._queues[tier].popleft()
         self._start(ticket, now)
@@ -354,8 +354,8 @@ class WindowManager:
 
     def _to_place(self, ticket: FetchTicket) -> list[Block]:
         """The blocks that must get into the tier: on disk, their missing ancestors too."""
-        if ticket.tier is Tier.DISK:
-            present = [block for block in ticket.blocks if block.copy(Tier.DISK) is not None]
+        if ticket.tier is DISK:
+            present = [block for block in ticket.blocks if block.copy(DISK) is not None]
             return present + self.room.missing_on_disk(ticket.blocks)
         return ticket.blocks
 
@@ -398,9 +398,9 @@ class WindowManager:
     def _fetch_one(self, ticket: FetchTicket, block: Block, *, asked: bool) -> None:
         src = self.room.source(block)
         if ticket.hold:
-            self.flights.start(block, src, ticket.tier, Cause.DEMAND)
+            self.flights.start(block, src, ticket.tier, DEMAND)
         elif not asked:
-            self.flights.start(block, src, ticket.tier, Cause.WRITE_THROUGH)
+            self.flights.start(block, src, ticket.tier, WRITE_THROUGH)
         else:
             cause = Cause.PREFETCH if src > ticket.tier else Cause.EXPLICIT
             self.flights.start(block, src, ticket.tier, cause, purge=True)
@@ -529,7 +529,7 @@ class WindowManager:
         if tier in self.state.offline:
             return 0
         slots = self.state.slots[tier]
-        out = sum(slots.count(state) for state in (SlotState.BLANK, SlotState.ORPHANED, SlotState.QUARANTINED))
+        out = sum(slots.count(state) for state in (SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED))
         return slots.capacity - out - self.state.held[tier] + self.ahead.slots[tier]
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
@@ -570,10 +570,10 @@ class WindowManager:
         self._recorder.mark(EventType.CREATED, Cause.RECOVERED if clear else Cause.EXPLICIT, state.group)
         if clear is not None:
             self._recorder.mark(EventType.CLEARED, clear, state.group)
-        if Tier.DISK in state.slots:
+        if DISK in state.slots:
             bad = set(quarantined)
-            state.corrupt[Tier.DISK] |= bad
-            state.slots[Tier.DISK].claim(bad, SlotState.QUARANTINED)
+            state.corrupt[DISK] |= bad
+            state.slots[DISK].claim(bad, SLOT_QUARANTINED)
         blocks = recover(state, recovered)
         self.background.recovered(blocks)
 
@@ -583,7 +583,7 @@ class WindowManager:
         state = self.state
         lease.orphaned = True
         lease.blank = dict.fromkeys(blank)
-        state.slots[lease.tier].claim(lease.blank, SlotState.ORPHANED)
+        state.slots[lease.tier].claim(lease.blank, SLOT_ORPHANED)
         for slot in lease.blank:
             self._recorder.owner(state.ref(lease.tier, slot), lease.session)
         for block in filter(None, map(state.index.get, keys)):
