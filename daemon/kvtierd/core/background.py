@@ -38,6 +38,11 @@ class Background:
     def due(self) -> int:
         return len(self._due)
 
+    @property
+    def wanted(self) -> bool:
+        """There may be something to do."""
+        return bool(self._due) or self._state.policy.clean_high > 0
+
     def committed(self, block: Block) -> None:
         if self._state.policy.write_policy is WritePolicy.THROUGH:
             self._due[block] = None

@@ -92,6 +92,7 @@ class Block:
     ``parent``: what it stands on; ``parent_key``: what its committer said. A root stands on nothing, and no block of a
     sliding group does.
     ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
+    ``unsure``: it may be on other candidate lists than it belongs to.
     """
 
     __slots__ = (
@@ -117,6 +118,7 @@ class Block:
         "rank",
         "residency",
         "top_children",
+        "unsure",
     )
 
     def __init__(self, id: BlockId, key: Key, parent_key: Key | None, parent: Block | None, traits: Traits) -> None:
@@ -141,6 +143,7 @@ class Block:
         self.claims = 0
         self.disk_children = 0
         self.indexed = False
+        self.unsure = False
 
     @property
     def traits(self) -> Traits:
@@ -211,12 +214,12 @@ class Block:
             block = block.parent
 
     def copy(self, tier: Tier) -> Copy | None:
-        return _COPY_IN[tier](self)
+        return COPY_IN[tier](self)
 
     def put_copy(self, tier: Tier, copy: Copy | None) -> None:
         setattr(self, _PLACES[tier], copy)
 
 
 _PLACES: Final = ("on_device", "on_host", "on_disk")
-_COPY_IN: Final[tuple[Callable[[Block], Copy | None], ...]] = tuple(attrgetter(place) for place in _PLACES)
+COPY_IN: Final[tuple[Callable[[Block], Copy | None], ...]] = tuple(attrgetter(place) for place in _PLACES)
 """By tier. A list of the three in each block would take 112 bytes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final, Protocol
 
 from kvtierd.core.block import Block
@@ -174,13 +174,23 @@ class Ranked:
             heapq.heapify(self._heap)
             self._rebuild_at = 2 * len(self._heap) + 64
 
-    def victim(self) -> Block | None:
-        """The candidate to go first. It stays a candidate until its record says otherwise."""
-        while self._heap:
-            if self._listed(*self._heap[0]):
-                return self._heap[0][1]
-            heapq.heappop(self._heap)
-        return None
+    def victim(self, spared: Collection[Block] = ()) -> Block | None:
+        """The candidate to go first, but none of the few ``spared``. It stays a candidate until its record says
+        otherwise."""
+        heap = self._heap
+        aside: list[tuple[int, Block]] = []
+        found = None
+        while heap and found is None:
+            rank, block = heap[0]
+            if not self._listed(rank, block):
+                heapq.heappop(heap)
+            elif block in spared:
+                aside.append(heapq.heappop(heap))
+            else:
+                found = block
+        for entry in aside:
+            heapq.heappush(heap, entry)
+        return found
 
     def __iter__(self) -> Iterator[Block]:
         """Every candidate once, in any order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from kvtierd.core.block import COLD_RANK, FILLING, LEAVING, READY, WHOLE_RANK, Block, Copy
+from kvtierd.core.block import COLD_RANK, COPY_IN, FILLING, LEAVING, READY, WHOLE_RANK, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.evict import EVICTORS, Ranked
@@ -92,8 +92,10 @@ class Candidates:
 
 
 def _on_list(tier: Tier, bit: int) -> Callable[[int, Block], bool]:
+    copy_in = COPY_IN[tier]
+
     def listed(rank: int, block: Block) -> bool:
-        copy = block.copy(tier)
+        copy = copy_in(block)
         return copy is not None and copy.listed & bit != 0 and copy.ranked == rank
 
     return listed
@@ -113,7 +115,8 @@ class GroupState:
         self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
         self._candidates = {tier: Candidates(tier, lowest=not self.below[tier]) for tier in self.tiers}
         self.evictor = EVICTORS[policy.eviction](shape.slots[self.tiers[-1]])
-        self._unsure: dict[Block, None] = {}
+        self._places = tuple((tier, COPY_IN[tier], self._candidates[tier]) for tier in self.tiers)
+        self._unsure: list[Block] = []
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
         self.offline: set[Tier] = set()
@@ -131,6 +134,9 @@ class GroupState:
         self.reused: set[Block] = set()
         """Where the cache writes selectively: those that have been used again since they were committed."""
         self._selective = policy.write_policy is WritePolicy.SELECTIVE
+        self.placings = dict.fromkeys(self.tiers, 0)
+        """Rises whenever what a waiting request wants of the tier may have changed by what came to it or left it: a
+        block that is claimed, or on disk, where blocks go with their ancestors, any."""
         self._retirements: dict[MoveId, list[SlotId]] = {}
         self._used_on_disk: dict[Block, None] = {}
 
@@ -139,20 +145,27 @@ class GroupState:
     def reconsider(self, block: Block) -> None:
         """What decides on which lists the block stands has changed, or may have. Most blocks change several times
         before anybody asks for a victim."""
-        self._unsure[block] = None
+        if not block.unsure:
+            block.unsure = True
+            self._unsure.append(block)
 
     def candidates(self, tier: Tier) -> Candidates:
         """Who may leave the tier, exactly, until the next change."""
+        if self._unsure:
+            self._place_all()
+        return self._candidates[tier]
+
+    def _place_all(self) -> None:
         unsure = self._unsure
         while unsure:
-            self._place(unsure.popitem()[0])
-        return self._candidates[tier]
+            self._place(unsure.pop())
 
     def _place(self, block: Block) -> None:
         """Puts the block on exactly the candidate lists where it belongs."""
+        block.unsure = False
         movable = block.indexed and block.claims == 0
-        for tier in self.tiers:
-            copy = block.copy(tier)
+        for tier, copy_in, candidates in self._places:
+            copy = copy_in(block)
             if copy is None:
                 continue
             lists = 0
@@ -161,7 +174,8 @@ class GroupState:
                     lists = self._lists(block, tier)
                 elif copy.reads == copy.sinks == 1:
                     lists = DEMOTABLE
-            self._candidates[tier].put(block, copy, lists)
+            if lists or copy.listed:
+                candidates.put(block, copy, lists)
 
     def _lists(self, block: Block, tier: Tier) -> int:
         """Where a block belongs whose copy in the tier may leave."""
@@ -304,6 +318,8 @@ class GroupState:
             raise InvariantViolation(f"block {block.id} has no copy in {tier}")
         block.put_copy(tier, None)
         block.residency &= ~tier.bit
+        if block.claims or tier is DISK:
+            self.placings[tier] += 1
         if copy.holds:
             self._end_pin(tier, copy)
             self.clocks.start(block)
@@ -351,6 +367,8 @@ class GroupState:
 
     def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
         block.put_copy(tier, copy)
+        if block.claims or tier is DISK:
+            self.placings[tier] += 1
         if copy.valid:
             block.residency |= tier.bit
         if tier is DISK and block.parent is not None:
@@ -538,7 +556,12 @@ class GroupState:
         for tier in self.tiers:
             if block.copy(tier) is not None:
                 self.detach(block, tier)
+        if block.claims:
+            for tier in self.tiers:
+                self.placings[tier] += 1
         self.index.remove(block)
+        if len(self._unsure) > 2 * len(self.index) + 64:
+            self._place_all()
         self.evictor.leave(block)
         self.clocks.stop(block)
         self.reused.discard(block)

@@ -526,18 +526,23 @@ class BlockManager:
     # -- the mover's reports -----------------------------------------------------------------------------------------
 
     def completed(self, results: Sequence[MoveResult], now: int) -> Outcome:
-        """Applies the results of moves, each of which was planned by an earlier outcome and is reported once."""
+        """Applies the results of moves, each of which was planned by an earlier outcome and is reported once. Who waits
+        for what they make possible is served by the next :meth:`tick`."""
         for result in results:
             self.windows[self._moving.pop(result.id)].completed(result, now)
-        self._pump_all(now)
+        if self.across.tickets:
+            self._pump_all(now)
+        for window in self.windows.values():
+            window.postpone()
         return self._take(now)
 
     def tick(self, now: int) -> Outcome:
-        """Time has passed: retentions expire, a slice of them a call, and what waited for it is tried again."""
+        """Time has passed, or there was more to do: retentions expire, and those who wait are served, a slice of either
+        a call."""
         for group, window in self.windows.items():
             window.state.expire(now)
             window.ahead.settle_old((lease for lease in self.leases.values() if lease.group == group), now)
-        self._pump_all(now)
+        self._pump_all(now, working=True)
         return self._take(now)
 
     def lose_tier(
@@ -593,14 +598,15 @@ class BlockManager:
         if self.across.tickets:
             self._pump_all(now)
         else:
-            window.pump(now)
+            window.pump(now, working=False)
 
-    def _pump_all(self, now: int) -> None:
-        """Serves those who wait, until nobody gets anywhere."""
+    def _pump_all(self, now: int, *, working: bool = False) -> None:
+        """Serves those who wait, until nobody gets anywhere. Making room and planning copies is work, and left to a
+        :meth:`tick`: no call that does something else besides takes as long as both."""
         self.across.refresh(now)
         while True:
             for window in self.windows.values():
-                window.pump(now)
+                window.pump(now, working=working)
             if not self.across.advance(now):
                 return
 

@@ -39,8 +39,9 @@ class Room:
     """Frees slots of one window group.
 
     Its work is done in rounds, from :meth:`begin` to :meth:`end`: within one, no slot is promised twice and no block
-    is sent down twice, whether the slots it goes to are free already or still on their way. A round vacates a bounded
-    number of slots; ``again`` says that it came to that bound and that another one would get on.
+    is sent down twice, whether the slots it goes to are free already or still on their way. A round does a bounded
+    amount of work, or, unless it is ``working``, none; ``again`` says that it came to that bound and that another one,
+    a working one, would get on.
     ``older_wants(tier, seq)``: slots that requests older than ``seq`` still wait for in the tier.
     """
 
@@ -55,36 +56,58 @@ class Room:
         """Slots that those will free."""
         self._to_disk: set[Block] = set()
         """Those, and ancestors of theirs, that disk slots are promised to."""
+        self._spared: list[Block] = []
+        """No victims while slots below are secured for one of them."""
+        self._older: dict[Tier, tuple[int, int]] = {}
+        """What older requests want, and the tier's placings of which that is true."""
         self._seq = 0
         self._now = 0
         self._left = 0
-        """How many slots this round may still vacate."""
+        """How many slots this round may still vacate or fill."""
+        self.working = False
         self._postponed = False
         self._got_on = False
         self._sparing = False
         self.again = False
 
-    def begin(self, now: int) -> None:
+    def begin(self, now: int, *, working: bool) -> None:
         self._promised = dict.fromkeys(self._state.tiers, 0)
         self._coming = dict.fromkeys(self._state.tiers, 0)
         self._now = now
-        self._left = self._state.policy.victims_a_call
+        self.working = working
+        self._left = self._state.policy.victims_a_call if working else 0
         self._postponed = self._got_on = False
 
     def end(self) -> None:
-        self.again = self._postponed and self._got_on
+        self.again = (self._postponed and self._got_on) or (self.again and not self.working)
         for block in self._going:
             self._state.unclaim(block)
         self._going.clear()
         self._to_disk.clear()
 
     def serve(self, seq: int) -> None:
-        """The following calls are on behalf of the request ``seq``; older ones go first."""
+        """The following calls are on behalf of the request ``seq``; older ones go first. Queues change between these
+        calls only."""
         self._seq = seq
+        self._older.clear()
+
+    def postpone(self) -> None:
+        """There is work that can be done, but not in this round."""
+        self._postponed = self._got_on = True
+
+    def filled(self, slots: int) -> bool:
+        """That much of this round's work has gone into a request. Whether any of it is left."""
+        self._left -= slots
+        return self._left > 0
 
     def available(self, tier: Tier) -> int:
         """Free slots that nobody older was promised or waits for."""
-        return self._state.slots[tier].free - self._promised[tier] - self._older_wants(tier, self._seq)
+        placings = self._state.placings[tier]
+        at, older = self._older.get(tier, (-1, 0))
+        if at != placings:
+            older = self._older_wants(tier, self._seq)
+            self._older[tier] = placings, older
+        return self._state.slots[tier].free - self._promised[tier] - older
 
     def secure(self, tier: Tier, count: int, *, desperate: bool) -> Prospect:
         """Sees to it that ``count`` slots of a tier are, or become, free.
@@ -116,18 +139,19 @@ class Room:
 
     def _vacate_one(self, tier: Tier) -> bool:
         state, lists = self._state, self._state.candidates(tier)
-        if not self._sparing and (block := lists.redundant.victim()) is not None:
+        spared = self._spared
+        if not self._sparing and (block := lists.redundant.victim(spared)) is not None:
             state.free_copy(block, tier, CAPACITY)
             return True
-        if (block := lists.leaf.victim()) is not None and state.expendable(block, tier):
+        if (block := lists.leaf.victim(spared)) is not None and state.expendable(block, tier):
             state.remove(block, CAPACITY)
             return True
-        if (block := lists.demotable.victim()) is not None and self._demote(block, tier):
+        if (block := lists.demotable.victim(spared)) is not None and self._demote(block, tier):
             return True
-        if (block := lists.clean.victim()) is not None:
+        if (block := lists.clean.victim(spared)) is not None:
             state.free_copy(block, tier, CAPACITY)
             return True
-        if (block := lists.leaf.victim()) is not None:
+        if (block := lists.leaf.victim(spared)) is not None:
             state.remove(block, CAPACITY)
             return True
         return False
@@ -205,11 +229,9 @@ class Room:
         on."""
         if self.available(tier) >= count:
             return NOW
-        for member in guarded:
-            self._state.claim(member)
+        self._spared += guarded
         prospect = self.secure(tier, count, desperate=False)
-        for member in guarded:
-            self._state.unclaim(member)
+        del self._spared[-len(guarded) :]
         return prospect
 
     def replenish_disk(self) -> None:
@@ -218,19 +240,24 @@ class Room:
 
         Has an allowance of its own, since it is in a rush that the reserve is used up and that others use up theirs.
         """
-        if DISK not in self._state.slots or not self._flights.to_disk:
-            return
-        slots, policy = self._state.slots[DISK], self._state.policy
-        reserve = min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
+        policy = self._state.policy
         self._left = policy.victims_a_call
         self._sparing = policy.clean_high > 0  # else what the background wrote down would go first, again and again
-        while slots.free + slots.retiring < reserve:
+        while self.disk_is_short:
             if self._left <= 0:
                 self._postponed = True
                 break
             if not self._vacate(DISK):
                 break
         self._sparing = False
+
+    @property
+    def disk_is_short(self) -> bool:
+        """Blocks are on their way to disk, and few slots are free, or soon to be, for those after them."""
+        if not self._flights.to_disk:
+            return False
+        slots, policy = self._state.slots[DISK], self._state.policy
+        return slots.free + slots.retiring < min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
 
     def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
         """Ancestors that must be on disk before the block, the root first, and the nearest that is there already."""

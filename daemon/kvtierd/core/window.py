@@ -9,7 +9,7 @@ from typing import Final, assert_never
 
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
-from kvtierd.core.block import Block, Copy
+from kvtierd.core.block import COPY_IN, Block, Copy
 from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
@@ -123,6 +123,7 @@ class WindowManager:
             self.state.claim(block)
         self.let_go(ticket)
         ticket.blocks = blocks
+        ticket.wants_at = -1
         ticket.found_in = tuple(found_in.get(block, block.residency) for block in blocks)
         ticket.waiting = True
 
@@ -251,16 +252,32 @@ class WindowManager:
             if ticket.pending == 0 and ticket.copies and ticket.turn is None:
                 self._finish(ticket, RefusalReason.TOO_SHORT)
 
-    def pump(self, now: int) -> None:
-        """Serves the queues, the highest tier first, as far as room is there or can be made."""
-        self.room.begin(now)
+    def pump(self, now: int, *, working: bool) -> None:
+        """Serves the queues, the highest tier first, as far as room is there or can be made.
+
+        Unless ``working``, only what takes neither room to be made nor copies to be planned; the rest is postponed.
+        """
+        self.room.begin(now, working=working)
         for tier in self.state.tiers:
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
-        self.room.serve(LAST)
-        self.background.work(now)
-        self.room.replenish_disk()
+        if working:
+            self.room.serve(LAST)
+            self.background.work(now)
+            self.room.replenish_disk()
+        elif self._works_ahead:
+            self.room.postpone()
         self.room.end()
+
+    def postpone(self) -> None:
+        """The next :meth:`pump` that works may get on, if anything waits at all."""
+        if self._works_ahead or any(self._queues.values()):
+            self.room.again = True
+
+    @property
+    def _works_ahead(self) -> bool:
+        """There may be something to do that nobody waits for."""
+        return self.background.wanted or self.room.disk_is_short
 
     # -- parts of requests over several groups -----------------------------------------------------------------------
 
@@ -300,7 +317,11 @@ class WindowManager:
         if turn is not None:
             turn.able, turn.room = False, None
         wanted = self._wants(ticket)
+        fills = wanted if isinstance(ticket, FetchTicket) else 0
         prospect = NOW
+        if not self.room.working and (fills or self.room.available(tier) < wanted):
+            self.room.postpone()
+            return False
         if self.room.available(tier) < wanted:
             prospect = self.room.secure(tier, wanted, desperate=True)
             on_the_way = self.flights.active > 0 or self.ahead.slots[tier] > 0
@@ -314,6 +335,9 @@ class WindowManager:
             return True
         self._queues[tier].popleft()
         self._start(ticket, now)
+        if self.room.working and not self.room.filled(fills):
+            self.room.postpone()
+            return False
         return True
 
     def _start(self, ticket: Ticket, now: int) -> None:
@@ -346,11 +370,17 @@ class WindowManager:
         """Slots the request needs in its tier as things stand now."""
         if isinstance(ticket, ReserveTicket):
             return ticket.count
-        self._forget_lost(ticket)
-        return sum(block.copy(ticket.tier) is None for block in self._to_place(ticket))
+        placings = self.state.placings[ticket.tier]
+        if ticket.wants_at != placings:
+            self._forget_lost(ticket)
+            copy_in = COPY_IN[ticket.tier]
+            ticket.wants = sum(copy_in(block) is None for block in self._to_place(ticket))
+            ticket.wants_at = placings
+        return ticket.wants
 
     def _older_wants(self, tier: Tier, seq: int) -> int:
-        return sum(self._wants(ticket) for ticket in self._queues[tier] if ticket.id < seq)
+        older = takewhile(lambda ticket: ticket.id < seq, self._queues[tier])
+        return sum(map(self._wants, older))
 
     def _to_place(self, ticket: FetchTicket) -> list[Block]:
         """The blocks that must get into the tier: on disk, their missing ancestors too."""
@@ -370,6 +400,7 @@ class WindowManager:
                 if not block.indexed:
                     self.state.unclaim(block)
             ticket.blocks = [block for block in ticket.blocks if block.indexed]
+            ticket.wants_at = -1
 
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
         """Takes all destination slots in one step and plans the copies into them."""
@@ -558,6 +589,7 @@ class WindowManager:
         for block in ticket.blocks[length:]:
             self.state.unclaim(block)
         del ticket.blocks[length:]
+        ticket.wants_at = -1
 
     # -- existence ---------------------------------------------------------------------------------------------------
 

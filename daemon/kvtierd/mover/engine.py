@@ -132,7 +132,7 @@ class Engine:
         cache = self._find(cache_id)
         cache.closing = True
         self._refuse_waiting(cache)
-        await self._edges.idle(cache_id)
+        await self._rest(cache)
         await cache.uses.finish()
         cache.removed = True
         self._caches.pop(cache_id, None)  # two callers may have waited
@@ -429,10 +429,9 @@ class Engine:
 
     async def settle(self) -> None:
         """Returns when no move is in flight, no completion undelivered and nothing postponed."""
-        await self._edges.idle()
-        while any(cache.goes_on for cache in self._caches.values()):
-            await asyncio.sleep(0)
-            await self._edges.idle()
+        while self._edges.in_flight() or any(cache.goes_on for cache in self._caches.values()):
+            for cache in list(self._caches.values()):
+                await self._rest(cache)
 
     async def shutdown(self, deadline_s: float) -> bool:
         """Refuses new and waiting tickets, lets moves end for ``deadline_s``, ends the threads.
@@ -445,7 +444,7 @@ class Engine:
             self._refuse_waiting(cache)
         try:
             async with asyncio.timeout(deadline_s):
-                await self._edges.idle()
+                await self.settle()
                 for cache in self._caches.values():
                     await cache.uses.finish()
             settled = True
@@ -458,6 +457,13 @@ class Engine:
         return settled and stopped
 
     # inside
+
+    async def _rest(self, cache: _Open) -> None:
+        """Returns when no move of the cache is in flight and nothing is postponed."""
+        await self._edges.idle(cache.runtime.id)
+        while cache.goes_on:
+            await asyncio.sleep(0)
+            await self._edges.idle(cache.runtime.id)
 
     def _find(self, cache_id: CacheId) -> _Open:
         cache = self._caches.get(cache_id)

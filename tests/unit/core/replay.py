@@ -70,6 +70,8 @@ class Replay:
         assert not outcome.refusals
         self._moves += outcome.moves
         self._grants += outcome.grants
+        if outcome.again:
+            self._take(self.core.tick(0))
 
 
 def replay(requests: Sequence[Request], slots: Sequence[int], eviction: str) -> Replay:

@@ -70,7 +70,7 @@ def test_copies_alike_are_one_move_up_to_a_limit() -> None:
     bench = Bench(host=count, disk=count, recovered=[(name, None, 35) for name in names(count)])
     _, outcome = bench.core.move(ALICE, GROUP, HOST, [key(name) for name in names(count)], 0)
     bench.apply(outcome)
-    assert [len(move.items) for move in outcome.moves] == [MAX_MOVE_BLOCKS, 8]
+    assert [len(move.items) for move in bench.moves] == [MAX_MOVE_BLOCKS, 8]
     told = len(bench.events)
     bench.land()
     assert [(event.moved_bytes, len(event.blocks)) for event in bench.events[told:]] == [

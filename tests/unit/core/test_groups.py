@@ -21,7 +21,7 @@ def two_groups() -> BlockManager:
 
 def store(core: BlockManager, group: GroupId, name: str) -> None:
     _, outcome = core.reserve(ALICE, group, DEVICE, 1, 0)
-    (grant,) = outcome.grants
+    (grant,) = outcome.grants or core.tick(0).grants
     assert grant.lease is not None
     core.commit(ALICE, grant.lease, [CommitItem(grant.slots[0], key(name), None, 35)], 0)
     core.release(ALICE, [grant.lease], 0)

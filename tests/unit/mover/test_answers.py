@@ -33,7 +33,8 @@ async def waiting_reserve(
     house: House, count: int, session: int, timeout_s: float | None = 30.0
 ) -> asyncio.Task[Grant]:
     task = asyncio.create_task(house.client(session).reserve(count, timeout_s=timeout_s))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # it is asked
+    await asyncio.sleep(0)  # what can make room is planned
     assert not task.done()
     return task
 

@@ -21,7 +21,8 @@ async def test_moves_in_flight_end_and_waiting_requests_are_refused(tmp_path: Pa
         await house.client().put(CHAIN)
         house.disk.close_gate()
         waiting = asyncio.create_task(house.client(2).reserve(4, timeout_s=None))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it is asked
+        await asyncio.sleep(0)  # the copies that make room are planned
 
         ending = asyncio.create_task(house.engine.shutdown(10.0))
         with pytest.raises(Refused) as refused:
@@ -44,7 +45,8 @@ async def test_a_disk_that_hangs_does_not_hold_the_shutdown(tmp_path: Path) -> N
         await house.client().put(CHAIN)
         house.disk.close_gate()
         waiting = asyncio.create_task(house.client(2).reserve(4))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it is asked
+        await asyncio.sleep(0)  # the copies that make room are planned
 
         assert not await house.engine.shutdown(0.05)
         with pytest.raises(Refused):
