@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from kvtierd.core.tickets import FetchTicket
 
 
-_ORDER_BITS: Final = 56
+_ORDER_BITS: Final = 52
+"""So that a rank, a priority above these, stays under 2^60, beyond which a Python integer takes 16 bytes more."""
 _ORDER: Final = (1 << _ORDER_BITS) - 1
 _HOT: Final = 1 << (_ORDER_BITS - 1)
 _LAST_USE: Final = _HOT - 1

@@ -80,7 +80,9 @@ class Candidates:
 
     def put(self, block: Block, copy: Copy, lists: int) -> None:
         """Puts the block on exactly these lists, at its present rank."""
-        before, rank = copy.listed, block.rank & self._counts
+        before, rank = copy.listed, block.rank
+        if rank & ~self._counts:
+            rank &= self._counts  # else the block's own integer does, and takes no memory
         unchanged = before if rank == copy.ranked else 0
         if lists == unchanged and lists == before:
             return
