@@ -151,8 +151,8 @@ class BlockManager:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def match(self, group: GroupId, keys: Sequence[Key]) -> Match:
-        found = self._window(group).prefix(keys)
-        return Match(len(found), tuple(block.residency for block in found))
+        residencies = self._window(group).residencies(keys)
+        return Match(len(residencies), residencies)
 
     def match_across(self, keys: Sequence[Key]) -> AcrossMatch:
         """The longest prefix of a chain that every group can serve, each with the blocks that it needs for that."""
