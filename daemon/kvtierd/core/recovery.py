@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.block import READY, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import Cause
 from kvtierd.core.group import GroupState
@@ -105,13 +105,13 @@ def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
         block.indexed = True
         state.clocks.enter(block)
         if device is not None:
-            block.on_device = Copy(device, Phase.READY)
+            block.on_device = Copy(device, READY)
             block.residency |= _DEVICE_BIT
         if host is not None:
-            block.on_host = Copy(host, Phase.READY)
+            block.on_host = Copy(host, READY)
             block.residency |= _HOST_BIT
         if slot is not None:
-            block.on_disk = Copy(slot, Phase.READY)
+            block.on_disk = Copy(slot, READY)
             block.residency |= _DISK_BIT
             if parent is not None:
                 parent.disk_children += 1
