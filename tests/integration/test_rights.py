@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvtier import Tier, connect
 from tests.integration.actors import NOBODY, Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import AttachSocket
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
@@ -124,6 +126,19 @@ async def test_a_supplementary_group_counts_and_reading_is_not_writing(daemon: D
     assert answers[2].startswith("NO_RIGHT: the right to write on cache shared is missing")
     assert answers[3] == "done", "a rule for the user holds in every group"
     assert answers[4] == "last,mine,shared"
+
+
+async def test_connections_without_a_session_keep_no_other_user_out(start_daemon: StartDaemon) -> None:
+    rule = f'{{"uids": [{NOBODY}], "caches": ["*"], "verbs": ["read"]}}'
+    daemon = start_daemon("--allow", rule, "--max-sessions", "4", "--max-identity-sessions", "2", host=8)
+    daemon.home.chmod(0o755)
+    os.chmod(daemon.address, 0o755)
+    for path in daemon.sockets:
+        path.chmod(0o666)
+    with ExitStack() as silent:
+        for _ in range(100):
+            silent.enter_context(AttachSocket(daemon.address))
+        assert somebody(daemon, [NOBODY])["attached"] == "welcome"
 
 
 async def test_a_cache_that_is_not_there_is_created_by_those_who_may_write_it(start_daemon: StartDaemon) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, LeaseLost, Tier, TierFull, connect
+from kvtier import AsyncClient, BlockResult, Cache, CacheOptions, LeaseLost, Tier, TierFull, WritePolicy, connect
 from kvtier.abi.layout import INDEXES_HERE
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
@@ -44,7 +44,10 @@ async def orphaned(client: AsyncClient) -> int:
 
 
 async def test_blocks_in_memory_survive_a_kill(daemon: SupervisedDaemon) -> None:
+    """And so do the cache's options, whoever opens it then."""
+    options = CacheOptions(write_policy=WritePolicy.SELECTIVE, eviction="2q")
     async with await connect(daemon.address) as client:
+        await client.open_cache("c", SPEC, options=options)
         cache, keys = await stored(client, "kept", 10)
         before = await client.stats()
         for _ in range(2):
@@ -53,6 +56,8 @@ async def test_blocks_in_memory_survive_a_kill(daemon: SupervisedDaemon) -> None
             assert_bytes(keys, await cache.get(keys))
         now = await client.stats()
         assert (now.epoch, now.boot) == (before.epoch + 2, before.boot + 2)
+        async with await connect(daemon.address) as other:
+            assert (await other.open_cache("c")).info.options == options
     assert await asyncio.to_thread(daemon.stop) == 0
 
 

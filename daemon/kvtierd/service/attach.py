@@ -20,7 +20,7 @@ from kvtierd.core.ids import CacheId
 from kvtierd.rights import Right
 from kvtierd.service.access import Access, denied
 from kvtierd.service.peer import UnknownPeer, credentials, identify
-from kvtierd.service.sessions import AttachRefused, Session, SessionRegistry
+from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry
 
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
@@ -59,14 +59,16 @@ class AttachServer:
         arenas: Arenas,
         identity: DaemonIdentity,
         access: Access,
-        max_connections: Callable[[], int],
+        capacity: Callable[[], Capacity],
     ) -> None:
+        """``capacity``: of connections, those included that have not said hello yet."""
         self._sessions = sessions
         self._arenas = arenas
         self._identity = identity
         self._access = access
-        self._max_connections = max_connections
-        self._connections: set[asyncio.Task[None]] = set()
+        self._capacity = capacity
+        self._connections: dict[asyncio.Task[None], int] = {}
+        """Each with the uid at its other end."""
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -100,13 +102,15 @@ class AttachServer:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
 
     def _begin(self, sock: socket.socket) -> None:
-        if len(self._connections) >= self._max_connections():
-            _log.warning("attach connection dropped why='too many' pid=%d", credentials(sock).pid)
+        who, most = credentials(sock), self._capacity()
+        of_uid = sum(uid == who.user.uid for uid in self._connections.values())
+        if len(self._connections) >= most.sessions or of_uid >= most.of_identity:
+            _log.warning("attach connection dropped why='too many' pid=%d uid=%d", who.pid, who.user.uid)
             sock.close()
             return
         connection = asyncio.create_task(self._serve(sock), name="attach-connection")
-        self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
+        self._connections[connection] = who.user.uid
+        connection.add_done_callback(self._connections.pop)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:

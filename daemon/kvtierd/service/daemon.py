@@ -51,7 +51,8 @@ WATCHES_END_S: Final = 2.0
 """How long watchers get to read what is left for them once everything else has stopped."""
 
 SPARE_CONNECTIONS: Final = 64
-"""On the attach socket, beyond one a session: room to tell those who come too many why they are refused."""
+"""On the attach socket, beyond one a session: room to tell those who come too many why they are refused. One uid
+has half of it, so that connections without a session keep nobody else out."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Daemon:
             self._catalog,
             self._identity,
             self._access,
-            lambda: self.live.now.max_sessions + SPARE_CONNECTIONS,
+            self._connection_capacity,
         )
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
@@ -266,6 +267,10 @@ class Daemon:
 
     def _pace(self) -> Pace:
         return Pace(self.live.now.transfer_idle_seconds, int(self.live.now.transfer_idle_bytes))
+
+    def _connection_capacity(self) -> Capacity:
+        now = self.live.now
+        return Capacity(now.max_sessions + SPARE_CONNECTIONS, now.max_identity_sessions + SPARE_CONNECTIONS // 2)
 
     def _capacity(self) -> Capacity:
         return Capacity(self.live.now.max_sessions, self.live.now.max_identity_sessions)
