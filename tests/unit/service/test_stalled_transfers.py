@@ -88,7 +88,7 @@ async def test_a_sender_that_trickles_is_given_up(daemon: Daemon) -> None:
 
 
 async def test_a_sender_that_keeps_the_pace_may_take_longer(short_dir: Path) -> None:
-    idle_s = 0.5
+    idle_s = 1.0
     settings = config(short_dir, device=0, host=4, transfer_idle_seconds=idle_s, transfer_idle_bytes=1)
     async with running(settings) as daemon, attached(daemon) as client:
         cache = await client.open()
