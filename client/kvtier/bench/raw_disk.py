@@ -1,4 +1,4 @@
-"""What the disk gives without kvtier: the same slots, threads and batches, past the page cache, and nothing else."""
+"""What the disk gives without kvtier: the same slots, threads and batches past the page cache, a call after another."""
 
 from __future__ import annotations
 
