@@ -10,6 +10,8 @@ import logging
 import os
 import resource
 import sys
+import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -113,5 +115,22 @@ def _fail(status: int, message: str) -> NoReturn:
     sys.exit(status)
 
 
+def run() -> NoReturn:
+    """The process: ends it with :func:`main`, and does not have the interpreter take apart first, block by block, what
+    the kernel takes back at once."""
+    status: int | str | None = EXIT_FAILED
+    try:
+        main()
+    except SystemExit as end:
+        status = end.code
+    except BaseException:  # noqa: BLE001  told, and the end of the process
+        traceback.print_exc()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever read it may be gone
+            stream.flush()
+    os._exit(status if isinstance(status, int) else EXIT_FAILED if status else 0)
+
+
 if __name__ == "__main__":
-    main()
+    run()

@@ -27,6 +27,8 @@ BLOCK_BYTES: Final = 4096
 MODULE: Final = ("kvtierd.main", "--supervise")
 _SETTLED_S: Final = 1.0
 """Between a restart and the next kill; the time before a kill with which reads during it are compared."""
+_SPARE: Final = 4 * CHAIN
+"""Slots besides those that are filled: a writer has some ahead of need."""
 _NEXT_S: Final = 60.0
 _POLL_S: Final = 0.002
 
@@ -41,13 +43,14 @@ class Options:
 
 @dataclass(slots=True, frozen=True)
 class Restart:
-    """By the monotonic clock: when the daemon was killed, the next one's process began, a call was answered for the
-    first time, and one about the cache."""
+    """When the daemon was killed, and a call about the cache was answered by the next one, by the monotonic clock.
+
+    ``seconds``: until the next one answered any call, and that one, since its process began; by the clock and of CPU.
+    """
 
     killed: float
-    began: float
-    answered: float
     matched: float
+    seconds: dict[str, float]
 
 
 async def run(options: Options) -> AsyncIterator[Result]:
@@ -56,7 +59,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
     count = max(1, options.blocks // CHAIN)
     params: dict[str, Any] = {"blocks": count * CHAIN, "rounds": options.rounds}
     empty = await _of_few_blocks(options.rounds)
-    async with place(BLOCK_BYTES, TierSlots(0, count * CHAIN, 0), module=MODULE) as here:
+    async with place(BLOCK_BYTES, TierSlots(0, count * CHAIN + _SPARE, 0), module=MODULE) as here:
         for _, chain in zip(range(count), chains(CHAIN), strict=False):
             await here.cache.put(chain, content(chain, BLOCK_BYTES))
         async with _reading(here, count) as reader:
@@ -66,8 +69,8 @@ async def run(options: Options) -> AsyncIterator[Result]:
                 restarts.append(await _restart(here, next(chains(CHAIN))))
             await asyncio.sleep(_SETTLED_S)
             told = await reader.told()
-    for name in ("answered", "matched"):
-        ours, floor = (statistics.median(getattr(r, name) - r.began for r in each) for each in (restarts, empty))
+    for name in restarts[0].seconds:
+        ours, floor = (statistics.median(restart.seconds[name] for restart in each) for each in (restarts, empty))
         yield Result(f"restart.{name}", params, ours, "s", floor)
     reads = {"reads": len(told["ends"]), **{name: told[name] for name in ("short", "wrong", "calls")}}
     reads["errors"] = len(told["errors"])
@@ -78,7 +81,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
 
 
 async def _of_few_blocks(rounds: int) -> list[Restart]:
-    async with place(BLOCK_BYTES, TierSlots(0, CHAIN, 0), module=MODULE) as here:
+    async with place(BLOCK_BYTES, TierSlots(0, CHAIN + _SPARE, 0), module=MODULE) as here:
         chain = next(chains(CHAIN))
         await here.cache.put(chain, content(chain, BLOCK_BYTES))
         restarts = []
@@ -97,12 +100,14 @@ async def _restart(here: Place, chain: list[bytes]) -> Restart:
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(_NEXT_S), AsyncExitStack() as stack:
         client = await stack.enter_async_context(await _connected(here.daemon.address))
-        following = (await client.stats()).pid
-        answered = time.monotonic()
+        following = _Process((await client.stats()).pid)
+        answered = following.age()
         cache = await client.open_cache(CACHE, spec_of(BLOCK_BYTES))
         if await cache.prefix_length(chain) != len(chain):
             raise DaemonError("what was in memory before the restart is not found after it", reason="BENCH")
-        return Restart(killed, _began(following), answered, time.monotonic())
+        matched = following.age()
+        names = ("answered", "answered.cpu", "matched", "matched.cpu")
+        return Restart(killed, time.monotonic(), dict(zip(names, (*answered, *matched), strict=True)))
 
 
 async def _connected(address: str) -> aio.AsyncClient:
@@ -113,11 +118,17 @@ async def _connected(address: str) -> aio.AsyncClient:
             await asyncio.sleep(_POLL_S)
 
 
-def _began(pid: int) -> float:
-    """When a process began, by the monotonic clock; to a hundredth of a second."""
-    ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
-    return ticks / os.sysconf("SC_CLK_TCK") - since_boot
+class _Process:
+    """Times in hundredths of a second, as the kernel tells them."""
+
+    def __init__(self, pid: int) -> None:
+        self._stat = Path(f"/proc/{pid}/stat")
+
+    def age(self) -> tuple[float, float]:
+        """Seconds since it began, and of CPU that it has had."""
+        fields = self._stat.read_text().rsplit(")", 1)[1].split()
+        user, system, began = (int(fields[place]) / os.sysconf("SC_CLK_TCK") for place in (11, 12, 19))
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began, user + system
 
 
 def _rates(ends: list[float], restarts: list[Restart]) -> tuple[float, float]:

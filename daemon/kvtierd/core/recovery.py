@@ -48,6 +48,8 @@ def recover(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
     _claim(state, found)
     blocks = _indexed(state, found)
     _order_by_use(state, blocks)
+    for tier in state.tiers:
+        state.candidates(tier)  # else the first to want a victim would wait until all of these have been looked at
     return blocks
 
 
