@@ -9,7 +9,7 @@ from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes
 
 POISON = 0xA5
-_STAMP_BYTES = 4096
+_STAMP = bytes([POISON]) * 4096
 
 
 class MappedStore:
@@ -47,8 +47,10 @@ class MappedStore:
     def poison(self, group: GroupId, slot: SlotId) -> None:
         """Overwrites the first and last 4096 bytes of each part."""
         for part in self.parts(group, slot):
-            part[:_STAMP_BYTES] = POISON
-            part[-_STAMP_BYTES:] = POISON
+            data = part.data  # numpy takes three times as long for so few bytes
+            stamp = _STAMP[: len(data)]
+            data[: len(stamp)] = stamp
+            data[-len(stamp) :] = stamp
 
     def close(self) -> None:
         """Lets go of the segment; views that others hold stay valid."""
