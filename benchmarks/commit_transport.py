@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -64,7 +65,8 @@ class StreamingDispatcher(Dispatcher):
                 request = blocks_pb2.CommitRequest.FromString(raw)
                 self._access.require(session, needs, request)
                 digest = xxhash.xxh3_128_digest(raw)
-                reply = await session.replies.answer(request.seq, digest, lambda: verb(session, request))  # type: ignore[arg-type, return-value]  # noqa: B023
+                run: Any = partial(verb, session, request)
+                reply: Any = await session.replies.answer(request.seq, digest, run, waits=False)
                 yield reply.SerializeToString()
 
         return serve
