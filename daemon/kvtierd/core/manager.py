@@ -263,9 +263,9 @@ class BlockManager:
         window.ahead.settle(owned)
         touched: list[Block] = []
         results = tuple(self._commit_one(window, owned, item, touched, release) for item in items)
+        window.state.touch(reversed(touched))
         if release:
             self._end(owned)
-        window.state.touch(reversed(touched))
         self._pump(now, window)
         return results, self._take(now)
 

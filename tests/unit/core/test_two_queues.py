@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvtierd.core.evict import Departed
+from kvtierd.core.manager import BlockResult, CommitItem
 from kvtierd.core.policy import Policy
-from tests.unit.core.bench import DEVICE, HOST, Bench, key
+from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench, key
 
 TWO_QUEUES = Policy(eviction="2q")
 
@@ -98,3 +99,19 @@ def test_a_key_that_left_twice_is_remembered_from_the_second_time_on() -> None:
     for name in "bac":
         departed.add(key(name))
     assert departed.recall(key("a"))
+
+
+def test_a_commit_that_ends_its_lease_counts_all_that_came_back() -> None:
+    """Its blocks are used, with what they stand on, before the blocks of the lease are let go of."""
+    bench = Bench(device=3, host=1, policy=TWO_QUEUES)
+    bench.put("p")
+    bench.put("c", under="p")
+    bench.drop("c")
+    grant = bench.blank(DEVICE, 2)
+    assert grant.lease is not None
+    bench.commit(grant, [("x", None, 35)])
+    again = [CommitItem(grant.slots[1], key("c"), key("p"), 35)]
+    results, outcome = bench.core.commit(ALICE, grant.lease, again, bench.now, release=True)
+    bench.apply(outcome)
+    assert results == (BlockResult.OK,)
+    assert (bench.stored(), bench.core.session_leases(ALICE)) == ("cpx", 0)
