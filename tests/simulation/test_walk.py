@@ -66,7 +66,7 @@ HAPPENS: Final = (
     "granted slots",
     "granted slots ahead",
     "not granted ahead",
-    "waited for slots leased ahead",
+    "waits for slots leased ahead",
     "granted a whole prefix",
     "granted a shorter prefix",
     "granted all matched across groups, of a window",

@@ -441,7 +441,6 @@ class World:
             elif self.in_flight:
                 self.report(choose, faults=False)
             elif self.clients.requests and any(holding.ahead is not None for holding in self.clients.leases.values()):
-                self.seen["waited for slots leased ahead"] += 1
                 self.now += AHEAD_NS
                 self.tick()
             else:
@@ -534,6 +533,10 @@ class World:
         for request in granted:
             if isinstance(request, SlotsRequest):
                 self.clients.verify_turn(request)
+        if self.clients.requests and not (self.in_flight or self.postponed):
+            self.seen["waits for slots leased ahead"] += 1
+            anything = any(holding.ahead is not None for holding in self.clients.leases.values())
+            require(anything, "somebody waits for nothing")
         self.verify()
 
     def _take_event(self, event: Event) -> None:
