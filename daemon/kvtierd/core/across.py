@@ -160,11 +160,13 @@ class AcrossGroups:
     def refresh(self, now: int) -> None:
         """Matches anew what lost a block while it waited."""
         removed = sum(window.state.removed for window in self._windows)
-        if removed == self._removed:
+        losing = any(window.state.offline for window in self._windows)
+        if removed == self._removed and not losing:
             return
         self._removed = removed
         for ticket in list(self.tickets.values()):
-            if ticket.waiting and any(not block.indexed for part in ticket.parts for block in part.fetch.blocks):
+            parts = ticket.parts if ticket.waiting else ()
+            if any(part.window.lost(block, ticket.tier) for part in parts for block in part.fetch.blocks):
                 self._shorten(ticket, now, RefusalReason.TOO_SHORT)
 
     def advance(self, now: int) -> bool:

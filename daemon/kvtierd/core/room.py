@@ -285,8 +285,11 @@ class Room:
             self._flights.start(ancestor, self.source(ancestor), DISK, WRITE_THROUGH)
 
     def source(self, block: Block) -> Tier:
-        """Where to copy the block from."""
-        return next(tier for tier in SOURCE_ORDER if (copy := block.copy(tier)) is not None and copy.valid)
+        """Where to copy the block from: a tier that is lost, but not altogether yet, only where there is no other."""
+        valid = (tier for tier in SOURCE_ORDER if (copy := block.copy(tier)) is not None and copy.valid)
+        if not self._state.offline:
+            return next(valid)
+        return min(valid, key=lambda tier: tier in self._state.offline)
 
     def _drop_some_subtree(self, tier: Tier) -> bool:
         """Only parents are left that cannot go down: the first by rank whose subtree nobody needs goes, leaves

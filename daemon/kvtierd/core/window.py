@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 from typing import Final, assert_never
 
 from kvtierd.core.ahead import Ahead
@@ -424,16 +424,22 @@ class WindowManager:
 
     def _forget_lost(self, ticket: FetchTicket) -> None:
         """Blocks may have been lost against policy while the request waited."""
-        if all(block.indexed for block in ticket.blocks):
+        lost = [self.lost(block, ticket.tier) for block in ticket.blocks]
+        if not any(lost):
             return
         if ticket.hold:
-            self._shorten(ticket, next(n for n, block in enumerate(ticket.blocks) if not block.indexed))
+            self._shorten(ticket, lost.index(True))
         else:
-            for block in ticket.blocks:
-                if not block.indexed:
-                    self.state.unclaim(block)
-            ticket.blocks = [block for block in ticket.blocks if block.indexed]
+            for block in compress(ticket.blocks, lost):
+                self.state.unclaim(block)
+            ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
             ticket.wants_at = -1
+
+    def lost(self, block: Block, tier: Tier) -> bool:
+        """Or about to be: of a tier's loss, its turn has not come yet."""
+        if not block.indexed or not self.state.offline:
+            return not block.indexed
+        return block.copy(tier) is None and self.room.source(block) in self.state.offline
 
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
         """Takes all destination slots in one step and plans the copies into them."""

@@ -128,6 +128,8 @@ def test_a_tier_is_lost_in_slices_and_nothing_is_given_out_there_in_between() ->
     assert len(bench.stored()) == LOSS_SLICE + 1, "the newest go first, so what is left is a prefix"
     with pytest.raises(TierOffline):
         bench.move(names[0], DISK)
+    ticket = bench.move(names[0], DEVICE)
+    assert not any(bench.grants[ticket].results) and not bench.moves, "nor is anything read there"
     steps = 1
     while following is not None:
         following, outcome = bench.core.lose_tier(DISK, Cause.IO_ERROR, bench.now, following)
