@@ -325,8 +325,8 @@ class GroupState:
         if copy.holds:
             self._end_pin(tier, copy)
             self.clocks.start(block)
-            if tier is not DISK:
-                self.recorder.disown(self.ref(tier, copy.slot), block)
+        if (copy.holds or copy.reads) and tier is not DISK:
+            self.recorder.disown(self.ref(tier, copy.slot), block)
         self._candidates[tier].put(block, copy, 0)
         if tier is DISK and block.indexed and block.parent is not None:
             block.parent.disk_children -= 1

@@ -156,7 +156,7 @@ class Outcome:
     refusals: tuple[Refusal, ...] = ()
     begin_write: tuple[SlotRef, ...] = ()
     contents: tuple[Content, ...] = ()
-    """Of all in ``end_write``, and of slots that lost their block while held."""
+    """Of all in ``end_write``, and of slots that lost their block while held or copied."""
     end_write: tuple[SlotRef, ...] = ()
     owners: tuple[Ownership, ...] = ()
     events: tuple[Event, ...] = ()

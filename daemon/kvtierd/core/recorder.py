@@ -75,7 +75,7 @@ class Recorder:
         self._ends[ref] = block
 
     def disown(self, ref: SlotRef, block: Block) -> None:
-        """The slot's bytes stand for those who hold them; they are the block's no more."""
+        """The slot's bytes stand for those who hold or copy them; they are the block's no more."""
         if self._ends.get(ref) is None:
             self._disowned[ref] = block
 

@@ -11,10 +11,11 @@ from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.manager import BlockManager, CommitItem, Recovered
 from kvtierd.core.outcome import Outcome
-from kvtierd.core.policy import GroupShape
+from kvtierd.core.policy import GroupShape, Policy, WritePolicy
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import LeftLease
 from kvtierd.core.traits import Traits
+from tests.unit.core.bench import Bench
 
 GROUP = GroupId(0)
 OLD, NEW = SessionId(7), SessionId(8)
@@ -110,3 +111,13 @@ def test_a_block_dropped_while_held_is_disowned(core: BlockManager) -> None:
     core.windows[GROUP].state.detach(block, Tier.HOST)
     outcome = core.tick(now=3)
     assert [(content.ref.slot, content.key) for content in outcome.contents] == [(0, None)]
+
+
+def test_a_block_forgotten_while_it_is_copied_is_disowned() -> None:
+    """Its bytes stand until the copy has ended."""
+    bench = Bench(device=1, disk=1, policy=Policy(write_policy=WritePolicy.THROUGH))
+    bench.put("a")
+    assert len(bench.moves) == 1
+    _, outcome = bench.core.reset(NEW, bench.now, force=True)
+    assert [(content.ref.tier, content.key) for content in outcome.contents] == [(Tier.DEVICE, None)]
+    assert not outcome.begin_write, "the copy reads on"
