@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import itemgetter
-from typing import Final
+from typing import Final, Protocol
 
 from kvtier.abi.slot_records import SlotContents
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
@@ -20,7 +20,6 @@ from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import reachable
 from kvtierd.core.tickets import LeftLease
 from kvtierd.core.traits import Label, Traits
-from kvtierd.tiers.arena import Arena
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,6 +31,25 @@ class OldLife:
     live: frozenset[SessionId]
     dead: frozenset[SessionId]
     keeper: SessionId
+
+
+class KeptMemory(Protocol):
+    """What is asked of an arena; see :class:`kvtierd.tiers.arena.Arena`."""
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]: ...
+
+    def contents(self, tier: Tier, group: GroupId) -> SlotContents: ...
+
+    def ready_slots(self, tier: Tier, group: GroupId) -> list[SlotId]: ...
+
+    def generation(self, tier: Tier, group: GroupId, slot: SlotId) -> int: ...
+
+    def owned(self, tier: Tier, group: GroupId) -> dict[SlotId, SessionId]: ...
+
+    def set_owner(self, tier: Tier, group: GroupId, slot: SlotId, session: SessionId | None) -> None: ...
+
+    def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,10 +65,10 @@ class Adopted:
 
 
 def adopt(
-    arena: Arena, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[Recovered]], old: OldLife
+    arena: KeptMemory, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[Recovered]], old: OldLife
 ) -> Adopted:
-    """Changes the arena so that what is not in the answer is void, and nobody's. What is keeps its old owner until the
-    lease is granted again: a daemon that dies before that must not have forgotten it."""
+    """Changes the arena so that what is not in the answer is void, and nobody's. What is keeps its old owner, or gets
+    the keeper, until the lease is granted again: a daemon that dies before that must not have forgotten it."""
     adopted = Adopted()
     for shape in shapes:
         group = shape.group
@@ -66,7 +84,7 @@ def adopt(
     return adopted
 
 
-def _in_memory(arena: Arena, group: GroupId) -> dict[Key, Recovered]:
+def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, Recovered]:
     """What memory holds, least recently noted first. Of two copies that do not agree on the parent the newer counts."""
     rows: list[tuple[int, Recovered]] = []
     for tier in arena.tiers:
@@ -116,7 +134,7 @@ def _kept(merged: Sequence[Recovered], tier: Tier) -> dict[SlotId, Key]:
     return {one.host: one.key for one in merged if one.host is not None}
 
 
-def _left(arena: Arena, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
+def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
     """Leases over everything that a live process may still touch: blank slots are their one writer's, the rest the
     keeper's. Of the other slots nobody is the owner any more."""
     blank: dict[SessionId, list[SlotId]] = {}
@@ -127,6 +145,8 @@ def _left(arena: Arena, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], 
         elif slot in kept:
             read.append(kept[slot])
         elif arena.generation(tier, group, slot) % 2 == 0:
+            # Several may read it, and its generation is about to be that of one writer's slot.
+            arena.set_owner(tier, group, slot, old.keeper)
             blank.setdefault(old.keeper, []).append(slot)
         elif owner in old.dead:
             arena.set_owner(tier, group, slot, None)
@@ -136,7 +156,7 @@ def _left(arena: Arena, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], 
     return [*leases, LeftLease(old.keeper, group, tier, keys=tuple(read))] if read else leases
 
 
-def _void_the_rest(arena: Arena, tier: Tier, group: GroupId, kept: Collection[SlotId]) -> None:
+def _void_the_rest(arena: KeptMemory, tier: Tier, group: GroupId, kept: Collection[SlotId]) -> None:
     for slot in set(arena.ready_slots(tier, group)).difference(kept):
         arena.begin_write(tier, group, slot)
 

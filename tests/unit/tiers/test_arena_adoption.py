@@ -223,7 +223,20 @@ def test_what_live_processes_may_touch_is_left_to_them(earlier: Arena) -> None:
         (5, (3,), ()),
         (99, (), (key(1),)),
     }
-    assert again.owned(Tier.HOST, GROUP) == {0: 5, 1: 6, 3: 5}, "a daemon that dies before it grants them again"
+    assert again.owned(Tier.HOST, GROUP) == {0: 5, 1: 99, 3: 5}, "a daemon that dies before it grants them again"
+    again.close()
+
+
+def test_a_life_that_dies_while_it_adopts_forgets_no_reader(earlier: Arena) -> None:
+    """The owner table names the last of several readers: when that one has gone, the slot is not free yet."""
+    written(earlier, 1, number=9, parent=8)  # unreachable
+    earlier.set_owner(Tier.HOST, GROUP, SlotId(1), SessionId(6))
+    again = adopted(earlier)
+    both = frozenset({SessionId(5), SessionId(6)})
+    adopt(again, [WINDOW], {}, OldLife(both, frozenset(), keeper=SessionId(99)))
+    one = OldLife(frozenset({SessionId(5)}), frozenset({SessionId(6)}), keeper=SessionId(100))
+    (lease,) = adopt(again, [WINDOW], {}, one).left
+    assert (lease.session, lease.blank) == (100, (1,))
     again.close()
 
 
