@@ -9,6 +9,7 @@ from kvtierd.core.ids import Key, LeaseId, SessionId, SlotId
 from kvtierd.core.manager import ChainRequest, CommitItem
 from tests.simulation.chooser import Chooser
 from tests.simulation.forest import label_of
+from tests.simulation.remains import Died
 from tests.simulation.site import Site
 from tests.simulation.world import World
 
@@ -33,16 +34,20 @@ def reserve_ahead(world: World, choose: Chooser) -> None:
 
 
 def scribble(world: World, choose: Chooser) -> None:
-    """Not a call: a client writes a slot that it leased."""
-    writers = [holding for holding in world.clients.leases.values() if holding.blank]
+    """Not a call: a client writes a slot that it leased, perhaps in an earlier life of the daemon."""
+    writers = [holding for holding in world.clients.usable if holding.blank]
     if writers:
         holding = choose.pick(writers)
         world.clients.scribble(holding, choose.pick(list(holding.blank)))
+    earlier = [holding for held in world.clients.remnants.values() for holding in held if holding.blank]
+    if earlier:
+        holding = choose.pick(earlier)
+        world.clients.scribble_on_remains(holding, choose.pick(list(holding.blank)))
 
 
 def commit(world: World, choose: Chooser) -> None:
     """Mostly the next blocks of a chain; some that exist, lack their parent or claim a wrong one."""
-    writers = [holding for holding in world.clients.leases.values() if holding.blank]
+    writers = [holding for holding in world.clients.usable if holding.blank]
     if not writers:
         return
     holding = choose.pick(writers)
@@ -110,8 +115,8 @@ def _retention(choose: Chooser, blocks: int) -> tuple[list[int], list[int]]:
 
 
 def release(world: World, choose: Chooser) -> None:
-    if world.clients.leases:
-        first = choose.pick(list(world.clients.leases.values()))
+    if world.clients.usable:
+        first = choose.pick(world.clients.usable)
         of_session = [lease for lease, holding in world.clients.leases.items() if holding.session == first.session]
         world.release(
             first.session, {lease: _first_blocks(world, choose, lease) for lease in choose.some(of_session, 3)}
@@ -170,6 +175,11 @@ def end(world: World, choose: Chooser) -> None:
     world.end(_session(world, choose))
 
 
+def end_remnant(world: World, choose: Chooser) -> None:
+    if world.clients.remnants:
+        world.end_remnant(choose.pick(sorted(world.clients.remnants)))
+
+
 def report(world: World, choose: Chooser) -> None:
     if world.in_flight:
         world.report(choose)
@@ -189,14 +199,21 @@ def rot(world: World, choose: Chooser) -> None:
 
 
 def lose(world: World, choose: Chooser) -> None:
-    world.lose(choose.pick(world.tiers))
+    world.lose(choose.pick(world.tiers), lambda: _meanwhile(world, choose))
 
 
 def undercut(world: World, choose: Chooser) -> None:
     """Loses a tier that somebody waits to read from. Left to chance, it hardly ever is the right one in time."""
     tiers = world.awaited_tiers()
     if tiers:
-        world.lose(choose.pick(tiers))
+        world.lose(choose.pick(tiers), lambda: _meanwhile(world, choose))
+
+
+def _meanwhile(world: World, choose: Chooser) -> None:
+    """Between two slices of a tier's loss others have their turn."""
+    world.progress(choose)
+    if choose.chance(60):
+        choose.pick(MEANWHILE)(world, choose)
 
 
 def restore(world: World, choose: Chooser) -> None:
@@ -213,6 +230,14 @@ def settle(world: World, choose: Chooser) -> None:
 
 
 def crash(world: World, choose: Chooser) -> None:
+    """Often in the middle of what a call does."""
+    if choose.chance(60):
+        world.lifetime.ends_after(choose.below(10))
+        try:
+            choose.pick(MEANWHILE)(world, choose)
+        except Died:
+            world.seen["died in the middle of a call"] += 1
+        world.lifetime.ends_after(None)
     world.restart(choose, clean=False)
 
 
@@ -220,12 +245,18 @@ def stop_and_start(world: World, choose: Chooser) -> None:
     world.restart(choose, clean=True)
 
 
+MEANWHILE: Final[Sequence[Action]] = (
+    *(report, report, report, reserve, reserve_ahead, commit, commit, acquire, acquire_across, release),
+    *(move, drop, retain, pin, reset, expire, cancel, orphan, reattach, end, end_remnant),
+)
+"""Calls that may come at any time."""
+
 WEIGHTS: Final[Mapping[Action, int]] = {
     report: 330,
     acquire: 110,
-    acquire_across: 60,
+    acquire_across: 70,
     reserve: 130,
-    reserve_ahead: 30,
+    reserve_ahead: 45,
     commit: 130,
     release: 130,
     move: 40,
@@ -241,11 +272,12 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     orphan: 6,
     reattach: 8,
     end: 6,
+    end_remnant: 6,
     rot: 6,
     lose: 4,
     undercut: 12,
     restore: 10,
-    drain: 4,
+    drain: 8,
     settle: 1,
     crash: 3,
     stop_and_start: 1,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.outcome import Grant, Refusal
-from kvtierd.core.tickets import LeaseRecord
+from kvtierd.core.tickets import LeaseRecord, LeftLease
 from tests.simulation.memory import Content, Memory
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require
@@ -102,15 +102,29 @@ class Holding:
         chain[:] = kept
 
 
-class Clients:
-    """All sessions, attached or orphaned, their requests and leases. A session that ended may begin anew."""
+Remnants = Mapping[SessionId, Sequence[Holding]]
+"""What live processes had of earlier lives of the daemon, by session, as they know it."""
 
-    def __init__(self, plans: Sequence[GroupPlan], memories: Mapping[GroupId, Mapping[Tier, Memory]]) -> None:
+
+class Clients:
+    """All sessions of a daemon's life, attached or orphaned, their requests and leases. One that ended may begin anew.
+
+    ``remnants``: of earlier lives. For what they may still touch there are leases, too: theirs, or the keeper's.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[GroupPlan],
+        memories: Mapping[GroupId, Mapping[Tier, Memory]],
+        first_session: int = 1,
+        remnants: Remnants | None = None,
+    ) -> None:
         self._plans = {plan.group: plan for plan in plans}
         self._memories = memories
         self.requests: dict[TicketId, Request] = {}
         self.leases: dict[LeaseId, Holding] = {}
-        self.sessions = tuple(SessionId(number) for number in range(1, SESSIONS + 1))
+        self.sessions = tuple(SessionId(number) for number in range(first_session, first_session + SESSIONS))
+        self.remnants = dict(remnants or {})
         self.orphaned: set[SessionId] = set()
         self._scribbles = 0
 
@@ -120,6 +134,14 @@ class Clients:
         """Any client may write its blank slots whenever it likes, and one whose connection broke still does."""
         self._scribbles += 1
         self.write(holding, slot, b"scribble %d" % self._scribbles)
+
+    def scribble_on_remains(self, holding: Holding, slot: SlotId) -> None:
+        """So does one of an earlier life, which does not know yet that the daemon is another."""
+        self.scribble(holding, slot)
+        place = (holding.plan.group, holding.tier)
+        for restored in self.leases.values():
+            if (restored.plan.group, restored.tier) == place and slot in restored.blank:
+                restored.blank[slot] = holding.blank[slot]
 
     def write(self, holding: Holding, slot: SlotId, content: Content) -> None:
         holding.blank[slot] = content
@@ -142,6 +164,26 @@ class Clients:
             del holding.blocks[slot]
         if first_blocks == 0:
             del self.leases[lease]
+
+    @property
+    def usable(self) -> list[Holding]:
+        """Leases of which their clients know."""
+        return [holding for holding in self.leases.values() if holding.session in self.sessions]
+
+    def left_by(self, sessions: Collection[SessionId]) -> Remnants:
+        """What these have when the daemon dies."""
+        ours = {session: [h for h in self.leases.values() if h.session == session] for session in self.sessions}
+        return {session: held for session, held in (self.remnants | ours).items() if session in sessions}
+
+    def restore(self, lease: LeaseId, left: LeftLease, places: Mapping[SlotId, Key]) -> None:
+        """A lease of an earlier life; ``places``: the slots of its blocks."""
+        require(lease not in self.leases, f"lease {lease} is given twice")
+        taken = self.leased(left.group, left.tier)
+        require(taken.isdisjoint(left.blank), "a slot is leased to two sessions of an earlier life")
+        memory = self._memories[left.group][left.tier]
+        holding = self.leases[lease] = Holding(lease, left.session, self._plans[left.group], left.tier)
+        holding.blank = {slot: memory.contents[slot] for slot in left.blank}
+        holding.blocks = dict(places)
 
     def forget_requests(self, session: SessionId) -> None:
         """The session's calls are cancelled: none of them may be answered."""
@@ -246,7 +288,9 @@ class Clients:
     # -- whether it is so --------------------------------------------------------------------------------------------
 
     def verify(self, records: Sequence[LeaseRecord]) -> None:
-        """Leased slots hold what their clients were told or wrote, and have an owner; nothing else is leased."""
+        """Leased slots hold what their clients were told or wrote, and have an owner; nothing else is leased. Nor was
+        anything written that a process of an earlier life may still touch."""
+        self._verify_remnants()
         told = {record.id: (record.blank_slots, record.held_blocks) for record in records}
         known = {holding.id: (len(holding.blank), len(holding.blocks)) for holding in self.leases.values()}
         if told != known:
@@ -267,3 +311,17 @@ class Clients:
                     raise Violation(f"{holding.tier} slot {slot} is blank, its generation even")
                 if memory.owners[slot] != holding.session:
                     raise Violation(f"{holding.tier} slot {slot} has another owner")
+
+    def _verify_remnants(self) -> None:
+        for holding in (holding for held in self.remnants.values() for holding in held):
+            memory = self._memories[holding.plan.group][holding.tier]
+            for slot, content in (*holding.blank.items(), *holding.blocks.items()):
+                if memory.contents[slot] != content:
+                    raise Violation(
+                        f"{holding.tier} slot {slot} was written, and a process of an earlier life may use it"
+                    )
+            for slot in holding.blank:
+                if memory.ready(slot):
+                    raise Violation(
+                        f"{holding.tier} slot {slot} is READY, and a process of an earlier life may write it"
+                    )

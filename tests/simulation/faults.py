@@ -6,7 +6,7 @@ is now, so a fault whose method is gone cannot be planted and its test fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -28,8 +28,9 @@ from kvtierd.core.policy import GroupShape
 from kvtierd.core.recorder import Recorder, Transfer
 from kvtierd.core.retention import Clocks
 from kvtierd.core.room import Room
-from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket
+from kvtierd.core.tickets import FetchTicket, Lease, LeftLease, ReserveTicket
 from kvtierd.core.window import WindowManager
+from kvtierd.service import adoption
 
 Method = Callable[..., Any]
 
@@ -308,6 +309,42 @@ def _lets_go_of_all(right: Method) -> Method:
     return release_first
 
 
+# -- loss of a tier, and adoption --------------------------------------------------------------------------------------
+
+
+def _back_between_slices(right: Method) -> Method:
+    def lose_tier(state: GroupState, tier: Tier, cause: Cause, before: int, limit: int) -> int:
+        following: int = right(state, tier, cause, before, limit)
+        if following:
+            state.restore_tier(tier)
+        return following
+
+    return lose_tier
+
+
+def _forgets_readers(right: Method) -> Method:
+    def left(*arguments: object) -> list[LeftLease]:
+        leases: list[LeftLease] = right(*arguments)
+        return [lease for lease in leases if not lease.keys]
+
+    return left
+
+
+def _forgets_writers(right: Method) -> Method:
+    def left(*arguments: object) -> list[LeftLease]:
+        leases: list[LeftLease] = right(*arguments)
+        return [lease for lease in leases if not lease.blank]
+
+    return left
+
+
+def _reaches_all(right: Method) -> Method:
+    def reachable(keys: Sequence[Key], parents: Sequence[Key | None]) -> list[int]:
+        return list(range(len(keys)))
+
+    return reachable
+
+
 # -- events and generations ------------------------------------------------------------------------------------------
 
 
@@ -397,6 +434,11 @@ FAULTS: Final = {
         Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
         Fault("part_released_whole", ((WindowManager, "release_first", _lets_go_of_all),)),
+        Fault("tier_back_between_slices", ((GroupState, "lose_tier", _back_between_slices),)),
+        Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
+        Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),
+        Fault("orphans_adopted", ((adoption, "reachable", _reaches_all),)),
+        Fault("removed_block_adopted", ((Recorder, "disown", _does_nothing),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
         Fault("generation_not_bumped", ((Recorder, "begin_write", _does_nothing),)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtierd.core.ids import Key
 from kvtierd.core.traits import Label
@@ -17,6 +18,12 @@ def key(number: int) -> Key:
 def label_of(key: Key) -> Label | None:
     """What is told of a block besides its key; of some blocks nothing."""
     return Label(key[:8], key[8:]) if key[0] % 4 else None
+
+
+def hash_of(key: Key) -> Label | None:
+    """As much of it as a slot's record in memory keeps."""
+    label = label_of(key)
+    return replace(label, tokens=b"") if label is not None else None
 
 
 class Forest:

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+
+from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord
 from kvtierd.core.ids import KEY_BYTES, SessionId, SlotId
+from kvtierd.core.outcome import Content as Noted
 from tests.simulation.violation import Violation
 
 Content = bytes
@@ -34,11 +38,16 @@ class Memory:
         self.generations = [1] * slots
         self.owners: list[SessionId | None] = [None] * slots
         self._promised: list[Content] = [POISON] * slots
+        self._records = np.zeros((slots, SLOT_RECORD_BYTES), np.uint8)
 
     def begin_write(self, slot: SlotId) -> None:
+        self.invalidate(slot)
+        self.contents[slot] = POISON
+
+    def invalidate(self, slot: SlotId) -> None:
+        """The bytes still stand, and whoever looks at them finds out that they are no block's."""
         if self.generations[slot] % 2 == 0:
             self.generations[slot] += 1
-        self.contents[slot] = POISON
 
     def end_write(self, slot: SlotId) -> None:
         if self.generations[slot] % 2 == 1:
@@ -46,6 +55,33 @@ class Memory:
             self._promised[slot] = self.contents[slot]
         if not is_block(self.contents[slot]):
             raise Violation(f"{self.name} slot {slot} shows an even generation over no block's bytes")
+
+    def note(self, noted: Noted, order: int) -> None:
+        """What the slot holds from its next generation on, or that it holds nothing to be found again."""
+        (_, _, slot), key, parent, traits = noted
+        if key is None:
+            self._records[slot] = 0
+            return
+        packed = SlotRecord(
+            key=key,
+            parent=parent,
+            priority=traits.priority,
+            duration_ms=traits.duration_ms,
+            deadline_ns=traits.deadline_ns,
+            event_hash=traits.label.event_hash if traits.label is not None else b"",
+            generation=self.generations[slot] + 1,
+            order=order,
+        ).pack()
+        self._records[slot, : len(packed)] = np.frombuffer(packed, np.uint8)
+
+    def found(self) -> SlotContents:
+        """What a daemon that adopts the memory may believe."""
+        return SlotContents.read(self._records, np.array(self.generations, np.uint64))
+
+    def slots_of(self, content: Content) -> list[SlotId]:
+        """READY ones that have these bytes."""
+        slots = (SlotId(n) for n, found in enumerate(self.contents) if found == content)
+        return [slot for slot in slots if self.ready(slot)]
 
     def ready(self, slot: SlotId) -> bool:
         return self.generations[slot] % 2 == 0

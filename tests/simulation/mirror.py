@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtierd.core.events import BlockChange, Event, EventType
+from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import Key
-from tests.simulation.forest import label_of
+from kvtierd.core.traits import Label
+from tests.simulation.forest import hash_of, label_of
 from tests.simulation.violation import require
 
 
 class Mirror:
-    """``blocks``: the last that was said of each block. ``children``: how many stored ones it has.
+    """``blocks``: the last that was said of each block. ``short``: those that a restart has found in memory alone once,
+    where of a label only the hash is kept.
 
     Holds every event to the order that it promises: nothing is said twice, and outside sliding groups parents are
     stored before their children and removed after them.
@@ -19,6 +21,7 @@ class Mirror:
 
     def __init__(self, *, sliding: bool) -> None:
         self.blocks: dict[Key, BlockChange] = {}
+        self.short: set[Key] = set()
         self._sliding = sliding
         self._children: dict[Key, int] = {}
         self._handlers: dict[EventType, Callable[[BlockChange], None]] = {
@@ -33,10 +36,15 @@ class Mirror:
             self._children.clear()
         handle = self._handlers.get(event.type)
         for change in event.blocks:
-            require(change.label == label_of(change.key), "a block is told of under another's label")
+            if (event.type, event.cause) == (EventType.STORED, Cause.COMMIT):
+                self.short.discard(change.key)
+            require(change.label == self.label_of(change.key), "a block is told of under another's label")
             require(handle is not None, f"a {event.type.name} event names a block")
             if handle is not None:
                 handle(change)
+
+    def label_of(self, key: Key) -> Label | None:
+        return hash_of(key) if key in self.short else label_of(key)
 
     def _stored(self, change: BlockChange) -> None:
         require(change.key not in self.blocks, "a block is stored twice")
@@ -44,7 +52,7 @@ class Mirror:
         if change.parent is not None and not self._sliding:
             require(change.parent in self.blocks, "a block is stored before its parent")
             self._children[change.parent] = self._children.get(change.parent, 0) + 1
-        above = label_of(change.parent) if change.parent is not None and not self._sliding else None
+        above = self.label_of(change.parent) if change.parent is not None and not self._sliding else None
         require(change.parent_label == above, "a block is told of under another parent's label")
         self.blocks[change.key] = change._replace(parent_label=None)
 

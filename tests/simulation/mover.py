@@ -58,6 +58,8 @@ class Mover:
         self._written: Counter[tuple[Tier, SlotId]] = Counter()
         self._read: Counter[tuple[Tier, SlotId]] = Counter()
         self._parents_written: Counter[Key] = Counter()
+        self.deletions_failed = False
+        """Since it began: those slots are not written again in the daemon's life."""
 
     @property
     def in_flight(self) -> int:
@@ -161,6 +163,7 @@ class Mover:
     def _retire(self, journey: Journey) -> None:
         items = enumerate(journey.move.items)
         self._store.commit((), [(item.key, item.src) for n, item in items if n not in journey.failed])
+        self.deletions_failed |= bool(journey.failed)
 
     def _copied(self, journey: Journey, position: int, item: MoveItem) -> Content:
         """What a copy got that read its source at any moment between its begin and its end."""

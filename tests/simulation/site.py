@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from kvtierd.core.events import BlockChange
 from kvtierd.core.ids import Key, SlotId, Tier
 from kvtierd.core.manager import BlockManager, BlockResult, CommitItem, ListingRow
-from kvtierd.core.outcome import Move
+from kvtierd.core.outcome import Move, SlotRef
 from kvtierd.core.policy import GroupShape
 from tests.simulation.disk import Disk
-from tests.simulation.forest import Forest, label_of
+from tests.simulation.forest import Forest
 from tests.simulation.memory import ROT, Memory
 from tests.simulation.mirror import Mirror
 from tests.simulation.mover import Mover
@@ -23,7 +24,7 @@ EVERYTHING = 1 << 20
 
 
 class Site:
-    """Its disk, and what a watcher remembers, outlive the daemon; :meth:`boot` renews the rest."""
+    """Its disk, and what a watcher remembers, outlive the daemon, and its memories may; the rest is as old as it is."""
 
     def __init__(self, plan: GroupPlan, forest: Forest) -> None:
         self.plan = plan
@@ -38,6 +39,10 @@ class Site:
         """New memory tiers of so many slots."""
         self.slots = dict(memory) | ({Tier.DISK: len(self.disk.slab)} if self.disk is not None else {})
         self.memories = {tier: Memory(f"group {self.group} {tier}", count) for tier, count in memory.items()}
+        return self.adopt()
+
+    def adopt(self) -> GroupShape:
+        """The memory tiers stay as they are."""
         self.mover = Mover(self.memories, self.disk)
         self.pins.clear()
         return self.plan.shape(self.slots)
@@ -48,8 +53,8 @@ class Site:
 
     @property
     def disk_works(self) -> bool:
-        """None of its slots is bad, or could turn out to be when it is read."""
-        return self.disk is None or not (self.disk.bad or ROT in self.disk.slab)
+        """None of its slots is out of use, or could turn out to be when it is read."""
+        return self.disk is None or not (self.disk.bad or self.mover.deletions_failed or ROT in self.disk.slab)
 
     def submit(self, move: Move) -> None:
         if self.disk is not None and move.dst is Tier.DISK:
@@ -101,6 +106,20 @@ class Site:
         """Blocks that a restart must find on disk."""
         return {key for key, change in self.mirror.blocks.items() if self._survives(change)}
 
+    def remembered(self, unsure: AbstractSet[SlotRef]) -> dict[Key, int]:
+        """Blocks that a restart which keeps the memory must find there, and in which of its tiers, as a bit set: all
+        that were READY, and needed or were found no block that is nowhere. ``unsure``: slots that the daemon was about
+        when it died."""
+        on_disk = self.surviving()
+        there: dict[Key, int] = {}
+        for key, change in self.mirror.blocks.items():
+            tiers = [tier for tier in self.memories if change.residency & tier.bit]
+            refs = {tier: [SlotRef(self.group, tier, at) for at in self.memories[tier].slots_of(key)] for tier in tiers}
+            there[key] = sum(tier.bit for tier in tiers if refs[tier] and unsure.isdisjoint(refs[tier]))
+        needed = {key: [key] if self.plan.sliding else self._forest.chain(key) for key in there}
+        whole = {key for key, keys in needed.items() if all(there.get(one) or one in on_disk for one in keys)}
+        return {key: tiers for key, tiers in there.items() if tiers and key in whole}
+
     def _survives(self, change: BlockChange) -> bool:
         """READY on disk, and no reader has found it or an ancestor that it needs rotten without having been heard."""
         if not change.residency & Tier.DISK.bit or self.disk is None:
@@ -128,7 +147,7 @@ class Site:
             said = told is not None and (told.parent, told.residency, told.priority)
             if said != (row.parent, row.residency, row.priority):
                 raise Violation(f"the events say {told}, the core {row}")
-            require(row.label == label_of(row.key), "a block is listed under another's label")
+            require(row.label == self.mirror.label_of(row.key), "a block is listed under another's label")
             self.retentions.verify(row.key, row.priority, effective.get(row.key, 0))
             if row.parent is not None and not self.plan.sliding:
                 require(row.parent in self.mirror.blocks, "a block is listed without its parent")

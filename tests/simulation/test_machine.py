@@ -123,6 +123,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.take(actions.end, data)
 
     @rule(data=st.data())
+    def end_remnant(self, data: st.DataObject) -> None:
+        self.take(actions.end_remnant, data)
+
+    @rule(data=st.data())
     def pass_time(self, data: st.DataObject) -> None:
         self.take(actions.tick, data)
 

@@ -13,8 +13,8 @@ STEPS_A_WALK: Final = 1_000
 WALKS_A_TEST: Final = 10
 TESTS: Final = 10
 LONG_TESTS: Final = 100
-MOST_WALKS: Final = 60
-"""On which everything has happened: half as many as the random walks are."""
+MOST_WALKS: Final = 100
+"""On which everything has happened: as many as the random walks are."""
 
 HAPPENS: Final = (
     "postponed",
@@ -80,6 +80,13 @@ HAPPENS: Final = (
     "copies failed",
     "copies corrupt",
     "restart after a crash",
+    "memory adopted",
+    "found in memory",
+    "restored blank",
+    "restored held",
+    "died in the middle of a call",
+    "died while it adopted",
+    "called while a tier was being lost",
     "restart clean",
     "settled",
     "written down, through",

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Final
 from unittest.mock import patch
 
-from kvtierd.core import group, recorder
+from kvtierd.core import group, manager, recorder
 from tests.simulation.actions import WEIGHTS
 from tests.simulation.chooser import Chooser
 from tests.simulation.faults import FAULTS
@@ -55,6 +55,7 @@ def walk(seed: int, steps: int, *, inspect: bool = True) -> Walked:
     with (
         patch.multiple(recorder, MAX_MOVE_BLOCKS=choose.pick((32, 2, 1)), MAX_EVENT_BLOCKS=choose.pick((256, 2))),
         patch.object(group, "EXPIRY_SLICE", choose.pick((64, 1))),
+        patch.object(manager, "LOSS_SLICE", choose.pick((1, 3, 64))),
     ):
         while world.steps < steps:
             action = _ACTIONS[bisect_right(_BOUNDS, choose.below(_BOUNDS[-1]))]

@@ -7,7 +7,7 @@ own checker of its inside runs besides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -17,9 +17,10 @@ from kvtierd.core.errors import StillHeld, TierOffline
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, CommitItem
-from kvtierd.core.outcome import Grant, Outcome, RefusalReason
-from kvtierd.core.policy import MAX_PRIORITY, WritePolicy
-from kvtierd.core.tickets import FetchTicket, Ticket
+from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
+from kvtierd.core.policy import MAX_PRIORITY, GroupShape, WritePolicy
+from kvtierd.core.tickets import FetchTicket, LeftLease, Ticket
+from kvtierd.service.adoption import Adopted, OldLife, adopt
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import (
     AcrossRequest,
@@ -31,7 +32,9 @@ from tests.simulation.clients import (
     Request,
     SlotsRequest,
 )
-from tests.simulation.forest import label_of
+from tests.simulation.forest import hash_of, label_of
+from tests.simulation.memory import Memory
+from tests.simulation.remains import Died, Lifetime, Remains
 from tests.simulation.setup import Setup, draw_memory
 from tests.simulation.site import Site
 from tests.simulation.violation import require
@@ -58,28 +61,62 @@ class World:
         self.postponed = False
         self.lossy = False
         self.last_id = 0
+        self.keeper = SessionId(0)
         self.sites = {plan.group: Site(plan, setup.forest) for plan in setup.groups}
+        self.lifetime = Lifetime()
+        self._about: frozenset[SlotRef] = frozenset()
+        self._notes = 0
         self._sequencer = EventSequencer()
-        self._boot(setup.memory, unclean=False, restarted=False)
+        shapes = [site.boot(slots) for site, slots in zip(self.sites.values(), setup.memory, strict=True)]
+        self._boot(shapes, Clients(setup.groups, self._memories), unclean=False, restarted=False)
 
-    def _boot(self, memory: Sequence[Mapping[Tier, int]], *, unclean: bool, restarted: bool) -> None:
+    @property
+    def _memories(self) -> dict[GroupId, dict[Tier, Memory]]:
+        return {site.group: site.memories for site in self.sites.values()}
+
+    def _boot(
+        self,
+        shapes: Sequence[GroupShape],
+        clients: Clients,
+        *,
+        unclean: bool,
+        restarted: bool,
+        old: OldLife | None = None,
+    ) -> None:
+        """``old``: memory was kept, and this is who may still use it."""
         sites = self.sites.values()
-        shapes = [site.boot(slots) for site, slots in zip(sites, memory, strict=True)]
         self.tiers = tuple(shapes[0].slots)
-        self.memory_tiers = tuple(memory[0])
-        self.clients = Clients([site.plan for site in sites], {site.group: site.memories for site in sites})
+        self.memory_tiers = tuple(next(iter(sites)).memories)
+        self.clients = clients
         self.offline: set[Tier] = set()
         self.core = BlockManager(CACHE, shapes, self._sequencer, self.setup.policy)
-        recovered = {site.group: site.disk.recover() if site.disk else [] for site in sites}
+        on_disk = {site.group: site.disk.recover() if site.disk else [] for site in sites}
+        adopted = Adopted(on_disk)
+        if old is not None:
+            adopted = adopt(Remains(self._memories, self.lifetime.store), shapes, on_disk, old)
         for site in sites:
-            for record in recovered[site.group]:
+            found = adopted.recovered[site.group]
+            for record in found:
                 site.retentions.recover(record.key, record.traits, self.now)
-            self.seen["recovered"] += len(recovered[site.group])
+            whole = {one.key for one in on_disk[site.group] if one.traits.label != hash_of(one.key)}
+            site.mirror.short = {one.key for one in found} - whole
+            self.seen["recovered"] += len(found)
         bad = {site.group: site.disk.bad if site.disk else set() for site in sites}
-        self._carry_out(self.core.open(recovered, bad, unclean=unclean, restarted=restarted, now=self.now))
+        self._carry_out(self.core.open(adopted.recovered, bad, unclean=unclean, restarted=restarted, now=self.now))
         for site in sites:
-            found = {record.key for record in recovered[site.group]}
-            require(site.mirror.blocks.keys() == found, "recovery lost or made up a block")
+            keys = {record.key for record in adopted.recovered[site.group]}
+            require(site.mirror.blocks.keys() == keys, "recovery lost or made up a block")
+        for left in adopted.left:
+            self._restore(left)
+
+    def _restore(self, left: LeftLease) -> None:
+        outcome = self.core.restore_lease(left, self.now)
+        at = [location.slots[left.tier] for location in self.core.locate(left.group, left.keys)]
+        places = {slot: key for slot, key in zip(at, left.keys, strict=True) if slot is not None}
+        require(len(places) == len(left.keys), "a lease of an earlier life is for a block that is not there")
+        self.clients.restore(self.core.lease_records()[-1].id, left, places)
+        self.seen["restored blank" if left.blank else "restored held"] += 1
+        self._carry_out(outcome)
 
     # -- calls of clients --------------------------------------------------------------------------------------------
 
@@ -336,6 +373,15 @@ class World:
         self._carry_out(self.core.end_session(session, self.now))
         require(self.core.session_leases(session) == 0, "a session that is gone has leases")
 
+    def end_remnant(self, session: SessionId) -> None:
+        """A process has done with what it had in an earlier life of the daemon; after the last, so has the keeper."""
+        del self.clients.remnants[session]
+        self.end(session)
+        if not self.clients.remnants:
+            self.end(self.keeper)
+            ours = {record.session for record in self.core.lease_records()}
+            require(ours <= set(self.clients.sessions), "what earlier lives left is never given back")
+
     # -- the mover, the clock and the hardware -------------------------------------------------------------------------
 
     @property
@@ -388,7 +434,8 @@ class World:
         }
         return [tier for tier in self.tiers if any(held == tier.bit and to is not tier for to, held in sole)]
 
-    def lose(self, tier: Tier) -> None:
+    def lose(self, tier: Tier, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """``meanwhile``: what others do between two slices."""
         self.offline.add(tier)
         for site in self.sites.values():
             site.mover.lose(tier)
@@ -398,6 +445,9 @@ class World:
             self._carry_out(outcome)
             if following is None:
                 break
+            before = self.steps
+            meanwhile()
+            self.seen["called while a tier was being lost"] += self.steps - before
         changes = [change for site in self.sites.values() for change in site.mirror.blocks.values()]
         require(not any(change.residency & tier.bit for change in changes), f"{tier} is lost and said to hold blocks")
 
@@ -413,8 +463,8 @@ class World:
                 site.disk.empty()
 
     def restart(self, choose: Chooser, *, clean: bool) -> None:
-        """A new daemon on the same disk, with other memory tiers; after a crash its ids start above all that may have
-        been given out."""
+        """A new daemon on the same disk; after a crash its ids start above all that may have been given out. Its memory
+        is new, and of other sizes, or what the one before left, which live processes may still use."""
         if clean:
             self.drain(choose)
         on_disk = {group: site.surviving() for group, site in self.sites.items()}
@@ -423,13 +473,57 @@ class World:
         if not clean:
             self.last_id += choose.below(100)
             self._sequencer = EventSequencer(self.last_id)
-        groups = len(self.sites)
-        memory = draw_memory(choose, groups) if Tier.DISK not in self.tiers or choose.chance(90) else ({},) * groups
-        self._boot(memory, unclean=not clean, restarted=True)
+        if self.memory_tiers and choose.chance(50):
+            self._adopt(choose, clean=clean)
+        else:
+            groups = len(self.sites)
+            memory = draw_memory(choose, groups) if Tier.DISK not in self.tiers or choose.chance(90) else ({},) * groups
+            shapes = [site.boot(slots) for site, slots in zip(self.sites.values(), memory, strict=True)]
+            self._boot(shapes, Clients(self.setup.groups, self._memories), unclean=not clean, restarted=True)
         for group, keys in on_disk.items():
             left = self.sites[group].mirror.blocks.keys()
             require(keys <= left, "a block that was READY on disk is gone after the restart")
+        self._about = frozenset()
         self.seen["restart clean" if clean else "restart after a crash"] += 1
+
+    def _adopt(self, choose: Chooser, *, clean: bool) -> None:
+        """A start that finds the memory, and may itself die while it looks."""
+        in_memory = {group: site.remembered(self._about) for group, site in self.sites.items()}
+        known = {group: dict(site.mirror.blocks) for group, site in self.sites.items()}
+        users = [*self.clients.sessions, *self.clients.remnants]
+        live = frozenset(session for session in users if choose.chance(70))
+        remnants = self.clients.left_by(live)
+        self.lifetime.ends_after(choose.below(12) if choose.chance(20) else None)
+        while True:
+            first = max(*users, self.keeper) + 1
+            self.keeper = SessionId(first)
+            old = OldLife(live, frozenset(users) - live, self.keeper)
+            clients = Clients(self.setup.groups, self._memories, first + 1, remnants)
+            try:
+                shapes = [site.adopt() for site in self.sites.values()]
+                self._boot(shapes, clients, unclean=not clean, restarted=True, old=old)
+                break
+            except Died:
+                clean = False
+                self._sequencer = EventSequencer(self.last_id)
+                self.seen["died while it adopted"] += 1
+        self.lifetime.ends_after(None)
+        for group, site in self.sites.items():
+            self._verify_adopted(site, in_memory[group], known[group])
+        self.seen["memory adopted"] += 1
+
+    def _verify_adopted(self, site: Site, in_memory: Mapping[Key, int], known: Mapping[Key, BlockChange]) -> None:
+        memory_bits = sum(tier.bit for tier in site.memories)
+        for key, tiers in in_memory.items():
+            require(site.residency(key) & tiers == tiers, "a block that was READY in memory is gone after the restart")
+        for key, change in site.mirror.blocks.items():
+            was = known[key].residency if key in known else 0
+            new = change.residency & memory_bits & ~was
+            slots = {
+                SlotRef(site.group, t, at) for t, m in site.memories.items() if new & t.bit for at in m.slots_of(key)
+            }
+            require(not new or not self._about.isdisjoint(slots), "a block is back in memory that had left it")
+        self.seen["found in memory"] += len(in_memory)
 
     # -- coming to rest ------------------------------------------------------------------------------------------------
 
@@ -452,6 +546,8 @@ class World:
         """All sessions end: every slot in use again must be obtainable, and nothing may be left behind."""
         for session in self.clients.sessions:
             self.end(session)
+        for session in list(self.clients.remnants):
+            self.end_remnant(session)
         for site in self.sites.values():
             for (tier, key), count in list(site.pins.items()):
                 for _ in range(count):
@@ -510,19 +606,34 @@ class World:
         pinned = any(any(site.pins.values()) for site in self.sites.values())
         alone = not self.clients.leases and not pinned and len(self.clients.requests) == 1
         before = {group: site.mirror.blocks.copy() for group, site in self.sites.items()} if outcome.grants else {}
+        store = self.lifetime.store
+        self._about = frozenset((*outcome.begin_write, *outcome.end_write))
         for ref in outcome.begin_write:
+            store()
             self.sites[ref.group].memories[ref.tier].begin_write(ref.slot)
         for ownership in outcome.owners:
+            store()
             ref = ownership.ref
             self.sites[ref.group].memories[ref.tier].owners[ref.slot] = ownership.session
         for event in outcome.events:
+            store()
             self._take_event(event)
         for move in outcome.moves:
+            store()
+            lost = self.offline & {move.src, move.dst}
+            require(not lost, f"move {move.id} from {move.src} to {move.dst} touches a tier that is lost")
             route = f"{move.src}>{move.dst if move.dst is not None else 'nowhere'}"
             self.seen[f"{route} {move.cause.name}"] += len(move.items)
             self.sites[move.group].submit(move)
+        for content in outcome.contents:
+            store()
+            self._notes += 1
+            self.sites[content.ref.group].memories[content.ref.tier].note(content, self._notes)
         for ref in outcome.end_write:
+            store()
             self.sites[ref.group].memories[ref.tier].end_write(ref.slot)
+        store()
+        self._about = frozenset()
         granted = [self._granted(grant, before, outcome, expired) for grant in outcome.grants]
         for refusal in outcome.refusals:
             self.seen[f"refused {refusal.reason.name}"] += 1
@@ -622,9 +733,10 @@ class World:
         return match.residency
 
     def _failing(self, tier: Tier) -> int:
-        """Tiers from which a failing edge leads there, as a bit set."""
+        """Tiers from which a failing edge leads there, or that are lost, as a bit set."""
         edges = self.core.stats().edges
-        return sum({src.bit for (src, dst), e in edges.items() if dst is tier and e.degraded_until > self.now})
+        lost = sum(src.bit for src in self.offline)
+        return lost | sum({src.bit for (src, dst), e in edges.items() if dst is tier and e.degraded_until > self.now})
 
     def _readable(self, found_in: Sequence[int], tier: Tier) -> int:
         """How much of a prefix is in the tier, or comes from somewhere that no failing edge leads from."""

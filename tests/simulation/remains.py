@@ -1,0 +1,67 @@
+"""What a daemon's end leaves of its memory, and of those who use it: what the next one adopts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvtier.abi.slot_records import SlotContents
+from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
+from tests.simulation.memory import Memory
+
+
+class Died(Exception):
+    """The daemon, in the middle of a call's outcome."""
+
+
+class Lifetime:
+    """How many more stores the daemon makes. Any two that are not one machine word may be parted by its end."""
+
+    def __init__(self) -> None:
+        self._left: int | None = None
+
+    def ends_after(self, stores: int | None) -> None:
+        """None: not before it is told to."""
+        self._left = stores
+
+    def store(self) -> None:
+        """Before each. Raises :class:`Died`."""
+        if self._left is None:
+            return
+        if self._left == 0:
+            self._left = None
+            raise Died
+        self._left -= 1
+
+
+class Remains:
+    """The memories of all groups, as ``kvtierd.service.adoption`` sees an arena."""
+
+    def __init__(self, memories: Mapping[GroupId, Mapping[Tier, Memory]], store: Callable[[], None]) -> None:
+        self._memories = memories
+        self._store = store
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return tuple(sorted(next(iter(self._memories.values()))))
+
+    def generation(self, tier: Tier, group: GroupId, slot: SlotId) -> int:
+        return self._memories[group][tier].generations[slot]
+
+    def contents(self, tier: Tier, group: GroupId) -> SlotContents:
+        return self._memories[group][tier].found()
+
+    def ready_slots(self, tier: Tier, group: GroupId) -> list[SlotId]:
+        memory = self._memories[group][tier]
+        return [slot for slot in map(SlotId, range(len(memory.generations))) if memory.ready(slot)]
+
+    def owned(self, tier: Tier, group: GroupId) -> dict[SlotId, SessionId]:
+        owners = enumerate(self._memories[group][tier].owners)
+        return {SlotId(slot): session for slot, session in owners if session is not None}
+
+    def set_owner(self, tier: Tier, group: GroupId, slot: SlotId, session: SessionId | None) -> None:
+        self._store()
+        self._memories[group][tier].owners[slot] = session
+
+    def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> None:
+        self._store()
+        self._memories[group][tier].invalidate(slot)
