@@ -7,6 +7,7 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from itertools import compress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from kvtier import AsyncClient, BlockResult, Cache, CacheOptions, LeaseLost, Tie
 from kvtier.abi.layout import INDEXES_HERE
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import cache_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -123,6 +125,42 @@ async def test_a_block_can_be_found_on_host_and_disk(short_dir: Path) -> None:
             assert {place.residency for place in await cache.locate(keys)} == {Tier.HOST.bit | Tier.DISK.bit}
             assert {place.residency for place in await cache.locate(alone)} == {Tier.HOST.bit}
             assert_bytes([*keys, *alone], [*await cache.get(keys), *await cache.get(alone)])
+        assert await asyncio.to_thread(daemon.stop) == 0
+    finally:
+        daemon.close()
+
+
+async def test_all_window_groups_survive_a_kill(short_dir: Path) -> None:
+    """With different slots and bytes in each, and blocks in both tiers of memory; without a disk."""
+    slots = {"device": 12, "host": 16}
+    daemon = SupervisedDaemon(short_dir, {tier: sum(shares) for tier, shares in by_hand(VSWA, **slots).items()})
+    daemon.start()
+    try:
+        async with await connect(daemon.address) as client:
+            cache = await client.open_cache("vswa", VSWA, budgets=by_hand(VSWA, **slots))
+            groups = [cache.in_group(group) for group in groups_of(VSWA)]
+            keys = {group.group: chain(f"group {group.group}", 20) for group in groups}
+            for group in groups:
+                await group.put(keys[group.group], content(VSWA, group.group, keys[group.group]))
+            shared = chain("across", 6)
+            held = {group: shared[6 - count :] for group, count in {0: 4, 1: 6, 2: 6}.items()}
+            await cache.across.put(shared, {group: content(VSWA, group, held[group]) for group in held})
+            before = {group.group: await group.locate([*keys[group.group], *held[group.group]]) for group in groups}
+            tiers = {place.residency for places in before.values() for place in places}
+            assert tiers >= {Tier.DEVICE.bit, Tier.HOST.bit}
+            for _ in range(2):
+                await asyncio.to_thread(daemon.kill)
+                for group in groups:
+                    everything = [*keys[group.group], *held[group.group]]
+                    assert [place.residency for place in await group.locate(everything)] == [
+                        place.residency for place in before[group.group]
+                    ]
+                assert (await cache.across.match(shared)).blocks == 6
+            for group in groups:
+                stored = [place.residency > 0 for place in before[group.group][: len(keys[group.group])]]
+                found = list(compress(keys[group.group], stored))
+                assert_content(VSWA, group.group, found, await group.get(found))
+                assert_content(VSWA, group.group, held[group.group], await group.get(held[group.group]))
         assert await asyncio.to_thread(daemon.stop) == 0
     finally:
         daemon.close()
