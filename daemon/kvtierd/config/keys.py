@@ -212,7 +212,9 @@ class PolicyKeys(_Section):
         description="Where fewer of a tier's slots are free or READY below as well, copies are made ahead of need; 0 = "
         "never.",
     )
-    clean_high_fraction: Share = Field(0.0, description="So many of a tier's slots it then makes clean.")
+    clean_high_fraction: Share = Field(
+        0.0, description="So many of a tier's slots it then makes clean; 0.1 and 0.2 halve the calls that wait."
+    )
 
     @model_validator(mode="after")
     def _watermarks_in_order(self) -> Self:
