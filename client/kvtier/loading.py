@@ -94,7 +94,7 @@ class AcrossLoading:
         missed = len(self._packed) // KEY_BYTES - self.blocks
         groups = range(len(self._reader.spec.groups))
         if missed:
-            self._reader.missed(groups, missed)
+            self._reader.missed_across(missed)
         return self.blocks, {group: [] for group in groups} | {c.group: rows for c, rows in self._parts}
 
 

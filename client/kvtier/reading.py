@@ -8,7 +8,7 @@ meanwhile, and what was copied is void.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -134,11 +134,10 @@ class Reader:
         if blocks or misses:
             self.recency.note(copying.group, copying.used(), misses)
 
-    def missed(self, groups: Iterable[int], blocks: int) -> None:
-        """So many were asked for in vain, in each group."""
-        for group in groups:
-            self.count(misses=blocks)
-            self.recency.note(group, (), blocks)
+    def missed_across(self, blocks: int) -> None:
+        """So many of a chain were asked for in vain over all groups; they count once."""
+        self.count(misses=blocks)
+        self.recency.note(0, (), blocks)
 
     def remember(self, mapping: Mapping, asked: Asked, found: Found) -> None:
         with self._lock:

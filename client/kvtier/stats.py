@@ -59,7 +59,8 @@ class GroupStats:
 
 @dataclass(slots=True, frozen=True)
 class CacheStats:
-    """One cache. Hits are acquired blocks by the fastest tier they were found in at the moment of the match."""
+    """One cache. Hits are blocks acquired, or read without a call, by the fastest tier they were found in at the moment
+    of the match."""
 
     cache_id: int
     name: str
@@ -75,6 +76,10 @@ class CacheStats:
     waiting: int
     """Calls waiting for room."""
     groups: tuple[GroupStats, ...]
+    index_places: int = 0
+    """For blocks in the key index, where clients look them up; 0 = it has none, and clients call."""
+    unindexed: int = 0
+    """Blocks without a place there; unless 0, clients call for what they do not find."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -200,6 +200,8 @@ def _cache_stats(message: admin_pb2.CacheStats) -> CacheStats:
         removed=message.removed,
         waiting=message.waiting,
         groups=tuple(_group_stats(group) for group in message.groups),
+        index_places=message.index_places,
+        unindexed=message.unindexed,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -145,6 +146,8 @@ async def test_what_is_read_without_calls_outlives_what_is_not(cache: Cache, cli
         lambda: cache_stats(client, cache.name), lambda stats: stats.hits_host - before == 4 and stats.misses == 2
     )
     assert stats.hits_host == before + 4
+    assert stats.index_places >= 2 * SLOTS
+    assert stats.unindexed == 0
     async with cache.reserve(SLOTS - 4, Tier.HOST):
         assert [place.residency & Tier.HOST.bit for place in await cache.locate(read)] == [Tier.HOST.bit] * 4
         assert [place.residency & Tier.HOST.bit for place in await cache.locate(unread)] == [0] * 4
@@ -212,6 +215,22 @@ def test_several_threads_read_while_others_write(daemon: DaemonProcess, name: st
         assert cache.reads.hits > 0
 
 
+def test_several_groups_in_the_calling_thread(start_for: StartFor) -> None:
+    daemon = start_for(VSWA, host=16)
+    with Client(daemon.address) as client:
+        cache = client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16))
+        keys = chain("across", 12)
+        cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
+        across = cache.across
+        run, across._thread.run = across._thread.run, None  # type: ignore[assignment,method-assign]
+        match, found = across.match([*keys, bytes(32)]), across.get([*keys, bytes(32)])
+        across._thread.run = run  # type: ignore[method-assign]
+        assert match.blocks == found.blocks == 12
+        for span in match.groups:
+            assert_content(VSWA, span.group, keys[span.first_block :], found.groups[span.group])
+        assert (cache.reads.calls, cache.reads.misses) == (0, 1)
+
+
 async def test_several_groups(start_for: StartFor) -> None:
     daemon = start_for(VSWA, host=16, disk=16)
     async with await connect(daemon.address) as client:
@@ -236,7 +255,9 @@ async def test_several_groups(start_for: StartFor) -> None:
             await cache.across.get(keys, tier=Tier.DISK)
 
 
-async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon: StartDaemon) -> None:
+async def test_reads_go_on_without_a_daemon_and_with_the_next_one(
+    start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
     daemon = start_daemon(host=SLOTS, disk=4 * SLOTS)
     async with await connect(daemon.address) as client:
         caches = [await client.open_cache(name, SPEC, budgets=sizes(host=8, disk=32)) for name in ("a", "b")]
@@ -253,6 +274,9 @@ async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon: 
             assert await cache.prefix_length([*keys, bytes(32)]) == 6
             assert cache.lookups == "shared memory"
         assert [cache.reads.calls for cache in caches] == calls
+        with caplog.at_level(logging.DEBUG, "kvtier.recency"):
+            await caches[0].reader.recency.tell()
+        assert "1 reads of group 0 are not told" in caplog.text
         await asyncio.to_thread(daemon.start)
         await eventually(lambda: _answer(first), lambda arenas: all(arena.stale for arena in arenas))
         assert caches[0].lookups == "shared memory", "the next daemon's, which was asked for it in the background"

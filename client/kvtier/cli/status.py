@@ -117,8 +117,11 @@ def _edges(cache: CacheStats) -> RenderableType:
 def _traffic(cache: CacheStats) -> RenderableType:
     hits = cache.hits_device + cache.hits_host + cache.hits_disk
     asked = hits + cache.misses
-    share = f" ({hits / asked:.1%} of the chains acquired)" if asked else ""
+    share = f" ({hits / asked:.1%} of the chains acquired or read)" if asked else ""
+    index = f"{cache.blocks - cache.unindexed} of {cache.index_places} places taken"
+    lookups = f"in shared memory, {index}, {cache.unindexed} blocks without" if cache.index_places else "by calls"
     return Text(
+        f"lookups {lookups}\n"
         f"hits {hits}{share}: device {cache.hits_device}, host {cache.hits_host}, disk {cache.hits_disk}; "
         f"misses {cache.misses}; stored {cache.stored}, removed {cache.removed}; calls waiting {cache.waiting}"
     )

@@ -296,11 +296,13 @@ class CacheStats(google.protobuf.message.Message):
     REMOVED_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    INDEX_PLACES_FIELD_NUMBER: builtins.int
+    UNINDEXED_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
     blocks: builtins.int
     hits_device: builtins.int
-    """Acquired blocks by the tier they were found in at the moment of the match."""
+    """Blocks acquired, and blocks read without a call (Touch), by the tier they were found in at the moment of the match."""
     hits_host: builtins.int
     hits_disk: builtins.int
     misses: builtins.int
@@ -309,6 +311,10 @@ class CacheStats(google.protobuf.message.Message):
     removed: builtins.int
     waiting: builtins.int
     """calls waiting for room"""
+    index_places: builtins.int
+    """for blocks in the key index that clients map; 0 = there is none: they call"""
+    unindexed: builtins.int
+    """blocks that have no place there; unless 0, clients call for what they do not find"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierStats]:
         """from the highest down"""
@@ -333,8 +339,10 @@ class CacheStats(google.protobuf.message.Message):
         removed: builtins.int = ...,
         waiting: builtins.int = ...,
         groups: collections.abc.Iterable[global___GroupStats] | None = ...,
+        index_places: builtins.int = ...,
+        unindexed: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "edges", b"edges", "groups", b"groups", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "misses", b"misses", "name", b"name", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "edges", b"edges", "groups", b"groups", "hits_device", b"hits_device", "hits_disk", b"hits_disk", "hits_host", b"hits_host", "index_places", b"index_places", "misses", b"misses", "name", b"name", "removed", b"removed", "stored", b"stored", "tiers", b"tiers", "unindexed", b"unindexed", "waiting", b"waiting"]) -> None: ...
 
 global___CacheStats = CacheStats
 

@@ -142,6 +142,7 @@ class AdminService:
         )
 
     def _cache(self, cache: Cache, stats: ManagerStats) -> admin_pb2.CacheStats:
+        index = cache.runtime.arena.index
         return admin_pb2.CacheStats(
             cache_id=cache.id,
             name=cache.name,
@@ -156,6 +157,8 @@ class AdminService:
             removed=stats.removed,
             waiting=stats.waiting,
             groups=[_group(cache, group, counts) for group, counts in stats.groups.items()],
+            index_places=index.places if index is not None else 0,
+            unindexed=index.unindexed if index is not None else 0,
         )
 
     def _edges(self, stats: ManagerStats) -> list[admin_pb2.EdgeStats]:

@@ -67,6 +67,16 @@ class KeyIndex:
         self._overflow: dict[Name, Entry] = {}
         self._waiting: dict[int, dict[Name, None]] = {}
 
+    @property
+    def places(self) -> int:
+        """For blocks."""
+        return self._buckets.count * BUCKET_ENTRIES
+
+    @property
+    def unindexed(self) -> int:
+        """Blocks without a place."""
+        return len(self._overflow)
+
     def show(self, event: EventId) -> None:
         """The index shows the effect of this event, and of all before it."""
         write_shown(self._words, Shown(self._epoch, event))

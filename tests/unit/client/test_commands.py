@@ -48,6 +48,8 @@ STATS = DaemonStats(
             removed=50,
             waiting=2,
             groups=(GroupStats(0, 1024, 250, (DEVICE,), 30, 20, 10, 40, 300, 50),),
+            index_places=384,
+            unindexed=1,
         ),
     ),
     sessions=(SessionStats(7, 4242, 1000, "python [engine].py", attached=False, leases=3, held_slots=16),),
