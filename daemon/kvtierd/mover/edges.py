@@ -46,7 +46,7 @@ LANES: Final = (
 STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0
 """How long idle threads are given to end."""
-BLOCKS_PER_TURN: Final = 16
+BLOCKS_PER_TURN: Final = 8
 """Bounds what one loop callback tells the core; the rest follows in the next turn."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
