@@ -270,7 +270,10 @@ class Session:
             self._lent.pop(session, None)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work that outlives its caller, until :meth:`close`."""
+        """Runs work that outlives its caller, until :meth:`close`; after that it is forgotten."""
+        if self._closed:
+            work.close()
+            return
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -296,6 +299,8 @@ class Session:
             await self._link.attach.say_bye()
             self._link.attach.close()
             await self._link.channel.close()
+        for task in self._tasks:
+            task.cancel()  # begun meanwhile, and without a link there is nobody to talk to
 
     def _require_open(self) -> None:
         if self._closed:

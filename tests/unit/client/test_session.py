@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -232,6 +233,21 @@ async def test_closing_the_client_says_goodbye_and_breaking_off_does_not(daemon:
     await daemon.until(lambda: daemon.byes == 1)
     with pytest.raises(kvtier.ClientClosed):
         await cache.match(KEYS)
+
+
+async def test_work_that_comes_after_the_end_is_not_begun(daemon: FakeDaemon) -> None:
+    """A timer that was set before, of what was read last perhaps."""
+    client = await kvtier.connect(daemon.address, timeout=5.0)
+    await client.close()
+    begun: list[int] = []
+
+    async def work() -> None:
+        begun.append(1)
+
+    late = work()
+    client._session.spawn(late)
+    await asyncio.sleep(0)
+    assert (begun, inspect.getcoroutinestate(late)) == ([], inspect.CORO_CLOSED)
 
 
 async def test_a_daemon_that_never_answers_costs_the_timeout_and_no_more(daemon: FakeDaemon, cache: Cache) -> None:
