@@ -1,0 +1,146 @@
+"""Every byte that a get returns is right, every time: whoever evicts, writes, reads or is killed meanwhile.
+
+A block's bytes follow from its key, so whoever gets one can tell. That the test can tell is tested, too: with each of
+two faults planted in the daemon, some reader finds wrong bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier import Tier, connect
+from kvtier.abi.layout import INDEXES_HERE
+from tests.integration.daemon import DaemonProcess
+from tests.integration.faulty_daemon import FAULTS
+from tests.integration.seeing import cache_stats
+from tests.integration.supervised import SupervisedDaemon
+from tests.integration.test_crash import SEED
+from tests.integration.torture import SIZES, Crowd, FaultyDaemon, Report
+from tests.integration.torture_blocks import SPEC
+from tests.integration.waiting import eventually
+
+PARTS = ("read_in_threads", "read_and_hold", "put", "fill")
+COVERED = ("blocks", "hits", "calls", "reuses", "misses", "leases", "puts", "stored", "stocked")
+"""What a run goes on for until it has seen it."""
+LONG_S = 75.0
+FLAGS = ("--no-debug-checks",)
+"""They take most of the daemon's time, and what is to be found out here takes many evictions."""
+
+pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls on this processor")
+
+
+@pytest.fixture(autouse=True)
+def _say_seed() -> None:
+    print(f"KVTIER_SEED={SEED}")
+
+
+def torture(
+    address: str, kill: Callable[[], None], seed: int, *, parts: tuple[str, ...], turns: int, ends: int, seconds: float
+) -> Report:
+    """Kills the daemon again and again, so many times and for so long at least: whenever every part has had some turns
+    since it came back, ``turns`` at most."""
+    rng = random.Random(seed)
+    restarts, over = 0, time.monotonic() + seconds
+    with Crowd(address, parts, rng.randrange(1 << 32)) as crowd:
+        while restarts < ends or time.monotonic() < over:
+            crowd.await_turns(rng.randint(1, turns))
+            kill()
+            restarts += 1
+        crowd.await_turns(turns)
+        crowd.await_all(COVERED)
+        return crowd.stop(restarts)
+
+
+def assert_right(report: Report) -> None:
+    print(report)
+    assert not report.faults
+    assert report.sums["wrong"] == 0
+    assert all(report.sums[counter] > 0 for counter in COVERED)
+    assert report.sums["hits"] > report.sums["blocks"] // 4, "most blocks came by calls"
+
+
+def settle(address: str) -> None:
+    """Nobody holds anything any more, and the daemon has nothing to complain about."""
+
+    async def look() -> None:
+        async with await connect(address) as client:
+            await client.open_cache("c", SPEC)
+            await eventually(
+                lambda: cache_stats(client, "c"), lambda now: not any(tier.held or tier.orphaned for tier in now.tiers)
+            )
+            assert (await client.stats()).problems == ()
+
+    asyncio.run(look())
+
+
+def supervised(home: Path, seed: int, *, parts: tuple[str, ...], turns: int, ends: int, seconds: float) -> None:
+    """The host tier outlives the daemon. Now and then it is upgraded instead of killed: the supervisor's pauses between
+    deaths would grow."""
+    rng = random.Random(seed)
+    daemon = SupervisedDaemon(home, SIZES, FLAGS)
+
+    def kill() -> None:
+        end = rng.choice((daemon.kill, daemon.kill, daemon.upgrade))
+        end()
+
+    daemon.start()
+    try:
+        report = torture(daemon.address, kill, seed, parts=parts, turns=turns, ends=ends, seconds=seconds)
+        assert_right(report)
+        assert daemon.log.count('"memory adopted" cache=c') == report.restarts
+        settle(daemon.address)
+        pids = (daemon.pid, daemon.supervisor)
+        assert daemon.stop() == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        assert not any(path.exists() for path in daemon.plain.sockets)
+        assert "Traceback" not in daemon.log
+    finally:
+        daemon.close()
+
+
+def unsupervised(home: Path, seed: int, *, parts: tuple[str, ...], turns: int, ends: int, seconds: float) -> None:
+    """Memory is lost with the daemon, but for those who have mapped it; what is on disk comes back."""
+    daemon = DaemonProcess(home, SIZES, FLAGS)
+
+    def kill() -> None:
+        daemon.kill()
+        daemon.start()
+
+    daemon.start()
+    try:
+        assert_right(torture(daemon.address, kill, seed, parts=parts, turns=turns, ends=ends, seconds=seconds))
+        settle(daemon.address)
+    finally:
+        daemon.stop()
+
+
+@pytest.mark.parametrize(("variant", "ends"), [(supervised, 2), (unsupervised, 1)])
+def test_every_byte_is_right(short_dir: Path, variant: Callable[..., None], ends: int) -> None:
+    variant(short_dir, SEED, parts=PARTS, turns=15, ends=ends, seconds=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", [supervised, unsupervised])
+def test_every_byte_is_right_for_a_long_time(short_dir: Path, variant: Callable[..., None]) -> None:
+    variant(short_dir, SEED + 1, parts=PARTS + PARTS, turns=500, ends=4, seconds=LONG_S)
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_planted_fault_is_found(short_dir: Path, fault: str) -> None:
+    daemon = FaultyDaemon(short_dir, {Tier.HOST: SIZES[Tier.HOST]}, FLAGS)
+    daemon.fault = fault
+    daemon.start()
+    try:
+        with Crowd(daemon.address, PARTS, SEED) as crowd:
+            crowd.await_all(["wrong"])
+            report = crowd.stop(0)
+        print(report)
+        assert any("words are wrong" in found for found in report.faults), report.faults
+    finally:
+        daemon.kill()

@@ -1,0 +1,292 @@
+"""The parts of the torture test: clients in processes of their own, which read or write until they are told to stop.
+
+A part counts on the board that it inherits, and tells on standard output, in the end, what went wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+import kvtier
+from kvtier import BlockResult, Client, LeaseLost, TooShort, connect, transfer
+from kvtier.answers import ReadCounts
+from kvtier.errors import RetryableError
+from kvtier.lease import WriteLease
+from kvtier.stock import Stock
+from tests.integration.torture_blocks import CHAIN_BLOCKS, CHAINS, GARBAGE, SPEC, block, chain, fault_in
+
+COUNTERS: Final = (
+    "turns",  # operations that have ended, one way or another
+    "reads",  # gets
+    "blocks",  # blocks that gets returned; each has been compared
+    "hits",  # of those, copied without a call
+    "calls",  # gets and lookups that asked the daemon
+    "reuses",  # copies thrown away, since the slot was given away meanwhile
+    "misses",  # gets that found less than they asked for
+    "leases",  # chains read in place, under a lease
+    "puts",  # chains put, or committed in reserved slots
+    "stored",  # blocks that this stored anew
+    "stocked",  # puts into slots that an earlier commit brought along
+    "refused",  # operations that the daemon had no room or no time for
+    "died",  # operations that a death of the daemon ended
+    "wrong",  # anything that must not be
+)
+CALL_S: Final = 15.0
+_SHOWN: Final = 5
+_DAWDLE_S: Final = 0.006
+_HOLD_S: Final = 0.01
+_PAUSE_S: Final = 0.001
+"""After each read: who reads without calls would leave the others no time on a small machine."""
+_PRIORITIES: Final = (20, 35)
+"""What gives way first is dropped, and the others are written to the disk."""
+
+
+class Board:
+    """Counters of all parts, in memory that they share: [parts, counters], and a word that ends it all."""
+
+    def __init__(self, fd: int, parts: int) -> None:
+        words = np.frombuffer(mmap.mmap(fd, board_bytes(parts)), np.uint64)
+        self._stop = words[:1]
+        self.rows = words[1:].reshape(parts, len(COUNTERS))
+
+    @property
+    def stopping(self) -> bool:
+        return bool(self._stop[0])
+
+    def stop(self) -> None:
+        self._stop[0] = 1
+
+    def sums(self) -> dict[str, int]:
+        return dict(zip(COUNTERS, self.rows.sum(axis=0).tolist(), strict=True))
+
+
+def board_bytes(parts: int) -> int:
+    return 8 * (1 + parts * len(COUNTERS))
+
+
+@dataclass(slots=True, frozen=True)
+class Script:
+    """What a part is told."""
+
+    address: str
+    fd: int
+    parts: int
+    number: int
+    seed: int
+
+
+class Part:
+    """One process's side: its row of the board, and what it found wrong."""
+
+    def __init__(self, script: Script) -> None:
+        self.address = script.address
+        self.rng = random.Random(script.seed)
+        self.faults: list[str] = []
+        self._board = Board(script.fd, script.parts)
+        self._row = self._board.rows[script.number]
+        self._lock = threading.Lock()
+
+    @property
+    def goes_on(self) -> bool:
+        return not self._board.stopping
+
+    def count(self, **counts: int) -> None:
+        with self._lock:
+            for name, more in counts.items():
+                self._row[COUNTERS.index(name)] += np.uint64(more)
+
+    def note(self, counts: ReadCounts) -> None:
+        """What the client itself says of its reads."""
+        with self._lock:
+            for name in ("hits", "calls", "reuses"):
+                self._row[COUNTERS.index(name)] = getattr(counts, name)
+
+    def wrong(self, what: str) -> None:
+        self.count(wrong=1)
+        if len(self.faults) < _SHOWN:
+            self.faults.append(what)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """One operation. What may happen to it is counted, anything else is wrong."""
+        try:
+            yield
+        except LeaseLost:
+            self.count(died=1)
+        except (kvtier.DaemonUnavailable, kvtier.DeadlineExceeded):
+            self.count(died=1)
+        except (RetryableError, TooShort):
+            self.count(refused=1)
+        except Exception:  # noqa: BLE001  it is what the test is about
+            self.wrong(traceback.format_exc())
+        self.count(turns=1)
+
+    def some_chain(self) -> list[bytes]:
+        return chain(self.rng.randrange(CHAINS))[: self.rng.randint(1, CHAIN_BLOCKS)]
+
+    def compare(self, how: str, keys: Sequence[bytes], found: Sequence[Any]) -> None:
+        """``found``: the first blocks of the chain."""
+        for index, (key, bytes_) in enumerate(zip(keys, found, strict=False)):
+            if fault := fault_in(key, bytes_):
+                self.wrong(f"{how}: block {index} of {len(keys)}: {fault}")
+
+    def has_read(self, keys: Sequence[bytes], found: Sequence[Any], counts: ReadCounts) -> None:
+        self.compare("get", keys, found)
+        self.count(reads=1, blocks=len(found), misses=len(found) < len(keys))
+        self.note(counts)
+
+    def has_put(self, results: Sequence[BlockResult]) -> None:
+        allowed = {BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING}
+        if not set(results) <= allowed:
+            self.wrong(f"a put answers {results}")
+        self.count(puts=1, stored=results.count(BlockResult.OK))
+
+
+def dawdle(rng: random.Random) -> None:
+    """Copies of this process take their time now and then: before them, when their slots are known, and after them,
+    before anybody has looked whether the slots still are those blocks'."""
+    copy = transfer.out_of_slots
+
+    def slow(*arguments: Any) -> None:
+        for step in (None, copy, None):
+            if step is not None:
+                step(*arguments)
+            elif rng.random() < 0.5:
+                time.sleep(rng.uniform(0, _DAWDLE_S))
+
+    transfer.out_of_slots = slow  # type: ignore[assignment]
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def read_in_threads(part: Part) -> None:
+    """The synchronous client, in two threads."""
+    dawdle(part.rng)
+    with Client(part.address, timeout=CALL_S, wait=CALL_S) as client:
+        cache = client.open_cache("c", SPEC, write=False)
+
+        def read() -> None:
+            while part.goes_on:
+                with part.turn():
+                    keys = part.some_chain()
+                    part.has_read(keys, cache.get(keys), cache.reads)
+                time.sleep(_PAUSE_S)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+async def _read_and_hold(part: Part) -> None:
+    async with await connect(part.address, timeout=CALL_S, wait=CALL_S) as client:
+        cache = await client.open_cache("c", SPEC, write=False)
+
+        async def read() -> None:
+            while part.goes_on:
+                with part.turn():
+                    keys = part.some_chain()
+                    part.has_read(keys, await cache.get(keys), cache.reads)
+                await asyncio.sleep(_PAUSE_S)
+
+        async def hold() -> None:
+            while part.goes_on:
+                with part.turn():
+                    async with cache.acquire(part.some_chain()) as lease:
+                        await asyncio.sleep(part.rng.uniform(0, _HOLD_S))
+                        seen = [np.concatenate(lease.view(index)) for index in range(len(lease))]
+                        part.compare("a read lease", lease.keys, seen)
+                        if not lease.unchanged():
+                            part.wrong("a slot under a read lease has changed")
+                        part.count(leases=1)
+
+        await asyncio.gather(read(), hold())
+
+
+def read_and_hold(part: Part) -> None:
+    """The asynchronous client: gets, and leases that are held for a while, over a death of the daemon perhaps."""
+    dawdle(part.rng)
+    asyncio.run(_read_and_hold(part))
+
+
+async def _put(part: Part) -> None:
+    async with await connect(part.address, timeout=CALL_S, wait=CALL_S) as client:
+        cache = await client.open_cache("c", SPEC)
+        while part.goes_on:
+            keys, priority = chain(part.rng.randrange(CHAINS)), part.rng.choice(_PRIORITIES)
+            if part.rng.random() < 0.1:
+                with part.turn():
+                    await cache.drop(keys[part.rng.randrange(CHAIN_BLOCKS) :])
+            step = part.rng.randint(1, 2)
+            for start in range(0, CHAIN_BLOCKS, step):
+                with part.turn():
+                    some = keys[start : start + step]
+                    parent = keys[start - 1] if start else None
+                    blocks = [block(key) for key in some]
+                    part.has_put(await cache.put(some, blocks, parent=parent, priorities=priority))
+
+
+def put(part: Part) -> None:
+    """The asynchronous client: chains, piece by piece, so that each piece asks for the slots of the next."""
+    take = Stock.take
+
+    def counting(*arguments: Any, **named: Any) -> WriteLease | None:
+        lease = take(*arguments, **named)
+        part.count(stocked=lease is not None)
+        return lease
+
+    Stock.take = counting  # type: ignore[method-assign]
+    asyncio.run(_put(part))
+
+
+def fill(part: Part) -> None:
+    """The synchronous client: reserved slots, written by hand, garbage first, then committed or given back as they
+    are."""
+    with Client(part.address, timeout=CALL_S, wait=CALL_S) as client:
+        cache = client.open_cache("c", SPEC)
+        while part.goes_on:
+            with part.turn():
+                keys = part.some_chain()
+                with cache.reserve(len(keys)) as lease:
+                    for index, key in enumerate(keys):
+                        views, start = lease.view(index), 0
+                        for view in views:
+                            view.fill(GARBAGE)
+                        for view in views:
+                            view[:] = block(key)[start : start + len(view)]
+                            start += len(view)
+                    if part.rng.random() < 0.8:
+                        part.has_put(lease.commit(keys, priorities=part.rng.choice(_PRIORITIES)))
+
+
+PARTS: Final[Mapping[str, Callable[[Part], None]]] = {
+    play.__name__: play for play in (read_in_threads, read_and_hold, put, fill)
+}
+
+
+def _play() -> None:
+    part = Part(Script(**json.loads(sys.argv[2])))
+    try:
+        PARTS[sys.argv[1]](part)
+    except Exception:  # noqa: BLE001  told as everything else is
+        part.wrong(traceback.format_exc())
+    print(json.dumps(part.faults))
+
+
+if __name__ == "__main__":
+    _play()
