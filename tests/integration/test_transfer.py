@@ -393,3 +393,14 @@ async def test_a_reader_that_leaves_midway_holds_nothing(raw: RawClient, client:
     assert first.HasField("header")
     call.cancel()
     await nothing_held(client, name)
+
+
+async def test_a_session_that_ends_in_the_middle_of_a_message_is_no_trouble_to_the_daemon(
+    start_daemon: StartDaemon,
+) -> None:
+    """A refused get is left after its first message, and its client hangs up at once. The log is read at the end."""
+    daemon = start_daemon(host=8)
+    for number in range(40):
+        async with await connect(daemon.address) as client:
+            cache = await client.open_cache("c", SPEC, mapped=False)
+            assert await cache.get(chain(f"nowhere {number}", 1)) == []

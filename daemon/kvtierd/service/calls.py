@@ -154,13 +154,10 @@ class Dispatcher:
                 idle_s = None if pace is None else pace().idle_s
                 async with session.streaming(), aclosing(verb(session, request)) as replies:
                     async for reply in replies:
-                        if idle_s is None:
-                            await context.write(reply)
-                        else:
-                            await _write(context, reply, idle_s, replies.aclose)
+                        await _write(session, context, reply, idle_s, replies.aclose)
                 return
             except asyncio.CancelledError:
-                if session is None or not session.ended:
+                if session is None or not session.ended or context.cancelled():
                     raise  # the call itself was cancelled
                 refusal = session_ended()
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
@@ -197,16 +194,26 @@ class Dispatcher:
         return call
 
 
-async def _write(context: _Context, reply: bytes, idle_s: float, give_back: Callable[[], Awaitable[None]]) -> None:
-    """Raises DEADLINE_EXCEEDED where the peer does not take the reply, after ``give_back``."""
+async def _write(
+    session: Session, context: _Context, reply: bytes, idle_s: float | None, give_back: Callable[[], Awaitable[None]]
+) -> None:
+    """Raises DEADLINE_EXCEEDED where the peer does not take the reply, and UNAUTHENTICATED where its session ends
+    meanwhile, after ``give_back``. Not before the write has ended: gRPC has no way to end a call while one is pending.
+    """
     writing = asyncio.ensure_future(context.write(reply))
     try:
         await asyncio.wait([writing], timeout=idle_s)
         if not writing.done():
             await give_back()
-            await writing  # gRPC has no way to end a call while one of its writes is pending
+            await writing
             raise _stalled(f"no message was taken for {idle_s:g} seconds")
         writing.result()
+    except asyncio.CancelledError:
+        if not session.ended or context.cancelled():
+            raise  # the call itself was cancelled
+        await give_back()
+        await asyncio.wait([writing])
+        raise session_ended() from None
     finally:
         writing.cancel()
 
