@@ -31,6 +31,9 @@ _STOP_MARGIN_S: Final = 15.0
 
 _log = logging.getLogger(__name__)
 
+_ended: Final[list[Daemon]] = []
+"""Kept until the process is gone: to free a million blocks one by one takes seconds."""
+
 
 @dataclass(slots=True, frozen=True)
 class Sources:
@@ -82,6 +85,7 @@ async def serve(sources: Sources, config: Config, manager: Manager, turns: Timed
         notifier.stopping("stopping: moves are given time to end")
         notifier.extend(daemon.live.now.shutdown_seconds + _STOP_MARGIN_S)
         clean = await daemon.stop()
+        _ended.append(daemon)
     _log.info("stopped clean=%s", clean)
     return clean
 
