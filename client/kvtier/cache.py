@@ -30,6 +30,7 @@ from kvtier.stats import CacheInfo
 from kvtier.streams import Streamed
 from kvtier.types import MAPPED_TIERS, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
+from kvtier.verifying import verified
 from kvtier.wire import (
     Budgets,
     Keys,
@@ -417,6 +418,7 @@ class Cache:
         out: transfer.Blocks | None = None,
         *,
         tier: Tier | None = None,
+        verify: bool = False,
         timeout: float | None = None,
     ) -> list[Any]:
         """The longest stored prefix of a chain, copied out: one array a block of the prefix.
@@ -428,7 +430,10 @@ class Cache:
         The rest of the prefix the daemon makes ready in ``tier`` (default: the fastest that is mapped), in pieces of at
         most half of it; ``timeout`` is for each. Where the cache is not mapped, the bytes come through a stream.
 
-        Raises :class:`TierFull`, :class:`StaleRead`.
+        ``verify``: what was copied is compared with what the daemon finds in its memory, by checksum, in one more call;
+        blocks that have left it meanwhile come again, through a stream.
+
+        Raises :class:`TierFull`, :class:`StaleRead`, and with ``verify`` :class:`DamagedTransfer`.
         """
         if timeout is not None:
             require_timeout(timeout)
@@ -438,8 +443,12 @@ class Cache:
         rows = load.rows
         if not load.done:
             self.reader.count(calls=1)
-            chain, targets = split_keys(load.packed)[len(rows) :], load.targets and load.targets[len(rows) :]
-            rows = [*rows, *await arrays.get(self, self._way, load.place, chain, targets, timeout)]
+            rows += await self._get_rest(self._way, load, len(rows), timeout)
+        if verify and rows and self.mapped:  # a stream brings its own checksums
+            good = await verified(self._binder, self.group, load.packed, rows, self._deadline(timeout))
+            rows = rows[:good]
+            if good < load.count:
+                rows += await self._get_rest(self._streamed, load, good, timeout)
         return await _delivered(out, rows)
 
     async def stream_get(
@@ -522,6 +531,10 @@ class Cache:
         self._require_writable()
         whole = arrays.Piece(chain, sources, parent, kept, prompt)
         return await arrays.put(self, way, self.lease_tier(tier), whole, timeout)
+
+    async def _get_rest(self, way: arrays.Way, load: loading.Loading, first: int, timeout: float | None) -> list[Bytes]:
+        chain, targets = split_keys(load.packed)[first:], load.targets and load.targets[first:]
+        return await arrays.get(self, way, load.place, chain, targets, timeout)
 
     def _require_writable(self) -> None:
         if not self._binder.write:

@@ -41,8 +41,8 @@ class Loading:
         self.packed: Final = packed_keys(keys)
         self.place: Final = cache.lease_tier(tier)
         """Where the daemon is to make ready what is not in mapped slots."""
-        count = len(self.packed) // KEY_BYTES
-        self.targets: Final = None if out is None else transfer.writable(out, count, cache.block_bytes)
+        self.count: Final = len(self.packed) // KEY_BYTES
+        self.targets: Final = None if out is None else transfer.writable(out, self.count, cache.block_bytes)
         self._copying: Final = cache.reader.begin(self.packed, cache.group, tier)
         blocks = 0 if self._copying is None else self._copying.blocks
         self.nbytes: Final = blocks * cache.block_bytes

@@ -120,6 +120,7 @@ def its_cache(scene: Scene) -> int:
 
 matching = request(blocks_pb2.MatchRequest, cache_id=its_cache, keys=PACKED)
 locating = request(blocks_pb2.LocateRequest, cache_id=its_cache, keys=PACKED)
+checking = request(blocks_pb2.ChecksumsRequest, cache_id=its_cache, keys=PACKED)
 touching = request(blocks_pb2.TouchRequest, cache_id=its_cache, keys=PACKED)
 reserving = request(blocks_pb2.ReserveRequest, cache_id=its_cache, tier=HOST, count=1)
 committing = request(
@@ -193,6 +194,7 @@ CASES = {
         for method, build in {
             "Match": matching,
             "Locate": locating,
+            "Checksums": checking,
             "Touch": touching,
             "Reserve": reserving,
             "Commit": committing,
@@ -226,6 +228,7 @@ CASES = {
         for method, build in {
             "Match": matching,
             "Locate": locating,
+            "Checksums": checking,
             "Touch": touching,
             "Reserve": reserving,
             "Acquire": acquiring_stored,
@@ -246,6 +249,7 @@ CASES = {
         for method, build in {
             "Match": matching,
             "Locate": locating,
+            "Checksums": checking,
             "Touch": touching,
             "Move": moving,
             "Drop": dropping,
@@ -259,6 +263,7 @@ CASES = {
         for method, build in {
             "Match": matching,
             "Locate": locating,
+            "Checksums": checking,
             "Touch": touching,
             "Move": moving,
             "Drop": dropping,

@@ -323,7 +323,19 @@ async def untyped(daemon: DaemonProcess, raw: RawClient) -> AsyncIterator[Callab
 
 async def test_bytes_that_are_no_message(bystander: Cache, untyped: Callable[[str, bytes], Any]) -> None:
     for service, methods in {
-        "Blocks": ("Match", "Reserve", "Commit", "Acquire", "Release", "Move", "Drop", "List", "Locate", "Touch"),
+        "Blocks": (
+            "Match",
+            "Reserve",
+            "Commit",
+            "Acquire",
+            "Release",
+            "Move",
+            "Drop",
+            "List",
+            "Locate",
+            "Checksums",
+            "Touch",
+        ),
         "Caches": ("Open", "Close", "List"),
         "Admin": ("Stats",),
     }.items():

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, connect, errors
+from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, connect, errors, transfer
 from kvtier.answers import ReadCounts
+from kvtier.arena import Bytes
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
@@ -86,6 +87,27 @@ async def test_a_tier_that_is_asked_for_is_the_one_that_is_read(cache: Cache) ->
     assert (cache.reads.hits, cache.reads.calls) == (4, 1)
     with pytest.raises(InvalidArgument, match="tier"):
         await cache.get(keys, tier=Tier.DISK)
+
+
+async def test_what_was_copied_is_compared_with_the_daemons_memory(cache: Cache) -> None:
+    keys = await spread(cache, "verified")
+    assert_bytes(keys[:9], await cache.get(keys, verify=True))
+    assert await cache.get(chain("strangers", 1), verify=True) == []
+    await cache.move(keys[5:9], Tier.DISK)
+    out = np.zeros((9, BLOCK_BYTES), np.uint8)
+    assert_bytes(keys[:9], await cache.get(keys[:9], out, verify=True))
+    assert_bytes(keys[:9], list(out))
+    await cache.move(keys[:5], Tier.HOST)
+    with pytest.MonkeyPatch.context() as damage:
+        right = transfer.out_of_slots
+
+        def flipping(pools: Sequence[Bytes], slots: Sequence[int], rows: Sequence[Bytes]) -> None:
+            right(pools, slots, rows)
+            rows[-1][0] ^= 1
+
+        damage.setattr(transfer, "out_of_slots", flipping)
+        with pytest.raises(errors.DamagedTransfer, match="block 4"):
+            await cache.get(keys[:5], tier=Tier.HOST, verify=True)
 
 
 async def test_what_is_wrong_is_refused_though_nothing_is_called(cache: Cache) -> None:

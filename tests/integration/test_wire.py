@@ -188,6 +188,7 @@ def every_call(stubs: Stubs) -> dict[str, tuple[object, object]]:
         "Caches.Remove": (caches.Remove, caches_pb2.RemoveCacheRequest(name="stranger")),
         "Blocks.Match": (wire.Match, blocks_pb2.MatchRequest(cache_id=1, keys=bytes(32))),
         "Blocks.Locate": (wire.Locate, blocks_pb2.LocateRequest(cache_id=1, keys=bytes(32))),
+        "Blocks.Checksums": (wire.Checksums, blocks_pb2.ChecksumsRequest(cache_id=1, keys=bytes(32))),
         "Blocks.Touch": (wire.Touch, blocks_pb2.TouchRequest(cache_id=1, keys=bytes(32))),
         "Blocks.Reserve": (wire.Reserve, blocks_pb2.ReserveRequest(cache_id=1, tier=HOST, count=1)),
         "Blocks.Commit": (wire.Commit, blocks_pb2.CommitRequest(cache_id=1, lease_id=1)),

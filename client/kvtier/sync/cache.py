@@ -300,12 +300,13 @@ class Cache:
         out: transfer.Blocks | None = None,
         *,
         tier: Tier | None = None,
+        verify: bool = False,
         timeout: float | None = None,
     ) -> list[Any]:
         """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
-        if not self._thread.usable_here(timeout):
+        if verify or not self._thread.usable_here(timeout):
             packed = packed_keys(keys)
-            return self._thread.run(lambda: self._inner.get(packed, out, tier=tier, timeout=timeout))
+            return self._thread.run(lambda: self._inner.get(packed, out, tier=tier, verify=verify, timeout=timeout))
         load = Loading(self._inner, keys, out, tier)
         load.copy()
         count = len(load.rows)

@@ -181,6 +181,47 @@ class LocateResponse(google.protobuf.message.Message):
 global___LocateResponse = LocateResponse
 
 @typing.final
+class ChecksumsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_ID_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    cache_id: builtins.int
+    group: builtins.int
+    keys: builtins.bytes
+    def __init__(
+        self,
+        *,
+        cache_id: builtins.int = ...,
+        group: builtins.int = ...,
+        keys: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "group", b"group", "keys", b"keys"]) -> None: ...
+
+global___ChecksumsRequest = ChecksumsRequest
+
+@typing.final
+class ChecksumsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKSUMS_FIELD_NUMBER: builtins.int
+    KNOWN_FIELD_NUMBER: builtins.int
+    checksums: builtins.bytes
+    """xxh3-128 of a block's bytes, 16 bytes a key, big-endian, as in Transfer; zero where not known"""
+    known: builtins.bytes
+    """one byte a key: 0 = the block is not in memory, or has left its slot while it was read"""
+    def __init__(
+        self,
+        *,
+        checksums: builtins.bytes = ...,
+        known: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "known", b"known"]) -> None: ...
+
+global___ChecksumsResponse = ChecksumsResponse
+
+@typing.final
 class TouchRequest(google.protobuf.message.Message):
     """A full-attention group's key stands for its whole prefix, so the last one of a chain suffices. From the last key on, only
     so many that about 16,384 blocks are touched: older ones are passed over.

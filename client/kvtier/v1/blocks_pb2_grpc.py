@@ -44,6 +44,11 @@ class BlocksStub(object):
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.LocateRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.LocateResponse.FromString,
                 _registered_method=True)
+        self.Checksums = channel.unary_unary(
+                '/kvtier.v1.Blocks/Checksums',
+                request_serializer=kvtier_dot_v1_dot_blocks__pb2.ChecksumsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.ChecksumsResponse.FromString,
+                _registered_method=True)
         self.Touch = channel.unary_unary(
                 '/kvtier.v1.Blocks/Touch',
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.TouchRequest.SerializeToString,
@@ -113,6 +118,13 @@ class BlocksServicer(object):
 
     def Locate(self, request, context):
         """Tier, slot and generation of each key. No side effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Checksums(self, request, context):
+        """Checksums of the bytes that blocks have in memory, so that a client can check what it has copied. No side effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,6 +221,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.LocateRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.LocateResponse.SerializeToString,
+            ),
+            'Checksums': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checksums,
+                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.ChecksumsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.ChecksumsResponse.SerializeToString,
             ),
             'Touch': grpc.unary_unary_rpc_method_handler(
                     servicer.Touch,
@@ -320,6 +337,33 @@ class Blocks(object):
             '/kvtier.v1.Blocks/Locate',
             kvtier_dot_v1_dot_blocks__pb2.LocateRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checksums(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Blocks/Checksums',
+            kvtier_dot_v1_dot_blocks__pb2.ChecksumsRequest.SerializeToString,
+            kvtier_dot_v1_dot_blocks__pb2.ChecksumsResponse.FromString,
             options,
             channel_credentials,
             insecure,

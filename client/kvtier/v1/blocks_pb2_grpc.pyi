@@ -35,6 +35,12 @@ class BlocksStub:
     ]
     """Tier, slot and generation of each key. No side effect."""
 
+    Checksums: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.ChecksumsRequest,
+        kvtier.v1.blocks_pb2.ChecksumsResponse,
+    ]
+    """Checksums of the bytes that blocks have in memory, so that a client can check what it has copied. No side effect."""
+
     Touch: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.TouchRequest,
         kvtier.v1.blocks_pb2.TouchResponse,
@@ -117,6 +123,12 @@ class BlocksAsyncStub:
         kvtier.v1.blocks_pb2.LocateResponse,
     ]
     """Tier, slot and generation of each key. No side effect."""
+
+    Checksums: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.blocks_pb2.ChecksumsRequest,
+        kvtier.v1.blocks_pb2.ChecksumsResponse,
+    ]
+    """Checksums of the bytes that blocks have in memory, so that a client can check what it has copied. No side effect."""
 
     Touch: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.TouchRequest,
@@ -204,6 +216,14 @@ class BlocksServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.blocks_pb2.LocateResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.LocateResponse]]:
         """Tier, slot and generation of each key. No side effect."""
+
+    @abc.abstractmethod
+    def Checksums(
+        self,
+        request: kvtier.v1.blocks_pb2.ChecksumsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.blocks_pb2.ChecksumsResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.ChecksumsResponse]]:
+        """Checksums of the bytes that blocks have in memory, so that a client can check what it has copied. No side effect."""
 
     @abc.abstractmethod
     def Touch(

@@ -48,6 +48,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Caches.Remove": Needs(Right.ADMIN, Over.NAME),
     "kvtier.v1.Blocks.Match": Needs(Right.READ),
     "kvtier.v1.Blocks.Locate": Needs(Right.READ),
+    "kvtier.v1.Blocks.Checksums": Needs(Right.READ),
     "kvtier.v1.Blocks.Touch": Needs(Right.READ),
     "kvtier.v1.Blocks.Reserve": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Commit": Needs(Right.WRITE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
@@ -18,6 +19,7 @@ from kvtierd.service.caches import opened
 from kvtierd.service.calls import Verb
 from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.checksums import UNKNOWN, of_blocks
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.labels import labels
 from kvtierd.service.sessions import Session
@@ -48,11 +50,14 @@ class BlocksService:
         self._epoch: Final = epoch
         self._wait_s: Final = wait_s
         self._describe: Final = describe
+        self._hashing: Final = asyncio.Lock()
+        """One call at a time reads all the bytes of its blocks."""
 
     def verbs(self) -> Mapping[str, Verb]:
         return {
             "Match": self.match,
             "Locate": self.locate,
+            "Checksums": self.checksums,
             "Touch": self.touch,
             "Reserve": self.reserve,
             "Commit": self.commit,
@@ -88,6 +93,13 @@ class BlocksService:
             host_generations=_generations(cache, Tier.HOST, group, slots[Tier.HOST]),
             as_of_event=self._now_cursor(),
         )
+
+    async def checksums(self, session: Session, request: blocks_pb2.ChecksumsRequest) -> blocks_pb2.ChecksumsResponse:
+        cache, group = self._place(session, request.cache_id, request.group)
+        found = self._engine.locate(cache.id, group, validate.keys("keys", request.keys))
+        async with self._hashing:
+            told = await of_blocks(cache.runtime, group, found)
+        return blocks_pb2.ChecksumsResponse(checksums=b"".join(told), known=bytes(each != UNKNOWN for each in told))
 
     async def touch(self, session: Session, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
         cache, group = self._place(session, request.cache_id, request.group)

@@ -331,7 +331,7 @@ def chains(*messages: tuple[bytes, int]) -> list[blocks_pb2.Chain]:
 
 COMMIT = {"keys": KEYS[2] + KEYS[3], "parents": KEYS[1] + KEYS[2]}
 
-KEYED = ("Match", "Locate", "Touch", "Drop")
+KEYED = ("Match", "Locate", "Checksums", "Touch", "Drop")
 
 BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
     *((verb, {"keys": keys}, "keys") for verb in KEYED for keys in (b"", b"x", PACKED[:-1])),

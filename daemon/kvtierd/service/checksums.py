@@ -1,0 +1,48 @@
+"""What the bytes of blocks in memory add up to, for a client that has copied them without holding them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import xxhash
+
+from kvtier.abi.stream import CHECKSUM_BYTES
+from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.verbs import Location
+from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.tiers.base import Bytes
+
+UNKNOWN: Final = bytes(CHECKSUM_BYTES)
+
+_Place = tuple[Tier, SlotId]
+
+
+async def of_blocks(runtime: CacheRuntime, group: GroupId, blocks: Sequence[Location]) -> list[bytes]:
+    """One a block, in a thread; :data:`UNKNOWN` for what is not in memory, or has left its slot by the end.
+
+    Nothing is held meanwhile: as with every read of a slot that nobody holds, its generation tells.
+    """
+    places = [_in_memory(block) for block in blocks]
+    known = [place for place in places if place is not None]
+    before = [runtime.arena.generation(tier, group, slot) for tier, slot in known]
+    memory = [runtime.memory(tier).parts(group, slot) for tier, slot in known]
+    digests = await asyncio.to_thread(lambda: [_digest(parts) for parts in memory])
+    told = iter(
+        digest if runtime.arena.generation(tier, group, slot) == generation else UNKNOWN
+        for (tier, slot), generation, digest in zip(known, before, digests, strict=True)
+    )
+    return [UNKNOWN if place is None else next(told) for place in places]
+
+
+def _in_memory(block: Location) -> _Place | None:
+    slots = zip((Tier.DEVICE, Tier.HOST), block.slots, strict=False)
+    return next(((tier, slot) for tier, slot in slots if slot is not None), None)
+
+
+def _digest(parts: Sequence[Bytes]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part.data)
+    return digest.digest()
