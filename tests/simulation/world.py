@@ -607,7 +607,8 @@ class World:
         alone = not self.clients.leases and not pinned and len(self.clients.requests) == 1
         before = {group: site.mirror.blocks.copy() for group, site in self.sites.items()} if outcome.grants else {}
         store = self.lifetime.store
-        self._about = frozenset((*outcome.begin_write, *outcome.end_write))
+        noted = (content.ref for content in outcome.contents)  # among them slots that lost their block while held
+        self._about = frozenset((*outcome.begin_write, *outcome.end_write, *noted))
         for ref in outcome.begin_write:
             store()
             self.sites[ref.group].memories[ref.tier].begin_write(ref.slot)
