@@ -7,7 +7,7 @@ own checker of its inside runs besides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Final
 
@@ -488,7 +488,8 @@ class World:
 
     def _adopt(self, choose: Chooser, *, clean: bool) -> None:
         """A start that finds the memory, and may itself die while it looks."""
-        in_memory = {group: site.remembered(self._about) for group, site in self.sites.items()}
+        about = self._about
+        in_memory = {group: site.remembered(about) for group, site in self.sites.items()}
         known = {group: dict(site.mirror.blocks) for group, site in self.sites.items()}
         users = [*self.clients.sessions, *self.clients.remnants]
         live = frozenset(session for session in users if choose.chance(70))
@@ -504,15 +505,19 @@ class World:
                 self._boot(shapes, clients, unclean=not clean, restarted=True, old=old)
                 break
             except Died:
+                about |= self._about
                 clean = False
                 self._sequencer = EventSequencer(self.last_id)
                 self.seen["died while it adopted"] += 1
         self.lifetime.ends_after(None)
         for group, site in self.sites.items():
-            self._verify_adopted(site, in_memory[group], known[group])
+            self._verify_adopted(site, in_memory[group], known[group], about)
         self.seen["memory adopted"] += 1
 
-    def _verify_adopted(self, site: Site, in_memory: Mapping[Key, int], known: Mapping[Key, BlockChange]) -> None:
+    def _verify_adopted(
+        self, site: Site, in_memory: Mapping[Key, int], known: Mapping[Key, BlockChange], about: Set[SlotRef]
+    ) -> None:
+        """``about``: slots that a daemon was about when it died."""
         memory_bits = sum(tier.bit for tier in site.memories)
         for key, tiers in in_memory.items():
             require(site.residency(key) & tiers == tiers, "a block that was READY in memory is gone after the restart")
@@ -522,7 +527,7 @@ class World:
             slots = {
                 SlotRef(site.group, t, at) for t, m in site.memories.items() if new & t.bit for at in m.slots_of(key)
             }
-            require(not new or not self._about.isdisjoint(slots), "a block is back in memory that had left it")
+            require(not new or not about.isdisjoint(slots), "a block is back in memory that had left it")
         self.seen["found in memory"] += len(in_memory)
 
     # -- coming to rest ------------------------------------------------------------------------------------------------
