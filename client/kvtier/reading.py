@@ -30,8 +30,8 @@ MAX_KEYS: Final = 16_384
 """Of one verb, as in a call to the daemon, which refuses more."""
 
 _REMEMBERED_CHAINS: Final = 16
-_REMEMBERED_KEYS: Final = 256
-"""Of one chain: looking up more takes little of the time that copying them takes."""
+_REMEMBERED_BYTES: Final = 256 * KEY_BYTES
+"""Of one chain's keys: looking up more takes little of the time that copying them takes."""
 
 _TRIES: Final = 2
 """How often a block is copied whose slot is given away meanwhile, before it counts as not there."""
@@ -102,17 +102,19 @@ class Reader:
         return self._look_up(keys, lambda chains: chains.prefix_length(keys, group))
 
     def match(self, keys: bytes, group: int) -> Match | None:
-        return self._look_up(keys, lambda chains: chains.match(keys, group))
+        return self._look_up(keys, lambda chains: chains.match(keys, group), distinct=True)
 
     def match_across(self, keys: bytes) -> AcrossMatch | None:
-        return self._look_up(keys, lambda chains: chains.match_across(keys))
+        return self._look_up(keys, lambda chains: chains.match_across(keys), distinct=True)
 
     def locate(self, keys: bytes, group: int) -> Locations | None:
-        return self._look_up(keys, lambda chains: chains.locate(keys, group))
+        return self._look_up(keys, lambda chains: chains.locate(keys, group), distinct=True)
 
-    def _look_up(self, keys: bytes, look_up: Callable[[Chains], T | None]) -> T | None:
+    def _look_up(self, keys: bytes, look_up: Callable[[Chains], T | None], *, distinct: bool = False) -> T | None:
         mapping = self._current(keys)
-        found = None if mapping is None else look_up(mapping.chains)
+        if mapping is None or (distinct and not _distinct(keys)):
+            return None
+        found = look_up(mapping.chains)
         if found is not None:
             self.count(lookups=1)
         return found
@@ -125,7 +127,10 @@ class Reader:
         if mapping is None:
             return None
         tiers = [each for each in mapping.arena.tiers if tier is None or each is tier]
-        return Copying(self, mapping, keys, group, tiers)
+        remembered = mapping.remembered.get((group, _bits(tiers), keys)) if len(keys) <= _REMEMBERED_BYTES else None
+        if remembered is None and not _distinct(keys):
+            return None
+        return Copying(self, mapping, keys, group, tiers, remembered)
 
     def noted(self, copying: Copying) -> None:
         """Blocks were copied: counts, and what the daemon is to be told."""
@@ -166,7 +171,9 @@ class Copying:
     ``blocks``: how many of them can be copied, and after :meth:`copy` how many were.
     """
 
-    def __init__(self, reader: Reader, mapping: Mapping, keys: bytes, group: int, tiers: Sequence[Tier]) -> None:
+    def __init__(
+        self, reader: Reader, mapping: Mapping, keys: bytes, group: int, tiers: Sequence[Tier], remembered: Found | None
+    ) -> None:
         self.group: Final = group
         self.asked: Final = len(keys) // KEY_BYTES
         self.blocks = self.asked
@@ -175,10 +182,9 @@ class Copying:
         self._mapping: Final = mapping
         self._keys: Final = keys
         self._tiers: Final = tiers
-        self._bits: Final = sum(tier.bit for tier in tiers)
+        self._bits: Final = _bits(tiers)
         self._start = 0
         self._current = True
-        remembered = mapping.remembered.get((group, self._bits, keys)) if self.asked <= _REMEMBERED_KEYS else None
         self._found: Found = remembered if remembered is not None else self._look_up()
 
     @property
@@ -220,7 +226,7 @@ class Copying:
         found = self._mapping.chains.find(self._keys[self._start * KEY_BYTES :], self.group)
         there = count_leading(found.residency & self._bits != 0)
         self.blocks = self._start + there
-        if there == self.asked <= _REMEMBERED_KEYS:
+        if there == self.asked and len(self._keys) <= _REMEMBERED_BYTES:
             self._reader.remember(self._mapping, (self.group, self._bits, self._keys), found)
         return found
 
@@ -253,3 +259,13 @@ class Copying:
             return _NONE
         self.reuses += int(changed.sum())
         return np.flatnonzero(changed)
+
+
+def _bits(tiers: Sequence[Tier]) -> int:
+    return sum(tier.bit for tier in tiers)
+
+
+def _distinct(keys: bytes) -> bool:
+    """Whether no key stands twice, for which the daemon refuses a call. Rarely False where none does."""
+    words = np.sort(np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8])
+    return not bool((words[1:] == words[:-1]).any())

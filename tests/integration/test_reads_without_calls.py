@@ -118,6 +118,9 @@ async def test_what_is_wrong_is_refused_though_nothing_is_called(cache: Cache) -
         await cache.prefix_length(b"")
     with pytest.raises(InvalidArgument, match="keys"):
         await cache.locate(bytes(32 * 16_385))
+    for verb in (cache.match, cache.locate, cache.get, cache.across.match, cache.across.get):
+        with pytest.raises(InvalidArgument, match="keys"):
+            await verb([keys[0], keys[1], keys[0]])
     with pytest.raises(InvalidArgument, match="out"):
         await cache.get(keys[:2], [np.zeros(3, np.uint8)] * 2)
     await cache.close()
