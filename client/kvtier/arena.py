@@ -18,6 +18,7 @@ from kvtier.abi import attach, layout
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.records import STATE_OFFSET
+from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import ArenaState
 from kvtier.errors import DaemonError
 from kvtier.types import Tier
@@ -31,10 +32,10 @@ _STATE_WORD: Final = STATE_OFFSET // 4
 class Arena:
     """The segments of one cache. There is no ``close``: memory is unmapped when the last array over it is gone."""
 
-    def __init__(self, fds: Mapping[str, int], *, write: bool, fingerprint: bytes) -> None:
+    def __init__(self, fds: Mapping[str, int], *, write: bool, spec: CacheSpec) -> None:
         """Maps the descriptors, which stay the caller's. ``write`` as it was asked for over the attach socket.
 
-        Raises :class:`DaemonError` where the segments are not the arena of a cache with this fingerprint.
+        Raises :class:`DaemonError` where the segments are not the arena of a cache with this specification.
         """
         self._control = _mapped(fds[attach.CONTROL], write=False)
         try:
@@ -42,7 +43,7 @@ class Arena:
         except layout.AbiError as error:
             raise DaemonError(f"the daemon's arena cannot be trusted: {error}", reason="BAD_ARENA") from error
         self.identity = layout.ArenaIdentity.read(self._control)
-        if self.identity.fingerprint != fingerprint:
+        if self.identity.fingerprint != spec.fingerprint() or not self.layout.holds(spec):
             raise DaemonError("the daemon's arena is of another specification", reason="BAD_ARENA")
         self.writable = write
         self.stale = False

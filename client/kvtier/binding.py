@@ -178,7 +178,7 @@ class Binder:
     async def _map(self, link: Link, cache_id: int, spec: CacheSpec) -> Arena:
         fds = await link.attach.map(cache_id, write=self.write)
         try:
-            return Arena(fds, write=self.write, fingerprint=spec.fingerprint())
+            return Arena(fds, write=self.write, spec=spec)
         finally:
             for fd in fds.values():
                 os.close(fd)

@@ -252,7 +252,10 @@ class Copying:
         slots = (found.device_slots if on_device else found.host_slots)[which]
         generations = (found.device_generations if on_device else found.host_generations)[which]
         arena = self._mapping.arena
-        transfer.out_of_slots(arena.pools(tier, self.group), slots.tolist(), rows)
+        try:
+            transfer.out_of_slots(arena.pools(tier, self.group), slots.tolist(), rows)
+        except IndexError:  # a slot that there is not: the index is damaged, and these blocks are the daemon's to find
+            return np.arange(len(rows))
         # After the bytes: the generation that the index gave is even, and ends before the first of them changes.
         changed = arena.generations(tier, self.group, slots) != generations
         if not changed.any():

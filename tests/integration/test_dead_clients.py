@@ -140,7 +140,7 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(
     keys = chain("written across a break", 3)
     cache_id = (await raw.open(cache.name)).cache_id
     fds = raw.socket.map(cache_id, write=True)
-    arena = Arena(fds, write=True, fingerprint=SPEC.fingerprint())
+    arena = Arena(fds, write=True, spec=SPEC)
     close_all(fds)
     reserved = await raw.reserve(cache_id, Tier.HOST, 3)
     read = (await raw.acquire(cache_id, Tier.DEVICE, KEYS)).chains[0]

@@ -65,7 +65,7 @@ async def test_a_block_from_open_to_close_by_hand(raw: RawClient, name: str) -> 
 
     fds = raw.socket.map(cache, write=True)
     assert list(fds) == [attach.CONTROL, attach.HOST, attach.DEVICE]
-    arena = Arena(fds, write=True, fingerprint=SPEC.fingerprint())
+    arena = Arena(fds, write=True, spec=SPEC)
     close_all(fds)
 
     keys = chain(name, 2)

@@ -297,6 +297,14 @@ class ArenaLayout:
             for number in range(len(self.groups)):
                 self.generations(control, tier, number).fill(first_generation(identity.boot))
 
+    def holds(self, spec: CacheSpec) -> bool:
+        """Whether its slots have the sizes of this specification's blocks."""
+        sizes = [[pool.block_bytes for pool in group.pools] for group in self.groups]
+        return sizes == [
+            [spec.pool_bytes(group, pool) for pool in range(len(spec.groups[group].pools))]
+            for group in range(len(spec.groups))
+        ]
+
     def data_bytes(self, tier: int) -> int:
         """Size of a memory tier's data segment; 0 = the cache has none."""
         return self.device_bytes if tier == DEVICE else self.host_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def make(device: int = 3, host: int = 5) -> DaemonArena:
 
 
 def mapped(daemon: DaemonArena, *, write: bool) -> Arena:
-    return Arena(daemon.fds(write=write), write=write, fingerprint=SPEC.fingerprint())
+    return Arena(daemon.fds(write=write), write=write, spec=SPEC)
 
 
 def test_what_one_mapping_writes_the_other_reads_at_the_same_slot() -> None:
@@ -122,7 +123,7 @@ def test_memory_is_unmapped_when_nothing_points_at_it_any_more() -> None:
 def test_segments_of_another_specification_are_refused() -> None:
     daemon = make()
     with pytest.raises(DaemonError, match="another specification"):
-        Arena(daemon.fds(write=False), write=False, fingerprint=bytes(32))
+        Arena(daemon.fds(write=False), write=False, spec=replace(SPEC, model="another"))
     daemon.close()
 
 
@@ -130,7 +131,7 @@ def test_a_data_segment_shorter_than_its_layout_is_refused() -> None:
     big, small = make(), make(device=0, host=1)
     fds = dict(big.fds(write=False)) | {"host": small.fds(write=False)["host"]}
     with pytest.raises(DaemonError, match="a segment of"):
-        Arena(fds, write=False, fingerprint=SPEC.fingerprint())
+        Arena(fds, write=False, spec=SPEC)
     big.close()
     small.close()
 
@@ -139,5 +140,5 @@ def test_garbage_is_no_control_segment() -> None:
     fd = os.memfd_create("garbage")
     os.truncate(fd, 8192)
     with pytest.raises(DaemonError, match="cannot be trusted"):
-        Arena({"control": fd}, write=False, fingerprint=SPEC.fingerprint())
+        Arena({"control": fd}, write=False, spec=SPEC)
     os.close(fd)

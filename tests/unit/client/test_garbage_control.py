@@ -1,0 +1,247 @@
+"""A control segment with anything in it: a client is told so, or misses, and touches nothing but its own mappings."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvtier.abi import attach
+from kvtier.abi.key_index import ENTRIES_OFFSET, ENTRY, KEY_BYTES, TIERS_OFFSET
+from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaIdentity, ArenaLayout, ArenaState
+from kvtier.abi.records import (
+    BUCKET_BYTES,
+    BUCKET_ENTRIES,
+    CHANGING_OFFSET,
+    GROUP,
+    HEADER_BYTES,
+    POOL,
+    TABLE_CRC_OFFSET,
+)
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.arena import Arena
+from kvtier.errors import DaemonError
+from kvtier.reading import Reader
+from kvtier.types import Tier
+from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.core.ids import Tier as DaemonTier
+from kvtierd.tiers.arena import Arena as DaemonArena
+
+SPEC: Final = CacheSpec(
+    "m",
+    "uint8",
+    16,
+    groups=(
+        WindowGroupSpec(pools=(PoolSpec(1, 1, 300, 1), PoolSpec(1, 1, 10, 1))),
+        WindowGroupSpec(pools=(PoolSpec(1, 1, 100, 1),), window_tokens=32),
+    ),
+)
+SLOTS: Final = 12
+KEYS: Final = [Key(hashlib.sha256(bytes([number])).digest()) for number in range(SLOTS + 4)]
+PACKED: Final = b"".join(KEYS)
+GROUPS: Final = range(len(SPEC.groups))
+LAYOUT: Final = ArenaLayout.plan(
+    SPEC, {(group, tier): SLOTS for group in GROUPS for tier in (DEVICE, HOST, DISK)}, indexed=True
+)
+INDEX: Final = slice(LAYOUT.index_offset, LAYOUT.index_offset + LAYOUT.index_bytes)
+BUCKETS: Final = LAYOUT.index_bytes // BUCKET_BYTES
+
+
+class Given:
+    """A daemon's arena, and what its control segment should hold."""
+
+    def __init__(self, arena: DaemonArena) -> None:
+        self.arena = arena
+        self.right = bytes(arena.control)
+
+
+@pytest.fixture(scope="module")
+def ours() -> Iterator[Given]:
+    """Every slot of the host tier READY, every third block on the device as well; the last four keys are nowhere."""
+    arena = DaemonArena.create("garbage", LAYOUT, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=2, pid=3))
+    assert arena.index is not None
+    for group in map(GroupId, GROUPS):
+        for number in range(SLOTS):
+            places = {}
+            for tier in (DaemonTier.HOST, DaemonTier.DEVICE)[: 1 + (number % 3 == 0)]:
+                arena.begin_write(tier, group, SlotId(number))
+                arena.end_write(tier, group, SlotId(number))
+                places[str(tier)] = (SlotId(number), arena.generation(tier, group, SlotId(number)))
+            residency = Tier.HOST.bit | (Tier.DEVICE.bit if number % 3 == 0 else 0)
+            arena.index.put(group, KEYS[number], residency, host=places.get("host"), device=places.get("device"))
+    arena.set_state(ArenaState.SERVING)
+    yield Given(arena)
+    arena.close()
+
+
+@contextmanager
+def sent(control: bytes, ours: Given) -> Iterator[Mapping[str, int]]:
+    """Descriptors as they would come over the attach socket, with this for ``control``."""
+    fd = os.memfd_create("kvtier:garbage:control", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, control)
+        yield ours.arena.fds(write=False) | {attach.CONTROL: fd}
+    finally:
+        os.close(fd)
+
+
+def reader_of(arena: Arena) -> Reader:
+    """Reads without calls, and nobody to tell of them."""
+    binder: Any = SimpleNamespace(spec=SPEC, maps=True, readable=SimpleNamespace(mapped=arena))
+
+    async def make() -> Reader:
+        return Reader(binder)
+
+    return asyncio.run(make())
+
+
+def use(arena: Arena) -> None:
+    """Every way to look into an arena. What comes is checked for its form alone: it may be nonsense."""
+    reader = reader_of(arena)
+    count = len(KEYS)
+    for group in GROUPS:
+        if (length := reader.prefix_length(PACKED, group)) is not None:
+            assert 0 <= length <= count
+        if (match := reader.match(PACKED, group)) is not None:
+            assert 0 <= match.blocks == len(match.residency) <= count
+        for keys in (PACKED, PACKED[: 3 * KEY_BYTES]):
+            if (places := reader.locate(keys, group)) is not None:
+                assert len(list(places)) == len(keys) // KEY_BYTES
+        for tier in (None, Tier.HOST, Tier.DEVICE):
+            copying = reader.begin(PACKED, group, tier)
+            if copying is not None:
+                rows = list(np.empty((copying.blocks, SPEC.block_bytes(group)), np.uint8))
+                copying.copy(rows)
+                assert 0 <= copying.blocks <= len(rows)
+                assert copying.at_end in (True, False)
+    if (across := reader.match_across(PACKED)) is not None:
+        assert 0 <= across.blocks <= count
+
+
+def buckets_of(control: bytearray) -> NDArray[np.uint8]:
+    """The index, to be spoilt: [buckets, bytes]."""
+    return np.frombuffer(control, np.uint8)[INDEX].reshape(-1, BUCKET_BYTES)
+
+
+def entries_of(control: bytearray) -> NDArray[np.uint8]:
+    """[buckets, entries, bytes]"""
+    buckets = buckets_of(control)
+    shape, strides = (BUCKETS, BUCKET_ENTRIES, ENTRY.size), (BUCKET_BYTES, ENTRY.size, 1)
+    return np.lib.stride_tricks.as_strided(buckets[:, ENTRIES_OFFSET:], shape, strides)
+
+
+def resealed(control: bytearray) -> bytes:
+    """With a sum that is right, where the tables are where they should be: so what the sum covers is looked at."""
+    crc = zlib.crc32(control[:CHANGING_OFFSET])
+    crc = zlib.crc32(control[LAYOUT.group_table_offset :][: len(GROUPS) * GROUP.size], crc)
+    crc = zlib.crc32(control[LAYOUT.pool_table_offset :][: 3 * POOL.size], crc)
+    struct.pack_into("<I", control, TABLE_CRC_OFFSET, crc)
+    return bytes(control)
+
+
+def try_it(control: bytes, ours: Given) -> None:
+    """Refused, or used without harm."""
+    with sent(control, ours) as fds:
+        try:
+            arena = Arena(fds, write=False, spec=SPEC)
+        except DaemonError as error:
+            assert error.reason == "BAD_ARENA"
+        else:
+            use(arena)
+
+
+def words(start: int, end: int) -> st.SearchStrategy[int]:
+    """Where an aligned u32 starts."""
+    return st.integers(start // 4, end // 4 - 1).map(lambda word: word * 4)
+
+
+TABLES_END: Final = HEADER_BYTES + 512
+HEADER_AND_TABLES: Final = st.one_of(
+    words(0, 192), words(CHANGING_OFFSET, HEADER_BYTES), words(HEADER_BYTES, TABLES_END)
+)
+SEQUENCES: Final = st.integers(0, BUCKETS - 1).map(lambda bucket: LAYOUT.index_offset + bucket * BUCKET_BYTES)
+THE_REST: Final = st.one_of(
+    SEQUENCES, words(INDEX.start, INDEX.stop), words(INDEX.start, INDEX.stop), words(TABLES_END, LAYOUT.control_bytes)
+)
+SIZES: Final = st.sampled_from((1, 4, 8))
+VALUES: Final = st.one_of(
+    st.integers(0, 2**64 - 1), st.integers(0, 64), st.integers(0, 63).map(lambda bit: 1 << bit), st.just(2**64 - 1)
+)
+Change = tuple[int, int, int]
+"""Offset, bytes and value."""
+
+
+def changed(control: bytes, changes: list[Change]) -> bytearray:
+    spoilt = bytearray(control)
+    for at, size, value in changes:
+        spoilt[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
+    return spoilt
+
+
+@given(st.lists(st.tuples(HEADER_AND_TABLES, SIZES, VALUES), min_size=1, max_size=4), st.booleans())
+def test_garbage_in_header_and_tables(ours: Given, changes: list[Change], sealed: bool) -> None:
+    spoilt = changed(ours.right, changes)
+    try_it(resealed(spoilt) if sealed else bytes(spoilt), ours)
+
+
+@given(st.lists(st.tuples(THE_REST, SIZES, VALUES), min_size=1, max_size=40))
+def test_garbage_in_index_and_generations(ours: Given, changes: list[Change]) -> None:
+    """Slots beyond the last, generations of no slot, tiers that there are not, sequences odd for ever."""
+    try_it(bytes(changed(ours.right, changes)), ours)
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_noise_all_over_the_index(ours: Given, seed: int, keeps_keys: bool) -> None:
+    """``keeps_keys``: only what stands behind them is noise, so that lookups believe it."""
+    rng = np.random.default_rng(seed)
+    spoilt = bytearray(ours.right)
+    if keeps_keys:
+        for part in (entries_of(spoilt)[:, :, KEY_BYTES:], buckets_of(spoilt)[:, TIERS_OFFSET:ENTRIES_OFFSET]):
+            part[:] = rng.integers(0, 256, part.shape, dtype=np.uint8)
+    else:
+        spoilt[INDEX] = rng.bytes(LAYOUT.index_bytes)
+    try_it(bytes(spoilt), ours)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 5000])
+def test_a_segment_cut_short(ours: Given, size: int) -> None:
+    with sent(ours.right[:size], ours) as fds, pytest.raises(DaemonError):
+        Arena(fds, write=False, spec=SPEC)
+
+
+def test_a_block_in_a_slot_that_there_is_not_is_asked_for(ours: Given) -> None:
+    spoilt = bytearray(ours.right)
+    entries_of(spoilt)[:, :, 48:] = 0xFF
+    with sent(bytes(spoilt), ours) as fds:
+        copying = reader_of(Arena(fds, write=False, spec=SPEC)).begin(PACKED[:KEY_BYTES], 0, None)
+        assert copying is not None
+        copying.copy([np.empty(SPEC.block_bytes(0), np.uint8)])
+        assert (copying.blocks, copying.at_end) == (0, False)
+
+
+def test_buckets_that_stay_odd_are_asked_about(ours: Given) -> None:
+    spoilt = bytearray(ours.right)
+    buckets_of(spoilt)[:, 0] |= 1
+    with sent(bytes(spoilt), ours) as fds:
+        reader = reader_of(Arena(fds, write=False, spec=SPEC))
+        for keys in (PACKED, PACKED[:KEY_BYTES]):
+            for group in GROUPS:
+                assert reader.prefix_length(keys, group) is None
+                assert reader.match(keys, group) is None
+                assert reader.locate(keys, group) is None
+                copying = reader.begin(keys, group, None)
+                assert copying is not None
+                assert (copying.blocks, copying.at_end) == (0, False)
+            assert reader.match_across(keys) is None
