@@ -7,7 +7,10 @@ its standard input ends.
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
+import mmap
 import os
 import select
 import socket
@@ -19,14 +22,17 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
+import numpy as np
 
 from kvtier import AsyncClient, Event, KvtierError, Tier, connect
 from kvtier.abi import attach
+from kvtier.arena import Arena
 from kvtier.rpc_errors import fault_of
 from kvtier.session import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.blocks import SPEC, chain, sizes
+from tests.integration.punching import protect, punch
 from tests.integration.raw import AttachSocket, attached, channel_to
 from tests.integration.waiting import PATIENCE_S
 
@@ -160,6 +166,47 @@ async def be_foreign(address: str, token: str, fds: Mapping[str, int]) -> None:
     await _stay()
 
 
+async def be_hostile(address: str, cache: str, daemon: int) -> None:
+    """As nobody, who may write this cache: tries all that could spoil more than its slots' bytes."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    async with attached(address) as client:
+        fds = client.socket.map((await client.open(cache)).cache_id, write=True)
+        control, data = fds[attach.CONTROL], fds[attach.HOST]
+        size = os.fstat(data).st_size
+        tries: Mapping[str, Callable[[], object]] = {
+            "shrink data": lambda: os.ftruncate(data, size // 2),
+            "grow data": lambda: os.ftruncate(data, size * 2),
+            "seal data": lambda: fcntl.fcntl(data, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+            "open data again": lambda: _open_again("self", data),
+            "shrink control": lambda: os.ftruncate(control, 0),
+            "write control": lambda: os.pwrite(control, b"x", 0),
+            "punch control": lambda: punch(control, 0, 4096),
+            "map control writable": lambda: mmap.mmap(control, 4096).close(),
+            "protect control no more": lambda: _protect_no_more(control),
+            "change control's mode": lambda: os.fchmod(control, 0o666),
+            "open control again": lambda: _open_again("self", control),
+            "open it in the daemon": lambda: os.listdir(f"/proc/{daemon}/fd"),
+        }
+        ended = {what: _ending(attempt) for what, attempt in tries.items()}
+        punch(data, 0, size)  # that is its right: they are its cache's bytes
+        _say(ended=ended)
+        await _stay()
+
+
+async def write_half(address: str, cache: str) -> None:
+    """Reserves a slot, and writes half of it; then it is stopped."""
+    async with attached(address) as client:
+        cache_id = (await client.open(cache)).cache_id
+        fds = client.socket.map(cache_id, write=True)
+        reserved = await client.reserve(cache_id, Tier.HOST, 1)
+        arena = Arena(fds, write=True, spec=SPEC)
+        arena.view(Tier.HOST, 0, reserved.slots[0], write=True)[0][:] = 0xEE
+        _say(slot=reserved.slots[0])
+        await _stay()
+
+
 async def be_somebody(address: str, uid: int, gids: Sequence[int], tries: Sequence[tuple[str, str]]) -> None:
     """As another user: tries things, each with a cache, and tells how each ended."""
     os.setgroups(list(gids))
@@ -250,11 +297,25 @@ def _connect(address: str, name: str) -> str:
 
 
 def _reopen(fd: int) -> str:
+    return _ending(lambda: _open_again("self", fd)) or "opened"
+
+
+def _open_again(process: str, fd: int) -> None:
+    os.close(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR))
+
+
+def _ending(attempt: Callable[[], object]) -> str:
+    """The name of what the kernel refuses it with; empty where it does not."""
     try:
-        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))
+        attempt()
     except OSError as error:
-        return type(error).__name__
-    return "opened"
+        return type(error).__name__ if isinstance(error, PermissionError) else errno.errorcode[error.errno or 0]
+    return ""
+
+
+def _protect_no_more(fd: int) -> None:
+    with mmap.mmap(fd, 4096, prot=mmap.PROT_READ) as view:
+        protect(np.frombuffer(view, np.uint8).ctypes.data, 4096)
 
 
 async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
@@ -267,7 +328,7 @@ async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
 
 
 _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
-    part.__name__: part for part in (hold, send_half, steal, stare, be_foreign, be_somebody)
+    part.__name__: part for part in (hold, write_half, send_half, steal, stare, be_foreign, be_hostile, be_somebody)
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import AsyncClient, Tier, connect
 from tests.integration.actors import NOBODY, Actor
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import attached, close_all
 
@@ -84,6 +84,41 @@ async def test_a_user_who_is_allowed_may_attach(start_daemon: StartDaemon) -> No
     daemon = start_daemon("--allow-uids", str(NOBODY), device=2, host=2)
     open_up(daemon)
     assert (await foreigner(daemon))["hello"] == "welcome"
+
+
+async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(start_daemon: StartDaemon) -> None:
+    """Least of all what says where they are: others read by that, without asking anybody."""
+    daemon = start_daemon("--allow-uids", str(NOBODY), device=2, host=8)
+    open_up(daemon)
+    async with await connect(daemon.address) as client:
+        theirs = await client.open_cache("theirs", SPEC, budgets=sizes(host=4))
+        ours = await client.open_cache("ours", SPEC, budgets=sizes(host=4))
+        keys = chain("theirs", 3)
+        for cache in (theirs, ours):
+            await cache.put(keys, blocks(keys))
+        before = theirs.arena._control.tobytes()
+        with Actor("be_hostile", address=daemon.address, cache="theirs", daemon=daemon.pid) as actor:
+            ended = actor.says()["ended"]
+            assert ended == {
+                "shrink data": REFUSED,
+                "grow data": REFUSED,
+                "seal data": REFUSED,
+                "open data again": REFUSED,
+                "shrink control": "EINVAL",
+                "write control": "EBADF",
+                "punch control": "EBADF",
+                "map control writable": REFUSED,
+                "protect control no more": REFUSED,
+                "change control's mode": REFUSED,
+                "open control again": REFUSED,
+                "open it in the daemon": REFUSED,
+            }
+            spoilt = await theirs.get(keys)
+            assert [block.any() for block in spoilt] == [False] * 3, "holes read as zeros, and fault nobody"
+            assert_bytes(keys, await ours.get(keys))
+            assert theirs.reads.calls == ours.reads.calls == 0
+            assert theirs.arena._control.tobytes() == before
+        assert (await client.stats()).problems == ()
 
 
 async def works(client: AsyncClient) -> None:

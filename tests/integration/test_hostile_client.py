@@ -6,7 +6,6 @@ It can spoil what is its own: who may map a cache writable may write all of it. 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import mmap
 import os
 import random
@@ -27,15 +26,12 @@ from kvtier.v1 import blocks_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.punching import protect, punch
 from tests.integration.raw import AttachSocket, RawClient, channel_to, close_all, refusal
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
 Code = grpc.StatusCode
-FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE = 1, 2
-
-libc = ctypes.CDLL(None, use_errno=True)
-libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 @pytest.fixture
@@ -89,7 +85,8 @@ async def test_what_was_given_read_only_stays_so(bystander: Cache, mapped: Mappe
                 os.write(fd, b"x")
             with mmap.mmap(fd, 4096, prot=mmap.PROT_READ) as view:
                 address = np.frombuffer(view, dtype=np.uint8).ctypes.data
-                assert libc.mprotect(ctypes.c_void_p(address), 4096, mmap.PROT_READ | mmap.PROT_WRITE) == -1
+                with pytest.raises(PermissionError):
+                    protect(address, 4096)
     finally:
         close_all(read_only)
 
@@ -105,10 +102,9 @@ async def test_a_spoilt_cache_is_its_own_loss(
     await own.put(keys, blocks(keys), tier=Tier.HOST)
     await raw.reserve(cache_id, Tier.HOST, 1)
 
-    def punch() -> None:
+    def punch_all() -> None:
         for segment in (attach.HOST, attach.DEVICE):
-            size = os.fstat(fds[segment]).st_size
-            assert not libc.fallocate(fds[segment], FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, size)
+            punch(fds[segment], 0, os.fstat(fds[segment]).st_size)
 
     def scribble() -> None:
         for segment in (attach.HOST, attach.DEVICE):
@@ -116,7 +112,7 @@ async def test_a_spoilt_cache_is_its_own_loss(
             with mmap.mmap(fds[segment], size) as view:
                 view[:] = random.Random(segment).randbytes(size)
 
-    worst = {"punch": punch, "scribble": scribble}[spoil]
+    worst = {"punch": punch_all, "scribble": scribble}[spoil]
     worst()
     # What it wrote is what is copied; a checksum is taken on the way to the disk and says nothing of before.
     for tier in (Tier.DISK, Tier.DEVICE, Tier.HOST, Tier.DISK):
