@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 def shown() -> dict[str, CacheSpec]:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (code,) = re.findall(r"```python runnable\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(code, str(PAGE), "exec"), names)  # noqa: S102 - our own documentation
     return {name: value for name, value in names.items() if isinstance(value, CacheSpec)}
