@@ -86,6 +86,8 @@ class Binder:
         self._binding: Binding | None = None
         self._lock = asyncio.Lock()
         self._closed = False
+        self.ahead: Callable[[], Awaitable[None]] = _nothing
+        """What goes to the daemon before any of these calls."""
         session.followers.add(self)
         self.make_way: Callable[[], Awaitable[bool]] = _nothing_to_give
         """Gives back what is held and not needed; says whether there was anything."""
@@ -195,6 +197,7 @@ class Binder:
             binding = await self.bind(link, seconds)
             return await send(link, method, build(binding), deadline.left())
 
+        await self.ahead()
         return await self.session.call(attempt, deadline)
 
     async def take(
@@ -215,6 +218,7 @@ class Binder:
             sent[:] = [(binding, build(binding))]
             return binding, await send(link, method, sent[0][1], deadline.left())
 
+        await self.ahead()
         try:
             try:
                 return await self.session.call(attempt, deadline)
@@ -290,3 +294,7 @@ async def send(
 ) -> Response:
     """One RPC with the session's token."""
     return await method(link.stubs)(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+
+
+async def _nothing() -> None:
+    pass

@@ -176,6 +176,7 @@ class Holdings:
         if release:
             self._ending.add(lease)
         ahead = None
+        await self._binder.ahead()
         try:
             reply = await self._session.call(attempt, self._deadline(timeout))
             ahead = self._leased_ahead(lease, reply)

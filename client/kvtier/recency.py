@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Coroutine, Iterable
+from typing import Any, Final
 
 from grpc.aio import AioRpcError, UsageError
 
@@ -34,7 +34,7 @@ class Recency:
         """By group, the least recently read first."""
         self._misses: dict[int, int] = {}
         self._due = False
-        self._telling: asyncio.Task[None] | None = None
+        binder.ahead = self.ahead
 
     def note(self, group: int, keys: Iterable[bytes], misses: int) -> None:
         """Blocks were read, the last one last, and so many others were asked for in vain."""
@@ -56,16 +56,27 @@ class Recency:
 
     async def tell(self) -> None:
         """Tells now. What the daemon cannot be told is lost: it costs order, never blocks."""
+        await asyncio.gather(*self._untold())
+
+    async def ahead(self) -> None:
+        """What was read so far is on its way to the daemon before a call that follows: one that makes room there shall
+        not take what its own caller has just read."""
+        if self._due:
+            self._tell_soon()
+            await asyncio.sleep(0)
+
+    def _tell_soon(self) -> None:
+        for telling in self._untold():
+            self._binder.session.spawn(telling)
+
+    def _untold(self) -> list[Coroutine[Any, Any, None]]:
         with self._lock:
             keys, self._keys = self._keys, {}
             misses, self._misses = self._misses, {}
             self._due = False
         link = self._binder.session.live_link
-        for group in keys.keys() | misses.keys():
-            await self._tell(link, group, list(keys.get(group, ())), misses.get(group, 0))
-
-    def _tell_soon(self) -> None:
-        self._binder.session.spawn(self.tell())
+        groups = keys.keys() | misses.keys()
+        return [self._tell(link, group, list(keys.get(group, ())), misses.get(group, 0)) for group in groups]
 
     async def _tell(self, link: Link | None, group: int, keys: list[bytes], misses: int) -> None:
         binding = self._binder.bound_to(link)

@@ -51,11 +51,14 @@ BLOCKS = Metric("kvtier_blocks", Kind.GAUGE, "Blocks that can be found by their 
 HITS = Metric(
     "kvtier_hit_blocks_total",
     Kind.COUNTER,
-    "Blocks of acquired chains that were stored, by the fastest tier they were in at the moment of the match",
+    "Blocks acquired, or read without a call, by the fastest tier they were in at the moment of the match",
     PLACE,
 )
 MISSES = Metric(
-    "kvtier_missed_blocks_total", Kind.COUNTER, "Blocks of acquired chains that were not stored", ("cache", "group")
+    "kvtier_missed_blocks_total",
+    Kind.COUNTER,
+    "Blocks that acquires and reads asked for and that were not stored",
+    ("cache", "group"),
 )
 STORED = Metric("kvtier_stored_blocks_total", Kind.COUNTER, "Blocks that were committed", ("cache", "group"))
 REMOVED = Metric("kvtier_removed_blocks_total", Kind.COUNTER, "Blocks that left the last tier", ("cache", "group"))
