@@ -7,6 +7,7 @@ its standard input ends.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures.thread  # noqa: F401  while it can be imported: asyncio does when it first needs a thread
 import errno
 import fcntl
 import json
@@ -64,6 +65,12 @@ class Actor:
         assert line, f"the actor says nothing; exit status {self._process.poll()}"
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def go_on(self) -> None:
+        """Lets a part go on that waits for that."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -222,6 +229,25 @@ async def be_somebody(address: str, uid: int, gids: Sequence[int], tries: Sequen
     await _stay()
 
 
+async def keep_reading(address: str, cache: str) -> None:
+    """As nobody: reads two blocks, and when it may go on reads them again, by memory and by a call."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    async with await connect(address) as client:
+        opened = await client.open_cache(cache, SPEC, write=False)
+        keys = chain("stored", 2)
+        for _ in range(2):
+            found = await opened.get(keys)
+            try:
+                async with opened.acquire(keys) as lease:
+                    held = f"{lease.blocks} blocks"
+            except KvtierError as error:
+                held = error.reason
+            _say(blocks=len(found), calls=opened.reads.calls, held=held)
+            await asyncio.to_thread(sys.stdin.readline)
+
+
 async def _try(client: AsyncClient, what: str, cache: str) -> str:
     try:
         return await _TRIES[what](client, cache)
@@ -328,7 +354,8 @@ async def _stats(channel: grpc.aio.Channel, token: str | None) -> str:
 
 
 _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
-    part.__name__: part for part in (hold, write_half, send_half, steal, stare, be_foreign, be_hostile, be_somebody)
+    part.__name__: part
+    for part in (hold, write_half, send_half, steal, stare, keep_reading, be_foreign, be_hostile, be_somebody)
 }
 
 

@@ -5,9 +5,12 @@ Runs as root only, since only root can become somebody else.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from tests.integration.actors import NOBODY, Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import AttachSocket
+from tests.integration.waiting import eventually
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
@@ -126,6 +130,25 @@ async def test_a_supplementary_group_counts_and_reading_is_not_writing(daemon: D
     assert answers[2].startswith("NO_RIGHT: the right to write on cache shared is missing")
     assert answers[3] == "done", "a rule for the user holds in every group"
     assert answers[4] == "last,mine,shared"
+
+
+async def test_who_has_mapped_a_cache_reads_on_without_the_right_but_not_by_calls(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """Memory cannot be taken back from a process: what asks for the right is opening the cache, and every call."""
+    await fill(daemon)
+    with Actor("keep_reading", address=daemon.address, cache="mine") as reader:
+        assert reader.says() == {"blocks": 2, "calls": 0, "held": "2 blocks"}
+        await asyncio.to_thread((tmp_path / "kvtierd.toml").write_text, RULES.replace('"mine", ', ""))
+        os.kill(daemon.pid, signal.SIGHUP)
+
+        async def log() -> str:
+            return daemon.log
+
+        await eventually(log, lambda text: "changed=allow" in text)
+        reader.go_on()
+        assert reader.says() == {"blocks": 2, "calls": 0, "held": "NO_RIGHT"}
+        reader.go_on()
 
 
 async def test_connections_without_a_session_keep_no_other_user_out(start_daemon: StartDaemon) -> None:
