@@ -20,10 +20,18 @@ from typing import Any, Final
 
 import numpy as np
 
-import kvtier
-from kvtier import BlockResult, Client, LeaseLost, TooShort, connect, transfer
+from kvtier import (
+    BlockResult,
+    Client,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    LeaseLost,
+    TierFull,
+    TooShort,
+    connect,
+    transfer,
+)
 from kvtier.answers import ReadCounts
-from kvtier.errors import RetryableError
 from kvtier.lease import WriteLease
 from kvtier.stock import Stock
 from tests.integration.torture_blocks import CHAIN_BLOCKS, CHAINS, GARBAGE, SPEC, block, chain, fault_in
@@ -35,13 +43,14 @@ COUNTERS: Final = (
     "hits",  # of those, copied without a call
     "calls",  # gets and lookups that asked the daemon
     "reuses",  # copies thrown away, since the slot was given away meanwhile
+    "verified",  # gets whose bytes the daemon has been asked about besides
     "misses",  # gets that found less than they asked for
     "leases",  # chains read in place, under a lease
     "puts",  # chains put, or committed in reserved slots
     "stored",  # blocks that this stored anew
     "stocked",  # puts into slots that an earlier commit brought along
     "refused",  # operations that the daemon had no room or no time for
-    "died",  # operations that a death of the daemon ended
+    "died",  # leases that were lost with a daemon
     "wrong",  # anything that must not be
 )
 CALL_S: Final = 15.0
@@ -120,15 +129,17 @@ class Part:
             self.faults.append(what)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """One operation. What may happen to it is counted, anything else is wrong."""
+    def turn(self, *, holds: bool = False) -> Iterator[None]:
+        """One operation. What may happen to it is counted, anything else is wrong. ``holds``: it has a lease, which may
+        be lost with the daemon; get and put never are."""
         try:
             yield
         except LeaseLost:
-            self.count(died=1)
-        except (kvtier.DaemonUnavailable, kvtier.DeadlineExceeded):
-            self.count(died=1)
-        except (RetryableError, TooShort):
+            if holds:
+                self.count(died=1)
+            else:
+                self.wrong(traceback.format_exc())
+        except (DaemonUnavailable, DeadlineExceeded, TierFull, TooShort):
             self.count(refused=1)
         except Exception:  # noqa: BLE001  it is what the test is about
             self.wrong(traceback.format_exc())
@@ -200,13 +211,14 @@ async def _read_and_hold(part: Part) -> None:
         async def read() -> None:
             while part.goes_on:
                 with part.turn():
-                    keys = part.some_chain()
-                    part.has_read(keys, await cache.get(keys), cache.reads)
+                    keys, verify = part.some_chain(), part.rng.random() < 0.2
+                    part.has_read(keys, await cache.get(keys, verify=verify), cache.reads)
+                    part.count(verified=verify)
                 await asyncio.sleep(_PAUSE_S)
 
         async def hold() -> None:
             while part.goes_on:
-                with part.turn():
+                with part.turn(holds=True):
                     async with cache.acquire(part.some_chain()) as lease:
                         await asyncio.sleep(part.rng.uniform(0, _HOLD_S))
                         seen = [np.concatenate(lease.view(index)) for index in range(len(lease))]
@@ -260,7 +272,7 @@ def fill(part: Part) -> None:
     with Client(part.address, timeout=CALL_S, wait=CALL_S) as client:
         cache = client.open_cache("c", SPEC)
         while part.goes_on:
-            with part.turn():
+            with part.turn(holds=True):
                 keys = part.some_chain()
                 with cache.reserve(len(keys)) as lease:
                     for index, key in enumerate(keys):
