@@ -130,11 +130,32 @@ def test_where_carrying_over_finds_no_room_the_journal_goes_on(index: Index, mon
     assert entries(index) == (63, 0)
 
 
-def test_a_journal_of_another_version_is_not_guessed_at(index: Index, path: Path) -> None:
-    index.close()
+def put_entry(path: Path, value: bytes) -> None:
+    """As the journal's only one."""
     with lmdb.open(str(path), map_size=MAP_BYTES, max_dbs=5, lib_version=0) as env:
         journal = env.open_db(f"journal-{GROUP}".encode(), create=False)
         with env.begin(write=True) as txn:
-            txn.put(sequence_key(0), b"\x02" + bytes(49), db=journal)
+            txn.put(sequence_key(0), value, db=journal)
+
+
+def test_a_journal_of_another_version_is_not_guessed_at(index: Index, path: Path) -> None:
+    index.close()
+    put_entry(path, b"\x02" + bytes(49))
     with pytest.raises(DamagedDirectory, match="version 02"):
         Index.open(path, [GROUP], MAP_BYTES)
+
+
+def test_a_torn_journal_is_damage_wherever_it_ends(index: Index, path: Path) -> None:
+    index.close()
+    (whole,) = encode_journal({key(1): RECORD})
+    put_entry(path, whole)
+    Index.open(path, [GROUP], MAP_BYTES).close()
+    for end in range(len(whole) - len(RECORD) - 34 + 1, len(whole)):
+        with pytest.raises(ValueError, match="in the middle of a record"):
+            decode_journal([whole[:end]])
+    put_entry(path, whole[:20])
+    with pytest.raises(DamagedDirectory, match="in the middle of a record") as damage:
+        Index.open(path, [GROUP], MAP_BYTES)
+    put_entry(path, whole)
+    Index.open(path, [GROUP], MAP_BYTES).close()
+    del damage  # its frames would have kept the file open

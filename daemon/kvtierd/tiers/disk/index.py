@@ -236,7 +236,11 @@ class Index:
             sync=True,
             lib_version=ENGINE,
         )
-        return env, {group: _Group.open(env, group) for group in self._ids}
+        try:
+            return env, {group: _Group.open(env, group) for group in self._ids}
+        except BaseException:
+            env.close()  # LMDB opens a file once a process
+            raise
 
     def _commit(self, changes: Mapping[GroupId, Changes]) -> None:
         try:

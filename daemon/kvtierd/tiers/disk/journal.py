@@ -53,10 +53,10 @@ def decode_journal(values: Iterable[bytes]) -> dict[Key, bytes | None]:
             raise ValueError(f"a log of version {value[:1].hex()}; this daemon reads version {_VERSION[:1].hex()}")
         place = len(_VERSION)
         while place < len(value):
-            key = Key(value[place : place + KEY_BYTES])
-            (length,) = _LENGTH.unpack_from(value, place + KEY_BYTES)
-            place += _HEAD_BYTES + length
-            if place > len(value):
+            start = place + _HEAD_BYTES
+            length = int.from_bytes(value[start - _LENGTH.size : start], "little")
+            if start + length > len(value):
                 raise ValueError("a log that ends in the middle of a record")
-            ops[key] = value[place - length : place] if length else None
+            ops[Key(value[place : place + KEY_BYTES])] = value[start : start + length] if length else None
+            place = start + length
     return ops
