@@ -31,7 +31,7 @@ from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigErr
 from kvtierd.tiers.disk.files import DirectoryLock, io_errors, make_private_directory, sync_directory
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.store import DiskStore, create_files
-from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, renew_superblock, write_superblock
 from kvtierd.tiers.disk.values import SlabShape
 
 LOCK: Final = "LOCK"
@@ -199,6 +199,8 @@ class DiskRoot:
         if not _NAME.fullmatch(name) or not directory.exists():
             raise TierConfigError("name", name, "the name of a stored cache")
         block = _read_cache(directory)
+        with io_errors(f"cannot open {directory}"):
+            renew_superblock(directory, "cache")
         fingerprint = block.cache.spec.fingerprint()
         self._stores[name] = DiskStore.open(directory, block.shapes, fingerprint, block.map_bytes)
         return self._stores[name]
