@@ -7,13 +7,15 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvtierd.tiers.disk import transfers
-from kvtierd.tiers.disk.transfers import DEPTH, Queues, Run, Way, transfer
+from kvtierd.tiers.disk.transfers import DEPTH, KernelQueue, Queues, Run, Way, transfer
 from tests.unit.disk.disk_blocks import buffers
 
 PAGE = 4096
@@ -136,3 +138,22 @@ def test_a_kernel_that_gives_no_queue_is_said_once(
     assert [record.getMessage() for record in caplog.records] == [
         "disk I/O goes on without the kernel's queue, one call after another: [Errno 38] Function not implemented"
     ]
+
+
+@pytest.mark.parametrize("refused", [range(1), range(0, RUNS, 2), range(RUNS)], ids=["first", "many", "all"])
+def test_what_the_queue_does_not_take_is_moved_all_the_same(
+    fd: int, refused: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = KernelQueue._submit
+    calls = count()
+
+    def refuse(queue: KernelQueue, addresses: NDArray[np.uint64]) -> int:
+        if next(calls) in refused:
+            raise BlockingIOError(errno.EAGAIN, "no request to be had")
+        return submit(queue, addresses[:3])
+
+    monkeypatch.setattr(KernelQueue, "_submit", refuse)
+    written = scattered(seed=1)
+    assert transfer(fd, Way.WRITE, written) == [PAGE] * RUNS
+    assert transfer(fd, Way.READ, read := blank(written)) == [PAGE] * RUNS
+    assert same(read, written)

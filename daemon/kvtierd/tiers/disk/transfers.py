@@ -97,8 +97,8 @@ class KernelQueue:
                 while begun < len(runs) and begun - ended < DEPTH:
                     try:
                         begun += self._submit(addresses[begun : ended + DEPTH])
-                    except OSError as error:  # the first of them, which is not under way then
-                        moved[begun] = -(error.errno or errno.EIO)
+                    except OSError:  # the first of them is not under way then: a call of its own does it, or says why
+                        moved[begun] = _move(fd, way, runs[begun])
                         begun, ended = begun + 1, ended + 1
                 meanwhile()
                 meanwhile = nothing
@@ -174,10 +174,11 @@ class Queues:
         self._idle.append(queue)
 
     def _make(self) -> KernelQueue | None:
-        if self.calls is None:
+        calls = self.calls  # another thread may find meanwhile that there are none
+        if calls is None:
             return None
         try:
-            return KernelQueue(self.calls)
+            return KernelQueue(calls)
         except OSError as error:
             _log.warning("disk I/O goes on without the kernel's queue, one call after another: %s", error)
             self.calls = None
