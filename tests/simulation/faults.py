@@ -13,18 +13,20 @@ from types import ModuleType
 from typing import Any, Final, cast
 from unittest.mock import patch
 
-from kvtierd.core import upkeep
+from kvtierd.core import loss, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block, Copy
+from kvtierd.core.candidates import LEAF
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.evict import TwoQueues
 from kvtierd.core.flights import Flight, Flights
-from kvtierd.core.group import LEAF, GroupState
+from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import MoveResult
 from kvtierd.core.policy import GroupShape
+from kvtierd.core.priorities import Priorities
 from kvtierd.core.recorder import Recorder, Transfer
 from kvtierd.core.retention import Clocks
 from kvtierd.core.room import Room
@@ -248,13 +250,13 @@ def _lets_the_clock_run(right: Method) -> Method:
 
 
 def _expires_untold(right: Method) -> Method:
-    def set_priority(state: GroupState, block: Block, priority: int, cause: Cause) -> None:
+    def give(priorities: Priorities, block: Block, priority: int, cause: Cause) -> None:
         if cause is Cause.EXPIRED:
             block.own_priority = priority
         else:
-            right(state, block, priority, cause)
+            right(priorities, block, priority, cause)
 
-    return set_priority
+    return give
 
 
 def _is_no_pin(right: Method) -> Method:
@@ -316,7 +318,7 @@ def _back_between_slices(right: Method) -> Method:
     def lose_tier(state: GroupState, tier: Tier, cause: Cause, before: int, limit: int) -> int:
         following: int = right(state, tier, cause, before, limit)
         if following:
-            state.restore_tier(tier)
+            loss.restore_tier(state, tier)
         return following
 
     return lose_tier
@@ -394,7 +396,7 @@ FAULTS: Final = {
         Fault("failed_copy_is_ready", ((Flights, "complete", _overlooks(failed=frozenset())),)),
         Fault("failed_copy_frees_source", ((Flights, "_source_stays", _detaches_the_source),)),
         Fault("corrupt_copy_is_ready", ((Flights, "complete", _overlooks(corrupt=frozenset())),)),
-        Fault("bad_slot_reused", ((GroupState, "lose_bytes", _forgets_the_bad_slot),)),
+        Fault("bad_slot_reused", ((loss, "lose_bytes", _forgets_the_bad_slot),)),
         Fault("hit_during_demotion_ignored", ((GroupState, "stay", _does_nothing),)),
         Fault("leased_slot_reused", ((GroupState, "hold", _holds_nothing),)),
         Fault("orphaned_slot_reused", ((WindowManager, "orphan", _gives_back_orphans),)),
@@ -416,14 +418,14 @@ FAULTS: Final = {
         ),
         Fault("disk_child_before_ancestor", ((Room, "_missing_ancestors", _knows_no_ancestors),)),
         Fault("stuck_parents_kept", ((Room, "_drop_some_subtree", _keeps_every_subtree),)),
-        Fault("priority_not_propagated", ((GroupState, "_reprioritise", _does_nothing),)),
+        Fault("priority_not_propagated", ((Priorities, "carry_up", _does_nothing),)),
         Fault("parents_touched_first", ((GroupState, "touch", _touches_parents_first),), outside=False),
         Fault("never_written_down", ((Background, "_wanted", _never_wants),)),
         Fault("parents_stay_cold", ((TwoQueues, "use", _leaves_parents_cold),), outside=False),
         Fault("all_are_protected", ((TwoQueues, "settle", _cools_nothing),), outside=False),
         Fault("expiry_forgotten", ((Clocks, "_run", _does_nothing),)),
         Fault("clock_runs_while_held", ((GroupState, "hold", _lets_the_clock_run),)),
-        Fault("expiry_untold", ((GroupState, "_set_priority", _expires_untold),)),
+        Fault("expiry_untold", ((Priorities, "give", _expires_untold),)),
         Fault("pin_holds_nothing", ((GroupState, "_keep", _is_no_pin), (GroupState, "unpin", _does_nothing))),
         Fault("needed_blocks_dropped", ((upkeep, "needed", _nobody_needs),)),
         Fault("label_left_behind", ((Block, "traits", _has_no_label),)),
@@ -434,7 +436,7 @@ FAULTS: Final = {
         Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
         Fault("part_released_whole", ((WindowManager, "release_first", _lets_go_of_all),)),
-        Fault("tier_back_between_slices", ((GroupState, "lose_tier", _back_between_slices),)),
+        Fault("tier_back_between_slices", ((loss, "lose_tier", _back_between_slices),)),
         Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),
         Fault("orphans_adopted", ((adoption, "reachable", _reaches_all),)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvtierd.core import loss
 from kvtierd.core.block import LEAVING, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import UPDATED, WATERMARK, WRITE_THROUGH, Cause
@@ -125,7 +126,7 @@ class Flights:
             for ticket in flight.copy.waiters:
                 ticket.failed.add(block)
             if corrupt:
-                state.lose_bytes(block, src, flight.source)
+                loss.lose_bytes(state, block, src, flight.source)
         else:
             self._arrive(flight, transfer)
         if block.copy(src) is not flight.source:

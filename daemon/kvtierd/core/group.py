@@ -1,23 +1,25 @@
 """The blocks of one window group: what is where, and every way in which that changes.
 
-The only module that changes residency, holds, recency or priority, but for ``core/recovery.py`` at a start. Each change
-puts its event, generations and owners into the recorder in the same step, so no caller can forget one.
+The only module that changes residency, holds or recency, but for ``core/recovery.py`` at a start. Each change puts its
+event, generations and owners into the recorder in the same step, so no caller can forget one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
-from kvtierd.core.block import COLD_RANK, COPY_IN, FILLING, LEAVING, READY, WHOLE_RANK, Block, Copy
+from kvtierd.core.block import COPY_IN, FILLING, LEAVING, READY, Block, Copy
+from kvtierd.core.candidates import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, Candidates
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
-from kvtierd.core.evict import EVICTORS, Ranked
+from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import DISK, BlockId, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
 from kvtierd.core.pins import Pins
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
+from kvtierd.core.priorities import Priorities
 from kvtierd.core.recorder import Recorder, Transfer, move_item
 from kvtierd.core.retention import Clocks
 from kvtierd.core.slots import (
@@ -33,74 +35,6 @@ from kvtierd.core.traits import Traits
 
 EXPIRY_SLICE: Final = 64
 """Blocks that one call's expiries may move: a fraction of a millisecond."""
-
-REDUNDANT: Final = 1
-DEMOTABLE: Final = 2
-CLEAN: Final = 4
-LEAF: Final = 8
-DIRTY: Final = 16
-_GOES_FREELY: Final = REDUNDANT | CLEAN
-
-
-class Candidates:
-    """Who may leave one tier. A block stands only where all of what the list's name promises is true of it.
-
-    All candidates are indexed, READY, unheld, unread and unclaimed there (a demotable one may be read by one copy
-    downwards), and:
-
-    - ``redundant``: valid in a tier above; on disk besides, no disk-resident child needs it. The first victims.
-    - ``demotable``: not redundant, and its priority or a copy below lets it go down.
-    - ``clean``: valid in a tier below: may go without a copy.
-    - ``leaf``: resident nowhere else and without indexed children: may be dropped.
-    - ``dirty``: demotable, unread, and neither in a tier below nor on the way there. Only of a cache with watermarks.
-
-    ``cleans``: how many are clean or redundant: those that can go without a copy.
-
-    Hot blocks are protected in the lowest tier (``lowest``), which blocks leave for good. Kept above as well, they
-    would take places twice: what was promoted from disk stays there.
-    """
-
-    __slots__ = ("_by_bit", "_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")
-
-    def __init__(self, tier: Tier, *, lowest: bool) -> None:
-        self._counts = WHOLE_RANK if lowest else COLD_RANK
-        self.redundant = Ranked(_on_list(tier, REDUNDANT))
-        self.demotable = Ranked(_on_list(tier, DEMOTABLE))
-        self.clean = Ranked(_on_list(tier, CLEAN))
-        self.leaf = Ranked(_on_list(tier, LEAF))
-        self.dirty = Ranked(_on_list(tier, DIRTY))
-        self.cleans = 0
-        self._by_bit = (
-            (REDUNDANT, self.redundant),
-            (DEMOTABLE, self.demotable),
-            (CLEAN, self.clean),
-            (LEAF, self.leaf),
-            (DIRTY, self.dirty),
-        )
-
-    def put(self, block: Block, copy: Copy, lists: int) -> None:
-        """Puts the block on exactly these lists, at its present rank."""
-        before, rank = copy.listed, block.rank
-        if rank & ~self._counts:
-            rank &= self._counts  # else the block's own integer does, and takes no memory
-        unchanged = before if rank == copy.ranked else 0
-        if lists == unchanged and lists == before:
-            return
-        copy.listed, copy.ranked = lists, rank
-        self.cleans += bool(lists & _GOES_FREELY) - bool(before & _GOES_FREELY)
-        for bit, ranked in self._by_bit:
-            if lists & ~unchanged & bit:
-                ranked.offer(rank, block)
-
-
-def _on_list(tier: Tier, bit: int) -> Callable[[int, Block], bool]:
-    copy_in = COPY_IN[tier]
-
-    def listed(rank: int, block: Block) -> bool:
-        copy = copy_in(block)
-        return copy is not None and copy.listed & bit != 0 and copy.ranked == rank
-
-    return listed
 
 
 class GroupState:
@@ -126,6 +60,7 @@ class GroupState:
         self.index = BlockIndex()
         self.clocks = Clocks()
         self.pins = Pins(self.tiers)
+        self._priorities = Priorities(shape.group, recorder, self.reconsider)
         self.stored = 0
         self.removed = 0
         self._last_block = 0
@@ -462,7 +397,7 @@ class GroupState:
 
     def retain(self, block: Block, priority: int, duration_ms: int, cause: Cause) -> None:
         """A new priority of its own, and for how long (0: for ever); see ``core/retention.py``."""
-        self._set_priority(block, priority, cause)
+        self._priorities.give(block, priority, cause)
         self.clocks.give(block, duration_ms)
 
     def expire(self, now: int) -> None:
@@ -471,23 +406,10 @@ class GroupState:
         moved: dict[Block, None] = {}
         while len(moved) < EXPIRY_SLICE and (block := self.clocks.take_due(now)) is not None:
             before = block.priority
-            self._set_priority(block, DEFAULT_PRIORITY, Cause.EXPIRED)
+            self._priorities.give(block, DEFAULT_PRIORITY, Cause.EXPIRED)
             if block.priority != before:
                 moved |= self.prefixes([block], moved)
         self._touch_all(moved)
-
-    def _set_priority(self, block: Block, priority: int, cause: Cause) -> None:
-        old = block.priority
-        tops = [child.priority for child in block.children] if old == block.own_priority else [old] * block.top_children
-        highest = max(tops, default=0)
-        new = max(priority, highest)
-        block.own_priority = priority
-        block.top_children = tops.count(highest) if highest > priority else 0
-        if new != old:
-            block.reprioritise(new)
-            self.recorder.change(UPDATED, cause, self.group, block)
-            self.reconsider(block)
-            self._reprioritise(block.parent, old, new, cause)
 
     def reuse(self, blocks: Iterable[Block]) -> list[Block]:
         """They are used a second time, or more often. Returns those for which it is the second."""
@@ -548,7 +470,7 @@ class GroupState:
         self.recorder.change(STORED, cause, self.group, block)
         parent = block.parent
         if parent is not None and block.priority > parent.own_priority:
-            self._reprioritise(parent, None, block.priority, cause)
+            self._priorities.carry_up(parent, None, block.priority, cause)
         self.reconsider(block)
 
     def remove(self, block: Block, cause: Cause) -> None:
@@ -572,7 +494,7 @@ class GroupState:
         self.recorder.change(REMOVED, cause, self.group, block)
         if block.parent is not None:
             block.parent.remove_child(block)
-            self._reprioritise(block.parent, block.priority, None, cause)
+            self._priorities.carry_up(block.parent, block.priority, None, cause)
             self.reconsider(block.parent)
 
     def remove_subtree(self, block: Block, cause: Cause, below: Cause) -> int:
@@ -589,87 +511,5 @@ class GroupState:
             order.extend(member.children)
         return order
 
-    def lose_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
-        """A residency is lost against policy: with it goes all that needs it, children first."""
-        needing = self._disk_subtree(block) if tier is DISK else [block]
-        for member in reversed(needing):
-            self._lose_one_copy(member, tier, cause if member is block else Cause.ANCESTOR)
-
-    def _disk_subtree(self, block: Block) -> list[Block]:
-        """The block and what stands on it on disk, parents before children."""
-        order = [block]
-        for member in order:
-            order.extend(child for child in member.children if child.copy(DISK) is not None)
-        return order
-
-    def _lose_one_copy(self, block: Block, tier: Tier, cause: Cause) -> None:
-        copy = block.copy(tier)
-        was_valid = copy is not None and copy.valid
-        others = any((c := block.copy(t)) is not None and c.valid for t in self.tiers if t is not tier)
-        if was_valid and not others:
-            self.remove_subtree(block, cause, Cause.ANCESTOR)
-        elif copy is not None:
-            self.detach(block, tier)
-            if was_valid:
-                self.recorder.change(UPDATED, cause, self.group, block)
-            self.reconsider(block)
-
-    def lose_bytes(self, block: Block, tier: Tier, copy: Copy) -> None:
-        """A copy failed verification: the block loses it, and its slot is never used again."""
-        self.corrupt[tier].add(copy.slot)
-        if block.copy(tier) is copy:
-            self.lose_copy(block, tier, Cause.CORRUPT)
-
-    def lose_tier(self, tier: Tier, cause: Cause, before: int, limit: int) -> int:
-        """Everything in the tier is gone, what only stood there with all its descendants; its slots are out of use.
-
-        A slice of it: of at most ``limit`` blocks with ids under ``before``, the newest first. Returns where the next
-        one goes on, 0 where this was the last.
-        """
-        self.offline.add(tier)
-        self.slots[tier].shut()
-        blocks = self.index.before(before, limit)
-        for block in blocks:
-            if block.copy(tier) is not None:
-                self.lose_copy(block, tier, cause)
-        return int(blocks[-1].id) if len(blocks) == limit else 0
-
-    def restore_tier(self, tier: Tier) -> None:
-        """The tier is back, empty."""
-        self.offline.discard(tier)
-        self.slots[tier].reopen(self.corrupt[tier])
-
     def transfer(self, src: Tier, dst: Tier, queue_ns: int, copy_ns: int) -> Transfer:
         return Transfer(src, dst, self.shape.slot_bytes[dst], queue_ns, copy_ns)
-
-    def _reprioritise(self, parent: Block | None, old: int | None, new: int | None, cause: Cause) -> None:
-        """A child's effective priority went from ``old`` to ``new`` (None: not a child): carries it upwards."""
-        while parent is not None:
-            effective = self._effective(parent, old, new)
-            if effective == parent.priority:
-                return
-            old, new = parent.priority, effective
-            parent.reprioritise(effective)
-            self.recorder.change(UPDATED, cause, self.group, parent)
-            self.reconsider(parent)
-            parent = parent.parent
-
-    @staticmethod
-    def _effective(parent: Block, old: int | None, new: int | None) -> int:
-        """The parent's effective priority after a child's change. Its children are looked through only where the last
-        of those that gave it its priority has gone."""
-        if old is not None and old == parent.priority > parent.own_priority:
-            parent.top_children -= 1
-        if new is not None and new > parent.priority:
-            parent.top_children = 1
-            return new
-        if new is not None and new == parent.priority > parent.own_priority:
-            parent.top_children += 1
-        if parent.top_children or parent.priority == parent.own_priority:
-            return parent.priority
-        priorities = [child.priority for child in parent.children]
-        highest = max(priorities, default=0)
-        if highest <= parent.own_priority:
-            return parent.own_priority
-        parent.top_children = priorities.count(highest)
-        return highest

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from kvtierd.core import counting, upkeep
+from kvtierd.core import counting, loss, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
 from kvtierd.core.block import Block
@@ -572,7 +572,7 @@ class BlockManager:
         """The tier is back and empty; a disk store has been emptied by the caller."""
         for window in self.windows.values():
             if tier in window.state.offline:
-                window.state.restore_tier(tier)
+                loss.restore_tier(window.state, tier)
         self._pump_all(now)
         return self._take(now)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, islice, takewhile
 from typing import Final, assert_never
 
+from kvtierd.core import loss
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import COPY_IN, Block, Copy
@@ -661,8 +662,8 @@ class WindowManager:
             lease.held[block] = state.hold(block, lease.tier, lease.session)
 
     def lose_tier(self, tier: Tier, cause: Cause, before: int, limit: int) -> int:
-        """See :meth:`GroupState.lose_tier`; what waits for room there is refused."""
-        following = self.state.lose_tier(tier, cause, before, limit)
+        """See :func:`kvtierd.core.loss.lose_tier`; what waits for room there is refused."""
+        following = loss.lose_tier(self.state, tier, cause, before, limit)
         while self._queues[tier]:
             ticket = self._queues[tier].popleft()
             if isinstance(ticket, FetchTicket):
