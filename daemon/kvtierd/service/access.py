@@ -15,7 +15,8 @@ import grpc
 from kvtier.v1 import common_pb2
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Identity, Right, Rights
-from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, shown
 from kvtierd.service.sessions import Session
 

@@ -21,7 +21,8 @@ from kvtierd.service import validate, wire
 from kvtierd.service.access import Access
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Verb
-from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.health import Health
 from kvtierd.service.hub import EventHub

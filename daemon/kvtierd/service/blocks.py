@@ -18,8 +18,9 @@ from kvtierd.service import validate, wire
 from kvtierd.service.caches import opened
 from kvtierd.service.calls import Verb
 from kvtierd.service.caps import Caps
-from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.catalog import Catalog
 from kvtierd.service.checksums import UNKNOWN, of_blocks
+from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.labels import labels
 from kvtierd.service.sessions import Session

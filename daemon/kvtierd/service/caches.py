@@ -15,7 +15,8 @@ from kvtierd.service import options, validate, wire
 from kvtierd.service.access import Access
 from kvtierd.service.budgets import Slots, TierBudget
 from kvtierd.service.calls import Verb
-from kvtierd.service.catalog import Cache, Catalog, ColdCache
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache, ColdCache
 from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, no_such_cache, unknown_cache
 from kvtierd.service.lifecycle import IdleCaches
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached

@@ -17,7 +17,7 @@ from kvtier.v1 import common_pb2
 from kvtierd.core.ids import CacheId, GroupId, SessionId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.service import wire
-from kvtierd.service.catalog import Cache
+from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, shown
 from kvtierd.service.sessions import Session
 

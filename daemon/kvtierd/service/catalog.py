@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
@@ -25,14 +25,9 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.adoption import NOBODY, OldLife
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
-from kvtierd.service.budgets import (
-    Slots,
-    TierBudget,
-    share_of,
-    slots_of,
-    tier_bytes,
-)
-from kvtierd.service.errors import bad_argument, no_such_cache, refused
+from kvtierd.service.budgets import Slots, TierBudget, share_of, tier_bytes
+from kvtierd.service.entries import Cache, ColdCache, Removal, require_same_cache, require_same_spec
+from kvtierd.service.errors import no_such_cache, refused
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.keeping import About
 from kvtierd.service.options import CacheOptions, Wanted, require_same
@@ -43,69 +38,6 @@ from kvtierd.tiers.disk import StoredCache
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Cache:
-    """An open cache. ``slots``: by tier, only tiers it has, and by group."""
-
-    runtime: CacheRuntime
-    fingerprint: bytes
-    slots: Slots
-    options: CacheOptions
-
-    @property
-    def id(self) -> CacheId:
-        return self.runtime.id
-
-    @property
-    def name(self) -> str:
-        return self.runtime.name
-
-    @property
-    def spec(self) -> CacheSpec:
-        return self.runtime.spec
-
-    @property
-    def face(self) -> CacheFace:
-        return CacheFace.of(self.name, self.spec, self.options.event_hash)
-
-
-@dataclass(slots=True, frozen=True)
-class ColdCache:
-    """A cache without memory: nobody has had it open for long. ``slots``: as it had; ``blocks``: left on disk."""
-
-    id: CacheId
-    name: str
-    spec: CacheSpec
-    fingerprint: bytes
-    slots: Slots
-    options: CacheOptions
-    blocks: int
-
-    @property
-    def in_memory(self) -> Slots:
-        """What it gives back while it is cold."""
-        return {tier: counts for tier, counts in self.slots.items() if tier not in self.on_disk}
-
-    @property
-    def on_disk(self) -> Slots:
-        """What it still takes of the budgets."""
-        return {tier: counts for tier, counts in self.slots.items() if tier is Tier.DISK}
-
-
-@dataclass(slots=True, frozen=True)
-class Removal:
-    """What went, or would go, with a cache. ``spec``: None where it could not be read."""
-
-    blocks: int
-    spec: CacheSpec | None
-    slots: Slots
-
-    @property
-    def freed(self) -> dict[Tier, int]:
-        """Bytes by tier."""
-        return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 
 class Catalog:
@@ -215,7 +147,7 @@ class Catalog:
                     plan = Plan(name, spec, slots, self._options(name, spec, named))
                     self._stores.budgets.take(spec, slots)
                     return await self._make(plan), True
-        _require_same(cache, spec or cache.spec, asked)
+        require_same_cache(cache, spec or cache.spec, asked)
         require_same(cache.options, named, name)
         return cache, False
 
@@ -240,7 +172,7 @@ class Catalog:
         if cold is None:
             return None
         if spec is not None:
-            _require_same_spec(cold, spec)
+            require_same_spec(cold, spec)
         budgets = self._stores.budgets
         budgets.give_back(cold.spec, cold.on_disk)
         try:
@@ -489,19 +421,3 @@ def _stored_options(cache: StoredCache) -> CacheOptions:
         return CacheOptions.from_stored(cache.options)
     except (TypeError, ValueError) as error:
         raise TierConfigError(f"options of the stored cache {cache.name}", dict(cache.options), str(error)) from error
-
-
-def _require_same_spec(cache: Cache | ColdCache, spec: CacheSpec) -> None:
-    if cache.fingerprint != spec.fingerprint():
-        difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
-        limit = f"{getattr(cache.spec, difference)!r}, as cache {cache.name} has"
-        raise bad_argument(f"spec.{difference}", getattr(spec, difference), limit, reason="SPEC_MISMATCH")
-
-
-def _require_same(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
-    _require_same_spec(cache, spec)
-    for tier, budget in asked.items():
-        has = cache.slots.get(tier, ())
-        if slots_of(spec, tier, budget) != has:
-            limit = f"{tier_bytes(spec, has)} bytes, as cache {cache.name} has; or no budgets at all"
-            raise bad_argument(f"budgets[{tier}]", budget.nbytes, limit, reason="BUDGET_MISMATCH")

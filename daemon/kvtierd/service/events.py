@@ -16,7 +16,8 @@ from kvtierd.rights import Right
 from kvtierd.service import validate, wire
 from kvtierd.service.access import Access
 from kvtierd.service.calls import StreamVerb
-from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.hub import TOKENS_WEIGH, EventHub
 from kvtierd.service.sessions import Session

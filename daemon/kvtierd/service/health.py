@@ -8,7 +8,8 @@ from typing import Final
 
 from kvtierd.config import LiveConfig
 from kvtierd.mover.engine import Engine
-from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache
 from kvtierd.service.sessions import SessionRegistry
 
 OLD_LEASE_S: Final = 3600

@@ -11,7 +11,8 @@ from typing import Final
 from kvtierd.core.ids import CacheId, GroupId, SessionId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.errors import MoverError
-from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache
 from kvtierd.service.sessions import SessionRegistry
 
 LOOK_S: Final = 1.0

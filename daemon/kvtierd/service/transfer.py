@@ -32,7 +32,8 @@ from kvtierd.service.blocks import MEMORY_TIERS, BlocksService, commit_items
 from kvtierd.service.caches import opened
 from kvtierd.service.calls import StreamVerb, UploadVerb
 from kvtierd.service.caps import Caps
-from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.sessions import Session, require_attached
 from kvtierd.tiers.base import Bytes

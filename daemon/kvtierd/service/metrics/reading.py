@@ -14,7 +14,8 @@ from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.verbs import GroupCounts, ManagerStats
 from kvtierd.mover.engine import Engine
 from kvtierd.service.attach import DaemonIdentity
-from kvtierd.service.catalog import Cache, Catalog
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache
 from kvtierd.service.hub import EventHub
 from kvtierd.service.metrics import table
 from kvtierd.service.metrics.counting import (

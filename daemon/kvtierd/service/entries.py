@@ -1,0 +1,95 @@
+"""What the catalog has: a cache that is open, one that is cold, and what a removal takes away. Values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.abi.spec import CacheSpec
+from kvtierd.core.ids import CacheId, Tier
+from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.service.budgets import Slots, TierBudget, slots_of, tier_bytes
+from kvtierd.service.errors import bad_argument
+from kvtierd.service.faces import CacheFace
+from kvtierd.service.options import CacheOptions
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Cache:
+    """An open cache. ``slots``: by tier, only tiers it has, and by group."""
+
+    runtime: CacheRuntime
+    fingerprint: bytes
+    slots: Slots
+    options: CacheOptions
+
+    @property
+    def id(self) -> CacheId:
+        return self.runtime.id
+
+    @property
+    def name(self) -> str:
+        return self.runtime.name
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.runtime.spec
+
+    @property
+    def face(self) -> CacheFace:
+        return CacheFace.of(self.name, self.spec, self.options.event_hash)
+
+
+@dataclass(slots=True, frozen=True)
+class ColdCache:
+    """A cache without memory: nobody has had it open for long. ``slots``: as it had; ``blocks``: left on disk."""
+
+    id: CacheId
+    name: str
+    spec: CacheSpec
+    fingerprint: bytes
+    slots: Slots
+    options: CacheOptions
+    blocks: int
+
+    @property
+    def in_memory(self) -> Slots:
+        """What it gives back while it is cold."""
+        return {tier: counts for tier, counts in self.slots.items() if tier not in self.on_disk}
+
+    @property
+    def on_disk(self) -> Slots:
+        """What it still takes of the budgets."""
+        return {tier: counts for tier, counts in self.slots.items() if tier is Tier.DISK}
+
+
+@dataclass(slots=True, frozen=True)
+class Removal:
+    """What went, or would go, with a cache. ``spec``: None where it could not be read."""
+
+    blocks: int
+    spec: CacheSpec | None
+    slots: Slots
+
+    @property
+    def freed(self) -> dict[Tier, int]:
+        """Bytes by tier."""
+        return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
+
+
+def require_same_spec(cache: Cache | ColdCache, spec: CacheSpec) -> None:
+    """Raises INVALID_ARGUMENT where the cache was made with another specification than a caller names."""
+    if cache.fingerprint != spec.fingerprint():
+        difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
+        limit = f"{getattr(cache.spec, difference)!r}, as cache {cache.name} has"
+        raise bad_argument(f"spec.{difference}", getattr(spec, difference), limit, reason="SPEC_MISMATCH")
+
+
+def require_same_cache(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
+    """Raises INVALID_ARGUMENT where it has another specification, or other budgets, than a caller asks for."""
+    require_same_spec(cache, spec)
+    for tier, budget in asked.items():
+        has = cache.slots.get(tier, ())
+        if slots_of(spec, tier, budget) != has:
+            limit = f"{tier_bytes(spec, has)} bytes, as cache {cache.name} has; or no budgets at all"
+            raise bad_argument(f"budgets[{tier}]", budget.nbytes, limit, reason="BUDGET_MISMATCH")
