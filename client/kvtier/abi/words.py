@@ -26,6 +26,7 @@ class Shown(NamedTuple):
 
 
 _WORD: Final = 8
+_TRIES: Final = 3
 
 
 def read_state(control: NDArray[np.uint8]) -> ArenaState:
@@ -51,12 +52,14 @@ def words_of(control: NDArray[np.uint8]) -> memoryview:
 
 
 def read_shown(words: memoryview) -> Shown:
-    """``words``: :func:`words_of` the segment. Where the epoch changes meanwhile, the event is 0: nothing is shown."""
-    while True:
+    """``words``: :func:`words_of` the segment. While the epoch does not stand still, the event is 0: none is shown."""
+    epoch = words[EVENT_EPOCH_OFFSET // _WORD]
+    for _ in range(_TRIES):
+        before, event = epoch, words[LAST_EVENT_OFFSET // _WORD]
         epoch = words[EVENT_EPOCH_OFFSET // _WORD]
-        event = words[LAST_EVENT_OFFSET // _WORD]
-        if words[EVENT_EPOCH_OFFSET // _WORD] == epoch:
+        if epoch == before:
             return Shown(epoch, event)
+    return Shown(epoch, 0)
 
 
 def write_shown(words: memoryview, shown: Shown) -> None:

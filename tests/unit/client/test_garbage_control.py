@@ -25,12 +25,14 @@ from kvtier.abi.records import (
     BUCKET_BYTES,
     BUCKET_ENTRIES,
     CHANGING_OFFSET,
+    EVENT_EPOCH_OFFSET,
     GROUP,
     HEADER_BYTES,
     POOL,
     TABLE_CRC_OFFSET,
 )
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.abi.words import read_shown
 from kvtier.arena import Arena
 from kvtier.errors import DaemonError
 from kvtier.reading import Reader
@@ -245,3 +247,19 @@ def test_buckets_that_stay_odd_are_asked_about(ours: Given) -> None:
                 assert copying is not None
                 assert (copying.blocks, copying.at_end) == (0, False)
             assert reader.match_across(keys) is None
+
+
+class Restless(list[int]):
+    """The header's words, where the epoch is another one each time."""
+
+    def __getitem__(self, at: Any) -> Any:
+        if at == EVENT_EPOCH_OFFSET // 8:
+            self[at] = super().__getitem__(at) + 1
+        return super().__getitem__(at)
+
+
+def test_an_epoch_that_does_not_stand_still_shows_no_event() -> None:
+    words: Any = Restless([7] * (HEADER_BYTES // 8))
+    shown = read_shown(words)
+    assert shown.epoch > 7
+    assert shown.event == 0
