@@ -47,8 +47,8 @@ Asked = tuple[int, int, bytes]
 
 @dataclass(slots=True, frozen=True)
 class Mapping:
-    """A mapped arena whose index can be asked. ``remembered``: where all the blocks of a chain were when it was read
-    last. Whether they still are, their generations say."""
+    """A mapped arena whose index can be asked. ``remembered``: of full-attention groups, where all the blocks of a
+    chain were when it was read last. Whether they still are, the index says of the last one, and generations of all."""
 
     arena: Arena
     chains: Chains
@@ -128,6 +128,8 @@ class Reader:
             return None
         tiers = [each for each in mapping.arena.tiers if tier is None or each is tier]
         remembered = mapping.remembered.get((group, _bits(tiers), keys)) if len(keys) <= _REMEMBERED_BYTES else None
+        if remembered is not None and not mapping.chains.stands(keys, group, remembered):
+            remembered = None
         if remembered is None and not _distinct(keys):
             return None
         return Copying(self, mapping, keys, group, tiers, remembered)
@@ -183,6 +185,7 @@ class Copying:
         self._keys: Final = keys
         self._tiers: Final = tiers
         self._bits: Final = _bits(tiers)
+        self._sliding: Final = mapping.chains.is_sliding(group)
         self._start = 0
         self._current = True
         self._found: Found = remembered if remembered is not None else self._look_up()
@@ -202,7 +205,7 @@ class Copying:
     def used(self) -> Sequence[bytes]:
         """The keys that tell the daemon which blocks were read."""
         ends = range(self.blocks * KEY_BYTES, 0, -KEY_BYTES)
-        if not self._mapping.chains.is_sliding(self.group):
+        if not self._sliding:
             ends = ends[:1]
         return [self._keys[end - KEY_BYTES : end] for end in ends]
 
@@ -226,7 +229,7 @@ class Copying:
         found = self._mapping.chains.find(self._keys[self._start * KEY_BYTES :], self.group)
         there = count_leading(found.residency & self._bits != 0)
         self.blocks = self._start + there
-        if there == self.asked and len(self._keys) <= _REMEMBERED_BYTES:
+        if there == self.asked and len(self._keys) <= _REMEMBERED_BYTES and not self._sliding:
             self._reader.remember(self._mapping, (self.group, self._bits, self._keys), found)
         return found
 

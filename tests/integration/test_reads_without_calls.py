@@ -18,7 +18,8 @@ from kvtier.arena import Bytes
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
-from tests.integration.seeing import cache_stats
+from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.stuck import stuck_disk
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import eventually
 
@@ -157,6 +158,26 @@ async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache: Cach
         await cache.drop(keys[1:2])
         assert await cache.prefix_length(keys) == 1
     assert cache.reads.calls == 0
+
+
+async def test_what_was_dropped_while_it_was_copied_is_not_remembered(daemon: DaemonProcess, name: str) -> None:
+    """Its slot keeps its generation for as long as the disk takes; what is stored under its key by then is the new."""
+    keys = chain("dropped", 3)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache(name, SPEC, budgets=sizes(host=SLOTS, disk=SLOTS))
+        await cache.put(keys, blocks(keys))
+        assert_bytes(keys, await cache.get(keys))
+        with stuck_disk(daemon, name):
+            moving = asyncio.create_task(cache.move(keys, Tier.DISK))
+            await eventually(lambda: tier_stats(client, name, Tier.DISK), lambda stats: stats.filling == 3)
+            dropping = asyncio.create_task(cache.drop(keys[:1]))  # answers when the disk has forgotten them, too
+            await eventually(lambda: cache.prefix_length(keys), lambda length: length == 0)
+            assert await cache.get(keys) == []
+            await cache.put(keys, blocks(keys)[::-1])
+            for got, stored in zip(await cache.get(keys), blocks(keys)[::-1], strict=True):
+                assert np.array_equal(got, stored)
+        await moving
+        assert (await dropping).dropped == 3
 
 
 async def test_what_is_read_without_calls_outlives_what_is_not(cache: Cache, client: AsyncClient) -> None:
