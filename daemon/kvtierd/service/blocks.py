@@ -97,9 +97,9 @@ class BlocksService:
 
     async def checksums(self, session: Session, request: blocks_pb2.ChecksumsRequest) -> blocks_pb2.ChecksumsResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        found = self._engine.locate(cache.id, group, validate.keys("keys", request.keys))
+        keys = validate.keys("keys", request.keys)
         async with self._hashing:
-            told = await of_blocks(cache.runtime, group, found)
+            told = await of_blocks(self._engine, cache.id, group, keys)
         return blocks_pb2.ChecksumsResponse(checksums=b"".join(told), known=bytes(each != UNKNOWN for each in told))
 
     async def touch(self, session: Session, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:

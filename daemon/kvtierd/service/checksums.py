@@ -9,9 +9,9 @@ from typing import Final
 import xxhash
 
 from kvtier.abi.stream import CHECKSUM_BYTES
-from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, SlotId, Tier
 from kvtierd.core.verbs import Location
-from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.engine import Engine
 from kvtierd.tiers.base import Bytes
 
 UNKNOWN: Final = bytes(CHECKSUM_BYTES)
@@ -19,16 +19,19 @@ UNKNOWN: Final = bytes(CHECKSUM_BYTES)
 _Place = tuple[Tier, SlotId]
 
 
-async def of_blocks(runtime: CacheRuntime, group: GroupId, blocks: Sequence[Location]) -> list[bytes]:
+async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequence[Key]) -> list[bytes]:
     """One a block, in a thread; :data:`UNKNOWN` for what is not in memory, or has left its slot by the end.
 
-    Nothing is held meanwhile: as with every read of a slot that nobody holds, its generation tells.
+    Nothing is held meanwhile: as with every read of a slot that nobody holds, its generation tells. Raises
+    :class:`UnknownCache`, also where the cache goes meanwhile.
     """
-    places = [_in_memory(block) for block in blocks]
+    runtime = engine.runtime(cache)
+    places = [_in_memory(block) for block in engine.locate(cache, group, keys)]
     known = [place for place in places if place is not None]
     before = [runtime.arena.generation(tier, group, slot) for tier, slot in known]
     memory = [runtime.memory(tier).parts(group, slot) for tier, slot in known]
     digests = await asyncio.to_thread(lambda: [_digest(parts) for parts in memory])
+    engine.runtime(cache)  # without its cache an arena has no generations to look at
     told = iter(
         digest if runtime.arena.generation(tier, group, slot) == generation else UNKNOWN
         for (tier, slot), generation, digest in zip(known, before, digests, strict=True)
