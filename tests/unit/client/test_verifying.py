@@ -1,0 +1,63 @@
+"""What was copied against what the daemon says of it, in calls of as many keys as the daemon takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.errors import DamagedTransfer
+from kvtier.session import Deadline
+from kvtier.v1 import blocks_pb2
+from kvtier.verifying import verified
+from kvtierd.service import validate
+
+COUNT: Final = validate.MAX_KEYS + 3
+ROWS: Final = list(np.arange(COUNT, dtype="<u4").view(np.uint8).reshape(COUNT, 4))
+PACKED: Final = b"".join(number.to_bytes(KEY_BYTES, "little") for number in range(COUNT))
+
+
+class Told:
+    """A daemon that has the rows but for one that is gone and one that is another; it counts the keys of its calls."""
+
+    def __init__(self, gone: int = -1, other: int = -1) -> None:
+        self.gone = gone
+        self.other = other
+        self.asked: list[int] = []
+
+    async def call(self, method: Any, build: Callable[[Any], blocks_pb2.ChecksumsRequest], deadline: Deadline) -> Any:
+        keys = validate.keys("keys", build(SimpleNamespace(cache_id=1)).keys)
+        self.asked.append(len(keys))
+        rows = [int.from_bytes(key, "little") for key in keys]
+        sums = [xxhash.xxh3_128_digest(ROWS[row + (row == self.other)].data) for row in rows]
+        return blocks_pb2.ChecksumsResponse(checksums=b"".join(sums), known=bytes(row != self.gone for row in rows))
+
+
+def good(told: Any) -> int:
+    async def ask() -> int:
+        return await verified(told, 0, PACKED, ROWS, Deadline(60))
+
+    return asyncio.run(ask())
+
+
+def test_more_blocks_than_a_call_takes_go_in_several() -> None:
+    told = Told()
+    assert good(told) == COUNT
+    assert told.asked == [validate.MAX_KEYS, 3]
+
+
+@pytest.mark.parametrize("gone", [0, 5, validate.MAX_KEYS, COUNT - 1])
+def test_nothing_is_told_after_what_is_gone(gone: int) -> None:
+    assert good(Told(gone=gone)) == gone
+
+
+@pytest.mark.parametrize("other", [5, validate.MAX_KEYS + 1])
+def test_what_is_another_is_named(other: int) -> None:
+    with pytest.raises(DamagedTransfer, match=f"block {other}:"):
+        good(Told(other=other))
