@@ -22,6 +22,7 @@ from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.evict import TwoQueues
 from kvtierd.core.flights import Flight, Flights
 from kvtierd.core.group import GroupState
+from kvtierd.core.holding import Holding
 from kvtierd.core.ids import Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import MoveResult
@@ -128,10 +129,10 @@ def _holds_nothing(right: Method) -> Method:
 
 
 def _gives_back_orphans(right: Method) -> Method:
-    def orphan(window: WindowManager, lease: Lease, orphaned: bool) -> None:
-        right(window, lease, orphaned)
+    def orphan(holding: Holding, lease: Lease, orphaned: bool) -> None:
+        right(holding, lease, orphaned)
         for slot in lease.blank:
-            window.state.give_back(lease.tier, slot)
+            holding._state.give_back(lease.tier, slot)
 
     return orphan
 
@@ -305,8 +306,8 @@ def _grants_what_failed(right: Method) -> Method:
 
 
 def _lets_go_of_all(right: Method) -> Method:
-    def release_first(window: WindowManager, lease: Lease, count: int) -> None:
-        right(window, lease, len(lease.held))
+    def release_first(holding: Holding, lease: Lease, count: int) -> None:
+        right(holding, lease, len(lease.held))
 
     return release_first
 
@@ -399,7 +400,7 @@ FAULTS: Final = {
         Fault("bad_slot_reused", ((loss, "lose_bytes", _forgets_the_bad_slot),)),
         Fault("hit_during_demotion_ignored", ((GroupState, "stay", _does_nothing),)),
         Fault("leased_slot_reused", ((GroupState, "hold", _holds_nothing),)),
-        Fault("orphaned_slot_reused", ((WindowManager, "orphan", _gives_back_orphans),)),
+        Fault("orphaned_slot_reused", ((Holding, "orphan", _gives_back_orphans),)),
         Fault("claim_ignored", tuple((GroupState, name, _does_nothing) for name in ("claim", "unclaim"))),
         Fault("retire_skipped", ((GroupState, "retire", _retires_at_once),)),
         Fault(
@@ -429,13 +430,13 @@ FAULTS: Final = {
         Fault("pin_holds_nothing", ((GroupState, "_keep", _is_no_pin), (GroupState, "unpin", _does_nothing))),
         Fault("needed_blocks_dropped", ((upkeep, "needed", _nobody_needs),)),
         Fault("label_left_behind", ((Block, "traits", _has_no_label),)),
-        Fault("window_never_slides", ((WindowManager, "_slide", _does_nothing),)),
+        Fault("window_never_slides", ((Holding, "_slide", _does_nothing),)),
         Fault("window_too_short", ((GroupShape, "span", _too_short),)),
         Fault("window_needs_parents", ((GroupState, "unsupported", _asks_for_parents),)),
         Fault("part_left_behind", ((AcrossGroups, "_let_go", _lets_go_of_one_part),)),
         Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
-        Fault("part_released_whole", ((WindowManager, "release_first", _lets_go_of_all),)),
+        Fault("part_released_whole", ((Holding, "release_first", _lets_go_of_all),)),
         Fault("tier_back_between_slices", ((loss, "lose_tier", _back_between_slices),)),
         Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),

@@ -103,7 +103,7 @@ class AcrossGroups:
         missed = len(chain.keys) - ticket.matched
         self.recounted += missed * (len(parts) - 1)
         for part in ticket.parts:
-            part.window.note_match(part.fetch, missed)
+            part.window.uses.found(part.fetch.blocks, part.fetch.found_in, missed)
             part.window.retain(part.fetch.blocks, chain, part.first_block)
         return ticket
 

@@ -45,8 +45,8 @@ def _group(window: WindowManager) -> GroupCounts:
         blocks=len(state.index),
         tiers={tier: _tier(state, tier) for tier in state.tiers},
         pinned={tier: state.pins.slots(tier) for tier in state.tiers},
-        hits=dict(window.hits),
-        misses=window.misses,
+        hits=dict(window.uses.hits),
+        misses=window.uses.misses,
         stored=state.stored,
         removed=state.removed,
     )

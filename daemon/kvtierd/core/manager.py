@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from kvtierd.core import counting, loss, upkeep
+from kvtierd.core import counting, looking, loss, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
 from kvtierd.core.block import Block
@@ -20,7 +20,6 @@ from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, MoveId, SessionId, 
 from kvtierd.core.leases import Leases, holders_of
 from kvtierd.core.matching import Cover, indexed, match
 from kvtierd.core.outcome import MoveResult, Outcome, Refusal, RefusalReason
-from kvtierd.core.pins import Pins
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.recovery import Recovered
@@ -145,13 +144,13 @@ class BlockManager:
         ends with its session."""
         window = self._window(left.group)
         check_memory_tier(window.state, left.tier)
-        window.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
+        window.holding.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def match(self, group: GroupId, keys: Sequence[Key]) -> Match:
-        residencies = self._window(group).residencies(keys)
+        residencies = looking.residencies(self._window(group).state, keys)
         return Match(len(residencies), residencies)
 
     def match_across(self, keys: Sequence[Key]) -> AcrossMatch:
@@ -164,31 +163,18 @@ class BlockManager:
         return GroupSpan(cover.state.group, cover.state.shape.first_block(length), residency)
 
     def locate(self, group: GroupId, keys: Sequence[Key]) -> list[Location]:
-        index = self._window(group).state.index
-        return [self._location(index.get(key)) for key in keys]
-
-    def _location(self, block: Block | None) -> Location:
-        if block is None:
-            return Location(0, (None, None, None))
-        device, host, disk = (copy.slot if copy is not None and copy.valid else None for copy in block.copies)
-        return Location(block.residency, (device, host, disk))
+        return looking.locate(self._window(group).state, keys)
 
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
         """Indexed blocks in the order of indexing, parents before children."""
-        blocks, following = self._window(group).state.index.page(page, limit)
-        pins = self._window(group).state.pins
-        return Listing(tuple(_row(block, pins) for block in blocks), following)
+        return looking.listing(self._window(group).state, page, limit)
 
     def stats(self) -> ManagerStats:
         return counting.stats(self.windows, self.leases.values(), self.across)
 
     def goes_down(self, group: GroupId, row: ListingRow, to: Tier) -> bool:
         """Whether a block is worth a copy in a lower tier that it is not in yet."""
-        state = self._window(group).state
-        above = next((tier for tier in reversed(state.above[to]) if row.residency & tier.bit), None)
-        if above is None or row.residency & to.bit:
-            return False
-        return row.priority >= state.policy.threshold(above, to)
+        return looking.goes_down(self._window(group).state, row, to)
 
     def session_leases(self, session: SessionId) -> int:
         return self._leases.count(session)
@@ -277,12 +263,12 @@ class BlockManager:
         if existing is not None:
             if existing.parent_key != item.parent:
                 return BlockResult.PARENT_CONFLICT
-            window.keep(lease, item.slot, existing)
+            window.holding.keep(lease, item.slot, existing)
             touched.append(existing)
             return BlockResult.EXISTS
         if window.state.unsupported(item.parent):
             return BlockResult.PARENT_MISSING
-        touched.append(window.commit(lease, item.slot, item.key, item.parent, item.traits, last=last))
+        touched.append(window.holding.commit(lease, item.slot, item.key, item.parent, item.traits, last=last))
         return BlockResult.OK
 
     def acquire(
@@ -334,7 +320,7 @@ class BlockManager:
                 raise BadArgument("first_blocks", count, f"0 to {len(lease.held)}, the blocks of lease {lease.id}")
         for lease, count in zip(owned, counts, strict=True):
             if count:
-                self.windows[lease.group].release_first(lease, count)
+                self.windows[lease.group].holding.release_first(lease, count)
             else:
                 self._end(lease)
         self._pump_all(now)
@@ -349,7 +335,7 @@ class BlockManager:
         window = self._window(group)
         if keys:
             check_keys(keys, "keys")
-        window.touch(keys, misses)
+        window.uses.touch(keys, misses)
         self._pump(now, window)
         return self._take(now)
 
@@ -505,14 +491,14 @@ class BlockManager:
         self._withdraw_tickets(session)
         for lease in self._leases.of(session):
             if not lease.orphaned:
-                self.windows[lease.group].orphan(lease, True)
+                self.windows[lease.group].holding.orphan(lease, True)
         self._pump_all(now)
         return self._take(now)
 
     def reattach_session(self, session: SessionId, now: int) -> Outcome:
         for lease in self._leases.of(session):
             if lease.orphaned:
-                self.windows[lease.group].orphan(lease, False)
+                self.windows[lease.group].holding.orphan(lease, False)
         return self._take(now)
 
     def end_session(self, session: SessionId, now: int) -> Outcome:
@@ -615,7 +601,7 @@ class BlockManager:
         return TicketId(self._last_ticket)
 
     def _end(self, lease: Lease) -> None:
-        self.windows[lease.group].release(lease)
+        self.windows[lease.group].holding.release(lease)
         self._leases.forget(lease)
 
     def _withdraw_tickets(self, session: SessionId) -> None:
@@ -637,9 +623,3 @@ class BlockManager:
         if window is None:
             raise UnknownGroup(group)
         return window
-
-
-def _row(block: Block, pins: Pins) -> ListingRow:
-    above = block.parent.label if block.parent is not None else None
-    pinned = pins.residency(block)
-    return ListingRow(block.key, block.parent_key, block.residency, block.priority, block.label, above, pinned)

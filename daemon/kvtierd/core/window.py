@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, islice, takewhile
+from itertools import compress, takewhile
 from typing import Final, assert_never
 
 from kvtierd.core import loss
@@ -14,7 +14,9 @@ from kvtierd.core.block import COPY_IN, Block, Copy
 from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
+from kvtierd.core.holding import Holding
 from kvtierd.core.ids import DISK, Key, SessionId, SlotId, Tier
+from kvtierd.core.looking import prefix
 from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
@@ -23,15 +25,11 @@ from kvtierd.core.retention import pairs
 from kvtierd.core.room import COMING, NEVER, NOW, Room
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED
 from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
-from kvtierd.core.traits import Traits
+from kvtierd.core.uses import Uses
 from kvtierd.core.verbs import BlockResult, ChainRequest
 
 LAST: Final = 1 << 62
 """Who asks for room under this number comes after all requests."""
-
-
-TOUCHED_A_CALL: Final = 16_384
-"""Blocks after which a touch takes no further key: as many as an acquire can name."""
 
 
 class WindowManager:
@@ -59,53 +57,8 @@ class WindowManager:
         self._refusal = refusal
         self._queues: dict[Tier, deque[Ticket]] = {tier: deque() for tier in self.state.tiers}
         self.ahead = Ahead(self.state.tiers, policy)
-        self.hits = dict.fromkeys(self.state.tiers, 0)
-        self.misses = 0
-
-    # -- looking -----------------------------------------------------------------------------------------------------
-
-    def prefix(self, keys: Sequence[Key]) -> list[Block]:
-        """The blocks of the longest indexed prefix of a chain."""
-        found: list[Block] = []
-        for key in keys:
-            block = self.state.index.get(key)
-            if block is None:
-                break
-            found.append(block)
-        return found
-
-    def residencies(self, keys: Sequence[Key]) -> tuple[int, ...]:
-        """Of the longest indexed prefix of a chain: where its keys are not one, of nothing in particular.
-
-        In a full group whatever an indexed block stands on is indexed, so the prefix ends where bisection says, and its
-        blocks are found from parent to parent: a look-up in an index of a million keys misses the caches three times.
-        """
-        if self.state.shape.sliding or not keys:
-            return tuple(block.residency for block in self.prefix(keys))
-        length, last = self._longest(keys)
-        found = [0] * length
-        for place in range(length - 1, -1, -1):
-            if last is None:
-                return tuple(block.residency for block in self.prefix(keys))
-            found[place] = last.residency
-            last = last.parent
-        return tuple(found)
-
-    def _longest(self, keys: Sequence[Key]) -> tuple[int, Block | None]:
-        """The length of the longest indexed prefix, and its last block."""
-        find = self.state.index.get
-        last = find(keys[-1])
-        if last is not None:
-            return len(keys), last
-        known, unknown = 0, len(keys) - 1
-        while known < unknown:
-            middle = (known + unknown) // 2
-            block = find(keys[middle])
-            if block is None:
-                unknown = middle
-            else:
-                known, last = middle + 1, block
-        return known, last
+        self.holding = Holding(self.state, self.ahead, self.background)
+        self.uses = Uses(self.state, self.background)
 
     @property
     def waiting(self) -> int:
@@ -137,10 +90,10 @@ class WindowManager:
         What only a failing edge leads from is a miss.
         """
         keys = wanted.keys
-        blocks = list(takewhile(lambda block: self.readable(block, ticket.tier, now), self.prefix(keys)))
+        blocks = list(takewhile(lambda block: self.readable(block, ticket.tier, now), prefix(self.state, keys)))
         ticket.matched = len(blocks)
         self.claim(ticket, blocks)
-        self.note_match(ticket, len(keys) - len(blocks))
+        self.uses.found(ticket.blocks, ticket.found_in, len(keys) - len(blocks))
         self.retain(blocks, wanted)
 
     def retain(self, blocks: Sequence[Block], wanted: ChainRequest, first: int = 0) -> None:
@@ -161,34 +114,6 @@ class WindowManager:
         ticket.found_in = tuple(found_in.get(block, block.residency) for block in blocks)
         ticket.waiting = True
 
-    def note_match(self, ticket: FetchTicket, missed: int) -> None:
-        """Counts what was found and what was not, and what was found has been used."""
-        self._used(ticket.blocks, ticket.found_in, missed)
-        self.state.touch(reversed(ticket.blocks))
-
-    def touch(self, keys: Sequence[Key], missed: int) -> None:
-        """As if an acquire had found these blocks with all that they stand on; the last key was read last."""
-        touched: dict[Block, None] = {}
-        for key in reversed(keys):
-            block = self.state.index.get(key)
-            if block is not None:
-                touched |= self.state.prefixes([block], touched)
-            if len(touched) >= TOUCHED_A_CALL:
-                break
-        oldest_first = list(touched)[::-1]
-        blocks = sorted(oldest_first, key=lambda block: block.depth)
-        self._used(blocks, [block.residency for block in blocks], missed)
-        self.state.touch(blocks)
-
-    def _used(self, blocks: Sequence[Block], found_in: Sequence[int], missed: int) -> None:
-        """All that a use means but recency. ``blocks``: parents before children."""
-        self.misses += missed
-        for residency in found_in:
-            self.hits[next(tier for tier in self.state.tiers if residency & tier.bit)] += 1
-        self.background.used_again(blocks)
-        for block in blocks:
-            self.state.clocks.start(block)
-
     def fetch(self, ticket: FetchTicket) -> None:
         """Queues a fetch whose blocks are claimed; shortens an acquire to what the tier can hold at best."""
         if ticket.hold:
@@ -197,70 +122,6 @@ class WindowManager:
                 self._give_up(ticket)
                 return
         self._queues[ticket.tier].append(ticket)
-
-    def commit(
-        self, lease: Lease, slot: SlotId, key: Key, parent_key: Key | None, traits: Traits, *, last: bool
-    ) -> Block:
-        """``last``: the lease ends with this call, and holds none of its blocks."""
-        block = self.state.insert(key, parent_key, traits, lease.tier, slot, Cause.COMMIT)
-        self.background.committed(block)
-        del lease.blank[slot]
-        if last:
-            self.state.disown(lease.tier, slot)
-            return block
-        lease.held[block] = self.state.hold(block, lease.tier, lease.session)
-        self._slide(lease, block)
-        return block
-
-    def keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
-        """A commit of a block that exists: it stays, and the slot becomes free."""
-        self.background.used_again([block])
-        del lease.blank[slot]
-        self.state.give_back(lease.tier, slot)
-        if block not in lease.held:
-            self._slide(lease, block)
-
-    def _slide(self, lease: Lease, block: Block) -> None:
-        """The block is the newest of its chain: what its window does not reach is let go."""
-        if not self.state.shape.sliding:
-            return
-        trail = lease.trails.get(block.key)
-        if trail is not None:
-            self._let_slide(lease, trail.pop(), unless=block)  # lost since, and stored again
-        else:
-            trail = lease.trails.pop(block.parent_key, None) if block.parent_key is not None else None
-        trail = trail if trail is not None else deque()
-        trail.append(block)
-        lease.trails[block.key] = trail
-        if len(trail) > self.state.shape.span:
-            self._let_slide(lease, trail.popleft())
-
-    def _let_slide(self, lease: Lease, block: Block, unless: Block | None = None) -> None:
-        copy = lease.held.pop(block, None) if block is not unless else None
-        if copy is not None:
-            self.state.unhold(block, lease.tier, copy)
-
-    def release(self, lease: Lease) -> None:
-        """Blank slots become free, and blocks lose this hold."""
-        self.ahead.settle(lease)
-        for slot in lease.blank:
-            self.state.give_back(lease.tier, slot)
-        lease.blank.clear()
-        self.release_first(lease, len(lease.held))
-
-    def release_first(self, lease: Lease, count: int) -> None:
-        """The first blocks that the lease got lose its hold, tails first, so prefixes outlive their tails."""
-        released = list(islice(lease.held.items(), count))[::-1]
-        for block, copy in released:
-            del lease.held[block]
-            self.state.unhold(block, lease.tier, copy)
-        self.state.touch(block for block, _ in released if block.indexed)
-
-    def orphan(self, lease: Lease, orphaned: bool) -> None:
-        self.ahead.settle(lease)
-        lease.orphaned = orphaned
-        for slot in lease.blank:
-            self.state.slots[lease.tier].change(slot, SLOT_ORPHANED if orphaned else SLOT_BLANK)
 
     def withdraw(self, ticket: Ticket) -> None:
         """The request's caller has gone: nothing stays held, nothing is answered."""
@@ -648,18 +509,6 @@ class WindowManager:
             state.slots[DISK].claim(bad, SLOT_QUARANTINED)
         blocks = recover(state, recovered)
         self.background.recovered(blocks)
-
-    def restore(self, lease: Lease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
-        """A lease of an earlier life, whose process lives and may still use what it had: free slots, and READY blocks
-        of the lease's tier."""
-        state = self.state
-        lease.orphaned = True
-        lease.blank = dict.fromkeys(blank)
-        state.slots[lease.tier].claim(lease.blank, SLOT_ORPHANED)
-        for slot in lease.blank:
-            self._recorder.owner(state.ref(lease.tier, slot), lease.session)
-        for block in filter(None, map(state.index.get, keys)):
-            lease.held[block] = state.hold(block, lease.tier, lease.session)
 
     def lose_tier(self, tier: Tier, cause: Cause, before: int, limit: int) -> int:
         """See :func:`kvtierd.core.loss.lose_tier`; what waits for room there is refused."""

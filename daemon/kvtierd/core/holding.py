@@ -1,0 +1,103 @@
+"""What leases hold in one window group: from a grant, through commits, to release; and what leases of an earlier life
+still hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from kvtierd.core.ahead import Ahead
+from kvtierd.core.background import Background
+from kvtierd.core.block import Block
+from kvtierd.core.events import Cause
+from kvtierd.core.group import GroupState
+from kvtierd.core.ids import Key, SlotId
+from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED
+from kvtierd.core.tickets import Lease
+from kvtierd.core.traits import Traits
+
+
+class Holding:
+    """See the module. Whose a lease is, ``core/leases.py`` knows."""
+
+    def __init__(self, state: GroupState, ahead: Ahead, background: Background) -> None:
+        self._state = state
+        self._ahead = ahead
+        self._background = background
+
+    def commit(
+        self, lease: Lease, slot: SlotId, key: Key, parent_key: Key | None, traits: Traits, *, last: bool
+    ) -> Block:
+        """``last``: the lease ends with this call, and holds none of its blocks."""
+        block = self._state.insert(key, parent_key, traits, lease.tier, slot, Cause.COMMIT)
+        self._background.committed(block)
+        del lease.blank[slot]
+        if last:
+            self._state.disown(lease.tier, slot)
+            return block
+        lease.held[block] = self._state.hold(block, lease.tier, lease.session)
+        self._slide(lease, block)
+        return block
+
+    def keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
+        """A commit of a block that exists: it stays, and the slot becomes free."""
+        self._background.used_again([block])
+        del lease.blank[slot]
+        self._state.give_back(lease.tier, slot)
+        if block not in lease.held:
+            self._slide(lease, block)
+
+    def _slide(self, lease: Lease, block: Block) -> None:
+        """The block is the newest of its chain: what its window does not reach is let go."""
+        if not self._state.shape.sliding:
+            return
+        trail = lease.trails.get(block.key)
+        if trail is not None:
+            self._let_slide(lease, trail.pop(), unless=block)  # lost since, and stored again
+        else:
+            trail = lease.trails.pop(block.parent_key, None) if block.parent_key is not None else None
+        trail = trail if trail is not None else deque()
+        trail.append(block)
+        lease.trails[block.key] = trail
+        if len(trail) > self._state.shape.span:
+            self._let_slide(lease, trail.popleft())
+
+    def _let_slide(self, lease: Lease, block: Block, unless: Block | None = None) -> None:
+        copy = lease.held.pop(block, None) if block is not unless else None
+        if copy is not None:
+            self._state.unhold(block, lease.tier, copy)
+
+    def release(self, lease: Lease) -> None:
+        """Blank slots become free, and blocks lose this hold."""
+        self._ahead.settle(lease)
+        for slot in lease.blank:
+            self._state.give_back(lease.tier, slot)
+        lease.blank.clear()
+        self.release_first(lease, len(lease.held))
+
+    def release_first(self, lease: Lease, count: int) -> None:
+        """The first blocks that the lease got lose its hold, tails first, so prefixes outlive their tails."""
+        released = list(islice(lease.held.items(), count))[::-1]
+        for block, copy in released:
+            del lease.held[block]
+            self._state.unhold(block, lease.tier, copy)
+        self._state.touch(block for block, _ in released if block.indexed)
+
+    def orphan(self, lease: Lease, orphaned: bool) -> None:
+        self._ahead.settle(lease)
+        lease.orphaned = orphaned
+        for slot in lease.blank:
+            self._state.slots[lease.tier].change(slot, SLOT_ORPHANED if orphaned else SLOT_BLANK)
+
+    def restore(self, lease: Lease, blank: Iterable[SlotId], keys: Iterable[Key]) -> None:
+        """A lease of an earlier life, whose process lives and may still use what it had: free slots, and READY blocks
+        of the lease's tier."""
+        state = self._state
+        lease.orphaned = True
+        lease.blank = dict.fromkeys(blank)
+        state.slots[lease.tier].claim(lease.blank, SLOT_ORPHANED)
+        for slot in lease.blank:
+            state.recorder.owner(state.ref(lease.tier, slot), lease.session)
+        for block in filter(None, map(state.index.get, keys)):
+            lease.held[block] = state.hold(block, lease.tier, lease.session)
