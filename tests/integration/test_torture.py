@@ -29,7 +29,7 @@ PARTS = ("read_in_threads", "read_and_hold", "put", "fill")
 COVERED = ("blocks", "hits", "calls", "reuses", "verified", "misses", "leases", "puts", "stored", "stocked")
 """What a run goes on for until it has seen it."""
 LONG_S = 75.0
-FLAGS = ("--no-debug-checks",)
+UNCHECKED = ("--no-debug-checks",)
 """They take most of the daemon's time, and what is to be found out here takes many evictions."""
 
 pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls on this processor")
@@ -79,11 +79,20 @@ def settle(address: str) -> None:
     asyncio.run(look())
 
 
-def supervised(home: Path, seed: int, *, parts: tuple[str, ...], turns: int, ends: int, seconds: float) -> None:
+def supervised(
+    home: Path,
+    seed: int,
+    *,
+    parts: tuple[str, ...],
+    turns: int,
+    ends: int,
+    seconds: float,
+    flags: tuple[str, ...] = UNCHECKED,
+) -> None:
     """The host tier outlives the daemon. Now and then it is upgraded instead of killed: the supervisor's pauses between
     deaths would grow."""
     rng = random.Random(seed)
-    daemon = SupervisedDaemon(home, SIZES, FLAGS)
+    daemon = SupervisedDaemon(home, SIZES, flags)
 
     def kill() -> None:
         end = rng.choice((daemon.kill, daemon.kill, daemon.upgrade))
@@ -104,9 +113,18 @@ def supervised(home: Path, seed: int, *, parts: tuple[str, ...], turns: int, end
         daemon.close()
 
 
-def unsupervised(home: Path, seed: int, *, parts: tuple[str, ...], turns: int, ends: int, seconds: float) -> None:
+def unsupervised(
+    home: Path,
+    seed: int,
+    *,
+    parts: tuple[str, ...],
+    turns: int,
+    ends: int,
+    seconds: float,
+    flags: tuple[str, ...] = UNCHECKED,
+) -> None:
     """Memory is lost with the daemon, but for those who have mapped it; what is on disk comes back."""
-    daemon = DaemonProcess(home, SIZES, FLAGS)
+    daemon = DaemonProcess(home, SIZES, flags)
 
     def kill() -> None:
         daemon.kill()
@@ -126,14 +144,17 @@ def test_every_byte_is_right(short_dir: Path, variant: Callable[..., None], ends
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", [supervised, unsupervised])
-def test_every_byte_is_right_for_a_long_time(short_dir: Path, variant: Callable[..., None]) -> None:
-    variant(short_dir, SEED + 1, parts=PARTS + PARTS, turns=250, ends=4, seconds=LONG_S)
+@pytest.mark.parametrize(("variant", "flags"), [(supervised, ()), (unsupervised, UNCHECKED)])
+def test_every_byte_is_right_for_a_long_time(
+    short_dir: Path, variant: Callable[..., None], flags: tuple[str, ...]
+) -> None:
+    """Once with all of the daemon's own checks after each of its steps, once with many more steps."""
+    variant(short_dir, SEED + 1, parts=PARTS + PARTS, turns=200, ends=4, seconds=LONG_S, flags=flags)
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS))
 def test_a_planted_fault_is_found(short_dir: Path, fault: str) -> None:
-    daemon = FaultyDaemon(short_dir, {Tier.HOST: SIZES[Tier.HOST]}, FLAGS)
+    daemon = FaultyDaemon(short_dir, {Tier.HOST: SIZES[Tier.HOST]}, UNCHECKED)
     daemon.fault = fault
     daemon.start()
     try:
