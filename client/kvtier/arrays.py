@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -127,9 +128,13 @@ def pieces(cache: Cache, tier: Tier, way: Way) -> int:
     return max(1, min(cache.slots(tier) // 2, MAX_PIECE, way.max_blocks))
 
 
-async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float | None) -> list[BlockResult]:
-    """See :meth:`kvtier.cache.Cache.put`."""
+async def put(
+    cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float | None, results: list[BlockResult] | None = None
+) -> list[BlockResult]:
+    """See :meth:`kvtier.cache.Cache.put`. ``results``: an empty list that is returned, and filled as pieces are stored,
+    so that it says of a put that fails how much of it is."""
     most, count = pieces(cache, tier, way), len(whole.chain)
+    results = [] if results is None else results
 
     async def store(filled: Filled, piece: Piece) -> list[BlockResult]:
         try:
@@ -139,15 +144,20 @@ async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float |
             return await (await way.fill(tier, piece, timeout)).commit()
 
     if count <= most:
-        return await store(await way.fill(tier, whole, timeout), whole)
+        results += await store(await way.fill(tier, whole, timeout), whole)
+        return results
     ahead = way.fills_ahead and most > 1
     step = most // 2 if ahead else most  # two at a time: one is filled while the one before it is stored
-    results: list[BlockResult] = []
     storing: asyncio.Task[list[BlockResult]] | None = None
     try:
         for start in range(0, count, step):
             piece = whole.part(start, min(start + step, count))
-            filled = await way.fill(tier, piece, timeout)
+            try:
+                filled = await way.fill(tier, piece, timeout)
+            except Exception:
+                with suppress(Exception):  # of two errors the first is raised
+                    results += await storing if storing is not None else []
+                raise
             try:
                 results += await storing if storing is not None else []
             except BaseException:
@@ -155,11 +165,13 @@ async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float |
                 raise
             if results and results[-1] is BlockResult.PARENT_MISSING:
                 await filled.give_up()
-                return results + [BlockResult.PARENT_MISSING] * (count - start)
+                results += [BlockResult.PARENT_MISSING] * (count - start)
+                return results
             storing = asyncio.create_task(store(filled, piece))
             if not ahead:
                 await asyncio.wait([storing])
-        return results + (await storing if storing is not None else [])
+        results += await storing if storing is not None else []
+        return results
     finally:
         if storing is not None and not storing.done():
             storing.cancel()

@@ -80,8 +80,12 @@ class JointPut:
             return
         # Each piece reserves for itself, so a later one may find no room: what was stored is dropped again then.
         for share, way in zip(shares, ways, strict=True):
-            results = await arrays.put(share.cache, way, self.tier, share.piece, self.timeout)
-            if self._note(share, results):
+            results: list[BlockResult] = []
+            try:
+                await arrays.put(share.cache, way, self.tier, share.piece, self.timeout, results)
+            finally:
+                refused = self._note(share, results)
+            if refused:
                 return
 
     async def _put_at_once(self, shares: Sequence[Share]) -> None:
@@ -97,11 +101,12 @@ class JointPut:
                 await each.give_up()
 
     def _note(self, share: Share, results: list[BlockResult]) -> bool:
-        """Whether the group refused any of its blocks."""
+        """Whether the group refused any of its blocks. ``results``: of its first blocks, where the put failed."""
         group = share.cache.group
         self.results[group] = results
-        new = (key for key, result in zip(share.piece.chain, results, strict=True) if result is BlockResult.OK)
-        self.stored[group] = [*self.stored.get(group, ()), *new]
+        new = [key for key, result in zip(share.piece.chain, results, strict=False) if result is BlockResult.OK]
+        # Once each, though stored again after a restart.
+        self.stored[group] = list(dict.fromkeys([*self.stored.get(group, ()), *new]))
         return not _REFUSED.isdisjoint(results)
 
     async def _undo(self) -> None:

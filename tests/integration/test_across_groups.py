@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from kvtier import (
     TooShort,
     connect,
 )
+from kvtier.holdings import Holdings
+from kvtier.lease import WriteLease
 from tests.integration.blocks import chain
 from tests.integration.daemon import DaemonProcess, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
@@ -312,3 +315,23 @@ async def test_a_long_chain_goes_in_pieces_and_none_of_them_stays_where_one_fail
         await nothing_is_left(cache, client, held=len(lease))
     results = await cache.across.put(keys, long)
     assert results == {group: [BlockResult.OK] * 40 for group in groups_of(VSWA)}
+
+
+@pytest.mark.parametrize("group", [FULL, 2])
+async def test_of_a_group_that_fails_in_the_middle_no_piece_stays(
+    cache: Cache, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """What its earlier pieces have stored is dropped again as well, one that is being stored included."""
+    keys, reserve, calls = chain("half", 40), Holdings.reserve_to_put, Counter[int]()
+
+    async def refused_late(self: Holdings, which: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
+        calls[which.group] += 1
+        if which.group == group and calls[group] == 4:
+            raise TierFull("taken", reason="TIER_FULL", tier=tier, wanted=count, free=0, holders=())
+        return await reserve(self, which, tier, count, timeout)
+
+    monkeypatch.setattr(Holdings, "reserve_to_put", refused_late)
+    with pytest.raises(TierFull):
+        await cache.across.put(keys, {each: content(VSWA, each, keys) for each in groups_of(VSWA)})
+    assert calls[group] == 4
+    await nothing_is_left(cache, client)
