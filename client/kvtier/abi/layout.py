@@ -86,22 +86,35 @@ to a block is the key index or the daemon.
 from __future__ import annotations
 
 import platform
-import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi import records
 from kvtier.abi.errors import AbiError, require_equal, require_int
-from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES, CHANGING_OFFSET, HEADER_BYTES, INDEX_SEED_BYTES
-from kvtier.abi.regions import Cursor, Region, check_apart, check_place
+from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES, CHANGING_OFFSET, HEADER_BYTES
+from kvtier.abi.regions import Cursor, Region, check_apart
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES
 from kvtier.abi.spec import FINGERPRINT_BYTES, PAGE, CacheSpec, padded
-from kvtier.abi.words import ArenaState, as_state, read_state, write_state
+from kvtier.abi.tables import (
+    ABI_VERSION,
+    MAGIC,
+    MAX_SLOTS,
+    NO_INDEX_SEED,
+    RUN_ALIGNMENT,
+    GroupLayout,
+    PoolLayout,
+    group_entry,
+    odd_words,
+    pool_entry,
+    read_groups,
+    read_header,
+)
+from kvtier.abi.words import ArenaState, read_state, write_state
 
 __all__ = [
     "ABI_VERSION",
@@ -111,22 +124,16 @@ __all__ = [
     "HOST",
     "INDEXES_HERE",
     "MEMORY_TIERS",
-    "NO_INDEX_SEED",
     "AbiError",
     "ArenaIdentity",
     "ArenaLayout",
     "ArenaState",
-    "GroupLayout",
-    "PoolLayout",
     "Segment",
     "first_generation",
     "is_ready",
     "read_state",
     "write_state",
 ]
-
-ABI_VERSION: Final = 3
-MAGIC: Final = b"KVTARENA"
 
 DEVICE: Final = 0
 HOST: Final = 1
@@ -136,16 +143,8 @@ MEMORY_TIERS: Final = (DEVICE, HOST)
 
 REGION_ALIGNMENT: Final = 2 << 20
 """Of every group's host slots and every pool's device slots: a huge page."""
-RUN_ALIGNMENT: Final = 64
-"""Of everything in ``control``: a cache line."""
 INDEXES_HERE: Final = platform.machine() in ("x86_64", "AMD64")
 """Whether this machine's processor keeps loads and stores in the order that the key index relies on."""
-NO_INDEX_SEED: Final = bytes(INDEX_SEED_BYTES)
-MAX_GROUPS: Final = 64
-MAX_POOLS: Final = 1024
-MAX_SLOTS: Final = 2**31 - 1
-"""Per group and tier: slot numbers travel as u32."""
-
 Segment = NDArray[np.uint8]
 """A mapped segment: ``numpy.frombuffer(mapping, numpy.uint8)``."""
 
@@ -179,30 +178,6 @@ class ArenaIdentity:
         """From a control segment that :meth:`ArenaLayout.read` has accepted."""
         header = records.HEADER.unpack_from(control.data, 0, 0)
         return cls(header["fingerprint"], header["epoch"], header["boot"], header["pid"])
-
-
-@dataclass(slots=True, frozen=True)
-class PoolLayout:
-    """One pool of a group. ``record_offset`` is inside a host slot, ``device_offset`` inside the device segment."""
-
-    block_bytes: int
-    padded_bytes: int
-    record_offset: int
-    device_offset: int
-
-
-@dataclass(slots=True, frozen=True)
-class GroupLayout:
-    """One window group. Tuples by tier have device first; ``slots`` counts the disk's too."""
-
-    window_tokens: int
-    slots: tuple[int, int, int]
-    record_bytes: int
-    host_offset: int
-    generations: tuple[int, int]
-    owners: tuple[int, int]
-    records: tuple[int, int]
-    pools: tuple[PoolLayout, ...]
 
 
 @dataclass(slots=True, frozen=True)
@@ -259,9 +234,9 @@ class ArenaLayout:
         view = control.data
         if len(view) < HEADER_BYTES:
             raise AbiError("control", f"{len(view)} bytes", f"at least {HEADER_BYTES} bytes")
-        header = _read_header(view)
+        header = read_header(view)
         ArenaIdentity.read(control)
-        groups = _read_groups(view, header)
+        groups = read_groups(view, header)
         layout = cls(
             groups=groups,
             group_table_offset=header["group_table_offset"],
@@ -286,11 +261,11 @@ class ArenaLayout:
         view = control.data
         first_pool = 0
         for index, group in enumerate(self.groups):
-            records.GROUP.pack_into(view, self.group_table_offset, index, _group_entry(group, first_pool))
+            records.GROUP.pack_into(view, self.group_table_offset, index, group_entry(group, first_pool))
             for number, pool in enumerate(group.pools, start=first_pool):
-                records.POOL.pack_into(view, self.pool_table_offset, number, _pool_entry(pool))
+                records.POOL.pack_into(view, self.pool_table_offset, number, pool_entry(pool))
             first_pool += len(group.pools)
-        header = self._header_entry(identity, first_pool, _odd(seed) if self.index_bytes else NO_INDEX_SEED)
+        header = self._header_entry(identity, first_pool, odd_words(seed) if self.index_bytes else NO_INDEX_SEED)
         records.HEADER.pack_into(view, 0, 0, header)
         records.HEADER.pack_into(view, 0, 0, header | {"table_crc": self._table_crc(view)})
         for tier in MEMORY_TIERS:
@@ -468,117 +443,6 @@ def _plan_group(
         ),
         pools=tuple(pools),
     )
-
-
-def _group_entry(group: GroupLayout, first_pool: int) -> dict[str, int | bytes]:
-    return {
-        "window_tokens": group.window_tokens,
-        "first_pool": first_pool,
-        "pool_count": len(group.pools),
-        "device_slots": group.slots[DEVICE],
-        "host_slots": group.slots[HOST],
-        "disk_slots": group.slots[DISK],
-        "record_bytes": group.record_bytes,
-        "host_offset": group.host_offset,
-        "device_generations": group.generations[DEVICE],
-        "host_generations": group.generations[HOST],
-        "device_owners": group.owners[DEVICE],
-        "host_owners": group.owners[HOST],
-        "device_records": group.records[DEVICE],
-        "host_records": group.records[HOST],
-    }
-
-
-def _pool_entry(pool: PoolLayout) -> dict[str, int | bytes]:
-    return {
-        "block_bytes": pool.block_bytes,
-        "padded_bytes": pool.padded_bytes,
-        "record_offset": pool.record_offset,
-        "device_offset": pool.device_offset,
-    }
-
-
-def _read_header(control: memoryview) -> dict[str, Any]:
-    magic, version = struct.unpack_from("<8sI", control)
-    # Magic and version first: no other field means anything before they are right.
-    require_equal("header.magic", magic, MAGIC, AbiError)
-    require_equal("header.abi_version", version, ABI_VERSION, AbiError)
-    header = records.HEADER.unpack_from(control, 0, 0)
-    fixed = {
-        "header_bytes": HEADER_BYTES,
-        "page_bytes": PAGE,
-        "group_entry_bytes": records.GROUP.size,
-        "pool_entry_bytes": records.POOL.size,
-        "index_bucket_bytes": BUCKET_BYTES,
-        "index_bucket_entries": BUCKET_ENTRIES,
-    }
-    for field, value in fixed.items():
-        require_equal(f"header.{field}", header[field], value, AbiError)
-    require_int("header.control_bytes", header["control_bytes"], HEADER_BYTES, len(control), AbiError)
-    require_int("header.group_count", header["group_count"], 1, MAX_GROUPS, AbiError)
-    require_int("header.pool_count", header["pool_count"], header["group_count"], MAX_POOLS, AbiError)
-    if header["index_bytes"] % BUCKET_BYTES:
-        raise AbiError("header.index_bytes", header["index_bytes"], f"a multiple of {BUCKET_BYTES}")
-    _check_seed(header["index_seed"], indexed=header["index_bytes"] > 0)
-    for table, count in (("group", header["group_count"]), ("pool", header["pool_count"])):
-        size = count * header[f"{table}_entry_bytes"]
-        field = f"{table}_table_offset"
-        check_place(f"header.{field}", header[field], size, RUN_ALIGNMENT, header["control_bytes"])
-    as_state(header["state"])
-    return header
-
-
-def _read_groups(control: memoryview, header: dict[str, Any]) -> tuple[GroupLayout, ...]:
-    groups: list[GroupLayout] = []
-    first_pool = 0
-    for index in range(header["group_count"]):
-        where = f"groups[{index}]"
-        entry = records.GROUP.unpack_from(control, header["group_table_offset"], index)
-        require_equal(f"{where}.first_pool", entry["first_pool"], first_pool, AbiError)
-        require_int(f"{where}.pool_count", entry["pool_count"], 1, header["pool_count"] - first_pool, AbiError)
-        pools = tuple(
-            _read_pool(control, header, f"{where}.pools[{number}]", first_pool + number)
-            for number in range(entry["pool_count"])
-        )
-        first_pool += len(pools)
-        groups.append(
-            GroupLayout(
-                window_tokens=entry["window_tokens"],
-                slots=(entry["device_slots"], entry["host_slots"], entry["disk_slots"]),
-                record_bytes=entry["record_bytes"],
-                host_offset=entry["host_offset"],
-                generations=(entry["device_generations"], entry["host_generations"]),
-                owners=(entry["device_owners"], entry["host_owners"]),
-                records=(entry["device_records"], entry["host_records"]),
-                pools=pools,
-            )
-        )
-        for field in ("device_slots", "host_slots", "disk_slots"):
-            require_int(f"{where}.{field}", entry[field], 0, MAX_SLOTS, AbiError)
-        require_equal(
-            f"{where}.record_bytes", entry["record_bytes"], sum(pool.padded_bytes for pool in pools), AbiError
-        )
-    require_equal("header.pool_count", header["pool_count"], first_pool, AbiError)
-    return tuple(groups)
-
-
-def _read_pool(control: memoryview, header: dict[str, Any], where: str, number: int) -> PoolLayout:
-    entry = records.POOL.unpack_from(control, header["pool_table_offset"], number)
-    require_int(f"{where}.block_bytes", entry["block_bytes"], 1, 2**48, AbiError)
-    require_equal(f"{where}.padded_bytes", entry["padded_bytes"], padded(entry["block_bytes"]), AbiError)
-    return PoolLayout(**entry)
-
-
-def _odd(seed: bytes) -> bytes:
-    return bytes(byte | 1 if at % 8 == 0 else byte for at, byte in enumerate(seed))
-
-
-def _check_seed(seed: bytes, *, indexed: bool) -> None:
-    """Each of the four words is a multiplier that must lose nothing."""
-    if not indexed:
-        require_equal("header.index_seed", seed, NO_INDEX_SEED, AbiError)
-    elif not all(seed[at] % 2 for at in range(0, INDEX_SEED_BYTES, 8)):
-        raise AbiError("header.index_seed", seed.hex(), "four odd numbers")
 
 
 def _rows(data: Segment, count: int, nbytes: int, stride: int, start: int) -> NDArray[np.uint8]:
