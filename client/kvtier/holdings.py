@@ -151,20 +151,23 @@ class Holdings:
         if count > len(indices):
             raise InvalidArgument("keys", f"{count} keys", f"at most {len(indices)}, one a blank slot")
         kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
-        seq = self._session.next_seq()
+        parents_of_all = _packed_parents(packed, parent, parents)
+        told = prompt.told(packed, lease.binding.info.options) if prompt is not None else {}
+        seq, deadline = self._session.next_seq(), self._deadline(timeout)
+        # Last of all that may be refused here: what comes of it is told to the stock in any case.
         asked = self._stock.ask(lease.cache, lease.tier, count) if reserve_next else 0
         request = blocks_pb2.CommitRequest(
             cache_id=lease.binding.cache_id,
             lease_id=lease.id,
             slots=[lease.slots[index] for index in indices[:count]],
             keys=packed,
-            parents=_packed_parents(packed, parent, parents),
+            parents=parents_of_all,
             priorities=kept.priorities,
             durations_ms=kept.durations_ms,
             release=release,
             reserve_next=asked,
             seq=seq,
-            **(prompt.told(packed, lease.binding.info.options) if prompt is not None else {}),
+            **told,
         )
 
         async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
@@ -178,7 +181,7 @@ class Holdings:
         ahead = None
         await self._binder.ahead()
         try:
-            reply = await self._session.call(attempt, self._deadline(timeout))
+            reply = await self._session.call(attempt, deadline)
             ahead = self._leased_ahead(lease, reply)
         except UNHEARD:
             if asked:

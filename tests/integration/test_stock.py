@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Client, Tier, connect, stock
+from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, connect, stock
 from kvtier.holdings import Holdings
 from kvtier.lease import WriteLease
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
@@ -99,6 +99,18 @@ async def test_more_blocks_take_a_call_and_what_was_kept_goes_back(
     await put(cache, "more", 3)
     assert reserved == [2, 2, 3]
     await eventually(lambda: leased(client, cache), lambda slots: slots == [3])
+
+
+async def test_a_put_that_is_refused_before_it_is_sent_asks_for_nothing(
+    client: AsyncClient, cache: Cache, reserved: Reserved
+) -> None:
+    await put(cache, "first", 3)
+    keys, others = chain("refused", 3), cache.prompt(range(3 * SPEC.tokens_per_block))
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="prompt"):
+            await cache.put(keys, blocks(keys), prompt=others)
+    await put(cache, "last", 3)
+    assert await leased(client, cache) == [3]
 
 
 async def test_a_reservation_takes_what_is_just_right(client: AsyncClient, cache: Cache, reserved: Reserved) -> None:
