@@ -317,7 +317,7 @@ def _lets_go_of_all(right: Method) -> Method:
 
 def _back_between_slices(right: Method) -> Method:
     def lose_tier(state: GroupState, tier: Tier, cause: Cause, before: int, limit: int) -> int:
-        following: int = right(state, tier, cause, before, limit)
+        following: int = right(state, tier, cause, before, 1)  # many slices: with few, hardly anything comes in between
         if following:
             loss.restore_tier(state, tier)
         return following
