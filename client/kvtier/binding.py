@@ -135,7 +135,7 @@ class Binder:
     async def _follow(self, mapped: Arena) -> None:
         try:
             await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S))
-        except KvtierError as error:
+        except (KvtierError, OSError) as error:  # OSError: there is no memory, or no descriptor, to map it with
             _log.debug("cache %s is not opened again: %s", self._name, error)
             mapped.stale = True  # whoever reads next calls, and is told why
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import os
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,8 @@ import pytest
 from google.protobuf.message import Message
 
 import kvtier
-from kvtier import Cache, Tier
+from kvtier import Cache, Tier, binding
+from kvtier.arena import Arena
 from kvtier.v1 import blocks_pb2
 from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
 
@@ -126,6 +128,25 @@ async def test_what_was_mapped_is_read_until_its_cache_is_open_or_cannot_be_open
     await until(lambda: before.stale)
     assert cache.arena is before
     may_open.set()
+
+
+async def test_what_was_mapped_is_not_read_once_the_next_cannot_be_mapped(
+    daemon: FakeDaemon, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody writes there any more: it would say the same for ever."""
+    before = cache.arena
+
+    def out_of_memory(*args: object, **kwargs: object) -> Arena:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(binding, "Arena", out_of_memory)
+    daemon.known.clear()
+    daemon.hang_up()
+    await until(lambda: before.stale)
+    monkeypatch.undo()
+    daemon.answers["Match"] = match
+    assert (await cache.match(KEYS)).blocks == 2
+    assert cache.arena is not before
 
 
 async def until(condition: Callable[[], bool]) -> None:
