@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from typing import Any, Final
 
 from kvtier import arrays, loading, transfer
-from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
+from kvtier.abi.keys import PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.across import AcrossGroups
 from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
@@ -24,19 +24,19 @@ from kvtier.lookups import Lookups
 from kvtier.options import CacheOptions
 from kvtier.prompt import Prompt
 from kvtier.reading import Reader
-from kvtier.retention import Retention, block_retention, each_duration_ms, each_priority
+from kvtier.retention import Retention, block_retention
 from kvtier.session import Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo
 from kvtier.streams import Streamed
 from kvtier.types import MAPPED_TIERS, BlockResult, Tier
-from kvtier.v1 import blocks_pb2, caches_pb2
+from kvtier.upkeep import Upkeep
+from kvtier.v1 import caches_pb2
 from kvtier.verifying import verified
 from kvtier.wire import (
     Budgets,
     Keys,
     packed_keys,
     split_keys,
-    tier_to_wire,
 )
 
 
@@ -263,35 +263,11 @@ class Cache:
         Some blocks at a time, so that a caller who gives up, or whose time is up, stops what has not begun.
         ``dry_run``: only says what could be done at best.
         """
-        packed, seq = packed_keys(keys), self._session.next_seq()
-        deadline = self._deadline(timeout)
-        wait_ns = deadline.wait_ns()
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Move,
-            lambda binding: blocks_pb2.MoveRequest(
-                cache_id=binding.cache_id,
-                group=self.group,
-                to=tier_to_wire(to),
-                keys=packed,
-                timeout_ns=wait_ns,
-                seq=seq,
-                dry_run=dry_run,
-            ),
-            deadline,
-        )
-        return [BlockResult(result) for result in reply.results]
+        return await self._upkeep.move(keys, to, dry_run, timeout)
 
     async def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
         """Forgets blocks and everything below them, in every tier. ``dry_run``: only says what would go."""
-        packed, seq = packed_keys(keys), self._session.next_seq()
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Drop,
-            lambda binding: blocks_pb2.DropRequest(
-                cache_id=binding.cache_id, group=self.group, keys=packed, seq=seq, dry_run=dry_run
-            ),
-            self._deadline(timeout),
-        )
-        return DropReport([BlockResult(result) for result in reply.results], reply.dropped)
+        return await self._upkeep.drop(keys, dry_run, timeout)
 
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
@@ -307,33 +283,18 @@ class Cache:
 
         ``durations_s``: None = for ever. At their end a block's priority is the default of 35 again.
         """
-        packed, seq = packed_keys(keys), self._session.next_seq()
-        count = len(packed) // KEY_BYTES
-        ranks, durations = each_priority(count, priorities), each_duration_ms(count, durations_s)
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.SetRetention,
-            lambda binding: blocks_pb2.SetRetentionRequest(
-                cache_id=binding.cache_id,
-                group=self.group,
-                keys=packed,
-                priorities=ranks,
-                durations_ms=durations,
-                seq=seq,
-            ),
-            self._deadline(timeout),
-        )
-        return [BlockResult(result) for result in reply.results]
+        return await self._upkeep.set_retention(keys, priorities, durations_s, timeout)
 
     async def pin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
         """Keeps copies that are READY in a tier there, whoever goes, until each pin is undone or the daemon ends.
 
         Results: NOT_READY where there is no such copy, OVER_CAP where too much of the tier is pinned.
         """
-        return await self._pin(keys, tier, False, timeout)
+        return await self._upkeep.pin(keys, tier, False, timeout)
 
     async def unpin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
         """Undoes one pin of each. Result NOT_READY where there is none."""
-        return await self._pin(keys, tier, True, timeout)
+        return await self._upkeep.pin(keys, tier, True, timeout)
 
     async def reset(self, *, force: bool = False, dry_run: bool = False, timeout: float | None = None) -> ResetReport:
         """Forgets all blocks of the cache, of every window group.
@@ -341,29 +302,7 @@ class Cache:
         Raises :class:`kvtier.errors.StillHeld` while any is leased or pinned, unless forced: then the rest goes.
         ``dry_run``: only counts what a forced one would do.
         """
-        seq = self._session.next_seq()
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Reset,
-            lambda binding: blocks_pb2.ResetRequest(cache_id=binding.cache_id, force=force, dry_run=dry_run, seq=seq),
-            self._deadline(timeout),
-        )
-        return ResetReport(reply.dropped, reply.kept)
-
-    async def _pin(self, keys: Keys, tier: Tier, unpin: bool, timeout: float | None) -> list[BlockResult]:
-        packed, seq = packed_keys(keys), self._session.next_seq()
-        reply = await self._binder.call(
-            lambda stubs: stubs.blocks.Pin,
-            lambda binding: blocks_pb2.PinRequest(
-                cache_id=binding.cache_id,
-                group=self.group,
-                tier=tier_to_wire(tier),
-                keys=packed,
-                unpin=unpin,
-                seq=seq,
-            ),
-            self._deadline(timeout),
-        )
-        return [BlockResult(result) for result in reply.results]
+        return await self._upkeep.reset(force, dry_run, timeout)
 
     # -- arrays ----------------------------------------------------------------------------------------------------
 
@@ -501,6 +440,10 @@ class Cache:
     @property
     def _lookups(self) -> Lookups:
         return Lookups(self._binder, self.reader, self.group, self._deadline)
+
+    @property
+    def _upkeep(self) -> Upkeep:
+        return Upkeep(self._session, self._binder, self.group, self._deadline)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
