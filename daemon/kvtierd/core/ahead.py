@@ -21,10 +21,12 @@ AHEAD_NS: Final = 2_000_000_000
 class Ahead:
     """Of one window group. ``slots``: how many there are, by tier."""
 
-    __slots__ = ("_policy", "slots")
+    __slots__ = ("_leases", "_policy", "slots")
 
     def __init__(self, tiers: Iterable[Tier], policy: Policy) -> None:
         self._policy = policy
+        self._leases: dict[Lease, None] = {}
+        """Those with such slots: few, where a cache may have thousands."""
         self.slots = dict.fromkeys(tiers, 0)
 
     def may_grow(self, tier: Tier, count: int, capacity: int, obtainable: int) -> bool:
@@ -34,16 +36,17 @@ class Ahead:
 
     def grant(self, lease: Lease) -> None:
         lease.ahead = True
+        self._leases[lease] = None
         self.slots[lease.tier] += len(lease.blank)
 
     def settle(self, lease: Lease) -> None:
         """From now on the lease is one like any other; it has the blank slots that it was granted."""
         if lease.ahead:
             lease.ahead = False
+            del self._leases[lease]
             self.slots[lease.tier] -= len(lease.blank)
 
-    def settle_old(self, leases: Iterable[Lease], now: int) -> None:
-        if any(self.slots.values()):
-            for lease in leases:
-                if lease.granted_at + AHEAD_NS <= now:
-                    self.settle(lease)
+    def settle_old(self, now: int) -> None:
+        for lease in list(self._leases):
+            if lease.granted_at + AHEAD_NS <= now:
+                self.settle(lease)

@@ -7,7 +7,9 @@ bounded in flight, so that they never stand in the way of more than a few copies
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -21,6 +23,8 @@ from kvtierd.core.room import COMING, NEVER, NOW, Room
 MOST_IN_FLIGHT: Final = 64
 """Background copies of a group."""
 MOST_A_CALL: Final = 16
+LOOKED_AT_A_CALL: Final = 64
+"""Blocks due, of any number: a write policy may ask for more than a disk keeps up with."""
 
 
 class Background:
@@ -30,7 +34,7 @@ class Background:
         self._state = state
         self._flights = flights
         self._room = room
-        self._due: dict[Block, None] = {}
+        self._due: OrderedDict[Block, None] = OrderedDict()
         """To be copied to the lowest tier, in this order."""
         self._cleaning = dict.fromkeys(state.tiers, False)
 
@@ -67,15 +71,17 @@ class Background:
 
     def _write_down(self, left: int, now: int) -> int:
         low = self._state.tiers[-1]
-        for block in list(self._due):
+        for block in list(islice(self._due, LOOKED_AT_A_CALL)):
             if left <= 0:
-                break
+                return left
             if self._wanted(block, low):
                 prospect = self._room.copy_down(block, self._room.source(block), low, WRITE_THROUGH, now)
                 if prospect is COMING:
-                    break
+                    return left
                 left -= 1
             del self._due[block]
+        if self._due and left > 0:
+            self._room.postpone()
         return left
 
     def _wanted(self, block: Block, low: Tier) -> bool:

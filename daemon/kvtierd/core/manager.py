@@ -525,9 +525,9 @@ class BlockManager:
     def tick(self, now: int) -> Outcome:
         """Time has passed, or there was more to do: retentions expire, and those who wait are served, a slice of either
         a call."""
-        for group, window in self.windows.items():
+        for window in self.windows.values():
             window.state.expire(now)
-            window.ahead.settle_old((lease for lease in self.leases.values() if lease.group == group), now)
+            window.ahead.settle_old(now)
         self._pump_all(now, working=True)
         return self._take(now)
 
