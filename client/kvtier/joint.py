@@ -113,10 +113,9 @@ class JointPut:
         """Drops what this call has stored. What somebody else holds by now is theirs, and stays."""
         for share in self.shares:
             keys = self.stored.pop(share.cache.group, [])
-            if not keys:
-                continue
             try:
-                await share.cache.drop(keys, timeout=self.timeout)
+                for start in range(0, len(keys), arrays.MAX_PIECE):
+                    await share.cache.drop(keys[start : start + arrays.MAX_PIECE], timeout=self.timeout)
             except KvtierError as error:
                 _log.warning("cache %s: blocks of a put that failed stay stored: %s", share.cache.name, error)
 
