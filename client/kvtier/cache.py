@@ -363,7 +363,8 @@ class Cache:
         """The longest stored prefix of a chain, copied out: one array a block of the prefix.
 
         ``out``: arrays or tensors of exactly :attr:`block_bytes` to copy into, one a key, arrays C-contiguous; the
-        first ones are filled and returned. Without it: fresh uint8 arrays.
+        first ones are filled and returned, and what is in the others is undefined: of a block that leaves its slot
+        while it is copied, bytes stay there. Without it: fresh uint8 arrays.
 
         What is in mapped slots is copied without a call, and stays where it is; with ``tier`` only what is in that one.
         The rest of the prefix the daemon makes ready in ``tier`` (default: the fastest that is mapped), in pieces of at
