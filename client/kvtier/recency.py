@@ -6,11 +6,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, Final
 
 from grpc.aio import AioRpcError, UsageError
 
 from kvtier.binding import Binder, send
+from kvtier.errors import ClientClosed
 from kvtier.session import Link
 from kvtier.v1 import blocks_pb2
 
@@ -86,5 +88,9 @@ class Recency:
         request = blocks_pb2.TouchRequest(cache_id=binding.cache_id, group=group, keys=b"".join(keys), misses=misses)
         try:
             await send(link, lambda stubs: stubs.blocks.Touch, request, _PATIENCE_S)
-        except (AioRpcError, UsageError) as error:
+        except AioRpcError as error:
             _log.debug("%d reads of group %d are not told: %s", len(keys), group, error)
+        except (asyncio.CancelledError, UsageError) as error:
+            with suppress(ClientClosed):
+                closed = self._binder.session.channel_closed_by(error)
+                _log.debug("%d reads of group %d are not told: %s", len(keys), group, closed)

@@ -155,6 +155,26 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def test_a_channel_that_closes_while_reads_are_told_costs_these_alone(
+    daemon: FakeDaemon, client: kvtier.AsyncClient, cache: Cache
+) -> None:
+    """As where the connection has broken, and the old channel's time is up."""
+    may_answer = asyncio.Event()
+
+    async def slow(request: Message, context: Context) -> Any:
+        await may_answer.wait()
+        return blocks_pb2.TouchResponse()
+
+    daemon.answers["Touch"] = slow
+    cache.reader.recency.note(0, KEYS[:1], 0)
+    telling = asyncio.create_task(cache.reader.recency.tell())
+    await daemon.until(lambda: daemon.calls["Touch"])
+    assert client._session.live_link is not None
+    await client._session.live_link.channel.close()
+    await telling
+    may_answer.set()
+
+
 async def test_a_disowned_session_begins_anew_and_its_leases_are_lost(daemon: FakeDaemon, cache: Cache) -> None:
     daemon.answers |= {"Reserve": reserve, "Match": match}
     lease = await cache.reserve(1)
