@@ -675,10 +675,11 @@ async def test_a_stop_ends_watches_and_refuses_what_comes_after(short_dir: Path)
         cache = await client.open()
         watch = aiter(client.events.Watch(events_pb2.WatchRequest(oldest=True), metadata=client.metadata))
         assert (await anext(watch)).first_id == 1
+        reading = asyncio.create_task(refusal(_read_on(watch)))
         started = asyncio.get_running_loop().time()
         assert await daemon.stop()
         assert asyncio.get_running_loop().time() - started < 1.5, "no watch held it up"
-        code, detail = await refusal(_read_on(watch))
+        code, detail = await reading
         assert (code, detail.reason) == (Code.UNAVAILABLE, "SHUTTING_DOWN")
         code, _ = await client.refusal(client.blocks.Match, blocks_pb2.MatchRequest(cache_id=cache, keys=PACKED))
         assert code is Code.UNAVAILABLE
