@@ -158,11 +158,11 @@ def test_a_planted_fault_is_found(short_dir: Path, fault: str) -> None:
     daemon.fault = fault
     daemon.start()
     try:
-        with Crowd(daemon.address, PARTS, SEED) as crowd:
+        # Without the daemon's checks, which would find some: the readers are to.
+        with Crowd(daemon.address, PARTS, SEED, verifies=False) as crowd:
             crowd.await_all(["wrong"])
             report = crowd.stop(0)
         print(report)
-        signs = ("words are wrong", "CHECKSUM_MISMATCH")  # by what looked first: the reader, or the daemon for it
-        assert any(sign in found for found in report.faults for sign in signs), report.faults
+        assert any("words are wrong" in found for found in report.faults), report.faults
     finally:
         daemon.kill()

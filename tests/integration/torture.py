@@ -56,10 +56,10 @@ class Report:
 class Crowd:
     """Parts that play until the end, on a daemon that serves. Nothing of them is left behind.
 
-    ``parts``: of :data:`tests.integration.torture_parts.PARTS`.
+    ``parts``: of :data:`tests.integration.torture_parts.PARTS`. ``verifies``: the daemon checks some gets, too.
     """
 
-    def __init__(self, address: str, parts: Sequence[str], seed: int) -> None:
+    def __init__(self, address: str, parts: Sequence[str], seed: int, *, verifies: bool = True) -> None:
         self._began = time.monotonic()
         self._fd = os.memfd_create("torture-board", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, board_bytes(len(parts)))
@@ -67,7 +67,7 @@ class Crowd:
         rng = random.Random(seed)
         self._names = parts
         self._processes = [
-            self._start(part, Script(address, self._fd, len(parts), number, rng.randrange(1 << 32)))
+            self._start(part, Script(address, self._fd, len(parts), number, rng.randrange(1 << 32), verifies))
             for number, part in enumerate(parts)
         ]
 

@@ -88,13 +88,14 @@ def board_bytes(parts: int) -> int:
 
 @dataclass(slots=True, frozen=True)
 class Script:
-    """What a part is told."""
+    """What a part is told. ``verifies``: whether some gets have the daemon check them, too."""
 
     address: str
     fd: int
     parts: int
     number: int
     seed: int
+    verifies: bool
 
 
 class Part:
@@ -103,6 +104,7 @@ class Part:
     def __init__(self, script: Script) -> None:
         self.address = script.address
         self.rng = random.Random(script.seed)
+        self.verifies = script.verifies
         self.faults: list[str] = []
         self._board = Board(script.fd, script.parts)
         self._row = self._board.rows[script.number]
@@ -211,7 +213,7 @@ async def _read_and_hold(part: Part) -> None:
         async def read() -> None:
             while part.goes_on:
                 with part.turn():
-                    keys, verify = part.some_chain(), part.rng.random() < 0.2
+                    keys, verify = part.some_chain(), part.verifies and part.rng.random() < 0.2
                     part.has_read(keys, await cache.get(keys, verify=verify), cache.reads)
                     part.count(verified=verify)
                 await asyncio.sleep(_PAUSE_S)
