@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -154,9 +153,11 @@ async def put(
             piece = whole.part(start, min(start + step, count))
             try:
                 filled = await way.fill(tier, piece, timeout)
-            except Exception:
-                with suppress(Exception):  # of two errors the first is raised
+            except Exception as error:
+                try:
                     results += await storing if storing is not None else []
+                except Exception as other:  # noqa: BLE001 - the first of two errors is raised, and tells of this one
+                    error.add_note(f"storing the piece before failed, too: {other!r}")
                 raise
             try:
                 results += await storing if storing is not None else []
