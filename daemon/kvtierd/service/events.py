@@ -19,9 +19,10 @@ from kvtierd.service.calls import StreamVerb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
+from kvtierd.service.event_filter import filter_from_wire
 from kvtierd.service.hub import TOKENS_WEIGH, EventHub
 from kvtierd.service.sessions import Session
-from kvtierd.service.watch import EventFilter, Watcher, lost_range
+from kvtierd.service.watch import Watcher, lost_range
 
 SLICE_BLOCKS: Final = 1024
 
@@ -55,7 +56,7 @@ class EventsService:
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         for name in request.filter.caches:  # others are filtered away; those asked for by name are refused instead
             self._access.require_on(session, Right.WATCH, name)
-        wanted = _filter(request.filter, self._visible(session), self._allowed(session, Right.TOKENS))
+        wanted = filter_from_wire(request.filter, self._visible(session), self._allowed(session, Right.TOKENS))
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
         start = request.WhichOneof("start")
         cursor = self._hub.last
@@ -136,21 +137,3 @@ class EventsService:
             page = listing.next_page
             if not page:
                 break
-
-
-def _filter(
-    message: events_pb2.WatchFilter,
-    visible: Callable[[str], bool] | None,
-    private: Callable[[str], bool] | bool,
-) -> EventFilter:
-    for index, kind in enumerate(message.types):
-        if kind not in events_pb2.EventType.values() or not kind:
-            raise bad_argument(f"filter.types[{index}]", kind, "an event type")
-    for index, cause in enumerate(message.causes):
-        if cause not in common_pb2.Cause.values() or not cause:
-            raise bad_argument(f"filter.causes[{index}]", cause, "a cause")
-    for index, name in enumerate(message.caches):
-        validate.cache_name(name, f"filter.caches[{index}]")
-    every = tuple(wire.TIER_TO_WIRE)
-    tiers = [validate.tier(f"filter.tiers[{index}]", tier, every) for index, tier in enumerate(message.tiers)]
-    return EventFilter.of(message, tiers, visible, private)

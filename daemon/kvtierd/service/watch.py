@@ -3,81 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator
 from typing import Final
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.ids import Tier
 from kvtierd.service.errors import shutting_down
-from kvtierd.service.hub import EventHub, Run, without_tokens
+from kvtierd.service.event_filter import EventFilter
+from kvtierd.service.hub import EventHub, Run
 
 SLOW: Final = "slow"
 UNCLEAN_STOP: Final = "unclean-stop"
-
-
-@dataclass(slots=True, frozen=True)
-class EventFilter:
-    """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same.
-
-    ``visible``: of which caches the watcher may see events; None = of all. ``private``: of which it may see token ids,
-    or of all or of none.
-    """
-
-    types: frozenset[int]
-    causes: frozenset[int]
-    caches: frozenset[str]
-    tiers: frozenset[int]
-    tier_bits: int
-    visible: Callable[[str], bool] | None
-    private: Callable[[str], bool] | bool
-
-    @classmethod
-    def of(
-        cls,
-        message: events_pb2.WatchFilter,
-        tiers: list[Tier],
-        visible: Callable[[str], bool] | None = None,
-        private: Callable[[str], bool] | bool = False,
-    ) -> EventFilter:
-        return cls(
-            types=frozenset(message.types),
-            causes=frozenset(message.causes),
-            caches=frozenset(message.caches),
-            tiers=frozenset(message.tiers),
-            tier_bits=sum(tier.bit for tier in set(tiers)),
-            visible=visible,
-            private=private,
-        )
-
-    def as_allowed(self, visible: Callable[[str], bool] | None, private: Callable[[str], bool] | bool) -> EventFilter:
-        """The same for a watcher with other rights."""
-        return replace(self, visible=visible, private=private)
-
-    def may_see_tokens_of(self, cache: str) -> bool:
-        return self.private if isinstance(self.private, bool) else self.private(cache)
-
-    @property
-    def lets_all_through(self) -> bool:
-        return not (self.types or self.causes or self.caches or self.tiers or self.visible)
-
-    def wants_cache(self, name: str) -> bool:
-        return (not self.caches or name in self.caches) and (self.visible is None or self.visible(name))
-
-    def wants(self, event: events_pb2.Event) -> bool:
-        return (
-            (not self.types or event.type in self.types)
-            and (not self.causes or event.cause in self.causes)
-            and self.wants_cache(event.cache)
-            and (not self.tiers or self._touches_tiers(event))
-        )
-
-    def _touches_tiers(self, event: events_pb2.Event) -> bool:
-        if event.moved_from in self.tiers or event.moved_to in self.tiers:
-            return True
-        if event.type != events_pb2.EVENT_TYPE_STORED:
-            return False
-        return any(residency & self.tier_bits for residency in event.residency)
 
 
 class Watcher:
@@ -144,14 +79,7 @@ class Watcher:
     def _look_at(self, run: Run) -> bytes:
         """Moves on over ``run``; what of it this watcher wants."""
         self._cursor = run.last
-        may_see = self.wanted.private
-        body = run.body_for(private=may_see is not False)
-        if self.wanted.lets_all_through and (isinstance(may_see, bool) or run.private is run.body):
-            return body
-        events = [event for event in events_pb2.WatchBatch.FromString(body).events if self.wanted.wants(event)]
-        if not isinstance(may_see, bool):
-            without_tokens(events, may_see)
-        return events_pb2.WatchBatch(events=events).SerializeToString()
+        return self.wanted.look_at(run)
 
     def _batch(self, *, snapshot_end: bool = False) -> bytes:
         """A batch without events that covers all ids up to the cursor; events may be appended to its bytes."""

@@ -10,9 +10,10 @@ from kvtier.v1 import common_pb2, events_pb2
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.service.errors import CallRefused
+from kvtierd.service.event_filter import EventFilter
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.hub import EventHub, Limits
-from kvtierd.service.watch import EventFilter, Watcher, lost_range
+from kvtierd.service.watch import Watcher, lost_range
 from kvtierd.service.wire import TIER_TO_WIRE
 
 FACES = {CacheId(1): CacheFace("one"), CacheId(2): CacheFace("two")}

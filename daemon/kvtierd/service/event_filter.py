@@ -1,0 +1,105 @@
+"""What a watcher wants to see, and may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvtier.v1 import common_pb2, events_pb2
+from kvtierd.core.ids import Tier
+from kvtierd.service import validate, wire
+from kvtierd.service.errors import bad_argument
+from kvtierd.service.hub import Run, without_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class EventFilter:
+    """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same.
+
+    ``visible``: of which caches the watcher may see events; None = of all. ``private``: of which it may see token ids,
+    or of all or of none.
+    """
+
+    types: frozenset[int]
+    causes: frozenset[int]
+    caches: frozenset[str]
+    tiers: frozenset[int]
+    tier_bits: int
+    visible: Callable[[str], bool] | None
+    private: Callable[[str], bool] | bool
+
+    @classmethod
+    def of(
+        cls,
+        message: events_pb2.WatchFilter,
+        tiers: list[Tier],
+        visible: Callable[[str], bool] | None = None,
+        private: Callable[[str], bool] | bool = False,
+    ) -> EventFilter:
+        return cls(
+            types=frozenset(message.types),
+            causes=frozenset(message.causes),
+            caches=frozenset(message.caches),
+            tiers=frozenset(message.tiers),
+            tier_bits=sum(tier.bit for tier in set(tiers)),
+            visible=visible,
+            private=private,
+        )
+
+    def as_allowed(self, visible: Callable[[str], bool] | None, private: Callable[[str], bool] | bool) -> EventFilter:
+        """The same for a watcher with other rights."""
+        return replace(self, visible=visible, private=private)
+
+    def may_see_tokens_of(self, cache: str) -> bool:
+        return self.private if isinstance(self.private, bool) else self.private(cache)
+
+    @property
+    def lets_all_through(self) -> bool:
+        return not (self.types or self.causes or self.caches or self.tiers or self.visible)
+
+    def wants_cache(self, name: str) -> bool:
+        return (not self.caches or name in self.caches) and (self.visible is None or self.visible(name))
+
+    def wants(self, event: events_pb2.Event) -> bool:
+        return (
+            (not self.types or event.type in self.types)
+            and (not self.causes or event.cause in self.causes)
+            and self.wants_cache(event.cache)
+            and (not self.tiers or self._touches_tiers(event))
+        )
+
+    def _touches_tiers(self, event: events_pb2.Event) -> bool:
+        if event.moved_from in self.tiers or event.moved_to in self.tiers:
+            return True
+        if event.type != events_pb2.EVENT_TYPE_STORED:
+            return False
+        return any(residency & self.tier_bits for residency in event.residency)
+
+    def look_at(self, run: Run) -> bytes:
+        """What of ``run`` passes: a serialised ``WatchBatch`` with just these events."""
+        body = run.body_for(private=self.private is not False)
+        if self.lets_all_through and (isinstance(self.private, bool) or run.private is run.body):
+            return body
+        events = [event for event in events_pb2.WatchBatch.FromString(body).events if self.wants(event)]
+        if not isinstance(self.private, bool):
+            without_tokens(events, self.private)
+        return events_pb2.WatchBatch(events=events).SerializeToString()
+
+
+def filter_from_wire(
+    message: events_pb2.WatchFilter,
+    visible: Callable[[str], bool] | None,
+    private: Callable[[str], bool] | bool,
+) -> EventFilter:
+    """Raises INVALID_ARGUMENT that names the field."""
+    for index, kind in enumerate(message.types):
+        if kind not in events_pb2.EventType.values() or not kind:
+            raise bad_argument(f"filter.types[{index}]", kind, "an event type")
+    for index, cause in enumerate(message.causes):
+        if cause not in common_pb2.Cause.values() or not cause:
+            raise bad_argument(f"filter.causes[{index}]", cause, "a cause")
+    for index, name in enumerate(message.caches):
+        validate.cache_name(name, f"filter.caches[{index}]")
+    every = tuple(wire.TIER_TO_WIRE)
+    tiers = [validate.tier(f"filter.tiers[{index}]", tier, every) for index, tier in enumerate(message.tiers)]
+    return EventFilter.of(message, tiers, visible, private)
