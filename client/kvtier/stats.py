@@ -12,7 +12,8 @@ from kvtier.types import Tier
 
 @dataclass(slots=True, frozen=True)
 class TierStats:
-    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``. ``held``: under a lease."""
+    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``. ``held``: under a lease. ``clean``: free, or with
+    a block that is ready in a lower tier, too, so that reclaiming it takes no copy."""
 
     tier: Tier
     capacity: int
@@ -24,6 +25,7 @@ class TierStats:
     orphaned: int
     quarantined: int
     held: int
+    clean: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,8 +136,23 @@ class RemovalReport:
 
 
 @dataclass(slots=True, frozen=True)
+class WatcherStats:
+    """One stream of events and whose it is. ``lag``: how many events it has not been sent yet."""
+
+    session_id: int
+    pid: int
+    uid: int
+    command: str
+    lag: int
+
+
+@dataclass(slots=True, frozen=True)
 class DaemonStats:
-    """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch."""
+    """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch.
+
+    ``uptime_ns``: by a clock that never jumps, taken with the counters: rates are differences over its differences.
+    ``watcher_stats``: of the ``watchers``, those of the ``sessions``.
+    """
 
     version: str
     pid: int
@@ -147,6 +164,8 @@ class DaemonStats:
     caches: tuple[CacheStats, ...]
     sessions: tuple[SessionStats, ...]
     problems: tuple[str, ...]
+    uptime_ns: int = 0
+    watcher_stats: tuple[WatcherStats, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

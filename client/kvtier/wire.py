@@ -19,6 +19,7 @@ from kvtier.stats import (
     LeaseInfo,
     SessionStats,
     TierStats,
+    WatcherStats,
 )
 from kvtier.types import Cursor, Tier
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
@@ -182,6 +183,10 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
         caches=tuple(_cache_stats(cache) for cache in message.caches),
         sessions=tuple(_session_stats(session) for session in message.sessions),
         problems=tuple(message.problems),
+        uptime_ns=message.uptime_ns,
+        watcher_stats=tuple(
+            WatcherStats(one.session_id, one.pid, one.uid, one.command, one.lag) for one in message.watcher_stats
+        ),
     )
 
 
@@ -232,6 +237,7 @@ def _tier_stats(message: admin_pb2.TierStats) -> TierStats:
         orphaned=message.orphaned,
         quarantined=message.quarantined,
         held=message.held,
+        clean=message.clean,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +45,7 @@ def as_object(stats: DaemonStats) -> dict[str, Any]:
 
 
 def report(stats: DaemonStats) -> RenderableType:
-    up = timedelta(seconds=max(0, time.time_ns() - stats.start_time_ns) // 10**9)
+    up = timedelta(seconds=stats.uptime_ns // 10**9)
     head = Text(
         f"kvtierd {stats.version}  pid {stats.pid}  up {up}  epoch {stats.epoch}  boot {stats.boot}  "
         f"last event {stats.last_event_id}  watchers {stats.watchers}"

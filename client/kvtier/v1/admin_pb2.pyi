@@ -166,6 +166,7 @@ class TierStats(google.protobuf.message.Message):
     ORPHANED_FIELD_NUMBER: builtins.int
     QUARANTINED_FIELD_NUMBER: builtins.int
     HELD_FIELD_NUMBER: builtins.int
+    CLEAN_FIELD_NUMBER: builtins.int
     tier: kvtier.v1.common_pb2.Tier.ValueType
     capacity: builtins.int
     free: builtins.int
@@ -177,6 +178,8 @@ class TierStats(google.protobuf.message.Message):
     quarantined: builtins.int
     held: builtins.int
     """slots under a lease: blank, orphaned, and ready ones that are acquired"""
+    clean: builtins.int
+    """free, or with a block that is ready in a lower tier, too: reclaiming it takes no copy"""
     def __init__(
         self,
         *,
@@ -190,8 +193,9 @@ class TierStats(google.protobuf.message.Message):
         orphaned: builtins.int = ...,
         quarantined: builtins.int = ...,
         held: builtins.int = ...,
+        clean: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blank", b"blank", "capacity", b"capacity", "filling", b"filling", "free", b"free", "held", b"held", "orphaned", b"orphaned", "quarantined", b"quarantined", "ready", b"ready", "retiring", b"retiring", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blank", b"blank", "capacity", b"capacity", "clean", b"clean", "filling", b"filling", "free", b"free", "held", b"held", "orphaned", b"orphaned", "quarantined", b"quarantined", "ready", b"ready", "retiring", b"retiring", "tier", b"tier"]) -> None: ...
 
 global___TierStats = TierStats
 
@@ -383,6 +387,36 @@ class SessionStats(google.protobuf.message.Message):
 global___SessionStats = SessionStats
 
 @typing.final
+class WatcherStats(google.protobuf.message.Message):
+    """One stream of events that is open."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    UID_FIELD_NUMBER: builtins.int
+    COMMAND_FIELD_NUMBER: builtins.int
+    LAG_FIELD_NUMBER: builtins.int
+    session_id: builtins.int
+    pid: builtins.int
+    uid: builtins.int
+    command: builtins.str
+    lag: builtins.int
+    """events that it has not been sent, or that were not found to be filtered away, yet"""
+    def __init__(
+        self,
+        *,
+        session_id: builtins.int = ...,
+        pid: builtins.int = ...,
+        uid: builtins.int = ...,
+        command: builtins.str = ...,
+        lag: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["command", b"command", "lag", b"lag", "pid", b"pid", "session_id", b"session_id", "uid", b"uid"]) -> None: ...
+
+global___WatcherStats = WatcherStats
+
+@typing.final
 class StatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -396,6 +430,8 @@ class StatsResponse(google.protobuf.message.Message):
     CACHES_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
+    UPTIME_NS_FIELD_NUMBER: builtins.int
+    WATCHER_STATS_FIELD_NUMBER: builtins.int
     version: builtins.str
     pid: builtins.int
     epoch: builtins.int
@@ -403,6 +439,10 @@ class StatsResponse(google.protobuf.message.Message):
     start_time_ns: builtins.int
     last_event_id: builtins.int
     watchers: builtins.int
+    uptime_ns: builtins.int
+    """30 to 39: for rates, and who watches
+    by a clock that never jumps: the time base of the counters
+    """
     @property
     def caches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CacheStats]: ...
     @property
@@ -412,6 +452,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty = healthy"""
+
+    @property
+    def watcher_stats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WatcherStats]:
+        """those of the sessions above"""
 
     def __init__(
         self,
@@ -426,7 +470,9 @@ class StatsResponse(google.protobuf.message.Message):
         caches: collections.abc.Iterable[global___CacheStats] | None = ...,
         sessions: collections.abc.Iterable[global___SessionStats] | None = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
+        uptime_ns: builtins.int = ...,
+        watcher_stats: collections.abc.Iterable[global___WatcherStats] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "epoch", b"epoch", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "version", b"version", "watchers", b"watchers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "epoch", b"epoch", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
 
 global___StatsResponse = StatsResponse

@@ -156,6 +156,9 @@ class _Checker:
 
     def index(self) -> None:
         """5: indexed means READY somewhere, and so is its parent."""
+        sets = Counter(block.residency for block in self.state.index)
+        if any(self.state.residencies.count(one) != sets[one] for one in range(1, 1 << len(Tier))):
+            raise _broken(5, f"blocks by residency are {sets}, counted otherwise")
         for block in self.state.index:
             if not block.indexed:
                 raise _broken(5, f"block {block.id} is in the index but does not know")

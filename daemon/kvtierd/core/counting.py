@@ -56,7 +56,7 @@ def _tier(state: GroupState, tier: Tier) -> TierCount:
     table = state.slots[tier]
     states = {one: table.count(one) for one in SlotState}
     held = state.held.get(tier, 0) + states[SlotState.BLANK] + states[SlotState.ORPHANED]
-    return TierCount(table.capacity, states, held)
+    return TierCount(table.capacity, states, held, table.free + state.residencies.doubled(tier))
 
 
 def _sum(counts: Collection[TierCount]) -> TierCount:
@@ -64,6 +64,7 @@ def _sum(counts: Collection[TierCount]) -> TierCount:
         sum(one.capacity for one in counts),
         {state: sum(one.states[state] for one in counts) for state in SlotState},
         sum(one.held for one in counts),
+        sum(one.clean for one in counts),
     )
 
 

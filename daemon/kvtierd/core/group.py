@@ -21,6 +21,7 @@ from kvtierd.core.pins import Pins
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
 from kvtierd.core.priorities import Priorities
 from kvtierd.core.recorder import Recorder, Transfer, move_item
+from kvtierd.core.residencies import Residencies
 from kvtierd.core.retention import Clocks
 from kvtierd.core.slots import (
     SLOT_BLANK,
@@ -55,6 +56,7 @@ class GroupState:
         self._unsure: list[Block] = []
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
+        self.residencies = Residencies()
         self.offline: set[Tier] = set()
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
         self.index = BlockIndex()
@@ -242,7 +244,7 @@ class GroupState:
         if copy is None or copy.phase is not FILLING:
             raise InvariantViolation(f"block {block.id} arrives in {tier} unplanned")
         copy.phase = READY
-        block.residency |= tier.bit
+        self.residencies.change(block, block.residency | tier.bit)
         self.slots[tier].change(copy.slot, SLOT_READY)
         if tier is not DISK:
             self.recorder.end_write(self.ref(tier, copy.slot), block)
@@ -254,7 +256,7 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block.id} has no copy in {tier}")
         block.put_copy(tier, None)
-        block.residency &= ~tier.bit
+        self.residencies.change(block, block.residency & ~tier.bit)
         if block.claims or tier is DISK:
             self.placings[tier] += 1
         if copy.holds:
@@ -307,7 +309,7 @@ class GroupState:
         if block.claims or tier is DISK:
             self.placings[tier] += 1
         if copy.valid:
-            block.residency |= tier.bit
+            self.residencies.change(block, block.residency | tier.bit)
         if tier is DISK and block.parent is not None:
             block.parent.disk_children += 1
             self.reconsider(block.parent)

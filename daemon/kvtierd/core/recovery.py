@@ -106,17 +106,19 @@ def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
         block = Block(state.next_id(), key, parent_key, parent, traits)
         block.indexed = True
         state.clocks.enter(block)
+        residency = 0
         if device is not None:
             block.on_device = Copy(device, READY)
-            block.residency |= _DEVICE_BIT
+            residency |= _DEVICE_BIT
         if host is not None:
             block.on_host = Copy(host, READY)
-            block.residency |= _HOST_BIT
+            residency |= _HOST_BIT
         if slot is not None:
             block.on_disk = Copy(slot, READY)
-            block.residency |= _DISK_BIT
+            residency |= _DISK_BIT
             if parent is not None:
                 parent.disk_children += 1
+        state.residencies.change(block, residency)
         state.index.add(block)
         if parent is not None:
             parent.add_child(block)

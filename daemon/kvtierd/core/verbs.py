@@ -131,11 +131,12 @@ class ResetReport:
 @dataclass(slots=True, frozen=True)
 class TierCount:
     """Slots by state, which sum to ``capacity``; ``held``: under a lease or a fetch, blank and orphaned ones
-    included."""
+    included; ``clean``: free, or with a block that is valid in a lower tier, too."""
 
     capacity: int
     states: Mapping[SlotState, int]
     held: int
+    clean: int
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Final
 
@@ -39,7 +39,9 @@ class AdminService:
         hub: EventHub,
         identity: DaemonIdentity,
         health: Health,
+        watching: Callable[[], Iterable[tuple[Session, int]]],
     ) -> None:
+        """``watching``: the session of each watcher, and how many events it has not been sent."""
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
@@ -47,8 +49,10 @@ class AdminService:
         self._hub: Final = hub
         self._identity: Final = identity
         self._health: Final = health
+        self._watching: Final = watching
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
+        self._started: Final = time.monotonic_ns()
 
     def verbs(self) -> Mapping[str, Verb]:
         return {"Stats": self.stats, "Leases": self.leases, "Kick": self.kick}
@@ -63,6 +67,11 @@ class AdminService:
         for one in stats.values():
             for holder, slots in one.held_by.items():
                 held[holder] = held.get(holder, 0) + slots
+        seen = {
+            one.id: one
+            for one in self._sessions
+            if everything or one.id in held or any(cache.id in one.caches for cache in caches)
+        }
         return admin_pb2.StatsResponse(
             version=self._version,
             pid=self._identity.pid,
@@ -72,12 +81,10 @@ class AdminService:
             last_event_id=self._engine.last_event,
             watchers=self._hub.watchers,
             caches=[self._cache(cache, stats[cache.id]) for cache in caches],
-            sessions=[
-                self._session(one, caches, held.get(one.id, 0))
-                for one in self._sessions
-                if everything or one.id in held or any(cache.id in one.caches for cache in caches)
-            ],
+            sessions=[self._session(one, caches, held.get(one.id, 0)) for one in seen.values()],
             problems=self._health.problems(caches),
+            uptime_ns=time.monotonic_ns() - self._started,
+            watcher_stats=[_watcher(one, lag) for one, lag in self._watching() if one.id in seen],
         )
 
     async def leases(self, session: Session, request: admin_pb2.LeasesRequest) -> admin_pb2.LeasesResponse:
@@ -181,6 +188,11 @@ class AdminService:
         ]
 
 
+def _watcher(session: Session, lag: int) -> admin_pb2.WatcherStats:
+    peer = session.peer
+    return admin_pb2.WatcherStats(session_id=session.id, pid=peer.pid, uid=peer.uid, command=peer.command, lag=lag)
+
+
 def _group(cache: Cache, group: GroupId, counts: GroupCounts) -> admin_pb2.GroupStats:
     return admin_pb2.GroupStats(
         group=group,
@@ -208,6 +220,7 @@ def _tier(tier: Tier, count: TierCount) -> admin_pb2.TierStats:
         orphaned=count.states[SlotState.ORPHANED],
         quarantined=count.states[SlotState.QUARANTINED],
         held=count.held,
+        clean=count.clean,
     )
 
 

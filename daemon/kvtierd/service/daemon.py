@@ -244,7 +244,14 @@ class Daemon:
             blocks=blocks.verbs(),
             events=self._events.streams(),
             admin=AdminService(
-                self._engine, self._catalog, self._sessions, self._access, self._hub, self._identity, self._health
+                self._engine,
+                self._catalog,
+                self._sessions,
+                self._access,
+                self._hub,
+                self._identity,
+                self._health,
+                self._events.watching,
             ).verbs(),
             uploads=transfer.uploads(),
             downloads=transfer.streams(),

@@ -47,6 +47,10 @@ class EventsService:
         """Of each watcher, how many events it has not been sent."""
         return [watcher.lag for watcher in self._watchers]
 
+    def watching(self) -> list[tuple[Session, int]]:
+        """Whose each watcher is, and its lag."""
+        return [(session, watcher.lag) for watcher, session in self._watchers.items()]
+
     def rights_changed(self) -> None:
         """Watches that go on show from now on what their sessions may see now."""
         for watcher, session in self._watchers.items():
