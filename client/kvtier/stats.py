@@ -12,8 +12,10 @@ from kvtier.types import Tier
 
 @dataclass(slots=True, frozen=True)
 class TierStats:
-    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``. ``held``: under a lease. ``clean``: free, or with
-    a block that is ready in a lower tier, too, so that reclaiming it takes no copy."""
+    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``. ``held``: under a lease.
+
+    ``clean``: free, or with a block that is ready in a lower tier, too, so that reclaiming it takes no copy.
+    """
 
     tier: Tier
     capacity: int

@@ -288,6 +288,11 @@ async def _asks_for_stats(client: AsyncClient, _: str) -> str:
     return ",".join(sorted(cache.name for cache in (await client.stats()).caches))
 
 
+async def _asks_for_watchers(client: AsyncClient, _: str) -> str:
+    stats = await client.stats()
+    return f"{len(stats.watcher_stats)} of {stats.watchers}"
+
+
 async def _watches(client: AsyncClient, caches: str) -> str:
     """Everything there ever was, up to the first event of a cache called ``last``."""
     seen: set[str] = set()
@@ -308,6 +313,7 @@ _TRIES: Mapping[str, Callable[[AsyncClient, str], Awaitable[str]]] = {
     "reserve": _reserves,
     "list": _lists,
     "stats": _asks_for_stats,
+    "watchers": _asks_for_watchers,
     "watch": _watches,
 }
 

@@ -182,3 +182,14 @@ async def test_a_watcher_sees_its_caches_and_all_ids_are_accounted_for(daemon: D
     assert watched == "last,shared"
     assert named.startswith("NO_RIGHT: the right to watch on cache mine is missing")
     assert stats == "shared"
+
+
+async def test_whose_a_watcher_is_learns_who_sees_its_session(daemon: DaemonProcess) -> None:
+    await fill(daemon)
+    async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
+        await anext(watch)
+        stats = await client.stats()
+        assert [one.session_id for one in stats.watcher_stats] == [client.session_id]
+        assert ended(daemon, [READERS], ("watchers", "")) == ["0 of 1"]
+        await client.open_cache("shared")
+        assert ended(daemon, [READERS], ("watchers", "")) == ["1 of 1"]

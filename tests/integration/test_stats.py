@@ -1,0 +1,57 @@
+"""Numbers for those who look often: what is clean, who watches and how far behind, and the clock of the counters."""
+
+from __future__ import annotations
+
+import os
+
+from kvtier import AsyncClient, CacheOptions, Tier, connect
+from kvtier.options import WritePolicy
+from kvtier.stats import TierStats
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import StartDaemon
+from tests.integration.seeing import tier_stats
+from tests.integration.waiting import eventually
+
+
+async def test_slots_are_clean_that_are_free_or_have_their_block_below_as_well(client: AsyncClient, name: str) -> None:
+    options = CacheOptions(write_policy=WritePolicy.THROUGH)
+    cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=4, disk=16), options=options)
+    keys = chain(name, 3)
+    await cache.put(keys, blocks(keys))
+
+    async def device() -> TierStats:
+        return await tier_stats(client, name, Tier.DEVICE)
+
+    written = await eventually(device, lambda tier: tier.clean == 8)
+    assert (written.free, written.ready) == (5, 3)
+    disk = await tier_stats(client, name, Tier.DISK)
+    assert (disk.clean, disk.free) == (13, 13), "below the disk there is nothing"
+
+
+async def test_each_watcher_is_named_with_its_lag(client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=8))
+    keys = chain(name, 4)
+    await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    async with client.watch(oldest=True) as watch:
+        await anext(watch)
+
+        async def lags() -> list[int]:
+            stats = await client.stats()
+            mine = [one for one in stats.watcher_stats if one.session_id == client.session_id]
+            assert all((one.pid, one.uid) == (os.getpid(), os.getuid()) for one in mine)
+            assert stats.watchers == len(mine) == 1
+            return [one.lag for one in mine]
+
+        await eventually(lags, lambda found: found == [0])
+
+
+async def test_the_uptime_goes_on_and_begins_anew_with_the_daemon(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=4)
+    async with await connect(daemon.address) as client:
+        first, second = await client.stats(), await client.stats()
+        assert 0 < first.uptime_ns < second.uptime_ns
+        daemon.stop()
+        daemon.start()
+        again = await client.stats()
+        assert (again.boot, again.uptime_ns > 0) == (first.boot + 1, True)
+        assert again.start_time_ns > first.start_time_ns
