@@ -41,6 +41,8 @@ class Event:
     Of a cache with the option ``event_hash``: its value; ``packed_hashes`` of the blocks, all of 8 or all of 32 bytes,
     zeros for a block without; ``packed_parent_hashes`` (stored only). ``tokens`` (stored only): one a block, where the
     cache keeps them and the watcher may see them. ``window_tokens``: of the group, 0 = full attention.
+
+    Created only, of the cache: ``tokens_per_block``, and ``all_window_tokens``, one a window group.
     """
 
     epoch: int
@@ -65,6 +67,8 @@ class Event:
     packed_parent_hashes: bytes = b""
     tokens: tuple[BlockTokens, ...] = ()
     window_tokens: int = 0
+    tokens_per_block: int = 0
+    all_window_tokens: tuple[int, ...] = ()
 
     @property
     def cursor(self) -> Cursor:
@@ -100,7 +104,7 @@ class SnapshotStart:
 
 @dataclass(slots=True, frozen=True)
 class SnapshotSlice:
-    """The present state of some blocks. Fields as in :class:`Event`."""
+    """The present state of some blocks, or of none: a snapshot has every window group. Fields as in :class:`Event`."""
 
     cache: str
     group: int
@@ -113,6 +117,8 @@ class SnapshotSlice:
     packed_parent_hashes: bytes = b""
     tokens: tuple[BlockTokens, ...] = ()
     window_tokens: int = 0
+    tokens_per_block: int = 0
+    all_window_tokens: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"type": "snapshot", "cache": self.cache, "group": self.group, "blocks": _stored_blocks(self)}
@@ -188,6 +194,8 @@ def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
         packed_parent_hashes=message.parent_hashes,
         tokens=_tokens(message.tokens),
         window_tokens=message.window_tokens,
+        tokens_per_block=message.tokens_per_block,
+        all_window_tokens=tuple(message.all_window_tokens),
     )
 
 
@@ -204,6 +212,8 @@ def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
         packed_parent_hashes=message.parent_hashes,
         tokens=_tokens(message.tokens),
         window_tokens=message.window_tokens,
+        tokens_per_block=message.tokens_per_block,
+        all_window_tokens=tuple(message.all_window_tokens),
     )
 
 

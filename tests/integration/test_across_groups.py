@@ -15,11 +15,16 @@ from kvtier import (
     BlockResult,
     Cache,
     Client,
+    Event,
+    EventType,
     InvalidArgument,
     LeaseError,
+    SnapshotEnd,
+    SnapshotSlice,
     Tier,
     TierFull,
     TooShort,
+    Watch,
     connect,
 )
 from kvtier.holdings import Holdings
@@ -90,6 +95,31 @@ async def test_a_prefix_needs_each_group_s_window_and_no_more(cache: Cache) -> N
     }
     # Shorter ones want sliding blocks that nobody has stored.
     assert (await cache.across.match(KEYS[:23])).blocks == 0
+
+
+async def test_events_and_snapshots_tell_a_watcher_what_a_match_goes_by(client: AsyncClient, cache: Cache) -> None:
+    """Tokens a block and every group's window: also those of groups without blocks, which decide as much."""
+    await cache.in_group(1).put(KEYS[:4], content(VSWA, 1, KEYS[:4]))
+    windows = (64, 0, 100)
+    created: dict[int, Event] = {}
+    async with client.watch(oldest=True, types=[EventType.CREATED], caches=[cache.name]) as watch:
+        while len(created) < 3:
+            event = await anext(watch)
+            assert isinstance(event, Event)
+            created[event.group] = event
+    assert {(each.tokens_per_block, each.all_window_tokens) for each in created.values()} == {(16, windows)}
+    async with client.watch(snapshot=True, caches=[cache.name]) as watch:
+        items = [item async for item in until_snapshot_end(watch)]
+    slices = [item for item in items if isinstance(item, SnapshotSlice)]
+    assert [(each.group, len(each.residency)) for each in slices] == [(0, 0), (1, 4), (2, 0)]
+    assert {(each.tokens_per_block, each.all_window_tokens) for each in slices} == {(16, windows)}
+
+
+async def until_snapshot_end(watch: Watch) -> AsyncIterator[object]:
+    async for item in watch:
+        yield item
+        if isinstance(item, SnapshotEnd):
+            return
 
 
 async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache: Cache) -> None:

@@ -73,6 +73,24 @@ async def test_a_watch_that_saw_everything_sees_what_it_still_may(daemon: Daemon
         assert not set(after) & await until_stored(watch, shown[-1])
 
 
+async def test_a_watch_that_named_a_cache_it_may_not_see_any_more_ends(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """It would wait in vain, and take silence for peace."""
+    async with (
+        await connect(daemon.address) as owner,
+        await connect(daemon.tcp_address, insecure=True) as client,
+        client.watch(oldest=True, caches=["other", "open"]) as named,
+        client.watch(oldest=True, caches=["open"]) as allowed,
+    ):
+        before = await stored(owner, "other", "before")
+        assert before[0] in await until_stored(named, before[-1])
+        await revoke(daemon, tmp_path / "kvtierd.toml")
+        await stored(owner, "other", "after")
+        with pytest.raises(PermissionDenied, match="cache other"):
+            await until_stored(named, bytes(32))
+        shown = await stored(owner, "open", "shown")
+        assert set(shown) <= await until_stored(allowed, shown[-1])
+
+
 async def test_who_may_not_read_any_more_can_still_give_back(daemon: DaemonProcess, tmp_path: Path) -> None:
     async with await connect(daemon.address) as owner, await connect(daemon.tcp_address, insecure=True) as client:
         keys = await stored(owner, "other", "held")

@@ -201,6 +201,8 @@ class Event(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     EVENT_HASH_FIELD_NUMBER: builtins.int
     WINDOW_TOKENS_FIELD_NUMBER: builtins.int
+    TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
+    ALL_WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     id: builtins.int
     type: global___EventType.ValueType
     cause: kvtier.v1.common_pb2.Cause.ValueType
@@ -231,6 +233,8 @@ class Event(google.protobuf.message.Message):
     """how event_hashes are made; empty: the cache has none"""
     window_tokens: builtins.int
     """of the group; 0 = full attention"""
+    tokens_per_block: builtins.int
+    """created only, and so the next: the cache's"""
     @property
     def num_blocks_per_cache_level(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """created only, by Tier order of the cache"""
@@ -238,6 +242,10 @@ class Event(google.protobuf.message.Message):
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockTokens]:
         """stored: one a block, empty for a block without; or none at all"""
+
+    @property
+    def all_window_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of every window group of the cache, in order"""
 
     def __init__(
         self,
@@ -263,14 +271,16 @@ class Event(google.protobuf.message.Message):
         tokens: collections.abc.Iterable[global___BlockTokens] | None = ...,
         event_hash: builtins.str = ...,
         window_tokens: builtins.int = ...,
+        tokens_per_block: builtins.int = ...,
+        all_window_tokens: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "cause", b"cause", "copy_ns", b"copy_ns", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "group", b"group", "id", b"id", "keys", b"keys", "moved_bytes", b"moved_bytes", "moved_from", b"moved_from", "moved_to", b"moved_to", "num_blocks_per_cache_level", b"num_blocks_per_cache_level", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "queue_ns", b"queue_ns", "residency", b"residency", "time_ns", b"time_ns", "tokens", b"tokens", "type", b"type", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_window_tokens", b"all_window_tokens", "cache", b"cache", "cause", b"cause", "copy_ns", b"copy_ns", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "group", b"group", "id", b"id", "keys", b"keys", "moved_bytes", b"moved_bytes", "moved_from", b"moved_from", "moved_to", b"moved_to", "num_blocks_per_cache_level", b"num_blocks_per_cache_level", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "queue_ns", b"queue_ns", "residency", b"residency", "time_ns", b"time_ns", "tokens", b"tokens", "tokens_per_block", b"tokens_per_block", "type", b"type", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___Event = Event
 
 @typing.final
 class SnapshotSlice(google.protobuf.message.Message):
-    """The present state of some blocks of one group."""
+    """The present state of some blocks of one group; of none, where it has none: every group is in a snapshot."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -285,6 +295,8 @@ class SnapshotSlice(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     EVENT_HASH_FIELD_NUMBER: builtins.int
     WINDOW_TOKENS_FIELD_NUMBER: builtins.int
+    TOKENS_PER_BLOCK_FIELD_NUMBER: builtins.int
+    ALL_WINDOW_TOKENS_FIELD_NUMBER: builtins.int
     cache: builtins.str
     group: builtins.int
     keys: builtins.bytes
@@ -296,8 +308,12 @@ class SnapshotSlice(google.protobuf.message.Message):
     parent_hashes: builtins.bytes
     event_hash: builtins.str
     window_tokens: builtins.int
+    tokens_per_block: builtins.int
+    """25 and 26 as in a created event"""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockTokens]: ...
+    @property
+    def all_window_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -312,8 +328,10 @@ class SnapshotSlice(google.protobuf.message.Message):
         tokens: collections.abc.Iterable[global___BlockTokens] | None = ...,
         event_hash: builtins.str = ...,
         window_tokens: builtins.int = ...,
+        tokens_per_block: builtins.int = ...,
+        all_window_tokens: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache", b"cache", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "group", b"group", "keys", b"keys", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "residency", b"residency", "tokens", b"tokens", "window_tokens", b"window_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_window_tokens", b"all_window_tokens", "cache", b"cache", "event_hash", b"event_hash", "event_hashes", b"event_hashes", "group", b"group", "keys", b"keys", "parent_hashes", b"parent_hashes", "parents", b"parents", "priorities", b"priorities", "residency", b"residency", "tokens", b"tokens", "tokens_per_block", b"tokens_per_block", "window_tokens", b"window_tokens"]) -> None: ...
 
 global___SnapshotSlice = SnapshotSlice
 

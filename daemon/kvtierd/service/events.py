@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Final
 
@@ -52,14 +52,18 @@ class EventsService:
         return [(session, watcher.lag) for watcher, session in self._watchers.items()]
 
     def rights_changed(self) -> None:
-        """Watches that go on show from now on what their sessions may see now."""
+        """Watches that go on show from now on what their sessions may see now; one that asked for a cache by name that
+        it may not see any more ends, since it would wait for events in vain."""
         for watcher, session in self._watchers.items():
+            try:
+                self._require_named(session, watcher.wanted.caches)
+            except CallRefused as refusal:
+                watcher.refusal = refusal
             visible, private = self._visible(session), self._allowed(session, Right.TOKENS)
             watcher.wanted = watcher.wanted.as_allowed(visible, private)
 
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
-        for name in request.filter.caches:  # others are filtered away; those asked for by name are refused instead
-            self._access.require_on(session, Right.WATCH, name)
+        self._require_named(session, request.filter.caches)
         wanted = filter_from_wire(request.filter, self._visible(session), self._allowed(session, Right.TOKENS))
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
         start = request.WhichOneof("start")
@@ -78,14 +82,21 @@ class EventsService:
             if start == "snapshot" and request.snapshot:
                 async with aclosing(self._slices(cursor, watcher)) as slices:
                     async for batch in slices:
+                        watcher.require_allowed()
                         yield batch
                 snapshot_end = self._hub.last
             async with aclosing(watcher.follow(snapshot_end)) as batches:
                 async for batch in batches:
+                    watcher.require_allowed()
                     yield batch
         finally:
             self._hub.watchers -= 1
             del self._watchers[watcher]
+
+    def _require_named(self, session: Session, names: Iterable[str]) -> None:
+        """Other caches are filtered away; those asked for by name are refused instead."""
+        for name in names:
+            self._access.require_on(session, Right.WATCH, name)
 
     def _visible(self, session: Session) -> Callable[[str], bool] | None:
         allowed = self._allowed(session, Right.WATCH)
@@ -132,7 +143,7 @@ class EventsService:
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
         while watcher.wanted.wants_cache(cache.name):
             listing = self._engine.listing(cache.id, group, page, limit)
-            if listing.rows:
+            if listing.rows or not page:  # a watcher must know of a group that has no blocks, too
                 private = watcher.wanted.may_see_tokens_of(cache.name)
                 slice = wire.slice_of(cache.face, group, listing.rows, private=private)
                 batch = events_pb2.WatchBatch(epoch=self._hub.epoch, first_id=cursor + 1, last_id=cursor, slice=slice)

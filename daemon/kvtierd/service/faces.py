@@ -13,15 +13,19 @@ from kvtierd.core.ids import CacheId, GroupId
 
 @dataclass(slots=True, frozen=True)
 class CacheFace:
-    """``event_hash``: how its blocks are named besides their keys; "" = not at all. ``windows``: tokens, by group."""
+    """``event_hash``: how its blocks are named besides their keys; "" = not at all. ``windows``: tokens, by group.
+
+    Of a cache of an earlier life nothing but the name is known.
+    """
 
     name: str
     event_hash: str = ""
     windows: tuple[int, ...] = ()
+    tokens_per_block: int = 0
 
     @classmethod
     def of(cls, name: str, spec: CacheSpec, event_hash: str) -> Self:
-        return cls(name, event_hash, tuple(group.window_tokens for group in spec.groups))
+        return cls(name, event_hash, tuple(group.window_tokens for group in spec.groups), spec.tokens_per_block)
 
     @property
     def hash_bytes(self) -> int:
@@ -29,7 +33,7 @@ class CacheFace:
         return HASH_BYTES[self.event_hash] if self.event_hash else 0
 
     def window(self, group: GroupId) -> int:
-        """0 = full attention, or a group of a cache of an earlier life, of which nothing but the name is known."""
+        """0 = full attention, or not known."""
         return self.windows[group] if group < len(self.windows) else 0
 
 

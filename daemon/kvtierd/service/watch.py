@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Final
 
 from kvtier.v1 import events_pb2
-from kvtierd.service.errors import shutting_down
+from kvtierd.service.errors import CallRefused, shutting_down
 from kvtierd.service.event_filter import EventFilter
 from kvtierd.service.hub import EventHub, Run
 
@@ -30,6 +30,14 @@ class Watcher:
         self._covered = cursor
         self.wanted = wanted
         self._heartbeat_s = heartbeat_s
+        self.refusal: CallRefused | None = None
+        """Why it may not go on, once its rights have changed."""
+
+    def require_allowed(self) -> None:
+        """Raises :attr:`refusal`: to be asked before a batch is sent, since what has become invisible is left out of
+        it, though it covers its ids."""
+        if self.refusal is not None:
+            raise self.refusal
 
     @property
     def lag(self) -> int:

@@ -92,6 +92,9 @@ def event(value: Event, face: CacheFace) -> events_pb2.Event:
     if value.blocks:
         _add_blocks(message, value.type, value.blocks)
         add_labels(message, value.blocks, face.hash_bytes, stored=value.type is EventType.STORED)
+    if value.type is EventType.CREATED:
+        message.tokens_per_block = face.tokens_per_block
+        message.all_window_tokens.extend(face.windows)
     if value.moved_from is not None:
         message.moved_from = TIER_TO_WIRE[value.moved_from]
     if value.moved_to is not None:
@@ -121,6 +124,8 @@ def slice_of(face: CacheFace, group: GroupId, rows: Sequence[ListingRow], *, pri
         priorities=bytes(row.priority for row in rows),
         event_hash=face.event_hash,
         window_tokens=face.window(group),
+        tokens_per_block=face.tokens_per_block,
+        all_window_tokens=face.windows,
     )
     add_labels(message, rows, face.hash_bytes, stored=True)
     if not private:
