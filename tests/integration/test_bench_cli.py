@@ -96,3 +96,16 @@ def test_a_restart_is_seen_by_a_caller_and_by_a_reader() -> None:
     said = {name: read["params"][name] for name in ("blocks", "short", "wrong", "errors", "calls")}
     assert said == {"blocks": 640, "short": 0, "wrong": 0, "errors": 0, "calls": 0}
     assert found["restart.answered"][0]["value"] <= found["restart.matched"][0]["value"]
+
+
+@pytest.mark.parametrize("traffic", ["calls", "pressure"])
+def test_watchers_have_every_event_and_say_what_they_cost(traffic: str) -> None:
+    sizes = ("--watchers", "2", "--rounds", "1", "--seconds", "0.3", "--chain", "32")
+    found = results("events", "--traffic", traffic, *sizes)
+    compared = {"changes", "daemon_cpu.moved", "daemon_cpu.change", "put.p50", "put.p99"}
+    alone = {"delivered", "watcher_cpu.change", "latency.p50", "latency.p99", "catch_up.memory"}
+    assert set(found) == {f"events.{name}" for name in compared | alone}
+    ((changes,), (delivered,)) = found["events.changes"], found["events.delivered"]
+    assert changes["params"]["traffic"] == traffic
+    assert delivered["value"] == pytest.approx(2 * changes["value"], rel=1e-3)
+    assert {name for name, (result,) in found.items() if result["floor"]} == {f"events.{name}" for name in compared}

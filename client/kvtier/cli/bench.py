@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.bench import client as client_bench
+from kvtier.bench import events as events_bench
 from kvtier.bench import latency as latency_bench
 from kvtier.bench import reads as reads_bench
 from kvtier.bench import restart as restart_bench
 from kvtier.bench import scale as scale_bench
 from kvtier.bench import tiers as tiers_bench
 from kvtier.bench.result import Result
+from kvtier.bench.writer import TRAFFIC
 from kvtier.cli.common import console, json_option, run, slim_table
 from kvtier.words import size
 
@@ -186,3 +188,24 @@ def restart(blocks: int, rounds: int, as_json: bool) -> None:
 def latency(block_bytes: int, rounds: int, seconds: float, disk_dir: Path | None, as_json: bool) -> None:
     """What a match waits while every edge of a private daemon is busy, and how long callbacks keep its loop."""
     _tell(latency_bench.run(latency_bench.Options(block_bytes, rounds, seconds, disk_dir)), as_json)
+
+
+@bench.command()
+@click.option("--watchers", type=click.IntRange(min=1, max=256), default=8, show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Of half a round.")
+@click.option("--chain", type=click.IntRange(1, 1024), default=256, show_default=True, help="Blocks of a put.")
+@click.option(
+    "--traffic",
+    type=click.Choice(list(TRAFFIC)),
+    multiple=True,
+    help="Blocks move and leave by calls, or because tiers are full. Repeatable.  [default: each in turn]",
+)
+@_JSON
+def events(watchers: int, rounds: int, seconds: float, chain: int, traffic: tuple[str, ...], as_json: bool) -> None:
+    """What events cost a private daemon, and watchers that decode every change of blocks of 4 KiB.
+
+    Floors are the same without watchers. It fails where a watcher misses an event, or two are told different things.
+    """
+    kinds = traffic or events_bench.Options().traffic
+    _tell(events_bench.run(events_bench.Options(watchers, rounds, seconds, chain, kinds)), as_json)
