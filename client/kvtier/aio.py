@@ -130,6 +130,8 @@ class AsyncClient:
         causes: Collection[Cause] = (),
         tiers: Collection[Tier] = (),
         caches: Collection[str] = (),
+        groups: Collection[int] = (),
+        keys: Collection[bytes | str] = (),
         heartbeats: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> Watch:
@@ -137,16 +139,19 @@ class AsyncClient:
 
         Begins now, or after ``since``, or at the ``oldest`` event held, or with a ``snapshot`` of the present state.
         Now is when it is entered (``async with client.watch() as watch``), else when it is first asked for an item.
-        Empty filters let everything through. Items are :class:`kvtier.events.Event`, :class:`Gap` where events were
-        lost, :class:`SnapshotStart`, :class:`SnapshotSlice` and :class:`SnapshotEnd` with ``snapshot``, and
-        :class:`Heartbeat` if asked for. Outlives restarts of the daemon.
+        Empty filters let everything through; ``groups`` are numbers, ``keys`` what block keys begin with, as bytes or
+        in hex: events are cut down to these blocks (:class:`kvtier.watch.Filter`). Items are
+        :class:`kvtier.events.Event`, :class:`Gap` where events were lost, :class:`SnapshotStart`,
+        :class:`SnapshotSlice` and :class:`SnapshotEnd` with ``snapshot``, and :class:`Heartbeat` if asked for. Outlives
+        restarts of the daemon.
 
-        Raises, while iterating, :class:`kvtier.errors.CursorCompacted` where ``since`` lies before what is held.
+        Raises :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted`
+        where ``since`` lies before what is held.
         """
         return Watch(
             self._session,
             Start(since, oldest, snapshot),
-            Filter(types, causes, tiers, caches),
+            Filter(types, causes, tiers, caches, groups, keys),
             heartbeats=heartbeats,
             heartbeat_s=heartbeat_s,
         )

@@ -15,6 +15,8 @@ from typing import Final, Self
 import grpc
 from grpc.aio import AioRpcError
 
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.spec import MAX_GROUPS
 from kvtier.errors import CursorCompacted, DaemonError, InvalidArgument
 from kvtier.events import (
     Gap,
@@ -32,6 +34,7 @@ from kvtier.v1 import admin_pb2, common_pb2, events_pb2
 from kvtier.wire import tier_to_wire
 
 DEFAULT_HEARTBEAT_S: Final = 5.0
+MAX_KEY_PREFIXES: Final = 64
 _MISSED_HEARTBEATS: Final = 4
 """So many quiet heartbeats mean that the daemon, or the way to it, hangs."""
 
@@ -40,12 +43,30 @@ _SUSPICIOUS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode
 
 @dataclass(slots=True, frozen=True)
 class Filter:
-    """What to see; an empty set lets everything through. ``tiers``: those an event moves from or to, or stores in."""
+    """What to see; an empty set lets everything through. ``tiers``: those an event moves from or to, or stores in.
+
+    ``groups``: by number. ``keys``: what block keys begin with, as bytes or in hex, at most 64 of them, 1 to 32 bytes
+    each; events and slices are cut down to the blocks that match. Created and cleared concern every key and are let
+    through. Raises :class:`InvalidArgument`.
+    """
 
     types: Collection[EventType] = ()
     causes: Collection[Cause] = ()
     tiers: Collection[Tier] = ()
     caches: Collection[str] = ()
+    groups: Collection[int] = ()
+    keys: Collection[bytes | str] = ()
+
+    def __post_init__(self) -> None:
+        for index, group in enumerate(self.groups):
+            if not 0 <= group < MAX_GROUPS:
+                raise InvalidArgument(f"groups[{index}]", group, f"0 to {MAX_GROUPS - 1}")
+        if isinstance(self.keys, (str, bytes)):
+            raise InvalidArgument("keys", self.keys, "a list of prefixes, even of one")
+        if len(self.keys) > MAX_KEY_PREFIXES:
+            raise InvalidArgument("keys", f"{len(self.keys)} prefixes", f"at most {MAX_KEY_PREFIXES}")
+        for index, key in enumerate(self.keys):
+            key_prefix(f"keys[{index}]", key)
 
     def to_wire(self) -> events_pb2.WatchFilter:
         return events_pb2.WatchFilter(
@@ -53,7 +74,21 @@ class Filter:
             causes=[common_pb2.Cause.ValueType(each) for each in self.causes],
             tiers=[tier_to_wire(each) for each in self.tiers],
             caches=self.caches,
+            groups=self.groups,
+            key_prefixes=[key_prefix("keys", key) for key in self.keys],
         )
+
+
+def key_prefix(field: str, value: bytes | str) -> bytes:
+    """What a block key begins with. Raises :class:`InvalidArgument` where it is not 1 to 32 bytes, or their hex."""
+    limit = f"1 to {KEY_BYTES} bytes, or 2 to {2 * KEY_BYTES} hexadecimal digits, an even number"
+    try:
+        prefix = bytes.fromhex(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise InvalidArgument(field, value, limit) from error
+    if not 1 <= len(prefix) <= KEY_BYTES:
+        raise InvalidArgument(field, value, limit)
+    return prefix
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +106,7 @@ class Start:
 
 class Watch:
     """``async for item in watch``. :attr:`cursor`: the last id that it has been told of, None before the first.
+    :attr:`newest`: the last id that the daemon had given out when it sent its last batch, None before the first.
 
     Close it, or use it as a context manager, to end the stream at once.
     """
@@ -87,6 +123,7 @@ class Watch:
         if not 0.01 <= heartbeat_s <= 3600:
             raise InvalidArgument("heartbeat_s", heartbeat_s, "0.01 to 3600 seconds")
         self.cursor: Cursor | None = start.since
+        self.newest: int | None = None
         self._session = session
         self._start = start
         self._filter = wanted
@@ -94,6 +131,11 @@ class Watch:
         self._heartbeat_s = heartbeat_s
         self._snapshot_pending = start.snapshot
         self._items = self._follow()
+
+    @property
+    def lag(self) -> int:
+        """Ids that it has not been told of yet, as of the last batch; 0 before the first."""
+        return 0 if self.newest is None or self.cursor is None else max(0, self.newest - self.cursor.id)
 
     def __aiter__(self) -> Self:
         return self
@@ -184,6 +226,7 @@ class Watch:
         return max(1.0, _MISSED_HEARTBEATS * self._heartbeat_s)
 
     def _items_of(self, batch: events_pb2.WatchBatch) -> Iterator[WatchItem]:
+        self.newest = batch.newest_id or batch.last_id  # an older daemon does not say
         covers = batch.first_id <= batch.last_id
         if covers and self.cursor is not None and self.cursor.epoch in (0, batch.epoch):
             expected = self.cursor.id + 1

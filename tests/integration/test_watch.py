@@ -28,7 +28,8 @@ from kvtier import (
 )
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import StartDaemon
+from tests.integration.daemon import StartDaemon, StartFor
+from tests.integration.models import VSWA, content, groups_of
 from tests.integration.raw import RawClient, refusal
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -127,6 +128,54 @@ async def test_filters(client: AsyncClient, cache: Cache, filters: dict[str, lis
     async with client.watch(since=start, heartbeat_s=0.05, heartbeats=True, **filters) as watch:  # type: ignore[arg-type]
         events = await until(watch, await now(client))
     assert {names[event.type, Cause(event.cause), event.moved_to] for event in events} == wanted
+
+
+async def test_a_watch_of_some_keys_sees_only_their_blocks(client: AsyncClient, cache: Cache) -> None:
+    """In events of many blocks, and in a snapshot's slices; ranges join, so nothing is reported lost."""
+    one, other = chain(f"{cache.name} one", 4), chain(f"{cache.name} other", 4)
+    start = await now(client)
+    await cache.put(one, blocks(one))
+    await cache.put(other, blocks(other))
+    wanted: list[bytes | str] = [one[1], other[3][:5].hex()]
+    table = ResidencyTable()
+    async with client.watch(snapshot=True, caches=[cache.name], keys=wanted) as watch, asyncio.timeout(PATIENCE_S):
+        async for item in watch:
+            table.apply(item)
+            if isinstance(item, SnapshotEnd):
+                break
+    assert table.blocks(cache.name).keys() == {one[1], other[3]}
+    await cache.move(one[:2], Tier.DISK)
+    async with client.watch(since=start, keys=wanted, heartbeat_s=0.05, heartbeats=True) as watch:
+        events = await until(watch, await now(client))
+        assert watch.lag == 0
+    assert {key for event in events for key in event.keys} == {one[1], other[3]}
+    assert {event.type for event in events} == {EventType.STORED, EventType.UPDATED}
+    parents = dict(zip(one[1:], one, strict=False)) | dict(zip(other[1:], other, strict=False))
+    for event in events:
+        if event.type is EventType.STORED:
+            assert event.parents == [parents[key] for key in event.keys]
+        else:
+            assert event.moved_bytes == len(event.keys) * SPEC.record_bytes(0)
+
+
+async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for: StartFor) -> None:
+    daemon = start_for(VSWA, host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("groups", VSWA)
+        for group in groups_of(VSWA):
+            keys = chain("groups", 2)
+            await cache.in_group(group).put(keys, content(VSWA, group, keys))
+        seen: list[int] = []
+        async with client.watch(snapshot=True, groups=[0, 2]) as watch, asyncio.timeout(PATIENCE_S):
+            async for item in watch:
+                if isinstance(item, SnapshotSlice):
+                    seen.append(item.group)
+                if isinstance(item, SnapshotEnd):
+                    break
+        assert seen == [0, 2]
+        async with client.watch(oldest=True, groups=[2], heartbeat_s=0.05, heartbeats=True) as watch:
+            events = await until(watch, await now(client))
+        assert {(event.type, event.group) for event in events} == {(EventType.CREATED, 2), (EventType.STORED, 2)}
 
 
 async def test_ranges_join_whatever_the_filter_lets_through(raw: RawClient, client: AsyncClient, cache: Cache) -> None:
@@ -314,7 +363,7 @@ async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemo
         for index in range(40):
             keys = chain(f"short {index}", 2)
             await cache.put(keys, blocks(keys))
-        end = await now(client)
+        end = await _quiet(client, cache)
         with pytest.raises(CursorCompacted) as refused:
             await anext(client.watch(since=Cursor(end.epoch, 1)))
         oldest = refused.value.oldest
@@ -332,6 +381,8 @@ async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemo
         (events_pb2.WatchRequest(heartbeat_ns=1), "heartbeat_ns"),
         (events_pb2.WatchRequest(heartbeat_ns=2**63), "heartbeat_ns"),
         (events_pb2.WatchRequest(filter=events_pb2.WatchFilter(caches=["ok", "no spaces"])), "filter.caches[1]"),
+        (events_pb2.WatchRequest(filter=events_pb2.WatchFilter(groups=[16])), "filter.groups[0]"),
+        (events_pb2.WatchRequest(filter=events_pb2.WatchFilter(key_prefixes=[b""])), "filter.key_prefixes[0]"),
     ],
 )
 async def test_a_bad_watch_is_refused(raw: RawClient, request_: events_pb2.WatchRequest, field: str) -> None:

@@ -103,6 +103,8 @@ class Client:
         causes: Collection[Cause] = (),
         tiers: Collection[Tier] = (),
         caches: Collection[str] = (),
+        groups: Collection[int] = (),
+        keys: Collection[bytes | str] = (),
         heartbeats: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> Watch:
@@ -118,6 +120,8 @@ class Client:
             causes=causes,
             tiers=tiers,
             caches=caches,
+            groups=groups,
+            keys=keys,
             heartbeats=heartbeats,
             heartbeat_s=heartbeat_s,
         )

@@ -31,6 +31,16 @@ class Watch:
         """The last id that it has been told of, None before the first."""
         return self._inner.cursor
 
+    @property
+    def newest(self) -> int | None:
+        """The last id that the daemon had given out when it sent its last batch, None before the first."""
+        return self._inner.newest
+
+    @property
+    def lag(self) -> int:
+        """Ids that it has not been told of yet, as of the last batch; 0 before the first."""
+        return self._inner.lag
+
     def close(self) -> None:
         """Ends the stream; a thread that waits for the next item sees the end of the iteration."""
         if not self._closed and not self._thread.forked:

@@ -67,6 +67,8 @@ class WatchFilter(google.protobuf.message.Message):
     CAUSES_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     CACHES_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    KEY_PREFIXES_FIELD_NUMBER: builtins.int
     @property
     def types(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___EventType.ValueType]:
         """empty = all"""
@@ -81,6 +83,16 @@ class WatchFilter(google.protobuf.message.Message):
     def caches(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """names"""
 
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """by number"""
+
+    @property
+    def key_prefixes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """1 to 32 bytes each, at most 64. An event that carries keys is cut down to the blocks whose keys begin with one of them
+        (moved_bytes to their share), and dropped where none does; so is a slice. What carries none concerns every key and passes.
+        """
+
     def __init__(
         self,
         *,
@@ -88,8 +100,10 @@ class WatchFilter(google.protobuf.message.Message):
         causes: collections.abc.Iterable[kvtier.v1.common_pb2.Cause.ValueType] | None = ...,
         tiers: collections.abc.Iterable[kvtier.v1.common_pb2.Tier.ValueType] | None = ...,
         caches: collections.abc.Iterable[builtins.str] | None = ...,
+        groups: collections.abc.Iterable[builtins.int] | None = ...,
+        key_prefixes: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["caches", b"caches", "causes", b"causes", "tiers", b"tiers", "types", b"types"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caches", b"caches", "causes", b"causes", "groups", b"groups", "key_prefixes", b"key_prefixes", "tiers", b"tiers", "types", b"types"]) -> None: ...
 
 global___WatchFilter = WatchFilter
 
@@ -373,11 +387,14 @@ class WatchBatch(google.protobuf.message.Message):
     GAP_FIELD_NUMBER: builtins.int
     SLICE_FIELD_NUMBER: builtins.int
     SNAPSHOT_END_FIELD_NUMBER: builtins.int
+    NEWEST_ID_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     first_id: builtins.int
     """first_id > last_id: the batch covers no ids (a heartbeat, a slice)"""
     last_id: builtins.int
     snapshot_end: builtins.bool
+    newest_id: builtins.int
+    """the last id given out when the batch was made: newest_id - last_id is how far behind it is"""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Event]: ...
     @property
@@ -394,8 +411,9 @@ class WatchBatch(google.protobuf.message.Message):
         gap: global___Gap | None = ...,
         slice: global___SnapshotSlice | None = ...,
         snapshot_end: builtins.bool = ...,
+        newest_id: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gap", b"gap", "slice", b"slice"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "events", b"events", "first_id", b"first_id", "gap", b"gap", "last_id", b"last_id", "slice", b"slice", "snapshot_end", b"snapshot_end"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "events", b"events", "first_id", b"first_id", "gap", b"gap", "last_id", b"last_id", "newest_id", b"newest_id", "slice", b"slice", "snapshot_end", b"snapshot_end"]) -> None: ...
 
 global___WatchBatch = WatchBatch

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
+from kvtier.abi.spec import MAX_GROUPS
 from kvtier.v1 import common_pb2, events_pb2
-from kvtierd.core.ids import Tier
+from kvtierd.core.ids import KEY_BYTES, Tier
+from kvtierd.core.verbs import ListingRow
 from kvtierd.service import validate, wire
 from kvtierd.service.errors import bad_argument
 from kvtierd.service.hub import Run, without_tokens
+from kvtierd.service.key_prefixes import KeyPrefixes
+
+MAX_PREFIXES: Final = 64
+"""Of keys, in a filter."""
 
 
 @dataclass(slots=True, frozen=True)
 class EventFilter:
-    """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same.
+    """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same. ``keys``: None = all.
 
     ``visible``: of which caches the watcher may see events; None = of all. ``private``: of which it may see token ids,
     or of all or of none.
@@ -25,6 +32,8 @@ class EventFilter:
     caches: frozenset[str]
     tiers: frozenset[int]
     tier_bits: int
+    groups: frozenset[int]
+    keys: KeyPrefixes | None
     visible: Callable[[str], bool] | None
     private: Callable[[str], bool] | bool
 
@@ -42,6 +51,8 @@ class EventFilter:
             caches=frozenset(message.caches),
             tiers=frozenset(message.tiers),
             tier_bits=sum(tier.bit for tier in set(tiers)),
+            groups=frozenset(message.groups),
+            keys=KeyPrefixes.of(message.key_prefixes) if message.key_prefixes else None,
             visible=visible,
             private=private,
         )
@@ -55,17 +66,41 @@ class EventFilter:
 
     @property
     def lets_all_through(self) -> bool:
-        return not (self.types or self.causes or self.caches or self.tiers or self.visible)
+        some = self.types or self.causes or self.caches or self.tiers or self.groups
+        return not some and self.keys is None and self.visible is None
 
     def wants_cache(self, name: str) -> bool:
         return (not self.caches or name in self.caches) and (self.visible is None or self.visible(name))
 
-    def wants(self, event: events_pb2.Event) -> bool:
+    def wants_group(self, group: int) -> bool:
+        return not self.groups or group in self.groups
+
+    def wanted_rows(self, rows: Sequence[ListingRow]) -> Sequence[ListingRow]:
+        return rows if self.keys is None else [row for row in rows if self.keys.match(row.key)]
+
+    def look_at(self, run: Run) -> bytes:
+        """What of ``run`` passes: a serialised ``WatchBatch`` with just these events, cut down to the blocks wanted."""
+        body = run.body_for(private=self.private is not False)
+        if self.lets_all_through and (isinstance(self.private, bool) or run.private is run.body):
+            return body
+        if self.keys is not None and not run.keyless and self.keys.absent_from(body):
+            return b""
+        events = [event for event in events_pb2.WatchBatch.FromString(body).events if self._wants(event)]
+        if self.keys is not None:
+            events = self.keys.only_theirs(events)
+        if self.tiers:
+            events = [event for event in events if self._touches_tiers(event)]
+        if not isinstance(self.private, bool):
+            without_tokens(events, self.private)
+        return events_pb2.WatchBatch(events=events).SerializeToString()
+
+    def _wants(self, event: events_pb2.Event) -> bool:
+        """All that an event is judged by as a whole; keys and tiers are judged by block."""
         return (
             (not self.types or event.type in self.types)
             and (not self.causes or event.cause in self.causes)
             and self.wants_cache(event.cache)
-            and (not self.tiers or self._touches_tiers(event))
+            and self.wants_group(event.group)
         )
 
     def _touches_tiers(self, event: events_pb2.Event) -> bool:
@@ -74,16 +109,6 @@ class EventFilter:
         if event.type != events_pb2.EVENT_TYPE_STORED:
             return False
         return any(residency & self.tier_bits for residency in event.residency)
-
-    def look_at(self, run: Run) -> bytes:
-        """What of ``run`` passes: a serialised ``WatchBatch`` with just these events."""
-        body = run.body_for(private=self.private is not False)
-        if self.lets_all_through and (isinstance(self.private, bool) or run.private is run.body):
-            return body
-        events = [event for event in events_pb2.WatchBatch.FromString(body).events if self.wants(event)]
-        if not isinstance(self.private, bool):
-            without_tokens(events, self.private)
-        return events_pb2.WatchBatch(events=events).SerializeToString()
 
 
 def filter_from_wire(
@@ -100,6 +125,12 @@ def filter_from_wire(
             raise bad_argument(f"filter.causes[{index}]", cause, "a cause")
     for index, name in enumerate(message.caches):
         validate.cache_name(name, f"filter.caches[{index}]")
+    for index, group in enumerate(message.groups):
+        validate.count(f"filter.groups[{index}]", group, 0, MAX_GROUPS - 1)
+    validate.count("filter.key_prefixes", len(message.key_prefixes), 0, MAX_PREFIXES)
+    for index, prefix in enumerate(message.key_prefixes):
+        if not 1 <= len(prefix) <= KEY_BYTES:
+            raise bad_argument(f"filter.key_prefixes[{index}]", f"{len(prefix)} bytes", f"1 to {KEY_BYTES} bytes")
     every = tuple(wire.TIER_TO_WIRE)
     tiers = [validate.tier(f"filter.tiers[{index}]", tier, every) for index, tier in enumerate(message.tiers)]
     return EventFilter.of(message, tiers, visible, private)

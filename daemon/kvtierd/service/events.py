@@ -131,7 +131,7 @@ class EventsService:
     async def _slices(self, cursor: int, watcher: Watcher) -> AsyncGenerator[bytes, None]:
         """All blocks of the caches wanted, as they are while it goes over them; no batch covers any ids."""
         for cache in list(self._catalog):
-            for group in range(len(cache.spec.groups)):
+            for group in filter(watcher.wanted.wants_group, range(len(cache.spec.groups))):
                 async with aclosing(self._slices_of_group(cursor, cache, GroupId(group), watcher)) as slices:
                     async for batch in slices:
                         yield batch
@@ -143,12 +143,15 @@ class EventsService:
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
         while watcher.wanted.wants_cache(cache.name):
             listing = self._engine.listing(cache.id, group, page, limit)
-            if listing.rows or not page:  # a watcher must know of a group that has no blocks, too
+            rows = watcher.wanted.wanted_rows(listing.rows)
+            if rows or not page:  # a watcher must know of a group that has no blocks, too
                 private = watcher.wanted.may_see_tokens_of(cache.name)
-                slice = wire.slice_of(cache.face, group, listing.rows, private=private)
-                batch = events_pb2.WatchBatch(epoch=self._hub.epoch, first_id=cursor + 1, last_id=cursor, slice=slice)
+                slice = wire.slice_of(cache.face, group, rows, private=private)
+                batch = events_pb2.WatchBatch(
+                    epoch=self._hub.epoch, first_id=cursor + 1, last_id=cursor, slice=slice, newest_id=self._hub.last
+                )
                 yield batch.SerializeToString()
-                await asyncio.sleep(0)  # a stream that always has room would not let go of the loop
+            await asyncio.sleep(0)  # a stream that always has room would not let go of the loop
             page = listing.next_page
             if not page:
                 break

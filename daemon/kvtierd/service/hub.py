@@ -43,19 +43,22 @@ LINGER_S: Final = 0.002
 class Run:
     """Ids [first, last], all of them held. ``body``: a serialised ``WatchBatch`` with just these events.
 
-    ``private``: the same with token ids; the same object where there are none.
+    ``private``: the same with token ids; the same object where there are none. ``keyless``: whether there may be events
+    in it that carry no keys, and so concern all of them.
     """
 
     first: int
     last: int
     body: bytes
     private: bytes
+    keyless: bool = True
 
     @classmethod
-    def of(cls, first: int, last: int, batch: events_pb2.WatchBatch) -> Self:
+    def of(cls, first: int, last: int, batch: events_pb2.WatchBatch, *, keyless: bool = True) -> Self:
         """Takes the batch with all that it may tell, and leaves it without what is private."""
         private = batch.SerializeToString()
-        return cls(first, last, private if not without_tokens(batch.events) else batch.SerializeToString(), private)
+        body = private if not without_tokens(batch.events) else batch.SerializeToString()
+        return cls(first, last, body, private, keyless)
 
     def body_for(self, *, private: bool) -> bytes:
         return self.private if private else self.body
@@ -173,7 +176,8 @@ class EventHub:
         count = _run_length(self._pending)
         events, self._pending = self._pending[:count], self._pending[count:]
         batch = events_pb2.WatchBatch(events=[wire.event(each, self._faces[each.cache]) for each in events])
-        run = Run.of(events[0].id, events[-1].id, batch)
+        keyless = not all(event.blocks for event in events)
+        run = Run.of(events[0].id, events[-1].id, batch, keyless=keyless)
         self._ring[self._head + len(self._ring)] = run
         self._packed = events[-1].id
         self._bytes += run.size
@@ -212,13 +216,13 @@ def _without_events_up_to(cursor: int, run: Run) -> Run:
         return run
     batch = events_pb2.WatchBatch.FromString(run.private)
     rest = [event for event in batch.events if event.id > cursor]
-    return Run.of(cursor + 1, run.last, events_pb2.WatchBatch(events=rest))
+    return Run.of(cursor + 1, run.last, events_pb2.WatchBatch(events=rest), keyless=run.keyless)
 
 
 def _joined(runs: Sequence[Run]) -> Run:
     body = b"".join(run.body for run in runs)
-    private = any(run.private is not run.body for run in runs)
-    return Run(runs[0].first, runs[-1].last, body, b"".join(run.private for run in runs) if private else body)
+    private = b"".join(run.private for run in runs) if any(run.private is not run.body for run in runs) else body
+    return Run(runs[0].first, runs[-1].last, body, private, any(run.keyless for run in runs))
 
 
 def without_tokens(events: Iterable[events_pb2.Event], may_see: Callable[[str], bool] = lambda cache: False) -> bool:

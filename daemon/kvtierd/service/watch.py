@@ -93,13 +93,23 @@ class Watcher:
         """A batch without events that covers all ids up to the cursor; events may be appended to its bytes."""
         first, self._covered = self._covered + 1, self._cursor
         return events_pb2.WatchBatch(
-            epoch=self._hub.epoch, first_id=first, last_id=self._cursor, snapshot_end=snapshot_end
+            epoch=self._hub.epoch,
+            first_id=first,
+            last_id=self._cursor,
+            snapshot_end=snapshot_end,
+            newest_id=self._hub.last,
         ).SerializeToString()
 
     def _gap(self, last: int) -> bytes:
         """Covers what was filtered away before it, too: the ids of the gap itself are in no batch."""
         gap = events_pb2.Gap(epoch=self._hub.epoch, first_id=self._cursor + 1, last_id=last, reason=SLOW)
-        batch = events_pb2.WatchBatch(epoch=self._hub.epoch, first_id=self._covered + 1, last_id=self._cursor, gap=gap)
+        batch = events_pb2.WatchBatch(
+            epoch=self._hub.epoch,
+            first_id=self._covered + 1,
+            last_id=self._cursor,
+            gap=gap,
+            newest_id=self._hub.last,
+        )
         self._cursor = self._covered = last
         return batch.SerializeToString()
 
@@ -108,5 +118,9 @@ def lost_range(hub: EventHub, epoch: int, after: int) -> bytes:
     """The batch that tells a watcher of an earlier epoch what it will never see: all ids from there to this epoch's."""
     gap = events_pb2.Gap(epoch=epoch, first_id=after + 1, last_id=hub.epoch_first - 1, reason=UNCLEAN_STOP)
     return events_pb2.WatchBatch(
-        epoch=hub.epoch, first_id=hub.epoch_first, last_id=hub.epoch_first - 1, gap=gap
+        epoch=hub.epoch,
+        first_id=hub.epoch_first,
+        last_id=hub.epoch_first - 1,
+        gap=gap,
+        newest_id=hub.last,
     ).SerializeToString()

@@ -233,6 +233,8 @@ async def test_filters_go_to_the_daemon(daemon: FakeDaemon, client: kvtier.Async
         causes=[kvtier.Cause.CAPACITY, kvtier.Cause.IO_ERROR],
         tiers=[kvtier.Tier.DISK],
         caches=["c"],
+        groups=[0, 2],
+        keys=[b"k", "0aFF"],
     )
     async with watch:
         await take(watch, 1)
@@ -242,6 +244,42 @@ async def test_filters_go_to_the_daemon(daemon: FakeDaemon, client: kvtier.Async
     assert list(request.filter.causes) == [common_pb2.CAUSE_CAPACITY, common_pb2.CAUSE_IO_ERROR]
     assert list(request.filter.tiers) == [common_pb2.TIER_DISK]
     assert list(request.filter.caches) == ["c"]
+    assert list(request.filter.groups) == [0, 2]
+    assert list(request.filter.key_prefixes) == [b"k", b"\x0a\xff"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ({"groups": [0, 16]}, "groups[1]"),
+        ({"groups": [-1]}, "groups[0]"),
+        ({"keys": ["ab", "abc"]}, "keys[1]"),
+        ({"keys": ["not hex"]}, "keys[0]"),
+        ({"keys": [b""]}, "keys[0]"),
+        ({"keys": [bytes(33)]}, "keys[0]"),
+        ({"keys": "abcd"}, "keys"),
+        ({"keys": [b"a"] * 65}, "keys"),
+    ],
+    ids=str,
+)
+async def test_what_is_no_filter_does_not_leave_the_client(
+    client: kvtier.AsyncClient, wanted: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(kvtier.InvalidArgument) as refused:
+        client.watch(**wanted)
+    assert refused.value.field == field
+
+
+async def test_a_watch_knows_how_far_behind_it_is(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    play(daemon, [batch(5, 7, newest_id=20), batch(8, 9, newest_id=9), batch(10, 11), None])
+    async with client.watch(since=Cursor(1, 4)) as watch:
+        assert (watch.newest, watch.lag) == (None, 0)
+        await take(watch, 2)
+        assert (watch.newest, watch.lag) == (20, 14)
+        await take(watch, 3)
+        assert (watch.newest, watch.lag) == (9, 0)
+        await take(watch, 1)
+        assert (watch.newest, watch.lag) == (11, 1), "of a daemon that does not say, what it has sent"
 
 
 async def test_a_watch_has_one_beginning(client: kvtier.AsyncClient) -> None:

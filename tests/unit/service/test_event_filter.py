@@ -1,0 +1,184 @@
+"""What passes a filter, held against a model that looks at one block at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.v1 import common_pb2, events_pb2
+from kvtierd.service.errors import CallRefused
+from kvtierd.service.event_filter import MAX_PREFIXES, EventFilter, filter_from_wire
+from kvtierd.service.hub import Run
+from kvtierd.service.key_prefixes import KeyPrefixes
+
+T = TypeVar("T")
+
+STORED, REMOVED = events_pb2.EVENT_TYPE_STORED, events_pb2.EVENT_TYPE_REMOVED
+UPDATED, CLEARED = events_pb2.EVENT_TYPE_UPDATED, events_pb2.EVENT_TYPE_CLEARED
+HOST, DISK = common_pb2.TIER_HOST, common_pb2.TIER_DISK
+
+# Few different bytes, so that prefixes match keys, other keys' middles, parents and hashes.
+keys = st.lists(st.sampled_from(b"\x00\x01\xff"), min_size=32, max_size=32).map(bytes)
+first_bytes = st.binary(min_size=1, max_size=1) | st.sampled_from([b"\x00", b"\x01", b"\xff", b"\x00\x01"])
+prefixes = st.lists(first_bytes | keys | keys.map(lambda key: key[:9]), min_size=1, max_size=6)
+
+
+@dataclass(frozen=True)
+class Block:
+    key: bytes
+    parent: bytes
+    residency: int
+    priority: int
+    event_hash: bytes
+    parent_hash: bytes
+    tokens: bytes
+
+
+blocks = st.builds(
+    Block,
+    keys,
+    keys,
+    st.integers(0, 7),
+    st.integers(0, 100),
+    st.binary(min_size=8, max_size=8),
+    st.binary(min_size=8, max_size=8),
+    st.binary(min_size=4, max_size=4),
+)
+
+
+def packed(event: events_pb2.Event, rows: Sequence[Block]) -> events_pb2.Event:
+    event.keys = b"".join(row.key for row in rows)
+    event.residency = bytes(row.residency for row in rows)
+    event.event_hashes = b"".join(row.event_hash for row in rows)
+    if event.type != REMOVED:
+        event.priorities = bytes(row.priority for row in rows)
+    if event.type == STORED:
+        event.parents = b"".join(row.parent for row in rows)
+        event.parent_hashes = b"".join(row.parent_hash for row in rows)
+        event.tokens.extend(events_pb2.BlockTokens(token_ids=row.tokens) for row in rows)
+    return event
+
+
+@st.composite
+def happenings(draw: st.DrawFn) -> tuple[events_pb2.Event, list[Block]]:
+    kind = draw(st.sampled_from([STORED, REMOVED, UPDATED, CLEARED]))
+    rows = [] if kind == CLEARED else draw(st.lists(blocks, min_size=1, max_size=6))
+    event = events_pb2.Event(id=1, type=kind, cache=draw(st.sampled_from(["one", "two"])))
+    event.cause = draw(st.sampled_from([common_pb2.CAUSE_COMMIT, common_pb2.CAUSE_CAPACITY]))
+    event.group = draw(st.integers(0, 2))
+    if kind == UPDATED:
+        event.moved_from, event.moved_to, event.moved_bytes = HOST, draw(st.sampled_from([HOST, DISK])), 100 * len(rows)
+    return packed(event, rows), rows
+
+
+def expected(
+    wanted: events_pb2.WatchFilter, happened: Iterable[tuple[events_pb2.Event, list[Block]]]
+) -> list[events_pb2.Event]:
+    """A block at a time, as the protocol says it."""
+    seen = []
+    for whole, rows in happened:
+        left = [row for row in rows if any(row.key.startswith(prefix) for prefix in wanted.key_prefixes or [b""])]
+        event = events_pb2.Event()
+        event.CopyFrom(whole)
+        for field in ("keys", "parents", "residency", "priorities", "event_hashes", "parent_hashes", "tokens"):
+            event.ClearField(field)
+        if event.moved_bytes:
+            event.moved_bytes = 100 * len(left)
+        stored_in = event.type == STORED and any(row.residency & 1 << tier - 1 for row in left for tier in wanted.tiers)
+        if (
+            (not rows or left)
+            and (not wanted.types or event.type in wanted.types)
+            and (not wanted.causes or event.cause in wanted.causes)
+            and (not wanted.caches or event.cache in wanted.caches)
+            and (not wanted.groups or event.group in wanted.groups)
+            and (not wanted.tiers or {event.moved_from, event.moved_to} & set(wanted.tiers) or stored_in)
+        ):
+            seen.append(packed(event, left) if rows else event)
+    return seen
+
+
+def passed(wanted: EventFilter, events: Sequence[events_pb2.Event], *, keyless: bool = True) -> list[events_pb2.Event]:
+    run = Run.of(1, 1, events_pb2.WatchBatch(events=events), keyless=keyless)
+    return list(events_pb2.WatchBatch.FromString(wanted.look_at(run)).events)
+
+
+def mostly_all(some: list[T]) -> st.SearchStrategy[list[T]]:
+    """A filter's field: with all of them set almost nothing would pass."""
+    return st.sampled_from([[], [], [], [], some])
+
+
+def asked(message: events_pb2.WatchFilter, *, private: bool = True) -> EventFilter:
+    return filter_from_wire(message, None, private)
+
+
+@given(
+    st.lists(happenings(), max_size=6),
+    st.builds(
+        events_pb2.WatchFilter,
+        types=mostly_all([STORED, UPDATED]),
+        causes=mostly_all([common_pb2.CAUSE_CAPACITY]),
+        caches=mostly_all(["two"]),
+        tiers=mostly_all([DISK]),
+        groups=mostly_all([0, 2]),
+        key_prefixes=st.just([]) | prefixes,
+    ),
+)
+def test_what_passes_is_what_the_model_lets_through(
+    happened: list[tuple[events_pb2.Event, list[Block]]], message: events_pb2.WatchFilter
+) -> None:
+    events = [event for event, _ in happened]
+    keyless = any(not rows for _, rows in happened)
+    assert passed(asked(message), events, keyless=keyless) == expected(message, happened)
+
+
+@given(prefixes, st.lists(keys, max_size=40))
+def test_places_are_those_of_a_search_key_by_key(some: list[bytes], listed: list[bytes]) -> None:
+    wanted = KeyPrefixes.of(some)
+    there = [place for place, key in enumerate(listed) if any(key.startswith(prefix) for prefix in some)]
+    assert wanted.places(b"".join(listed)) == there
+    assert [place for place, key in enumerate(listed) if wanted.match(key)] == there
+    if wanted.absent_from(b"".join(listed)):
+        assert there == []
+
+
+def test_many_prefixes_are_found_as_well_as_few() -> None:
+    listed = [number.to_bytes(2, "big") * 16 for number in range(2000)]
+    wanted = KeyPrefixes.of(listed[place][: 1 + place % 32] for place in range(1, 2000, 40))
+    found = wanted.places(b"".join(listed))
+    assert found == [place for place, key in enumerate(listed) if wanted.match(key)]
+    assert 50 <= len(found) < 2000
+
+
+def test_a_run_without_the_prefix_is_not_even_parsed() -> None:
+    wanted = asked(events_pb2.WatchFilter(key_prefixes=[b"k" * 32]))
+    assert wanted.look_at(Run(1, 1, b"no protobuf at all", b"no protobuf at all", keyless=False)) == b""
+
+
+def test_tokens_are_cut_with_their_blocks_and_kept_from_those_who_may_not_see_them() -> None:
+    rows = [Block(bytes([n]) * 32, bytes(32), 1, 35, bytes(8), bytes(8), bytes([n]) * 4) for n in (1, 2, 3)]
+    events = [packed(events_pb2.Event(id=1, type=STORED, cache="one"), rows)]
+    message = events_pb2.WatchFilter(key_prefixes=[b"\x03", b"\x01\x01"])
+    (event,) = passed(asked(message), events)
+    assert [each.token_ids for each in event.tokens] == [b"\x01" * 4, b"\x03" * 4]
+    (event,) = passed(asked(message, private=False), events)
+    assert (len(event.keys), len(event.tokens)) == (64, 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (events_pb2.WatchFilter(groups=[0, 16]), "filter.groups[1]"),
+        (events_pb2.WatchFilter(key_prefixes=[b"a", b""]), "filter.key_prefixes[1]"),
+        (events_pb2.WatchFilter(key_prefixes=[bytes(33)]), "filter.key_prefixes[0]"),
+        (events_pb2.WatchFilter(key_prefixes=[b"a"] * (MAX_PREFIXES + 1)), "filter.key_prefixes"),
+    ],
+)
+def test_what_is_no_filter_is_refused(message: events_pb2.WatchFilter, field: str) -> None:
+    with pytest.raises(CallRefused) as refused:
+        asked(message)
+    assert refused.value.detail.field == field
