@@ -1,0 +1,75 @@
+"""Where the log lies, and what is done about a directory that cannot be one.
+
+The daemon can serve without its past, so a log that is damaged, of a later version, or none at all does not keep it
+from starting, as a damaged state would: the directory is renamed, untouched, and a new log begins. Whoever asks for
+what is gone with it is told so, as with a log that has been compacted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import lmdb
+
+from kvtierd.event_log.clock import Clocks
+from kvtierd.event_log.store import EventStore
+from kvtierd.tiers.base import DamagedDirectory, TierError
+from kvtierd.tiers.disk.files import io_errors, make_private_directory, sync_directory
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
+
+_KIND: Final = "event-log"
+_FIRST_FILES: Final = frozenset({f"{SUPERBLOCK}.new"})
+
+_log = logging.getLogger(__name__)
+
+
+def open_store(
+    path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks, unfit: Callable[[EventStore], str | None]
+) -> EventStore:
+    """The log at ``path``, made where there is none. ``unfit``: why one that is sound cannot be gone on with, or None.
+
+    Raises :class:`kvtierd.tiers.base.TierIOError`.
+    """
+    with io_errors(f"cannot use the event log {path}"):
+        try:
+            store = _open(path, max_bytes, max_age_ns, clocks)
+            reason = unfit(store)
+            if reason is None:
+                return store
+            store.close()
+        except DamagedDirectory as error:
+            reason = str(error)
+        _set_aside(path, reason)
+        return _open(path, max_bytes, max_age_ns, clocks)
+
+
+def _open(path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks) -> EventStore:
+    if path.exists() and read_superblock(path, _KIND) is None and (strange := _strange(path)):
+        raise DamagedDirectory(path, f"holds {', '.join(strange[:3])} but no {SUPERBLOCK} of kvtier's")
+    make_private_directory(path)
+    if read_superblock(path, _KIND) is None:
+        write_superblock(path, _KIND, {})
+    try:
+        return EventStore(path, max_bytes, max_age_ns, clocks)
+    except TierError as error:
+        if isinstance(error.__cause__, lmdb.InvalidError | lmdb.CorruptedError | lmdb.VersionMismatchError):
+            raise DamagedDirectory(path, str(error.__cause__)) from error
+        raise
+
+
+def _strange(path: Path) -> list[str]:
+    if not path.is_dir():
+        return ["a file"]
+    return sorted(entry.name for entry in path.iterdir() if entry.name not in _FIRST_FILES)
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    aside = next(
+        name for number in range(1, 1 << 30) if not (name := path.with_name(f"{path.name}.aside-{number}")).exists()
+    )
+    path.rename(aside)
+    sync_directory(path.parent)
+    _log.warning("event log set aside, a new one begins now_at=%s why=%r", aside, reason)
