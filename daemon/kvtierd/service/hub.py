@@ -36,7 +36,10 @@ MESSAGE_BYTES: Final = 1 << 20
 """A message is closed once it is so long; a single longer event still goes out whole."""
 
 LINGER_S: Final = 0.002
-"""Events wait so long for company: under load a watcher is woken 500 times a second, not once for each loop turn."""
+"""Events after a quiet time wait so long for company, not to be sent one by one."""
+
+BUSY_S: Final = 0.01
+"""Watchers are woken so far apart at least: a message to each costs the daemon as much as some fifty changes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,6 +102,7 @@ class EventHub:
         self._head = 0
         self._bytes = 0
         self._news = asyncio.Event()
+        self._woken = -BUSY_S
         self._closed = False
 
     @property
@@ -128,7 +132,8 @@ class EventHub:
         self.published.update((event.type, event.cause) for event in events)
         self._published = events[-1].id
         if self._packing is None:
-            self._packing = asyncio.get_running_loop().call_later(LINGER_S, self._pack_some)
+            loop = asyncio.get_running_loop()
+            self._packing = loop.call_at(max(loop.time() + LINGER_S, self._woken + BUSY_S), self._pack_some)
 
     def after(self, cursor: int) -> Run | None:
         """The oldest events held with ids above ``cursor``, at most a message of them; None if there are none yet.
@@ -168,7 +173,8 @@ class EventHub:
         self._pack()
         if self._pending:
             self._packing = asyncio.get_running_loop().call_soon(self._pack_some)
-        self._wake()
+        else:
+            self._wake()
 
     def _pack(self) -> None:
         if not self._pending:
@@ -192,6 +198,7 @@ class EventHub:
 
     def _wake(self) -> None:
         # Waiters hold the event that they wait on, so a fresh one for those to come wakes each exactly once.
+        self._woken = asyncio.get_running_loop().time()
         self._news.set()
         self._news = asyncio.Event()
 

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from kvtier.v1 import events_pb2
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key
 from kvtierd.core.traits import Label
+from kvtierd.service import hub as hub_module
 from kvtierd.service.faces import CacheFace
-from kvtierd.service.hub import MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, EventHub, Limits, Run
+from kvtierd.service.hub import BUSY_S, MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, EventHub, Limits, Run
 
 FACES = {CacheId(1): CacheFace("cache")}
 
@@ -66,6 +69,37 @@ async def test_published_ids_are_known_at_once_and_readable_a_little_later() -> 
     assert ring.after(40) is None
     await readable(ring, 42)
     assert ids(ring.after(40)) == [41, 42]
+
+
+async def test_under_load_watchers_are_woken_at_intervals_and_have_all_in_the_end() -> None:
+    ring, loop, wakes, last = hub(), asyncio.get_running_loop(), 0, 0
+
+    async def watch() -> None:
+        nonlocal wakes
+        while True:
+            await ring.news(ring.readable)
+            wakes += 1
+
+    began, watching = loop.time(), asyncio.create_task(watch())
+    while loop.time() < began + 10 * BUSY_S:
+        last += 1
+        publish(ring, last, 1)
+        await asyncio.sleep(0)
+    await readable(ring, last)
+    watching.cancel()
+    assert 2 <= wakes <= (loop.time() - began) / BUSY_S + 2
+
+
+async def test_after_a_quiet_time_nothing_waits_for_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "BUSY_S", 3600)
+    ring = hub()
+    publish(ring, 1, 1)
+    await readable(ring, 1)
+    publish(ring, 2, 1)
+    await asyncio.sleep(2 * hub_module.LINGER_S)
+    assert (ring.last, ring.readable) == (2, 1)
+    ring.close()
+    assert ring.readable == 2
 
 
 async def test_small_runs_are_sent_together() -> None:
