@@ -14,6 +14,7 @@ from kvtier.cli.blocks import drop as drop_command
 from kvtier.cli.blocks import move as move_command
 from kvtier.cli.blocks import pin as pin_command
 from kvtier.cli.blocks import unpin as unpin_command
+from kvtier.cli.bridge import bridge as bridge_commands
 from kvtier.cli.caches import cache as cache_commands
 from kvtier.cli.caches import reset as reset_command
 from kvtier.cli.doctor import doctor as doctor_command
@@ -46,6 +47,7 @@ for command in (
     cache_commands,
     replay_command,
     doctor_command,
+    bridge_commands,
     bench_commands,
 ):
     main.add_command(command)

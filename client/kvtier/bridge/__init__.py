@@ -1,0 +1,1 @@
+"""kvtier's events, republished in the forms that other projects' routers read."""

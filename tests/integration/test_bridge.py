@@ -1,0 +1,274 @@
+"""``kvtier bridge zmq``: a router that follows vLLM's events knows, over everything, where a daemon has which block."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvtier import AsyncClient, Cache, CacheOptions, Tier, connect, event_hashes
+from kvtier.bridge.publisher import END
+from kvtier.bridge.vllm_events import MEDIA
+from kvtier.types import tiers_of
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.waiting import PATIENCE_S, eventually
+from tests.vllm_reader import Router
+
+NAME = "llama"
+STEP = SPEC.tokens_per_block
+PATIENCE_MS = int(PATIENCE_S * 1000)
+
+Listing = dict[tuple[int | None, int | bytes], set[str]]
+
+
+@dataclass
+class Follower:
+    """A router's end of the sockets: batches in order, and what is missing asked for, as llm-d's and Dynamo's do."""
+
+    endpoint: str
+    replay: str
+    router: Router = field(default_factory=Router)
+    last: int = -1
+
+    def __post_init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.linger = 0
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.setsockopt(zmq.SUBSCRIBE, b"")
+        self.sub.connect(self.endpoint)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+    def catch_up(self) -> None:
+        """Takes all that is there. Asks for the beginning first."""
+        if self.last < 0:
+            self._ask()
+        while self.sub.poll(0):
+            _, seq, payload = self.sub.recv_multipart()
+            number = int.from_bytes(seq, "big")
+            if number > self.last + 1:
+                self._ask()
+            elif number == self.last + 1:
+                self._take(number, payload)
+
+    def _ask(self) -> None:
+        with self.context.socket(zmq.DEALER) as dealer:
+            dealer.connect(self.replay)
+            dealer.send_multipart([b"", (self.last + 1).to_bytes(8, "big")])
+            while True:
+                assert dealer.poll(PATIENCE_MS), "no answer"
+                _, _, seq, payload = dealer.recv_multipart()
+                if seq == END:
+                    return
+                self._take(int.from_bytes(seq, "big"), payload)
+
+    def _take(self, number: int, payload: bytes) -> None:
+        assert number > self.last
+        self.router.apply(payload)
+        self.last = number
+
+
+@dataclass
+class BridgeProcess:
+    process: subprocess.Popen[str]
+    endpoint: str
+    replay: str
+
+    def follower(self) -> Follower:
+        return Follower(self.endpoint, self.replay)
+
+
+def command(daemon: DaemonProcess, *options: str) -> list[str]:
+    return [sys.executable, "-m", "kvtier.cli", "bridge", "zmq", "--address", daemon.address, "--cache", NAME, *options]
+
+
+@contextmanager
+def bridge(daemon: DaemonProcess, *options: str) -> Iterator[BridgeProcess]:
+    """A bridge on free ports; it ends cleanly, with nothing on standard error but gaps."""
+    places = ("--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*")
+    process = subprocess.Popen(
+        command(daemon, *places, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line.startswith("kvtier bridge ready "), f"{line!r}\n{process.stderr.read()}"
+        said = dict(word.split("=") for word in line.split()[3:])
+        yield BridgeProcess(process, said["endpoint"], said["replay"])
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, errors
+        assert all(each.startswith("gap ") for each in errors.splitlines()), errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def name_of(key: bytes) -> int:
+    return int.from_bytes(key[:8], "big")
+
+
+async def listed(cache: Cache) -> Listing:
+    rows = [row async for row in cache.blocks()]
+    return {(0, name_of(row.key)): {MEDIA[tier] for tier in tiers_of(row.residency)} for row in rows}
+
+
+async def assert_knows(follower: Follower, cache: Cache) -> None:
+    async def differences() -> list[tuple[int | None, int | bytes]]:
+        await asyncio.to_thread(follower.catch_up)
+        told, there = follower.router.listing, await listed(cache)
+        return [where for where in told.keys() | there.keys() if told.get(where) != there.get(where)]
+
+    await eventually(differences, lambda found: not found)
+
+
+async def opened(client: AsyncClient) -> Cache:
+    return await client.open_cache(NAME, SPEC, budgets=sizes(device=16, host=32, disk=64))
+
+
+async def some_life(cache: Cache, name: str) -> None:
+    """Blocks stored, moved both ways, evicted for lack of room and dropped."""
+    for number in range(6):
+        keys = chain(f"{name}/{number}", 6)
+        await cache.put(keys, blocks(keys))
+    await cache.move(chain(f"{name}/5", 6), Tier.DISK)
+    await cache.get(chain(f"{name}/0", 6))
+    await cache.drop(chain(f"{name}/1", 1))
+
+
+async def test_a_router_follows_from_a_snapshot_through_life(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(device=16, host=32, disk=64)
+    async with await connect(daemon.address) as client:
+        cache = await opened(client)
+        await some_life(cache, "before")
+        with bridge(daemon) as process:
+            follower = process.follower()
+            await assert_knows(follower, cache)
+            assert follower.router.listing, "there was something to know"
+            await some_life(cache, "after")
+            await assert_knows(follower, cache)
+            await cache.reset()
+            await assert_knows(follower, cache)
+            assert follower.router.listing == {}
+            follower.close()
+
+
+@pytest.mark.parametrize("steps", ["10000", "1"])
+async def test_the_daemon_is_killed_and_the_router_ends_up_right(start_daemon: StartDaemon, steps: str) -> None:
+    """Also one that comes only then, to whom the beginning is no longer told as it was."""
+    daemon = start_daemon(device=16, host=32, disk=64)
+    async with await connect(daemon.address) as client:
+        cache = await opened(client)
+        with bridge(daemon, "--buffer-steps", steps) as process:
+            follower = process.follower()
+            await some_life(cache, "before")
+            await assert_knows(follower, cache)
+            for number in range(2):
+                daemon.kill()
+                await asyncio.to_thread(daemon.start)
+                cache = await opened(client)
+                await some_life(cache, f"after {number}")
+                await assert_knows(follower, cache)
+            late = process.follower()
+            await assert_knows(late, cache)
+            for each in (follower, late):
+                each.close()
+
+
+async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_daemon: StartDaemon) -> None:
+    """The daemon holds few events: what the bridge slept through is gone."""
+    daemon = start_daemon("--event-ring-events", "100", device=16, host=32, disk=64)
+    async with await connect(daemon.address) as client:
+        cache = await opened(client)
+        with bridge(daemon) as process:
+            follower = process.follower()
+            await some_life(cache, "before")
+            await assert_knows(follower, cache)
+            os.kill(process.process.pid, signal.SIGSTOP)
+            try:
+                for number in range(20):
+                    await some_life(cache, f"unseen {number}")
+            finally:
+                os.kill(process.process.pid, signal.SIGCONT)
+            await assert_knows(follower, cache)
+            follower.close()
+
+
+async def test_tokens_and_hashes_as_routers_want_them(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(device=16, host=32, disk=64)
+    ids = list(range(1000, 1000 + 3 * STEP))
+    packed = event_hashes("v1_block_key", ids, STEP)
+    hashes = [int.from_bytes(packed[start : start + 8], "big") for start in range(0, len(packed), 8)]
+    options = CacheOptions(event_hash="v1_block_key", keep_tokens=True)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache(NAME, SPEC, budgets=sizes(device=16, host=32, disk=64), options=options)
+        prompt = cache.prompt(ids)
+        await cache.put(prompt.keys, blocks([prompt.keys[:32]] * 3), prompt=prompt)
+        await cache.move(prompt.keys, Tier.HOST)
+        with bridge(daemon, "--tokens") as process, bridge(daemon) as other:
+            seeing, blind = process.follower(), other.follower()
+            expected = {(0, number): {"CPU"} for number in hashes}
+            for follower, tokens in ((seeing, ids), (blind, [])):
+
+                async def told(follower: Follower = follower) -> Listing:
+                    await asyncio.to_thread(follower.catch_up)
+                    return follower.router.listing
+
+                assert await eventually(told, lambda listing: listing == expected)
+                said = [token for number in hashes for token in follower.router.tokens.get((0, number), [])]
+                assert said == tokens
+                follower.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--endpoint", "tcp://0.0.0.0:5557"), "--insecure-any"),
+        (("--medium", "tape=TAPE"), "tape"),
+        (("--medium", "disk=CPU"), "two tiers cannot be one medium"),
+        (("--lora-name", "x=y"), "no LoRA id"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_bound(
+    start_daemon: StartDaemon, options: tuple[str, ...], says: str
+) -> None:
+    done = subprocess.run(
+        command(start_daemon(host=4), *options), check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['zmq'] = None; from kvtier.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "bridge", "zmq", "--cache", NAME],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (1, "Error: zmq is not installed: pip install 'kvtier[zmq]'\n")
+
+
+def test_who_may_not_watch_is_refused(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    """And the bridge ends, rather than to publish nothing for ever."""
+    rules = '[[allow]]\nanonymous = true\ncaches = ["*"]\nverbs = ["read"]\n'
+    (tmp_path / "kvtierd.toml").write_text(rules)
+    flags = ("--config", str(tmp_path / "kvtierd.toml"), "--listen-tcp", "127.0.0.1:0", "--tcp-insecure")
+    daemon = start_daemon(*flags, host=4)
+    insecure = ("--address", f"tcp://{daemon.tcp_address}", "--insecure", "--endpoint", "tcp://127.0.0.1:*")
+    done = subprocess.run([*command(daemon), *insecure], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the right to watch" in done.stderr

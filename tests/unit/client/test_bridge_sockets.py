@@ -1,0 +1,281 @@
+"""The bridge's sockets: numbers without holes, what a slow subscriber misses, and how it gets it back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import stat
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvtier.bridge.history import History
+from kvtier.bridge.places import bound, check
+from kvtier.bridge.publisher import BATCH_WEIGHT, END, Publisher, Sockets, batches
+from kvtier.bridge.vllm_events import Step
+from kvtier.bridge.vllm_form import CLEARED, BlockRemoved, BlockStored, Encoding, batch_of
+from kvtier.errors import InvalidArgument
+from tests.integration.waiting import PATIENCE_S
+from tests.vllm_reader import MAPS, Router
+
+TOPIC = b"kv@pod@model"
+PATIENCE_MS = int(PATIENCE_S * 1000)
+
+
+def block(number: int, tokens: int = 2) -> Step:
+    return [BlockStored([number], None, [1] * tokens, tokens, None, "GPU", None, None, 0, "full_attention", None)]
+
+
+def encoded(events: object) -> bytes:
+    return msgspec.msgpack.encode(batch_of(events, Encoding.MAP, 0.0, 0))  # type: ignore[arg-type]
+
+
+@dataclass
+class Stage:
+    """A publisher with sockets on loopback. ``numbers``: blocks told of so far, which is what ``everything`` tells."""
+
+    publisher: Publisher
+    history: History
+    numbers: list[int]
+    context: zmq.Context[zmq.Socket[bytes]]
+    where: str
+    replay: str
+
+    def tell(self, number: int, tokens: int = 2) -> None:
+        self.numbers.append(number)
+        self.publisher.tell([block(number, tokens)])
+
+    async def publish(self, numbers: range, tokens: int = 2) -> None:
+        """A batch each."""
+        for number in numbers:
+            self.tell(number, tokens)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def subscriber(self, **options: int) -> zmq.Socket[bytes]:
+        socket = self.context.socket(zmq.SUB)
+        for name, value in options.items():
+            socket.setsockopt(getattr(zmq, name), value)
+        socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        socket.connect(self.where)
+        return socket
+
+    async def asked(self, start: int, *envelope: bytes) -> list[list[bytes]]:
+        """The answer to a request, its end included."""
+        with self.context.socket(zmq.DEALER) as socket:
+            socket.connect(self.replay)
+            socket.send_multipart([*envelope, start.to_bytes(8, "big")])
+            frames = [await received(socket)]
+            while frames[-1][-2] != END:
+                frames.append(await received(socket))
+        return frames
+
+
+async def received(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The next message, however long it takes, with the loop going on meanwhile."""
+    assert await asyncio.to_thread(socket.poll, PATIENCE_MS), "nothing came"
+    return socket.recv_multipart()
+
+
+@asynccontextmanager
+async def stage(steps: int = 100, hwm: int = 1000, *, topic_in_answers: bool = True) -> AsyncIterator[Stage]:
+    with zmq.Context() as context, context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as router:
+        for socket in (pub, router):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, hwm)
+            socket.setsockopt(zmq.SNDBUF, 4096)  # else the kernel takes megabytes for a reader that does not
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        where, replay = (bound(socket, "endpoint", "tcp://127.0.0.1:*") for socket in (pub, router))
+        numbers: list[int] = []
+
+        def everything() -> Iterator[Step]:
+            yield [CLEARED]
+            yield from map(block, numbers)
+
+        history = History(steps)
+        publisher = Publisher(Sockets(pub, router, TOPIC, topic_in_answers), history, encoded, everything)
+        tasks = [asyncio.create_task(publisher.publish()), asyncio.create_task(publisher.answer())]
+        try:
+            yield Stage(publisher, history, numbers, context, where, replay)
+        finally:
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            context.destroy(linger=0)
+
+
+async def joined(on: Stage, subscriber: zmq.Socket[bytes], number: int = 10**6) -> int:
+    """Publishes until the subscriber has got something; the number of the batch that it got last."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not subscriber.poll(5):
+            await on.publish(range(number, number + 1))
+            number += 1
+    return seq(await received(subscriber))
+
+
+def seq(frames: list[bytes]) -> int:
+    return int.from_bytes(frames[1], "big")
+
+
+async def test_batches_are_numbered_and_what_comes_together_is_one_batch() -> None:
+    async with stage() as on:
+        subscriber = on.subscriber()
+        last = await joined(on, subscriber)
+        on.tell(1)
+        await on.publish(range(2, 4))
+        frames = [await received(subscriber)]
+        while seq(frames[-1]) < on.history.next - 1:
+            frames.append(await received(subscriber))
+        assert {each[0] for each in frames} == {TOPIC}
+        assert [seq(each) for each in frames] == list(range(last + 1, on.history.next))
+        two, one = (MAPS.decode(each[2]).events for each in frames[-2:])
+        assert (len(two), len(one)) == (2, 1)
+
+
+@pytest.mark.parametrize("topic_in_answers", [True, False])
+async def test_what_is_held_is_answered_as_it_was_sent(topic_in_answers: bool) -> None:
+    """A topic in front since vLLM 0.26; an empty frame before all; and with or without one in the request."""
+    async with stage(topic_in_answers=topic_in_answers) as on:
+        await on.publish(range(5))
+        for envelope in ((b"",), ()):
+            *held, end = await on.asked(2, *envelope)
+            assert [int.from_bytes(each[-2], "big") for each in held] == [2, 3, 4]
+            assert {tuple(each[:-2]) for each in held} == {(b"", TOPIC) if topic_in_answers else (b"",)}
+            assert [end] == await on.asked(5) == [[b"", *([b""] if topic_in_answers else []), END, b""]]
+
+
+async def test_who_asks_for_what_is_gone_is_told_the_present_state() -> None:
+    async with stage(steps=10) as on:
+        await on.publish(range(100))
+        *state, _ = await on.asked(0, b"")
+        assert int.from_bytes(state[-1][-2], "big") == 99
+        router = Router()
+        for each in state:
+            router.apply(each[-1])
+        assert router.listing == {(0, number): {"GPU"} for number in range(100)}
+
+
+async def test_the_present_state_fits_into_the_numbers_that_are_missing() -> None:
+    async with stage(steps=1) as on:
+        for number in range(10_000):
+            on.tell(number)
+        await on.publish(range(10_000, 10_001))
+        for start in (0, 1):
+            *state, _ = await on.asked(start, b"")
+            numbers = [int.from_bytes(each[-2], "big") for each in state]
+            last = on.history.next - 1
+            assert numbers == list(range(last - len(numbers) + 1, last + 1)) and numbers[0] >= start
+
+
+async def test_a_subscriber_that_was_too_slow_gets_what_it_missed() -> None:
+    """PUB waits for nobody: what it dropped leaves a hole in the numbers, which the answer fills."""
+    async with stage(hwm=1) as on:
+        subscriber, router = on.subscriber(RCVHWM=1, RCVBUF=4096), Router()
+        last = await joined(on, subscriber)
+        for frames in (await on.asked(0, b""))[: last + 1]:
+            router.apply(frames[-1])
+        await on.publish(range(60), tokens=50_000)  # 3 MB that nobody reads
+        holes, tick = 0, 10**7
+        while router.listing.keys() != {(0, number) for number in on.numbers}:
+            if not subscriber.poll(50):
+                await on.publish(range(tick, tick + 1))
+                tick += 1
+                continue
+            frames = await received(subscriber)
+            if seq(frames) > last + 1:
+                holes += 1
+                *missed, _ = await on.asked(last + 1, b"")
+                for each in missed:
+                    router.apply(each[-1])
+                last += len(missed)
+            elif seq(frames) == last + 1:
+                router.apply(frames[2])
+                last += 1
+        assert holes, "it was never too slow"
+
+
+async def test_requests_that_make_no_sense_are_not_answered_and_harm_nobody() -> None:
+    async with stage() as on:
+        await on.publish(range(2))
+        with on.context.socket(zmq.DEALER) as socket:
+            socket.connect(on.replay)
+            for frames in ([b""], [b"", b"short"], [b"x", bytes(8)], [b"", b"", bytes(8)], [bytes(9)]):
+                socket.send_multipart(frames)
+            socket.send_multipart([b"", bytes(8)])
+            assert (await received(socket))[-2] == bytes(8)
+
+
+async def test_one_that_takes_nothing_of_its_answer_delays_others_but_for_a_while() -> None:
+    async with stage(steps=10_000, hwm=1) as on:
+        await on.publish(range(60), tokens=50_000)
+        with on.context.socket(zmq.DEALER) as stuck:
+            stuck.setsockopt(zmq.RCVHWM, 1)
+            stuck.setsockopt(zmq.RCVBUF, 4096)
+            stuck.connect(on.replay)
+            stuck.send_multipart([b"", bytes(8)])
+            await received(stuck)  # it is being answered
+            *_, last, _ = await on.asked(59, b"")
+            assert int.from_bytes(last[-2], "big") == 59
+
+
+def test_history_holds_so_many_batches_and_so_many_bytes() -> None:
+    history = History(steps=3, max_bytes=10)
+    assert (history.oldest, history.next) == (0, 0)
+    for payload in (b"aaaa", b"bbbb", b"cc", b"d"):
+        history.add(payload)
+    assert list(history.since(0)) == [(1, b"bbbb"), (2, b"cc"), (3, b"d")]
+    history.add(b"x" * 50)
+    assert (history.oldest, list(history.since(0))) == (4, [(4, b"x" * 50)])
+    assert list(history.since(5)) == list(history.since(2**64 - 1)) == []
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://127.0.0.1:5557", "tcp://127.8.8.8:*", "tcp://[::1]:5557", "tcp://localhost:1", "ipc:///run/x", "ipc://x"],
+)
+def test_places_of_this_host_are_fine(endpoint: str) -> None:
+    check("endpoint", endpoint, anywhere=False)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://*:5557", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1"]
+)
+def test_places_that_others_reach_are_asked_for(endpoint: str) -> None:
+    with pytest.raises(InvalidArgument, match="insecure-any"):
+        check("endpoint", endpoint, anywhere=False)
+    check("endpoint", endpoint, anywhere=True)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "5557", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://:1", "udp://127.0.0.1:1", "ipc://"]
+)
+def test_what_is_no_place_is_refused(endpoint: str) -> None:
+    with pytest.raises(InvalidArgument, match="ADDRESS:PORT"):
+        check("endpoint", endpoint, anywhere=True)
+
+
+def test_a_file_is_its_owner_s_alone_and_a_taken_place_is_said(short_dir: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as one, context.socket(zmq.PUB) as other:
+        assert bound(one, "endpoint", f"ipc://{short_dir}/events") == f"ipc://{short_dir}/events"
+        assert stat.S_IMODE((short_dir / "events").stat().st_mode) == 0o600
+        where = bound(one, "endpoint", "tcp://127.0.0.1:*")
+        with pytest.raises(InvalidArgument, match="in use"):
+            bound(other, "endpoint", where)
+
+
+def test_removed_is_weighed_too() -> None:
+    """Else a reset of a large cache would be one batch of any size."""
+    steps: list[Step] = [[BlockRemoved(list(range(1024)), "GPU", 0)]] * 9
+    assert [
+        sum(len(each.block_hashes) for each in batch if isinstance(each, BlockRemoved)) for batch in batches(steps)
+    ] == [
+        BATCH_WEIGHT,
+        BATCH_WEIGHT,
+        1024,
+    ]
