@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core.ids import CacheId, GroupId, Tier
+from kvtierd.core.ids import DEVICE, CacheId, GroupId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Content, Ownership, SlotRef
 from kvtierd.tiers.arena import Arena
@@ -48,10 +48,11 @@ class CacheRuntime:
         return store
 
     def begin_write(self, ref: SlotRef) -> None:
-        """Before the slot's bytes may change. A freed device slot is poisoned, so that who still reads it finds out."""
-        self.arena.begin_write(ref.tier, ref.group, ref.slot)
-        if ref.tier is Tier.DEVICE:
-            self.memory(ref.tier).poison(ref.group, ref.slot)
+        """Before the slot's bytes may change. A device slot that had a block's is poisoned, so that who still reads it
+        finds out."""
+        group, tier, slot = ref
+        if self.arena.begin_write(tier, group, slot) and tier is DEVICE:
+            self.memory(tier).poison(group, slot)
 
     def note(self, content: Content) -> None:
         """What the slot holds from now on; before :meth:`end_write`."""
@@ -60,11 +61,12 @@ class CacheRuntime:
 
     def end_write(self, ref: SlotRef) -> None:
         """The slot's bytes are READY."""
-        self.arena.end_write(ref.tier, ref.group, ref.slot)
+        group, tier, slot = ref
+        self.arena.end_write(tier, group, slot)
 
     def set_owner(self, ownership: Ownership) -> None:
-        ref = ownership.ref
-        self.arena.set_owner(ref.tier, ref.group, ref.slot, ownership.session)
+        (group, tier, slot), session = ownership
+        self.arena.set_owner(tier, group, slot, session)
 
     def pools(self, group: GroupId) -> int:
         return len(self.spec.groups[group].pools)
