@@ -51,6 +51,7 @@ class Cause(IntEnum):
     RECOVERED = 16
 
 
+COMMIT: Final = Cause.COMMIT
 WRITE_THROUGH: Final = Cause.WRITE_THROUGH
 CAPACITY: Final = Cause.CAPACITY
 WATERMARK: Final = Cause.WATERMARK

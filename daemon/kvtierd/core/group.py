@@ -145,21 +145,24 @@ class GroupState:
     def ref(self, tier: Tier, slot: SlotId) -> SlotRef:
         return SlotRef(self.group, tier, slot)
 
-    def take_blank(self, tier: Tier, session: SessionId) -> SlotId:
-        slot = self.slots[tier].take(SLOT_BLANK)
-        self.recorder.begin_write(self.ref(tier, slot))
-        self.recorder.owner(self.ref(tier, slot), session)
-        return slot
+    def take_blanks(self, tier: Tier, session: SessionId, count: int) -> list[SlotId]:
+        """So many, of which the caller has seen that they are free."""
+        slots = self.slots[tier].take_many(count, SLOT_BLANK)
+        group = self.group
+        refs = [SlotRef(group, tier, slot) for slot in slots]
+        self.recorder.begin_write(*refs)
+        self.recorder.owner(session, *refs)
+        return slots
 
-    def disown(self, tier: Tier, slot: SlotId) -> None:
-        """Whoever wrote the slot has no part in it any more."""
-        self.recorder.owner(self.ref(tier, slot), None)
+    def disown(self, refs: Iterable[SlotRef]) -> None:
+        """Whoever wrote these slots has no part in them any more."""
+        self.recorder.owner(None, *refs)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
         if tier is not DISK:
             self.recorder.begin_write(self.ref(tier, slot))
-            self.recorder.owner(self.ref(tier, slot), None)
+            self.recorder.owner(None, self.ref(tier, slot))
         if tier in self.offline:
             self._enter(tier, slot, SLOT_QUARANTINED)
         else:
@@ -321,12 +324,12 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block.id} is held in {tier} but is not there")
         self._keep(block, tier, copy)
-        self.recorder.owner(self.ref(tier, copy.slot), session)
+        self.recorder.owner(session, self.ref(tier, copy.slot))
         return copy
 
     def unhold(self, block: Block, tier: Tier, copy: Copy) -> None:
         if copy.holds == 1 or (copy.holds == 2 and self.pins.count(tier, copy)):
-            self.recorder.owner(self.ref(tier, copy.slot), None)
+            self.recorder.owner(None, self.ref(tier, copy.slot))
         self._let_go(block, tier, copy)
 
     def pin(self, block: Block, tier: Tier, copy: Copy) -> None:
@@ -432,39 +435,37 @@ class GroupState:
         """What a block under this parent would stand on is not indexed."""
         return parent_key is not None and not self.shape.sliding and self.index.get(parent_key) is None
 
-    def insert(self, key: Key, parent_key: Key | None, traits: Traits, tier: Tier, slot: SlotId, cause: Cause) -> Block:
-        """Indexes a new block whose bytes are READY in a slot that is not FREE.
+    def insert(self, key: Key, parent_key: Key | None, traits: Traits, ref: SlotRef, cause: Cause) -> Block:
+        """Indexes a new block whose bytes are READY in a slot of memory that is not FREE.
 
         A window slides off the front of its chain, so in a sliding group every block stands for itself: it gets
         neither parent nor children, and all that follows from those is empty there.
         """
-        block = self._index(key, parent_key, traits)
-        self._place_at(block, tier, slot)
-        if tier is not DISK:
-            self.recorder.end_write(self.ref(tier, slot), block)
-        self.introduce(block, cause)
-        return block
-
-    def _index(self, key: Key, parent_key: Key | None, traits: Traits) -> Block:
-        if self.unsupported(parent_key):
-            raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
-        parent = self.index.get(parent_key) if parent_key is not None and not self.shape.sliding else None
-        block = Block(self.next_id(), key, parent.key if parent is not None else parent_key, parent, traits)
+        parent = None
+        if parent_key is not None and not self.shape.sliding:
+            parent = self.index.get(parent_key)
+            if parent is None:
+                raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
+            parent_key = parent.key  # one object for all that name it
+        block = Block(self.next_id(), key, parent_key, parent, traits)
         block.indexed = True
-        self.clocks.enter(block)
+        if traits.duration_ms or traits.deadline_ns:
+            self.clocks.enter(block)
         self.evictor.enter(block)
         self.index.add(block)
         if parent is not None:
             parent.add_child(block)
+        _, tier, slot = ref
+        self._enter(tier, slot, SLOT_READY)
+        block.put_copy(tier, Copy(slot, READY))
+        block.residency = tier.bit
+        self.recorder.end_write(ref, block)
+        self.introduce(block, cause)
         return block
 
     def next_id(self) -> BlockId:
         self._last_block += 1
         return BlockId(self._last_block)
-
-    def _place_at(self, block: Block, tier: Tier, slot: SlotId) -> None:
-        self._enter(tier, slot, SLOT_READY)
-        self._attach(block, tier, Copy(slot, READY))
 
     def introduce(self, block: Block, cause: Cause) -> None:
         """A block that has just been indexed counts and is told of; its parents may rank higher for it."""

@@ -4,18 +4,20 @@ still hold."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block
-from kvtierd.core.events import Cause
+from kvtierd.core.events import COMMIT
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SlotId
+from kvtierd.core.outcome import SlotRef
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED
 from kvtierd.core.tickets import Lease
 from kvtierd.core.traits import Traits
+from kvtierd.core.verbs import EXISTS, OK, PARENT_CONFLICT, PARENT_MISSING, BlockResult, CommitItem
 
 
 class Holding:
@@ -26,21 +28,43 @@ class Holding:
         self._ahead = ahead
         self._background = background
 
-    def commit(
-        self, lease: Lease, slot: SlotId, key: Key, parent_key: Key | None, traits: Traits, *, last: bool
-    ) -> Block:
-        """``last``: the lease ends with this call, and holds none of its blocks."""
-        block = self._state.insert(key, parent_key, traits, lease.tier, slot, Cause.COMMIT)
-        self._background.committed(block)
-        del lease.blank[slot]
-        if last:
-            self._state.disown(lease.tier, slot)
-            return block
-        lease.held[block] = self._state.hold(block, lease.tier, lease.session)
-        self._slide(lease, block)
-        return block
+    def store(self, lease: Lease, items: Sequence[CommitItem], *, last: bool) -> tuple[BlockResult, ...]:
+        """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the slot becomes free; where
+        the parent is not indexed, or is not that of the equal key, the slot stays blank. All blocks found or made are
+        used. ``last``: the lease ends with this call, and holds none of them."""
+        state, unsupported = self._state, self._state.unsupported
+        find = state.index.get
+        results: list[BlockResult] = []
+        used: list[Block] = []
+        made: list[SlotRef] = []
+        for slot, key, parent_key, priority, duration_ms, label in items:
+            block = find(key)
+            if block is not None:
+                if block.parent_key != parent_key:
+                    results.append(PARENT_CONFLICT)
+                    continue
+                self._keep(lease, slot, block)
+                results.append(EXISTS)
+            elif unsupported(parent_key):
+                results.append(PARENT_MISSING)
+                continue
+            else:
+                ref = state.ref(lease.tier, slot)
+                block = state.insert(key, parent_key, Traits(priority, duration_ms, 0, label), ref, COMMIT)
+                del lease.blank[slot]
+                self._background.committed(block)
+                if last:
+                    made.append(ref)
+                else:
+                    lease.held[block] = state.hold(block, lease.tier, lease.session)
+                    self._slide(lease, block)
+                results.append(OK)
+            used.append(block)
+        state.disown(made)
+        state.touch(reversed(used))
+        return tuple(results)
 
-    def keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
+    def _keep(self, lease: Lease, slot: SlotId, block: Block) -> None:
         """A commit of a block that exists: it stays, and the slot becomes free."""
         self._background.used_again([block])
         del lease.blank[slot]
@@ -98,6 +122,6 @@ class Holding:
         lease.blank = dict.fromkeys(blank)
         state.slots[lease.tier].claim(lease.blank, SLOT_ORPHANED)
         for slot in lease.blank:
-            state.recorder.owner(state.ref(lease.tier, slot), lease.session)
+            state.recorder.owner(lease.session, state.ref(lease.tier, slot))
         for block in filter(None, map(state.index.get, keys)):
             lease.held[block] = state.hold(block, lease.tier, lease.session)

@@ -247,29 +247,11 @@ class BlockManager:
             raise TierOffline(owned.tier)
         check_items(owned, items)
         window.ahead.settle(owned)
-        touched: list[Block] = []
-        results = tuple(self._commit_one(window, owned, item, touched, release) for item in items)
-        window.state.touch(reversed(touched))
+        results = window.holding.store(owned, items, last=release)
         if release:
             self._end(owned)
         self._pump(now, window)
         return results, self._take(now)
-
-    def _commit_one(
-        self, window: WindowManager, lease: Lease, item: CommitItem, touched: list[Block], last: bool
-    ) -> BlockResult:
-        index = window.state.index
-        existing = index.get(item.key)
-        if existing is not None:
-            if existing.parent_key != item.parent:
-                return BlockResult.PARENT_CONFLICT
-            window.holding.keep(lease, item.slot, existing)
-            touched.append(existing)
-            return BlockResult.EXISTS
-        if window.state.unsupported(item.parent):
-            return BlockResult.PARENT_MISSING
-        touched.append(window.holding.commit(lease, item.slot, item.key, item.parent, item.traits, last=last))
-        return BlockResult.OK
 
     def acquire(
         self, session: SessionId, group: GroupId, tier: Tier, chains: Sequence[ChainRequest], now: int

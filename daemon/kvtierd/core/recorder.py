@@ -65,10 +65,12 @@ class Recorder:
         self._grants: list[Grant] = []
         self._refusals: list[Refusal] = []
 
-    def begin_write(self, ref: SlotRef) -> None:
-        """The slot's bytes are, or are about to be, no block's: its generation is odd until :meth:`end_write`."""
-        self._ends.pop(ref, None)
-        self._begins[ref] = None
+    def begin_write(self, *refs: SlotRef) -> None:
+        """The slots' bytes are, or are about to be, no block's: their generations are odd until :meth:`end_write`."""
+        if self._ends:
+            for ref in refs:
+                self._ends.pop(ref, None)
+        self._begins.update(dict.fromkeys(refs))
 
     def end_write(self, ref: SlotRef, block: Block) -> None:
         """The slot's bytes are the block's."""
@@ -79,8 +81,8 @@ class Recorder:
         if self._ends.get(ref) is None:
             self._disowned[ref] = block
 
-    def owner(self, ref: SlotRef, session: SessionId | None) -> None:
-        self._owners[ref] = session
+    def owner(self, session: SessionId | None, *refs: SlotRef) -> None:
+        self._owners.update(dict.fromkeys(refs, session))
 
     def change(
         self, type: EventType, cause: Cause, group: GroupId, block: Block, transfer: Transfer | None = None

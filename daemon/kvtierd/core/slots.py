@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Collection
 from enum import IntEnum
 from itertools import filterfalse
-from typing import Final
+from typing import Final, cast
 
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SlotId
@@ -78,6 +78,19 @@ class SlotTable:
         self._move(slot, SLOT_FREE, state)
         return slot
 
+    def take_many(self, count: int, state: SlotState) -> list[SlotId]:
+        """The same of so many."""
+        free, states = self._free, self._states
+        taken = cast("list[SlotId]", free[: -count - 1 : -1].tolist())
+        for slot in taken:
+            if states[slot] != SLOT_FREE:
+                raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
+            states[slot] = state
+        del free[len(free) - count :]
+        self._counts[SLOT_FREE] -= count
+        self._counts[state] += count
+        return taken
+
     def claim(self, slots: Collection[SlotId], state: SlotState) -> None:
         """Puts these free slots in ``state``: what a recovered disk already holds."""
         states = self._states
@@ -95,7 +108,9 @@ class SlotTable:
         was = self._states[slot]
         if was == SLOT_FREE or to is SLOT_FREE:
             raise InvariantViolation(f"slot {slot}: {SlotState(was).name} to {to.name} by change()")
-        self._move(slot, was, to)
+        self._states[slot] = to
+        self._counts[was] -= 1
+        self._counts[to] += 1
 
     def enter(self, slot: SlotId, to: SlotState) -> None:
         """The same, where it may be in that state already."""

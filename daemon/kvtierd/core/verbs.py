@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvtierd.core.flights import EdgeRecord
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.policy import Edge
 from kvtierd.core.slots import SlotState
-from kvtierd.core.traits import Label, Traits
+from kvtierd.core.traits import Label
 
 
 class BlockResult(IntEnum):
@@ -27,6 +27,12 @@ class BlockResult(IntEnum):
     PARENT_CONFLICT = 7
     NOT_READY = 8
     OVER_CAP = 9
+
+
+OK: Final = BlockResult.OK
+EXISTS: Final = BlockResult.EXISTS
+PARENT_MISSING: Final = BlockResult.PARENT_MISSING
+PARENT_CONFLICT: Final = BlockResult.PARENT_CONFLICT
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,10 +97,6 @@ class CommitItem(NamedTuple):
     priority: int
     duration_ms: int = 0
     label: Label | None = None
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(self.priority, self.duration_ms, 0, self.label)
 
 
 @dataclass(slots=True, frozen=True)

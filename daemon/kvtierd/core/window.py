@@ -238,7 +238,7 @@ class WindowManager:
     def _start(self, ticket: Ticket, now: int) -> None:
         if isinstance(ticket, ReserveTicket):
             lease = self._new_lease(ticket.session, self.state, ticket.tier)
-            slots = [self.state.take_blank(ticket.tier, ticket.session) for _ in range(ticket.count)]
+            slots = self.state.take_blanks(ticket.tier, ticket.session, ticket.count)
             lease.blank = dict.fromkeys(slots)
             if ticket.ahead:
                 self.ahead.grant(lease)
