@@ -56,6 +56,7 @@ WRITE_THROUGH: Final = Cause.WRITE_THROUGH
 CAPACITY: Final = Cause.CAPACITY
 WATERMARK: Final = Cause.WATERMARK
 DEMAND: Final = Cause.DEMAND
+RECOVERED: Final = Cause.RECOVERED
 
 
 class BlockChange(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvtier.abi.key_index import Entry
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import Cause
-from kvtierd.core.ids import GroupId, Tier
+from kvtierd.core.events import RECOVERED
+from kvtierd.core.ids import HOST, GroupId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Outcome
 from kvtierd.tiers.arena import Arena
@@ -25,15 +25,17 @@ def follow(arena: Arena, outcome: Outcome) -> None:
         return
     host: dict[Name, Place] = {}
     device: dict[Name, Place] = {}
+    generations = {place: arena.generations(*place) for place in {(ref.tier, ref.group) for ref in outcome.end_write}}
     for (group, tier, slot), key, _, _ in outcome.contents:
         if key is not None:
-            arrived = host if tier is Tier.HOST else device
-            arrived[group, key] = slot, arena.generation(tier, group, slot)
+            arrived = host if tier is HOST else device
+            arrived[group, key] = slot, generations[tier, group][slot]
     after: dict[Name, int] = {}
     for event in outcome.events:
-        if event.cause is not Cause.RECOVERED:
+        if event.cause is not RECOVERED:
             group = event.group
-            after.update(((group, change.key), change.residency) for change in event.blocks)
+            for change in event.blocks:
+                after[group, change.key] = change.residency
     index.put_many(after, host, device)
     index.show(outcome.events[-1].id)
 

@@ -39,7 +39,10 @@ _HOST: Final = Tier.HOST.bit
 _DEVICE: Final = Tier.DEVICE.bit
 _FEW: Final = 8
 """Below so many keys numpy's calls cost more than they save."""
+_ENTRY_BYTES: Final = ENTRY.size
+_PACK_ENTRY: Final = ENTRY.pack_into
 _NO_ENTRY: Final = bytes(ENTRY.size)
+_NOWHERE: Final = (0, 0)
 
 Name = tuple[GroupId, Key]
 Place = tuple[SlotId, int]
@@ -97,7 +100,13 @@ class KeyIndex:
             if not absent:
                 self._put(name, (first, second, tag), residency, host.get(name), device.get(name))
             elif residency:
-                self._put_new(name, (first, second, tag), _entry(ABSENT, residency, host.get(name), device.get(name)))
+                host_place = host.get(name, _NOWHERE) if residency & _HOST else _NOWHERE
+                device_place = device.get(name, _NOWHERE) if residency & _DEVICE else _NOWHERE
+                bucket, number = self._free_place(first, second)
+                if number >= 0:
+                    self._fill(bucket, number, tag, name, residency, host_place, device_place)
+                else:
+                    self._wait(name, first, second, Entry(residency, *host_place, *device_place))
 
     def _survey(self, names: Collection[Name]) -> Iterable[tuple[int, int, int, bool]]:
         """The homes of each, and whether it is certain that it stands in neither: so it is until it is put there."""
@@ -203,19 +212,23 @@ class KeyIndex:
             return
         if not entry.residency:
             return
-        tiers = self._tiers(first)
-        bucket = first
-        if tiers.count(0) <= BUCKET_ENTRIES - FILL_FIRST:
-            others = self._tiers(second)
-            if others.count(0) > tiers.count(0):
-                bucket, tiers = second, others
-        number = tiers.find(0)
-        if number < 0:
-            bucket, number = self._make_way(first, second)
+        bucket, number = self._free_place(first, second)
         if number < 0:
             self._wait(name, first, second, entry)
         else:
-            self._fill(bucket, number, tag, name, entry)
+            self._fill(bucket, number, tag, name, entry.residency, entry[1:3], entry[3:5])
+
+    def _free_place(self, first: int, second: int) -> tuple[int, int]:
+        """Bucket and number of a place that is to be filled at once; -1, -1: there is none."""
+        tiers = self._tiers(first)
+        bucket, empty = first, tiers.count(0)
+        if empty <= BUCKET_ENTRIES - FILL_FIRST:
+            others = self._tiers(second)
+            if others.count(0) > empty:
+                bucket, tiers = second, others
+            elif not empty:
+                return self._make_way(first, second)
+        return bucket, tiers.find(0)
 
     def _make_way(self, *full: int) -> tuple[int, int]:
         """Moves a block out of one of these buckets. Returns its old place, which is to be filled at once; or -1, -1.
@@ -234,28 +247,36 @@ class KeyIndex:
                 empty = self._tiers(other).find(0)
                 if empty >= 0:
                     entry = self._read(at + KEY_BYTES, self._bytes[start + TIERS_OFFSET + number])
-                    self._fill(other, empty, tag, (group, key), entry)
+                    self._fill(other, empty, tag, (group, key), entry.residency, entry[1:3], entry[3:5])
                     return bucket, number
         return -1, -1
 
     def _tiers(self, bucket: int) -> bytes:
-        start = self._base + bucket * BUCKET_BYTES + TIERS_OFFSET
-        return bytes(self._bytes[start : start + BUCKET_ENTRIES])
+        word: int = self._words[(self._base + bucket * BUCKET_BYTES + TIERS_OFFSET) // 8]
+        return word.to_bytes(BUCKET_ENTRIES, "little")
 
-    def _fill(self, bucket: int, number: int, tag: int, name: Name, entry: Entry) -> None:
-        """Puts a block into an empty place."""
-        group, key = name
-        residency, host_slot, host_generation, device_slot, device_generation = entry
+    def _fill(
+        self,
+        bucket: int,
+        number: int,
+        tag: int,
+        name: Name,
+        residency: int,
+        host: tuple[int, int],
+        device: tuple[int, int],
+    ) -> None:
+        """Puts a block into an empty place. ``host``, ``device``: slot and generation, or zeros."""
+        words = self._words
         start = self._base + bucket * BUCKET_BYTES
-        at = start + ENTRIES_OFFSET + number * ENTRY.size
         word = start // 8
-        sequence = self._words[word] | 1
-        self._words[word] = sequence
-        ENTRY.pack_into(self._bytes, at, key, host_generation, device_generation, host_slot, device_slot)
+        sequence = words[word] | 1
+        words[word] = sequence
+        at = start + ENTRIES_OFFSET + number * _ENTRY_BYTES
+        _PACK_ENTRY(self._bytes, at, name[1], host[1], device[1], host[0], device[0])
         self._singles[(start + TAGS_OFFSET) // 4 + number] = tag
-        self._halves[(start + GROUPS_OFFSET) // 2 + number] = group
+        self._halves[(start + GROUPS_OFFSET) // 2 + number] = name[0]
         self._bytes[start + TIERS_OFFSET + number] = residency
-        self._words[word] = sequence + 1
+        words[word] = sequence + 1
 
     def _wait(self, name: Name, first: int, second: int, entry: Entry) -> None:
         """The block has no place; one that is gone (``entry`` without residency) wants none any more."""
@@ -284,7 +305,7 @@ class KeyIndex:
         group, key = name
         first, second, tag = self._homes(key, group)
         entry = self._leave(name, first, second)
-        self._fill(bucket, self._tiers(bucket).find(0), tag, name, entry)
+        self._fill(bucket, self._tiers(bucket).find(0), tag, name, entry.residency, entry[1:3], entry[3:5])
         write_unindexed(self._words, len(self._overflow))
 
 
