@@ -47,9 +47,9 @@ class Background:
         """There may be something to do."""
         return bool(self._due) or self._state.policy.clean_high > 0
 
-    def committed(self, block: Block) -> None:
+    def committed(self, blocks: Sequence[Block]) -> None:
         if self._state.policy.write_policy is WritePolicy.THROUGH:
-            self._due[block] = None
+            self._due.update(dict.fromkeys(blocks))
 
     def recovered(self, blocks: list[Block]) -> None:
         """What was worth writing down in an earlier life still is."""

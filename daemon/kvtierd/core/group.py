@@ -7,14 +7,16 @@ event, generations and owners into the recorder in the same step, so no caller c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import repeat
 from typing import Final
 
 from kvtierd.core.block import COPY_IN, FILLING, LEAVING, READY, Block, Copy
+from kvtierd.core.bulk import rows
 from kvtierd.core.candidates import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, Candidates
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.evict import EVICTORS
-from kvtierd.core.ids import DISK, BlockId, Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ids import BITS, DISK, BlockId, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
 from kvtierd.core.pins import Pins
@@ -43,6 +45,7 @@ class GroupState:
 
     def __init__(self, shape: GroupShape, recorder: Recorder, policy: Policy) -> None:
         self.group = shape.group
+        self._sliding = shape.sliding
         self.shape = shape
         self.policy = policy
         self.recorder = recorder
@@ -148,8 +151,7 @@ class GroupState:
     def take_blanks(self, tier: Tier, session: SessionId, count: int) -> list[SlotId]:
         """So many, of which the caller has seen that they are free."""
         slots = self.slots[tier].take_many(count, SLOT_BLANK)
-        group = self.group
-        refs = [SlotRef(group, tier, slot) for slot in slots]
+        refs = list(rows(SlotRef, repeat(self.group), repeat(tier), slots))
         self.recorder.begin_write(*refs)
         self.recorder.owner(session, *refs)
         return slots
@@ -433,7 +435,7 @@ class GroupState:
 
     def unsupported(self, parent_key: Key | None) -> bool:
         """What a block under this parent would stand on is not indexed."""
-        return parent_key is not None and not self.shape.sliding and self.index.get(parent_key) is None
+        return parent_key is not None and not self._sliding and self.index.get(parent_key) is None
 
     def insert(self, key: Key, parent_key: Key | None, traits: Traits, ref: SlotRef, cause: Cause) -> Block:
         """Indexes a new block whose bytes are READY in a slot of memory that is not FREE.
@@ -442,7 +444,7 @@ class GroupState:
         neither parent nor children, and all that follows from those is empty there.
         """
         parent = None
-        if parent_key is not None and not self.shape.sliding:
+        if parent_key is not None and not self._sliding:
             parent = self.index.get(parent_key)
             if parent is None:
                 raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
@@ -456,9 +458,9 @@ class GroupState:
         if parent is not None:
             parent.add_child(block)
         _, tier, slot = ref
-        self._enter(tier, slot, SLOT_READY)
+        self.slots[tier].enter(slot, SLOT_READY)
         block.put_copy(tier, Copy(slot, READY))
-        block.residency = tier.bit
+        block.residency = BITS[tier]
         self.recorder.end_write(ref, block)
         self.introduce(block, cause)
         return block

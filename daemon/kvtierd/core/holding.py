@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block
+from kvtierd.core.bulk import rows
 from kvtierd.core.events import COMMIT
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SlotId
@@ -32,12 +33,17 @@ class Holding:
         """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the slot becomes free; where
         the parent is not indexed, or is not that of the equal key, the slot stays blank. All blocks found or made are
         used. ``last``: the lease ends with this call, and holds none of them."""
-        state, unsupported = self._state, self._state.unsupported
+        state, unsupported, insert = self._state, self._state.unsupported, self._state.insert
         find = state.index.get
         results: list[BlockResult] = []
         used: list[Block] = []
-        made: list[SlotRef] = []
-        for slot, key, parent_key, priority, duration_ms, label in items:
+        made: list[Block] = []
+        written: list[SlotRef] = []
+        slots, keys, parents, priorities, durations, labels = zip(*items, strict=True)
+        refs = rows(SlotRef, repeat(state.group), repeat(lease.tier), slots)
+        traits = rows(Traits, priorities, durations, repeat(0), labels)
+        for ref, key, parent_key, its in zip(refs, keys, parents, traits, strict=True):
+            slot = ref.slot
             block = find(key)
             if block is not None:
                 if block.parent_key != parent_key:
@@ -49,18 +55,18 @@ class Holding:
                 results.append(PARENT_MISSING)
                 continue
             else:
-                ref = state.ref(lease.tier, slot)
-                block = state.insert(key, parent_key, Traits(priority, duration_ms, 0, label), ref, COMMIT)
+                block = insert(key, parent_key, its, ref, COMMIT)
                 del lease.blank[slot]
-                self._background.committed(block)
+                made.append(block)
                 if last:
-                    made.append(ref)
+                    written.append(ref)
                 else:
                     lease.held[block] = state.hold(block, lease.tier, lease.session)
                     self._slide(lease, block)
                 results.append(OK)
             used.append(block)
-        state.disown(made)
+        self._background.committed(made)
+        state.disown(written)
         state.touch(reversed(used))
         return tuple(results)
 

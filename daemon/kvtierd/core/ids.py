@@ -34,7 +34,7 @@ class Tier(IntEnum):
     @property
     def bit(self) -> int:
         """This tier's bit in a residency set (1 device, 2 host, 4 disk)."""
-        return _BITS[self]
+        return BITS[self]
 
     def __str__(self) -> str:
         return _NAMES[self]
@@ -49,5 +49,5 @@ DISK: Final = Tier.DISK
 """The same. To look a member up in its class takes ten times as long as a global (Python 3.11), and the core does so
 dozens of times a block: hence such names beside its enumerations."""
 
-_BITS: Final = (1, 2, 4)
+BITS: Final = (1, 2, 4)
 _NAMES: Final = ("device", "host", "disk")

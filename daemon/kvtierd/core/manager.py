@@ -13,7 +13,6 @@ from typing import Final
 from kvtierd.core import counting, looking, loss, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
-from kvtierd.core.block import Block
 from kvtierd.core.errors import BadArgument, StillHeld, TierOffline, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtierd.core.block import Block
+from kvtierd.core.bulk import rows
 from kvtierd.core.events import REMOVED, STORED, BlockChange, Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import DISK, CacheId, GroupId, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content, Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
+from kvtierd.core.traits import Traits
 
 MAX_EVENT_BLOCKS: Final = 256
 MAX_MOVE_BLOCKS: Final = 16
@@ -140,11 +143,11 @@ class Recorder:
             refusals=tuple(self._refusals),
             begin_write=tuple(self._begins),
             contents=(
-                *(Content(ref, block.key, block.parent_key, block.traits) for ref, block in self._ends.items()),
+                *_contents(self._ends),
                 *(Content(ref, None, None, block.traits) for ref, block in self._disowned.items()),
             ),
             end_write=tuple(self._ends),
-            owners=tuple(Ownership(ref, session) for ref, session in self._owners.items()),
+            owners=tuple(rows(Ownership, self._owners, self._owners.values())),
             events=tuple(self._event(header, changes, now, capacity) for header, changes in self._events),
             again=again,
         )
@@ -172,6 +175,19 @@ class Recorder:
             queue_ns=transfer.queue_ns,
             copy_ns=transfer.copy_ns,
         )
+
+
+def _contents(ends: dict[SlotRef, Block]) -> Iterator[Content]:
+    """What slots hold that are some blocks' from now on."""
+    blocks = ends.values()
+    traits = rows(
+        Traits,
+        [block.own_priority for block in blocks],
+        [block.duration_ms for block in blocks],
+        [block.deadline_ns for block in blocks],
+        [block.label for block in blocks],
+    )
+    return rows(Content, ends, [block.key for block in blocks], [block.parent_key for block in blocks], traits)
 
 
 def move_item(block: Block, src: SlotId, dst: SlotId | None) -> MoveItem:

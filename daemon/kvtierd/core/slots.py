@@ -114,8 +114,13 @@ class SlotTable:
 
     def enter(self, slot: SlotId, to: SlotState) -> None:
         """The same, where it may be in that state already."""
-        if self._states[slot] != to:
-            self.change(slot, to)
+        was = self._states[slot]
+        if was != to:
+            if was == SLOT_FREE:
+                raise InvariantViolation(f"slot {slot}: FREE to {to.name} by enter()")
+            self._states[slot] = to
+            self._counts[was] -= 1
+            self._counts[to] += 1
 
     def give_back(self, slot: SlotId) -> None:
         was = self._states[slot]

@@ -85,18 +85,14 @@ class Carrier:
     def apply(self, cache: OpenCache, outcome: Outcome) -> None:
         """All of an outcome, in the order that ``core/outcome.py`` lays down."""
         runtime = cache.runtime
-        for ref in outcome.begin_write:
-            runtime.begin_write(ref)
-        for ownership in outcome.owners:
-            runtime.set_owner(ownership)
+        runtime.begin_write(outcome.begin_write)
+        runtime.set_owners(outcome.owners)
         if outcome.events:
             self._hub.publish(outcome.events)
         for move in outcome.moves:
             self.edges.submit(runtime, move)
-        for content in outcome.contents:
-            runtime.note(content)
-        for ref in outcome.end_write:
-            runtime.end_write(ref)
+        runtime.note(outcome.contents)
+        runtime.end_write(outcome.end_write)
         follow(runtime.arena, outcome)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)

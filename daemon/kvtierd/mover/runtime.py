@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.abi.spec import CacheSpec
@@ -47,26 +48,30 @@ class CacheRuntime:
             raise LookupError(f"cache {self.name} has no {tier} memory")
         return store
 
-    def begin_write(self, ref: SlotRef) -> None:
-        """Before the slot's bytes may change. A device slot that had a block's is poisoned, so that who still reads it
+    def begin_write(self, refs: Iterable[SlotRef]) -> None:
+        """Before the slots' bytes may change. A device slot that had a block's is poisoned, so that who still reads it
         finds out."""
-        group, tier, slot = ref
-        if self.arena.begin_write(tier, group, slot) and tier is DEVICE:
-            self.memory(tier).poison(group, slot)
+        begin = self.arena.begin_write
+        for group, tier, slot in refs:
+            if begin(tier, group, slot) and tier is DEVICE:
+                self.memory(tier).poison(group, slot)
 
-    def note(self, content: Content) -> None:
-        """What the slot holds from now on; before :meth:`end_write`."""
+    def note(self, contents: Iterable[Content]) -> None:
+        """What slots hold from now on; before :meth:`end_write`."""
         if self.arena.keeps_records:
-            self.arena.note(content)
+            for content in contents:
+                self.arena.note(content)
 
-    def end_write(self, ref: SlotRef) -> None:
-        """The slot's bytes are READY."""
-        group, tier, slot = ref
-        self.arena.end_write(tier, group, slot)
+    def end_write(self, refs: Iterable[SlotRef]) -> None:
+        """The slots' bytes are READY."""
+        end = self.arena.end_write
+        for group, tier, slot in refs:
+            end(tier, group, slot)
 
-    def set_owner(self, ownership: Ownership) -> None:
-        (group, tier, slot), session = ownership
-        self.arena.set_owner(tier, group, slot, session)
+    def set_owners(self, ownerships: Iterable[Ownership]) -> None:
+        set_owner = self.arena.set_owner
+        for (group, tier, slot), session in ownerships:
+            set_owner(tier, group, slot, session)
 
     def pools(self, group: GroupId) -> int:
         return len(self.spec.groups[group].pools)
