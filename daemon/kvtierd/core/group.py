@@ -460,7 +460,7 @@ class GroupState:
         _, tier, slot = ref
         self.slots[tier].enter(slot, SLOT_READY)
         block.put_copy(tier, Copy(slot, READY))
-        block.residency = BITS[tier]
+        self.residencies.change(block, BITS[tier])
         self.recorder.end_write(ref, block)
         self.introduce(block, cause)
         return block
