@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
     from kvtier.lease import ReadLease, WriteLease
+    from kvtier.mirror import Mirror, MirroredBlock, Mirrors, MirrorState, Standing
     from kvtier.options import CacheOptions, WritePolicy
     from kvtier.prompt import Prompt
     from kvtier.residency import ResidencyTable
@@ -92,6 +93,7 @@ _HOMES = {
     ),
     "kvtier.events": ("Event", "Gap", "Heartbeat", "SnapshotEnd", "SnapshotSlice", "SnapshotStart"),
     "kvtier.lease": ("ReadLease", "WriteLease"),
+    "kvtier.mirror": ("Mirror", "MirrorState", "MirroredBlock", "Mirrors", "Standing"),
     "kvtier.options": ("CacheOptions", "WritePolicy"),
     "kvtier.prompt": ("Prompt",),
     "kvtier.retention": ("Retention", "TokenRange"),
@@ -134,6 +136,10 @@ __all__ = [
     "Location",
     "Locations",
     "Match",
+    "Mirror",
+    "MirrorState",
+    "MirroredBlock",
+    "Mirrors",
     "MultimodalItem",
     "NotFound",
     "PermissionDenied",
@@ -150,6 +156,7 @@ __all__ = [
     "SnapshotStart",
     "SpecMismatch",
     "StaleRead",
+    "Standing",
     "StillHeld",
     "Tier",
     "TierFull",

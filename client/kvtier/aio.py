@@ -12,6 +12,7 @@ from kvtier.abi.errors import FieldError
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
 from kvtier.errors import InvalidArgument, NotFound
+from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, Mirror
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
@@ -155,6 +156,19 @@ class AsyncClient:
             heartbeats=heartbeats,
             heartbeat_s=heartbeat_s,
         )
+
+    def mirror(
+        self,
+        caches: Collection[str],
+        *,
+        heartbeat_s: float = DEFAULT_MIRROR_HEARTBEAT_S,
+        timeout: float = DEFAULT_MIRROR_TIMEOUT_S,
+    ) -> Mirror:
+        """An exact local index of the blocks of these caches: ``async with client.mirror(["llama"]) as mirror``.
+
+        See :class:`kvtier.Mirror`.
+        """
+        return Mirror(self, caches, heartbeat_s=heartbeat_s, timeout=timeout)
 
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """What the daemon knows of itself."""

@@ -12,11 +12,10 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.answers import AcrossMatch, GroupSpan, Locations, Match
 from kvtier.types import Cursor
+from kvtier.windows import LookUp, Window, longest, spans
 
 _TRIES: Final = 3
 """How often a match is made anew whose blocks leave while it is made."""
-_LEAST_LOOKED_UP: Final = 64
-"""Keys of a sliding group that are looked up at a time, or its window where that is longer."""
 
 
 class Chains:
@@ -27,7 +26,7 @@ class Chains:
 
     def __init__(self, index: IndexReader, spec: CacheSpec) -> None:
         self._index: Final = index
-        self._spans: Final = tuple(-(-group.window_tokens // spec.tokens_per_block) for group in spec.groups)
+        self._spans: Final = spans([group.window_tokens for group in spec.groups], spec.tokens_per_block)
         """By group: how many blocks cover its window; 0 = all."""
 
     def is_sliding(self, group: int) -> bool:
@@ -66,12 +65,12 @@ class Chains:
         """See :meth:`kvtier.across.AcrossGroups.match`."""
         for _ in range(_TRIES):
             as_of = self._as_of()
-            spans = self._spans_of(keys)
-            if spans is None:
+            found = self._spans_of(keys)
+            if found is None:
                 return None
-            length = spans[0].first_block + len(spans[0].residency)
-            if all(all(span.residency) for span in spans):
-                return AcrossMatch(length, spans, as_of)
+            length = found[0].first_block + len(found[0].residency)
+            if all(all(span.residency) for span in found):
+                return AcrossMatch(length, found, as_of)
         return None
 
     def locate(self, keys: bytes, group: int) -> Locations | None:
@@ -95,14 +94,9 @@ class Chains:
         if bound is None:
             return None
         windows = {
-            group: _Window(self._index, keys, group, span, bound) for group, span in enumerate(self._spans) if span
+            group: Window(self._look_up(keys, group), span, bound) for group, span in enumerate(self._spans) if span
         }
-        length: int | None = bound
-        before = None
-        while length != before:
-            before = length
-            for window in windows.values():
-                length = window.unbroken(length) if length is not None else None
+        length = longest(bound, windows.values())
         if length is None:
             return None
         return tuple(
@@ -112,48 +106,12 @@ class Chains:
             for group, span in enumerate(self._spans)
         )
 
+    def _look_up(self, keys: bytes, group: int) -> LookUp:
+        def look_up(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+            found = self._index.find(keys[start * KEY_BYTES : stop * KEY_BYTES], group)
+            return found.residency, found.sure
 
-class _Window:
-    """A sliding group's side of a match. Looks up every key once, and no more than it must, from the end on."""
-
-    def __init__(self, index: IndexReader, keys: bytes, group: int, span: int, bound: int) -> None:
-        self._index = index
-        self._keys = keys
-        self._group = group
-        self._span = span
-        self._low = bound
-        """From here up to ``bound`` all is looked up."""
-        self._residency: NDArray[np.uint8] = np.zeros(bound, np.uint8)
-        self._sure: NDArray[np.bool_] = np.ones(bound, np.bool_)
-
-    def first_block(self, length: int) -> int:
-        """The first block that a prefix of so many needs."""
-        return max(0, length - self._span)
-
-    def residency(self, length: int) -> bytes:
-        """Of the blocks that a prefix of so many needs; they have been looked up."""
-        return self._residency[self.first_block(length) : length].tobytes()
-
-    def unbroken(self, length: int) -> int | None:
-        """That length, where no block is missing of what it needs, else the greatest lower one that may do."""
-        while True:
-            first = self.first_block(length)
-            self._look_up(first)
-            holes = np.flatnonzero(self._residency[first:length] == 0)
-            if not len(holes):
-                return length
-            length = first + int(holes[-1])
-            if not self._sure[length]:
-                return None
-
-    def _look_up(self, first: int) -> None:
-        if first >= self._low:
-            return
-        start = max(0, min(first, self._low - max(self._span, _LEAST_LOOKED_UP)))
-        found = self._index.find(self._keys[start * KEY_BYTES : self._low * KEY_BYTES], self._group)
-        self._residency[start : self._low] = found.residency
-        self._sure[start : self._low] = found.sure
-        self._low = start
+        return look_up
 
 
 def leading(found: Found, wanted: NDArray[np.bool_]) -> int | None:

@@ -159,7 +159,7 @@ class Gap:
 
 @dataclass(slots=True, frozen=True)
 class Heartbeat:
-    """Nothing that passes the filter happened up to the cursor."""
+    """Nothing that passes the filter happened since the last item, up to the cursor."""
 
     cursor: Cursor
 

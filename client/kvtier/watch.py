@@ -124,6 +124,8 @@ class Watch:
             raise InvalidArgument("heartbeat_s", heartbeat_s, "0.01 to 3600 seconds")
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
+        self.live = False
+        """Whether the stream goes on: from a batch until the stream that it came by breaks."""
         self._session = session
         self._start = start
         self._filter = wanted
@@ -167,7 +169,7 @@ class Watch:
                     self.cursor = None
                     yield SnapshotStart()
                 async for batch in self._batches(link, request):
-                    backoff, resuming = Backoff(), True
+                    backoff, resuming, self.live = Backoff(), True, True
                     for item in self._items_of(batch):
                         yield item
             except TimeoutError:
@@ -183,6 +185,8 @@ class Watch:
                     yield self._skip_to(failure.oldest)
             except (asyncio.CancelledError, grpc.aio.UsageError) as error:
                 self._session.channel_closed_by(error)
+            finally:
+                self.live = False
             await asyncio.sleep(backoff.next())
 
     async def _request(self, link: Link) -> events_pb2.WatchRequest:
@@ -245,7 +249,7 @@ class Watch:
         if batch.snapshot_end:
             self._snapshot_pending = False
             yield SnapshotEnd(Cursor(batch.epoch, batch.last_id))
-        if self._heartbeats and not batch.events and not batch.HasField("slice"):
+        if self._heartbeats and not batch.HasField("slice") and not (covers and _ends_with_event(batch)):
             yield Heartbeat(Cursor(batch.epoch, batch.last_id))
 
     def _gap(self, batch: events_pb2.WatchBatch) -> Gap:
@@ -263,3 +267,8 @@ class Watch:
         # What is held is of the present epoch, whichever the cursor was of.
         self.cursor = Cursor(0, oldest - 1)
         return lost
+
+
+def _ends_with_event(batch: events_pb2.WatchBatch) -> bool:
+    """Whether no id after its last event was filtered away."""
+    return bool(batch.events) and batch.events[-1].id == batch.last_id

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
@@ -23,6 +26,8 @@ from kvtier.stats import (
 )
 from kvtier.types import Cursor, Tier
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
+
+_KEY: Final = np.dtype(f"V{KEY_BYTES}")
 
 Keys = bytes | bytearray | memoryview | Iterable[bytes]
 """Block keys: packed, 32 bytes each, or one by one."""
@@ -50,7 +55,8 @@ def split_keys(packed: bytes) -> list[bytes]:
     """The keys of a field that the daemon filled."""
     if len(packed) % KEY_BYTES:
         raise DaemonError(f"{len(packed)} bytes of keys: not a multiple of {KEY_BYTES}", reason="BAD_ANSWER")
-    return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
+    keys: list[bytes] = np.frombuffer(packed, _KEY).tolist() if packed else []
+    return keys
 
 
 def tier_to_wire(tier: Tier) -> common_pb2.Tier.ValueType:

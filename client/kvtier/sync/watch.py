@@ -41,6 +41,11 @@ class Watch:
         """Ids that it has not been told of yet, as of the last batch; 0 before the first."""
         return self._inner.lag
 
+    @property
+    def live(self) -> bool:
+        """Whether the stream goes on: from a batch until the stream that it came by breaks."""
+        return self._inner.live
+
     def close(self) -> None:
         """Ends the stream; a thread that waits for the next item sees the end of the iteration."""
         if not self._closed and not self._thread.forked:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import across, aio, cache, lease, sync, watch
+from kvtier import across, aio, cache, lease, mirror, sync, watch
 
 TWINS: dict[type, type] = {
     aio.AsyncClient: sync.Client,
@@ -18,6 +18,8 @@ TWINS: dict[type, type] = {
     lease.WriteLease: sync.WriteLease,
     lease.ReadLease: sync.ReadLease,
     watch.Watch: sync.Watch,
+    mirror.Mirror: sync.Mirror,
+    mirror.Mirrors: sync.Mirrors,
 }
 
 RENAMED = {

@@ -1,0 +1,281 @@
+"""Mirrors of real daemons: what they say is what the daemons list, block by block, whatever happens to either."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from kvtier import (
+    AsyncClient,
+    BlockResult,
+    Cache,
+    Client,
+    Cursor,
+    LeaseLost,
+    Mirror,
+    Mirrors,
+    MirrorState,
+    NotFound,
+    PermissionDenied,
+    RetryableError,
+    Tier,
+    connect,
+    sync,
+)
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import StartDaemon
+from tests.integration.load import CHAIN_BLOCKS, Load
+from tests.integration.models import VSWA, by_hand, content, groups_of
+from tests.integration.raw import attached
+from tests.integration.steering import Steering
+from tests.integration.test_revoked_rights import ALL, ONE
+from tests.integration.test_slow_watcher import BLOCKS, NAME, SMALL_RING, store
+from tests.integration.waiting import PATIENCE_S, eventually
+
+SMALL = sizes(device=12, host=24, disk=48)
+ROOM = ("--device-bytes", "2MiB", "--host-bytes", "4MiB", "--disk-bytes", "8MiB")
+WINDOWS = by_hand(VSWA, device=24, host=32, disk=48)
+
+
+@pytest.fixture
+def steering(monkeypatch: pytest.MonkeyPatch) -> Steering:
+    return Steering().installed(monkeypatch)
+
+
+async def now(client: AsyncClient) -> Cursor:
+    stats = await client.stats()
+    return Cursor(stats.epoch, stats.last_event_id)
+
+
+async def caught_up(mirror: Mirror, client: AsyncClient) -> None:
+    await mirror.synced(await now(client), timeout=PATIENCE_S)
+
+
+async def until(mirror: Mirror, state: MirrorState) -> None:
+    async def found() -> MirrorState:
+        return mirror.state
+
+    await eventually(found, lambda it: it is state)
+
+
+class Sequences:
+    """Somebody who works on a cache of several windows and never stops: chains stored over all groups, some beginning
+    where others end, priorities that expire, moves and drops."""
+
+    def __init__(self, client: AsyncClient, name: str, seed: int) -> None:
+        self.client, self.name = client, name
+        self.chains = [chain(f"{name} {number}", CHAIN_BLOCKS) for number in range(8)]
+        self._rng = random.Random(seed)
+
+    async def work(self) -> None:
+        while True:
+            try:
+                cache = await self.client.open_cache(self.name, VSWA, budgets=WINDOWS)
+                while True:
+                    await self._rng.choice((self._put, self._put, self._retain, self._move, self._drop))(cache)
+            except (RetryableError, NotFound, LeaseLost):
+                continue  # no room now, or the cache or the daemon has gone: another operation, or the next life
+
+    def _some(self) -> list[bytes]:
+        return self._rng.choice(self.chains)[: self._rng.randint(1, CHAIN_BLOCKS)]
+
+    async def _put(self, cache: Cache) -> None:
+        keys = self._some()
+        await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
+
+    async def _retain(self, cache: Cache) -> None:
+        """For a moment: then the priority goes back, and that is an event as well."""
+        group = cache.in_group(self._rng.choice(groups_of(VSWA)))
+        await group.set_retention(self._some(), self._rng.randint(0, 100), self._rng.choice((None, 0.01, 0.1)))
+
+    async def _move(self, cache: Cache) -> None:
+        await cache.in_group(self._rng.choice(groups_of(VSWA))).move(self._some(), self._rng.choice(tuple(Tier)))
+
+    async def _drop(self, cache: Cache) -> None:
+        await cache.in_group(self._rng.choice(groups_of(VSWA))).drop(self._some()[-1:])
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_it_says_what_listings_say_while_everything_happens(
+    start_daemon: StartDaemon, steering: Steering, seed: int
+) -> None:
+    daemon, rng = start_daemon(*ROOM, "--chaos-seed", str(seed)), random.Random(seed)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(await connect(daemon.address))
+        one = await client.open_cache("one", SPEC, budgets=SMALL)
+        many = await client.open_cache("many", VSWA, budgets=WINDOWS)
+        groups = [many.in_group(group) for group in groups_of(VSWA)]
+        mirror = await stack.enter_async_context(Mirror(client, ["one", "many"], heartbeat_s=0.1))
+        load = await stack.enter_async_context(Load(daemon.address, "one", chains=8, workers=2, seed=seed))
+        sequences = Sequences(client, "many", seed)
+        working = asyncio.create_task(sequences.work())
+        stack.callback(working.cancel)
+
+        async def reset() -> None:
+            await many.reset(force=True)
+
+        async def replace() -> None:
+            await client.remove_cache("many", force=True)
+            await client.open_cache("many", VSWA, budgets=WINDOWS)
+
+        async def restart() -> None:
+            await asyncio.to_thread(daemon.stop)
+            await asyncio.to_thread(daemon.start)
+
+        async def kill() -> None:
+            await asyncio.to_thread(daemon.kill)
+            await asyncio.to_thread(daemon.start)
+
+        happenings: list[Callable[[], Awaitable[None]]] = [reset, restart, kill, restart, kill]
+        rng.shuffle(happenings)
+        for happening in [lambda: asyncio.sleep(0), *happenings]:
+            await happening()
+            for _ in range(3):
+                await steering.assert_agrees(mirror, one, *groups)
+                await asyncio.sleep(rng.uniform(0, 0.05))
+            load.check()
+            assert not working.done(), working.result()
+        assert mirror.resyncs >= 2, "two deaths, and each loses what it had not written down"
+
+        working.cancel()
+        await asyncio.wait([working])
+        await load.stop()
+        await steering.assert_agrees(mirror, one, *groups)
+        await caught_up(mirror, client)
+        for keys in sequences.chains:
+            assert mirror.longest_prefix(keys, "many") == (await many.across.match(keys)).blocks
+        for name in load.living:
+            keys = chain(name, CHAIN_BLOCKS)
+            assert mirror.longest_prefix(keys, "one") == (await one.match(keys)).blocks
+
+
+async def test_what_it_was_too_slow_for_it_makes_up_for(start_daemon: StartDaemon, steering: Steering) -> None:
+    daemon = start_daemon(*SMALL_RING, host=2 * BLOCKS)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = await client.open_cache(NAME, SPEC)
+        number = (await raw.open(NAME)).cache_id
+        async with Mirror(client, [NAME]) as mirror:
+            await store(raw, number, "first")
+            await caught_up(mirror, client)
+            steering.hold()
+            for index in range(220):
+                await store(raw, number, f"prompt {index}")
+            assert mirror.longest_prefix(chain("first", BLOCKS)) == BLOCKS
+            steering.go_to(None)
+            await caught_up(mirror, client)
+            assert mirror.resyncs == 1
+            await steering.assert_agrees(mirror, cache)
+            assert mirror.longest_prefix(chain("prompt 219", BLOCKS)) == BLOCKS
+
+
+async def test_caches_come_and_go_and_come_back_as_others(start_daemon: StartDaemon, steering: Steering) -> None:
+    daemon = start_daemon(*ROOM)
+    keys = chain("one", 6)
+    async with await connect(daemon.address) as client, Mirror(client, ["later"], heartbeat_s=0.1) as mirror:
+        assert (mirror.state, mirror.longest_prefix(keys)) == (MirrorState.EXACT, 0)
+        first = await client.open_cache("later", VSWA, budgets=WINDOWS)
+        await first.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
+        await caught_up(mirror, client)
+        assert mirror.longest_prefix(keys) == 6
+        assert mirror.longest_prefix(keys, tiers=[Tier.DISK]) == 0
+        await first.close()
+        await client.remove_cache("later")
+        await caught_up(mirror, client)
+        assert (mirror.longest_prefix(keys), len(mirror)) == (0, 0)
+        second = await client.open_cache("later", SPEC, budgets=SMALL)
+        assert set(await second.put(keys[:4], blocks(keys[:4]), tier=Tier.HOST, priorities=70)) == {BlockResult.OK}
+        await caught_up(mirror, client)
+        assert (mirror.longest_prefix(keys), mirror.longest_prefix(keys, tiers=[Tier.DEVICE])) == (4, 0)
+        assert (mirror.residency(keys[3]), mirror.priority(keys[3])) == (Tier.HOST.bit, 70)
+        assert (mirror.residency(keys[4]), mirror.priority(keys[4])) == (0, None)
+        await steering.assert_agrees(mirror, second)
+        assert mirror.resyncs == 0
+
+
+async def test_a_right_that_goes_makes_it_stale_and_one_that_comes_back_exact(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    file = tmp_path / "kvtierd.toml"
+    file.write_text(ALL)
+    daemon = start_daemon("--config", str(file), "--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=16)
+    keys = chain("right", 4)
+
+    async def rules(text: str) -> None:
+        before = daemon.log.count("changed=allow")
+        file.write_text(text)
+        os.kill(daemon.pid, signal.SIGHUP)
+
+        async def changes() -> int:
+            return daemon.log.count("changed=allow")
+
+        await eventually(changes, lambda count: count > before)
+
+    async with await connect(daemon.address) as owner, await connect(daemon.tcp_address, insecure=True) as router:
+        cache = await owner.open_cache("other", SPEC, budgets=sizes(host=8))
+        await cache.put(keys[:2], blocks(keys[:2]), tier=Tier.HOST)
+        async with Mirror(router, ["other"], heartbeat_s=0.05) as mirror:
+            await rules(ONE)
+            await cache.put(keys, blocks(keys), tier=Tier.HOST)
+            await until(mirror, MirrorState.STALE)
+            assert mirror.longest_prefix(keys) == 2
+            with pytest.raises(PermissionDenied):
+                await Mirror(router, ["other"]).__aenter__()
+            await rules(ALL)
+            await mirror.synced(timeout=PATIENCE_S)
+            assert mirror.longest_prefix(keys) == 4
+
+
+async def test_who_of_several_has_the_longest_prefix(start_daemon: StartDaemon) -> None:
+    daemons = {name: start_daemon(device=8, host=16, disk=32) for name in ("one", "two")}
+    keys = chain("shared", 6)
+    async with AsyncExitStack() as stack:
+        clients = {n: await stack.enter_async_context(await connect(d.address)) for n, d in daemons.items()}
+        caches = {name: await client.open_cache("c", SPEC) for name, client in clients.items()}
+        await caches["one"].put(keys[:3], blocks(keys[:3]), tier=Tier.DEVICE)
+        await caches["two"].put(keys, blocks(keys), tier=Tier.HOST)
+        await caches["two"].move(keys[:1], Tier.DISK)
+        mirrors = await stack.enter_async_context(Mirrors(clients, ["c"], heartbeat_s=0.1))
+        two, one = mirrors.best(keys)
+        assert (two.name, two.blocks, two.state, two.lag) == ("two", 6, MirrorState.EXACT, 0)
+        assert two.by_tier == {Tier.DEVICE: 0, Tier.HOST: 5, Tier.DISK: 1}
+        assert (one.name, one.blocks, one.by_tier[Tier.DEVICE]) == ("one", 3, 3)
+        assert [each.name for each in mirrors.best(keys[:3])] == ["one", "two"], "it is faster there"
+
+        await asyncio.to_thread(daemons["two"].kill)
+        await until(mirrors.mirrors["two"], MirrorState.STALE)
+        assert [(each.name, each.blocks, str(each.state)) for each in mirrors.best(keys)] == [
+            ("two", 6, "stale"),
+            ("one", 3, "exact"),
+        ]
+        await asyncio.to_thread(daemons["two"].start)
+        await mirrors.mirrors["two"].synced(timeout=PATIENCE_S)
+        left = (await caches["two"].match(keys)).blocks
+        assert {each.name: each.blocks for each in mirrors.best(keys)} == {"one": 3, "two": left}
+
+
+def test_threads_look_without_waiting_for_another(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(device=8, host=16, disk=32)
+    keys = chain("threads", 6)
+    with Client(daemon.address) as client, client.mirror(["c"]) as mirror:
+        cache = client.open_cache("c", SPEC)
+        cache.put(keys, blocks(keys))
+        stats = client.stats()
+        mirror.synced(Cursor(stats.epoch, stats.last_event_id), timeout=PATIENCE_S)
+        assert (str(mirror.state), mirror.lag, mirror.problem) == ("exact", 0, None)
+        assert (mirror.longest_prefix(keys), len(mirror)) == (6, 6)
+        assert {row.key for row in mirror.blocks()} == set(keys)
+        with sync.Mirrors({"here": client}, ["c"]) as mirrors:
+            (standing,) = mirrors.best(keys)
+            assert (standing.name, standing.blocks) == ("here", 6)
+        cache.reset()
+        stats = client.stats()
+        mirror.synced(Cursor(stats.epoch, stats.last_event_id), timeout=PATIENCE_S)
+        assert len(mirror) == 0
+    assert mirror.state is MirrorState.STALE

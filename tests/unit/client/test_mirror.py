@@ -1,0 +1,243 @@
+"""Mirrors against a scripted daemon: what is lost is made up for, and until then nothing false is said."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import kvtier
+from kvtier import Cursor, Mirror, MirrorState, Tier
+from kvtier.mirror import ranking
+from kvtier.v1 import common_pb2, events_pb2
+from tests.integration.waiting import eventually
+from tests.unit.client.fake_daemon import Context, FakeDaemon
+
+KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(6)]
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+BROKEN = grpc.StatusCode.UNAVAILABLE
+
+Step = events_pb2.WatchBatch | grpc.StatusCode | asyncio.Event | None
+"""To send, to fail with, to wait for; None: silence without end."""
+
+
+@pytest.fixture
+async def daemon(short_dir: Path) -> AsyncIterator[FakeDaemon]:
+    async with FakeDaemon(short_dir) as fake:
+        yield fake
+
+
+@pytest.fixture
+async def client(daemon: FakeDaemon) -> AsyncIterator[kvtier.AsyncClient]:
+    async with await kvtier.connect(daemon.address, timeout=5.0) as connected:
+        yield connected
+
+
+def play(daemon: FakeDaemon, *scripts: Sequence[Step]) -> None:
+    """Each Watch call plays the next script; the last one again and again."""
+    left = list(scripts)
+
+    async def watch(request: events_pb2.WatchRequest, context: Context) -> AsyncIterator[events_pb2.WatchBatch]:
+        for step in left.pop(0) if len(left) > 1 else left[0]:
+            match step:
+                case None:
+                    await asyncio.Event().wait()
+                case asyncio.Event():
+                    await step.wait()
+                case grpc.StatusCode():
+                    await context.abort(step, "as scripted")
+                case _:
+                    yield step
+
+    daemon.answers["Watch"] = watch
+
+
+def slice_of(keys: Sequence[bytes], *, epoch: int = 1) -> events_pb2.WatchBatch:
+    part = events_pb2.SnapshotSlice(
+        cache="c",
+        keys=b"".join(keys),
+        parents=bytes(32 * len(keys)),
+        residency=b"\1" * len(keys),
+        priorities=bytes([35]) * len(keys),
+        tokens_per_block=16,
+        all_window_tokens=[0],
+    )
+    return events_pb2.WatchBatch(epoch=epoch, first_id=1, last_id=0, slice=part)
+
+
+def end(cursor: int, *, epoch: int = 1) -> events_pb2.WatchBatch:
+    return events_pb2.WatchBatch(epoch=epoch, first_id=cursor, last_id=cursor, snapshot_end=True)
+
+
+def stored(event_id: int, key: bytes, *, up_to: int | None = None, epoch: int = 1, **more: Any) -> Any:
+    """A batch of one event, and of what is filtered away up to ``up_to``."""
+    event = events_pb2.Event(
+        id=event_id,
+        type=events_pb2.EVENT_TYPE_STORED,
+        cause=common_pb2.CAUSE_COMMIT,
+        cache="c",
+        keys=key,
+        parents=bytes(32),
+        residency=b"\1",
+        priorities=bytes([35]),
+    )
+    return events_pb2.WatchBatch(epoch=epoch, first_id=event_id, last_id=up_to or event_id, events=[event], **more)
+
+
+def gap(first: int, last: int, reason: str) -> events_pb2.Gap:
+    return events_pb2.Gap(epoch=1, first_id=first, last_id=last, reason=reason)
+
+
+async def until(mirror: Mirror, state: MirrorState) -> None:
+    async def now() -> MirrorState:
+        return mirror.state
+
+    await eventually(now, lambda found: found is state)
+
+
+LOSSES: dict[str, list[Step]] = {
+    "a hole": [stored(9, KEYS[3])],
+    "too slow": [events_pb2.WatchBatch(epoch=1, first_id=7, last_id=6, gap=gap(7, 90, "slow"))],
+    "a crash": [events_pb2.WatchBatch(epoch=2, first_id=91, last_id=90, gap=gap(7, 90, "unclean-stop"))],
+    "another epoch without a word": [stored(7, KEYS[3], epoch=2)],
+    "an event that does not add up": [stored(7, KEYS[3] + KEYS[4])],
+    "a cursor that the daemon does not know": [BROKEN],
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_what_is_lost_is_made_up_for_and_the_last_truth_answers_meanwhile(
+    daemon: FakeDaemon, client: kvtier.AsyncClient, loss: str
+) -> None:
+    gate = asyncio.Event()
+    first: list[Step] = [slice_of(KEYS[:2]), end(5), stored(6, KEYS[2])]
+    again: list[Step] = [slice_of(KEYS[1:2], epoch=3), gate, slice_of(KEYS[:1], epoch=3), end(95, epoch=3), None]
+    refused: list[Sequence[Step]] = [[grpc.StatusCode.INVALID_ARGUMENT]] if LOSSES[loss] == [BROKEN] else []
+    play(daemon, [*first, *LOSSES[loss], None], *refused, again)
+    async with Mirror(client, ["c"]) as mirror:
+        await daemon.until(lambda: len(daemon.calls["Watch"]) == 2 + len(refused))
+        assert (mirror.state, mirror.cursor, mirror.resyncs) == (MirrorState.STALE, Cursor(1, 6), 0)
+        assert mirror.longest_prefix(KEYS) == 3
+        assert mirror.match(KEYS).as_of == Cursor(1, 6)
+        gate.set()
+        await until(mirror, MirrorState.EXACT)
+        assert (mirror.cursor, mirror.resyncs, mirror.problem) == (Cursor(3, 95), 1, None)
+        assert mirror.longest_prefix(KEYS) == 2
+    assert [call.WhichOneof("start") for call in daemon.calls["Watch"]][-1] == "snapshot"
+    assert list(daemon.calls["Watch"][0].filter.caches) == ["c"]
+
+
+async def test_a_broken_stream_is_resumed_without_a_snapshot_and_stale_until_then(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    gate = asyncio.Event()
+    play(daemon, [slice_of(KEYS[:2]), end(5), BROKEN], [gate, stored(6, KEYS[2]), None])
+    async with Mirror(client, ["c"]) as mirror:
+        await daemon.until(lambda: len(daemon.calls["Watch"]) == 2)
+        assert (mirror.state, mirror.longest_prefix(KEYS)) == (MirrorState.STALE, 2)
+        gate.set()
+        await mirror.synced(Cursor(1, 6), timeout=10)
+        assert (mirror.state, mirror.longest_prefix(KEYS), mirror.resyncs) == (MirrorState.EXACT, 3, 0)
+    assert daemon.calls["Watch"][1].since.id == 5
+
+
+async def test_a_snapshot_with_a_gap_in_it_is_not_shown(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    lossy = stored(4, KEYS[5], gap=gap(5, 20, "slow"))
+    play(daemon, [slice_of(KEYS[:4]), lossy, end(25), None], [slice_of(KEYS[:2]), end(30), None])
+    async with Mirror(client, ["c"]) as mirror:
+        assert (len(mirror), mirror.cursor, mirror.resyncs) == (2, Cursor(1, 30), 0)
+
+
+async def test_ids_that_concern_others_move_the_cursor_at_once(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    """Else whoever waits for one would wait for the next heartbeat."""
+    play(daemon, [slice_of(KEYS[:1]), end(5), stored(6, KEYS[1], up_to=40, newest_id=45), None])
+    async with Mirror(client, ["c"], heartbeat_s=3600) as mirror:
+        await mirror.synced(Cursor(1, 40), timeout=10)
+        assert (mirror.cursor, mirror.lag) == (Cursor(1, 40), 5)
+
+
+async def test_a_right_that_is_missing_is_raised_at_the_start_and_told_later(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    gate, denied = asyncio.Event(), asyncio.Event()
+    play(daemon, [DENIED])
+    with pytest.raises(kvtier.PermissionDenied):
+        await Mirror(client, ["c"]).__aenter__()
+    play(daemon, [slice_of(KEYS[:2]), end(5), denied, DENIED], [DENIED], [gate, slice_of(KEYS), end(9), None])
+    async with Mirror(client, ["c"]) as mirror:
+        denied.set()
+        await until(mirror, MirrorState.STALE)
+        await daemon.until(lambda: len(daemon.calls["Watch"]) == 4)
+        assert isinstance(mirror.problem, kvtier.PermissionDenied)
+        assert mirror.longest_prefix(KEYS) == 2
+        gate.set()
+        await mirror.synced(timeout=10)
+        assert mirror.problem is None
+        assert mirror.longest_prefix(KEYS) == 6
+
+
+async def test_a_mirror_ends_with_its_client(daemon: FakeDaemon) -> None:
+    play(daemon, [slice_of(KEYS[:2]), end(5), None])
+    async with await kvtier.connect(daemon.address) as client:
+        mirror = await Mirror(client, ["c"]).__aenter__()
+    await until(mirror, MirrorState.STALE)
+    assert mirror.longest_prefix(KEYS) == 2
+    with pytest.raises(kvtier.ClientClosed):
+        await mirror.synced()
+    await mirror.aclose()
+
+
+async def test_waiting_for_it_ends_with_its_time(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    play(daemon, [None])
+    mirror = Mirror(client, ["c"], timeout=0.05)
+    with pytest.raises(kvtier.DeadlineExceeded):
+        await mirror.__aenter__()
+    assert (mirror.state, mirror.cursor, mirror.longest_prefix(KEYS)) == (MirrorState.SYNCING, None, 0)
+    play(daemon, [slice_of(KEYS[:1]), end(5), None])
+    async with Mirror(client, ["c"]) as other:
+        with pytest.raises(kvtier.DeadlineExceeded, match="exact at 1:5"):
+            await other.synced(Cursor(1, 6), timeout=0.05)
+
+
+async def test_the_longest_prefix_comes_first_whatever_it_is_worth(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    play(
+        daemon,
+        [slice_of(KEYS[:3]), end(5), None],
+        [slice_of(KEYS[:2]), end(5), None],
+        [slice_of(KEYS[:3]), end(5), DENIED],
+        [DENIED],
+    )
+    async with Mirror(client, ["c"]) as one, Mirror(client, ["c"]) as two, Mirror(client, ["c"]) as three:
+        await until(three, MirrorState.STALE)
+        ranked = ranking.ranked({"three": three, "two": two, "one": one}, KEYS, None, ())
+    assert [(each.name, each.blocks, str(each.state)) for each in ranked] == [
+        ("one", 3, "exact"),
+        ("three", 3, "stale"),
+        ("two", 2, "exact"),
+    ]
+    assert ranked[0].by_tier == {Tier.DEVICE: 3, Tier.HOST: 0, Tier.DISK: 0}
+
+
+@pytest.mark.parametrize("caches", [[], "c"])
+async def test_caches_are_named(client: kvtier.AsyncClient, caches: Any) -> None:
+    with pytest.raises(kvtier.InvalidArgument, match="caches"):
+        Mirror(client, caches)
+
+
+async def test_bad_questions_are_refused(client: kvtier.AsyncClient) -> None:
+    one, two = Mirror(client, ["c"]), Mirror(client, ["c", "d"])
+    with pytest.raises(kvtier.InvalidArgument, match="cache = d"):
+        one.longest_prefix(KEYS, "d")
+    with pytest.raises(kvtier.InvalidArgument, match="one of c, d"):
+        two.longest_prefix(KEYS)
+    with pytest.raises(kvtier.InvalidArgument, match="31 bytes"):
+        one.residency(KEYS[0][:31])
+    with pytest.raises(kvtier.InvalidArgument, match="5 bytes"):
+        one.longest_prefix(b"short")
