@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtierd.core import loss
-from kvtierd.core.block import LEAVING, Block, Copy
+from kvtierd.core.block import COPY_IN, LEAVING, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import UPDATED, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
@@ -30,8 +31,7 @@ class EdgeRecord:
     degraded_until: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class Flight:
+class Flight(NamedTuple):
     """``purge``: when it arrives, all idle copies above go."""
 
     block: Block
@@ -48,6 +48,7 @@ class Flights:
 
     def __init__(self, state: GroupState) -> None:
         self._state = state
+        self._through = state.policy.write_policy is WritePolicy.THROUGH
         self._flights: dict[MoveId, list[Flight]] = {}
         self.background = 0
         """Copies that nobody waits for."""
@@ -88,15 +89,14 @@ class Flights:
         if flights is None:
             raise InvariantViolation(f"move {result.id} completes unplanned")
         self._account(flights, result, now)
+        transfer = self._state.transfer(*flights[0].edge, result.queue_ns, result.copy_ns)  # one for all of its events
         waiters: list[FetchTicket] = []
         for position, flight in enumerate(flights):
-            self._land(flight, position in result.failed, position in result.corrupt, self._transfer(flight, result))
-            waiters.extend(flight.copy.waiters)
-            flight.copy.waiters = ()
+            self._land(flight, position in result.failed, position in result.corrupt, transfer)
+            copy = flight.copy
+            waiters.extend(copy.waiters)
+            copy.waiters = ()
         return waiters
-
-    def _transfer(self, flight: Flight, result: MoveResult) -> Transfer:
-        return self._state.transfer(*flight.edge, result.queue_ns, result.copy_ns)
 
     def _account(self, flights: list[Flight], result: MoveResult, now: int) -> None:
         edge = flights[0].edge
@@ -114,22 +114,23 @@ class Flights:
             record.failed_in_a_row = 0
 
     def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
-        state, block, (src, dst) = self._state, flight.block, flight.edge
-        self._count_background(src, flight.cause, -1)
+        state = self._state
+        block, (src, dst), source, copy, cause, _ = flight
+        self._count_background(src, cause, -1)
         self.to_disk -= dst is DISK
-        flight.source.reads -= 1
-        flight.source.sinks -= dst > src
-        attached = block.copy(dst) is flight.copy and block.copy(src) is flight.source
+        source.reads -= 1
+        source.sinks -= dst > src
+        attached = COPY_IN[dst](block) is copy and COPY_IN[src](block) is source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
-            state.abandon(block, dst, flight.copy, written=dst is DISK and not failed and not corrupt)
+            state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)
-            for ticket in flight.copy.waiters:
+            for ticket in copy.waiters:
                 ticket.failed.add(block)
             if corrupt:
-                loss.lose_bytes(state, block, src, flight.source)
+                loss.lose_bytes(state, block, src, source)
         else:
             self._arrive(flight, transfer)
-        if block.copy(src) is not flight.source:
+        if COPY_IN[src](block) is not source:
             self._settle_source(flight)
 
     def _count_background(self, src: Tier, cause: Cause, by: int) -> None:
@@ -159,21 +160,20 @@ class Flights:
     def _arrive(self, flight: Flight, transfer: Transfer) -> None:
         state, block, (src, dst) = self._state, flight.block, flight.edge
         state.arrive(block, dst)
-        goes = flight.source.phase is LEAVING or self._promoted(flight)
-        gone = [src] if goes else []
+        if flight.source.phase is LEAVING or self._promoted(flight):
+            state.detach(block, src)
         if flight.purge:
-            gone += [t for t in state.above[dst] if t not in gone and self._idle(block, t)]
-        for tier in gone:
-            state.detach(block, tier)
+            for tier in state.above[dst]:
+                if self._idle(block, tier):
+                    state.detach(block, tier)
         state.recorder.change(UPDATED, flight.cause, state.group, block, transfer)
         state.reconsider(block)
 
     def _promoted(self, flight: Flight) -> bool:
         """Promotion from host frees the source unless somebody needs it; promotion from disk keeps it, and so does a
         cache that writes through."""
-        through = self._state.policy.write_policy is WritePolicy.THROUGH
-        return not through and flight.edge == (HOST, DEVICE) and self._idle(flight.block, HOST)
+        return flight.edge == (HOST, DEVICE) and not self._through and self._idle(flight.block, HOST)
 
     def _idle(self, block: Block, tier: Tier) -> bool:
-        copy = block.copy(tier)
+        copy = COPY_IN[tier](block)
         return copy is not None and copy.still and block.claims == 0

@@ -269,7 +269,8 @@ class GroupState:
             self.clocks.start(block)
         if (copy.holds or copy.reads) and tier is not DISK:
             self.recorder.disown(self.ref(tier, copy.slot), block)
-        self._candidates[tier].put(block, copy, 0)
+        if copy.listed:
+            self._candidates[tier].put(block, copy, 0)
         if tier is DISK and block.indexed and block.parent is not None:
             block.parent.disk_children -= 1
             self.reconsider(block.parent)

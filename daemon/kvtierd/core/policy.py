@@ -98,7 +98,7 @@ class Policy:
     max_ahead: float = 0.125
     reserve_shift: int = 5
     reserve_max: int = 256
-    victims_a_call: int = 8
+    victims_a_call: int = 16
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -162,19 +162,13 @@ class Recorder:
         capacity: dict[GroupId, tuple[tuple[Tier, int], ...]],
     ) -> Event:
         type, cause, group, transfer = header
-        event = Event(self._sequencer.take(), type, cause, self._cache, group, now, tuple(changes))
+        event = (self._sequencer.take(), type, cause, self._cache, group, now, tuple(changes))
         if type is EventType.CREATED:
-            return replace(event, capacity=capacity[group])
+            return Event(*event, capacity=capacity[group])
         if transfer is None:
-            return event
-        return replace(
-            event,
-            moved_from=transfer.src,
-            moved_to=transfer.dst,
-            moved_bytes=transfer.block_bytes * len(changes),
-            queue_ns=transfer.queue_ns,
-            copy_ns=transfer.copy_ns,
-        )
+            return Event(*event)
+        moved = transfer.src, transfer.dst, transfer.block_bytes * len(changes), transfer.queue_ns, transfer.copy_ns
+        return Event(*event, *moved)
 
 
 def _contents(ends: dict[SlotRef, Block]) -> Iterator[Content]:

@@ -19,6 +19,10 @@ from kvtierd.core.ids import DEVICE, DISK, HOST, Tier
 
 SOURCE_ORDER: Final = (HOST, DEVICE, DISK)
 """Reading the host disturbs nobody; the device's copy engines are wanted elsewhere; the disk is slowest."""
+_SOURCES: Final = {
+    residency: next(tier for tier in SOURCE_ORDER if residency & tier.bit) for residency in range(1, 1 << len(Tier))
+}
+"""By residency set: the first in that order."""
 
 
 class Prospect(Enum):
@@ -286,10 +290,10 @@ class Room:
 
     def source(self, block: Block) -> Tier:
         """Where to copy the block from: a tier that is lost, but not altogether yet, only where there is no other."""
-        valid = (tier for tier in SOURCE_ORDER if (copy := block.copy(tier)) is not None and copy.valid)
-        if not self._state.offline:
-            return next(valid)
-        return min(valid, key=lambda tier: tier in self._state.offline)
+        if self._state.offline:
+            valid = (tier for tier in SOURCE_ORDER if block.residency & tier.bit)
+            return min(valid, key=lambda tier: tier in self._state.offline)
+        return _SOURCES[block.residency]
 
     def _drop_some_subtree(self, tier: Tier) -> bool:
         """Only parents are left that cannot go down: the first by rank whose subtree nobody needs goes, leaves

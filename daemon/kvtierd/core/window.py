@@ -355,9 +355,9 @@ class WindowManager:
 
     def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
         """A demotion of what is below already needs no copy: the idle copies above just go."""
+        bit = tier.bit
         for block in blocks:
-            copy = block.copy(tier)
-            if copy is None or not copy.valid:
+            if not block.residency & bit or block.residency == bit:
                 continue
             for above in self.state.above[tier]:
                 upper = block.copy(above)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Mapping
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -37,8 +38,10 @@ _PLACES: Final = struct.Struct("<QQII")
 """An entry without its key."""
 _HOST: Final = Tier.HOST.bit
 _DEVICE: Final = Tier.DEVICE.bit
-_FEW: Final = 8
+_FEW: Final = 12
 """Below so many keys numpy's calls cost more than they save."""
+_SURVEYED: Final = 48
+"""Below so many keys it costs less to look for each that is absent than to look for all of them at once."""
 _ENTRY_BYTES: Final = ENTRY.size
 _PACK_ENTRY: Final = ENTRY.pack_into
 _NO_ENTRY: Final = bytes(ENTRY.size)
@@ -114,6 +117,8 @@ class KeyIndex:
             return [(*self._homes(key, group), False) for group, key in names]
         keys = np.frombuffer(b"".join([key for _, key in names]), "<u8").reshape(-1, 4)
         homes = self._buckets.mix.many(keys, np.array([group for group, _ in names], np.uint64))
+        if len(names) < _SURVEYED:
+            return zip(*(column.tolist() for column in homes), repeat(False), strict=False)
         tags = self._buckets.tags
         there = ((tags[homes.first] == homes.tags[:, None]) | (tags[homes.second] == homes.tags[:, None])).any(axis=1)
         return zip(*(column.tolist() for column in (*homes, ~there)), strict=True)
@@ -187,7 +192,8 @@ class KeyIndex:
         sequence = self._words[word] | 1
         self._words[word] = sequence
         if residency:
-            entry = _entry(self._read(at + KEY_BYTES, before), residency, host, device)
+            keeps = (residency & _HOST and host is None) or (residency & _DEVICE and device is None)
+            entry = _entry(self._read(at + KEY_BYTES, before) if keeps else ABSENT, residency, host, device)
             _PLACES.pack_into(
                 self._bytes,
                 at + KEY_BYTES,

@@ -48,9 +48,11 @@ class MappedStore:
         """Overwrites the first and last 4096 bytes of each part."""
         for part in self.parts(group, slot):
             data = part.data  # numpy takes three times as long for so few bytes
-            stamp = _STAMP[: len(data)]
-            data[: len(stamp)] = stamp
-            data[-len(stamp) :] = stamp
+            if len(data) <= len(_STAMP):
+                data[:] = _STAMP[: len(data)]
+            else:
+                data[: len(_STAMP)] = _STAMP
+                data[-len(_STAMP) :] = _STAMP
 
     def close(self) -> None:
         """Lets go of the segment; views that others hold stay valid."""
