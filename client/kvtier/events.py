@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from kvtier.types import ROOT_PARENT, Cause, Cursor, EventType, Tier, fastest, tiers_of
 from kvtier.v1 import events_pb2
-from kvtier.wire import split_keys, tier_from_wire
+from kvtier.wire import split_keys, tier_from_wire, tier_to_wire
 
 
 @dataclass(slots=True, frozen=True)
@@ -171,11 +171,13 @@ WatchItem: TypeAlias = Event | SnapshotStart | SnapshotSlice | SnapshotEnd | Gap
 
 
 def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
+    type = _TYPES.get(message.type) or EventType(message.type)
+    created = type is EventType.CREATED
     return Event(
         epoch=epoch,
         event_id=message.id,
-        type=EventType(message.type),
-        cause=_cause(message.cause),
+        type=type,
+        cause=_CAUSES.get(message.cause, message.cause),  # one that only a newer daemon knows stays a number
         cache=message.cache,
         group=message.group,
         time_ns=message.time_ns,
@@ -183,19 +185,19 @@ def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:
         packed_parents=message.parents,
         residency=message.residency,
         priorities=message.priorities,
-        moved_from=tier_from_wire(message.moved_from) if message.moved_from else None,
-        moved_to=tier_from_wire(message.moved_to) if message.moved_to else None,
+        moved_from=_tier(message.moved_from),
+        moved_to=_tier(message.moved_to),
         moved_bytes=message.moved_bytes,
         queue_ns=message.queue_ns,
         copy_ns=message.copy_ns,
-        num_blocks_per_cache_level=tuple(message.num_blocks_per_cache_level),
+        num_blocks_per_cache_level=tuple(message.num_blocks_per_cache_level) if created else (),
         event_hash=message.event_hash,
         packed_hashes=message.event_hashes,
         packed_parent_hashes=message.parent_hashes,
-        tokens=_tokens(message.tokens),
+        tokens=_tokens(message.tokens) if type is EventType.STORED else (),
         window_tokens=message.window_tokens,
         tokens_per_block=message.tokens_per_block,
-        all_window_tokens=tuple(message.all_window_tokens),
+        all_window_tokens=tuple(message.all_window_tokens) if created else (),
     )
 
 
@@ -230,12 +232,15 @@ def _tokens(messages: Iterable[events_pb2.BlockTokens]) -> tuple[BlockTokens, ..
     )
 
 
-def _cause(value: int) -> Cause | int:
-    """A cause that a newer daemon knows stays a number: the event is as true without its name."""
-    return Cause(value) if value in _KNOWN_CAUSES else value
+def _tier(value: int) -> Tier | None:
+    """Of a move; None where there was none."""
+    return _TIERS[value] if value in _TIERS else tier_from_wire(value)
 
 
-_KNOWN_CAUSES = frozenset(Cause)
+# To make a member of its number takes an enumeration half a microsecond, and an event has four of them.
+_TYPES: Final[dict[int, EventType]] = {int(each): each for each in EventType}
+_CAUSES: Final[dict[int, Cause | int]] = {int(each): each for each in Cause}
+_TIERS: Final[dict[int, Tier | None]] = {0: None} | {int(tier_to_wire(each)): each for each in Tier}
 
 
 def _stored_blocks(item: Event | SnapshotSlice) -> list[dict[str, Any]]:
