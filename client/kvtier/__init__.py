@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         TooShort,
     )
     from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
+    from kvtier.explaining import Explanation
     from kvtier.lease import ReadLease, WriteLease
     from kvtier.mirror import Mirror, MirroredBlock, Mirrors, MirrorState, Standing
     from kvtier.options import CacheOptions, WritePolicy
@@ -92,6 +93,7 @@ _HOMES = {
         "TooShort",
     ),
     "kvtier.events": ("Event", "Gap", "Heartbeat", "SnapshotEnd", "SnapshotSlice", "SnapshotStart"),
+    "kvtier.explaining": ("Explanation",),
     "kvtier.lease": ("ReadLease", "WriteLease"),
     "kvtier.mirror": ("Mirror", "MirrorState", "MirroredBlock", "Mirrors", "Standing"),
     "kvtier.options": ("CacheOptions", "WritePolicy"),
@@ -127,6 +129,7 @@ __all__ = [
     "DeadlineExceeded",
     "Event",
     "EventType",
+    "Explanation",
     "Gap",
     "Heartbeat",
     "InvalidArgument",

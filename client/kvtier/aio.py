@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -11,18 +13,21 @@ from kvtier.abi import attach as protocol
 from kvtier.abi.errors import FieldError
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
-from kvtier.errors import InvalidArgument, NotFound
+from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied
+from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, oldest_event, with_past
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, Mirror
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
 from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
-from kvtier.v1 import admin_pb2, caches_pb2
+from kvtier.v1 import admin_pb2, caches_pb2, explain_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 from kvtier.wire import Budgets, cache_info, daemon_stats, lease_info, tier_from_wire
 
 DEFAULT_TIMEOUT_S: Final = 30.0
+LOG_END_S: Final = 0.25
+"""So long after its last event the end of the log is believed."""
 
 
 async def connect(
@@ -203,6 +208,42 @@ class AsyncClient:
 
         reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
         return [lease_info(each) for each in reply.leases]
+
+    async def explain(
+        self, key: bytes | str, *, cache: str | None = None, past: bool = True, timeout: float | None = None
+    ) -> Explanation:
+        """Where a block is and why, in every cache that the caller may read or watch, or in one; no use of the block.
+
+        ``key``: whole, or the first 4 bytes or more of it, as bytes or in hex. ``past``: also what the log still knows
+        of its moves, if the caller may watch. Raises :class:`kvtier.errors.NotFound` where there is no such cache,
+        :class:`PermissionDenied`, :class:`InvalidArgument`.
+        """
+        asked = key_or_prefix(key)
+        request = explain_pb2.ExplainRequest(cache=cache or "", key=asked)
+
+        async def attempt(link: Link, seconds: float) -> explain_pb2.ExplainResponse:
+            return await link.stubs.admin.Explain(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+
+        deadline = Deadline(timeout or self._default_timeout)
+        now = explanation_from_wire(asked, await self._session.call(attempt, deadline))
+        if not past or now.candidates:
+            return now
+        try:
+            async with asyncio.timeout(deadline.left() + ANSWER_GRACE_S):
+                told = await with_past(now, self._log([now.key or asked], cache))
+                if told.state == "unknown":
+                    told = replace(told, oldest=await oldest_event(self._log([], cache)))
+                return told
+        except PermissionDenied:
+            return now
+        except TimeoutError as error:
+            raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from error
+
+    def _log(self, keys: Collection[bytes], cache: str | None) -> Watch:
+        """All that the log has of these keys, and a heartbeat at its end."""
+        caches = [] if cache is None else [cache]
+        start, wanted = Start(oldest=True), Filter(keys=keys, caches=caches)
+        return Watch(self._session, start, wanted, heartbeats=True, heartbeat_s=LOG_END_S)
 
     async def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:
         """Ends a session as if its process were gone: what it holds is given back, its connections are closed.

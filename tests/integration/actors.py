@@ -306,6 +306,14 @@ async def _watches(client: AsyncClient, caches: str) -> str:
     return ",".join(sorted(seen))
 
 
+async def _explains(client: AsyncClient, cache: str) -> str:
+    """The first block that everybody's cache has: where it is seen, whose lease is seen, and how much of its past."""
+    told = await client.explain(chain("stored", 1)[0], cache=cache or None)
+    seen = ",".join(sorted(block.cache for block in told.blocks))
+    whose = sorted({lease.pid for block in told.blocks for lease in block.leases})
+    return f"{seen} leased by {whose} past {None if told.past is None else sorted({each.cache for each in told.past})}"
+
+
 _TRIES: Mapping[str, Callable[[AsyncClient, str], Awaitable[str]]] = {
     "open": partial(_opens, write=False),
     "open writable": partial(_opens, write=True),
@@ -315,6 +323,7 @@ _TRIES: Mapping[str, Callable[[AsyncClient, str], Awaitable[str]]] = {
     "stats": _asks_for_stats,
     "watchers": _asks_for_watchers,
     "watch": _watches,
+    "explain": _explains,
 }
 
 

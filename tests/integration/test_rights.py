@@ -87,6 +87,21 @@ async def test_whom_no_rule_names_may_not_even_attach(start_daemon: StartDaemon,
     assert somebody(daemon, [NOBODY])["attached"] == "welcome"
 
 
+async def test_a_block_is_explained_as_far_as_one_may_see(daemon: DaemonProcess) -> None:
+    await fill(daemon)
+    async with await connect(daemon.address) as client:
+        shared = await client.open_cache("shared", SPEC)
+        async with shared.acquire(chain("stored", 1), Tier.HOST):
+            writer = ended(daemon, [NOBODY], ("explain", ""), ("explain", "mine"), ("explain", "shared"))
+            watcher = ended(daemon, [READERS], ("explain", ""), ("explain", "secret"))
+        told = await client.explain(chain("stored", 1)[0])
+    assert writer[:2] == ["mine leased by [] past None"] * 2
+    assert writer[2].startswith("NO_RIGHT: the right to read on cache shared is missing")
+    assert watcher[0] == "last,mine,shared leased by [0] past ['last', 'shared']"
+    assert watcher[1].startswith("NO_RIGHT: ")
+    assert {block.cache for block in told.blocks} == {"secret", "mine", "shared", "last"}
+
+
 async def test_a_user_has_the_caches_of_their_rules_and_no_others(daemon: DaemonProcess) -> None:
     await fill(daemon)
     answers = ended(

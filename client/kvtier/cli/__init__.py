@@ -1,7 +1,7 @@
 """The ``kvtier`` command.
 
 Exit status, of every command: 0 = done; 1 = refused, failed, only partly done, or no daemon answers; 2 = the command
-line makes no sense.
+line makes no sense. `explain` has more: see there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvtier.cli.bridge import bridge as bridge_commands
 from kvtier.cli.caches import cache as cache_commands
 from kvtier.cli.caches import reset as reset_command
 from kvtier.cli.doctor import doctor as doctor_command
+from kvtier.cli.explain import explain as explain_command
 from kvtier.cli.leases import kick as kick_command
 from kvtier.cli.leases import leases as leases_command
 from kvtier.cli.replay import replay as replay_command
@@ -37,6 +38,7 @@ def main() -> None:
 for command in (
     watch_command,
     status_command,
+    explain_command,
     leases_command,
     kick_command,
     move_command,

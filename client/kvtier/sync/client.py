@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
+from kvtier.explaining import Explanation
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S
 from kvtier.options import CacheOptions
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
@@ -154,6 +155,12 @@ class Client:
         """Every lease there is, or those of a cache or a session, the oldest first: see
         :meth:`kvtier.AsyncClient.leases`."""
         return self._thread.run(lambda: self._client.leases(cache=cache, session_id=session_id, timeout=timeout))
+
+    def explain(
+        self, key: bytes | str, *, cache: str | None = None, past: bool = True, timeout: float | None = None
+    ) -> Explanation:
+        """Where a block is and why, and what the log knows of its past: see :meth:`kvtier.AsyncClient.explain`."""
+        return self._thread.run(lambda: self._client.explain(key, cache=cache, past=past, timeout=timeout))
 
     def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:
         """Ends a session as if its process were gone: see :meth:`kvtier.AsyncClient.kick`."""

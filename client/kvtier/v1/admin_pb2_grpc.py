@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvtier.v1 import admin_pb2 as kvtier_dot_v1_dot_admin__pb2
+from kvtier.v1 import explain_pb2 as kvtier_dot_v1_dot_explain__pb2
 
 GRPC_GENERATED_VERSION = '1.66.2'
 GRPC_VERSION = grpc.__version__
@@ -49,6 +50,11 @@ class AdminStub(object):
                 request_serializer=kvtier_dot_v1_dot_admin__pb2.KickRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_admin__pb2.KickResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvtier.v1.Admin/Explain',
+                request_serializer=kvtier_dot_v1_dot_explain__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_explain__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -75,6 +81,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where a block is, what holds it, and why it stays or goes next, in every cache that the caller may read or watch. No
+        side effect. What became of it before, or of one that is gone, is in the events of its key. NOT_FOUND for a cache
+        that there is not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +107,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Kick,
                     request_deserializer=kvtier_dot_v1_dot_admin__pb2.KickRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_admin__pb2.KickResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvtier_dot_v1_dot_explain__pb2.ExplainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_explain__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +195,33 @@ class Admin(object):
             '/kvtier.v1.Admin/Kick',
             kvtier_dot_v1_dot_admin__pb2.KickRequest.SerializeToString,
             kvtier_dot_v1_dot_admin__pb2.KickResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Admin/Explain',
+            kvtier_dot_v1_dot_explain__pb2.ExplainRequest.SerializeToString,
+            kvtier_dot_v1_dot_explain__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,6 +8,7 @@ import collections.abc
 import grpc
 import grpc.aio
 import kvtier.v1.admin_pb2
+import kvtier.v1.explain_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -38,6 +39,15 @@ class AdminStub:
     copies finds its generations changed.
     """
 
+    Explain: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.explain_pb2.ExplainRequest,
+        kvtier.v1.explain_pb2.ExplainResponse,
+    ]
+    """Where a block is, what holds it, and why it stays or goes next, in every cache that the caller may read or watch. No
+    side effect. What became of it before, or of one that is gone, is in the events of its key. NOT_FOUND for a cache
+    that there is not.
+    """
+
 class AdminAsyncStub:
     Stats: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.admin_pb2.StatsRequest,
@@ -56,6 +66,15 @@ class AdminAsyncStub:
     ]
     """Ends a session as if its process were gone: all that it holds is given back. For a client that hangs; one that still
     copies finds its generations changed.
+    """
+
+    Explain: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.explain_pb2.ExplainRequest,
+        kvtier.v1.explain_pb2.ExplainResponse,
+    ]
+    """Where a block is, what holds it, and why it stays or goes next, in every cache that the caller may read or watch. No
+    side effect. What became of it before, or of one that is gone, is in the events of its key. NOT_FOUND for a cache
+    that there is not.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -82,6 +101,17 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvtier.v1.admin_pb2.KickResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.KickResponse]]:
         """Ends a session as if its process were gone: all that it holds is given back. For a client that hangs; one that still
         copies finds its generations changed.
+        """
+
+    @abc.abstractmethod
+    def Explain(
+        self,
+        request: kvtier.v1.explain_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.explain_pb2.ExplainResponse, collections.abc.Awaitable[kvtier.v1.explain_pb2.ExplainResponse]]:
+        """Where a block is, what holds it, and why it stays or goes next, in every cache that the caller may read or watch. No
+        side effect. What became of it before, or of one that is gone, is in the events of its key. NOT_FOUND for a cache
+        that there is not.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -180,7 +180,11 @@ class Block:
     def reprioritise(self, priority: int) -> None:
         """Sets the effective priority."""
         self.priority = priority
-        self.rank = priority << _ORDER_BITS | self.rank & _ORDER
+        self.rank = self.rank_at(priority)
+
+    def rank_at(self, priority: int) -> int:
+        """Its rank, had it this effective priority."""
+        return priority << _ORDER_BITS | self.rank & _ORDER
 
     @property
     def children(self) -> Iterator[Block]:

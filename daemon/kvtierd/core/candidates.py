@@ -56,6 +56,10 @@ class Candidates:
             (DIRTY, self.dirty),
         )
 
+    def place_of(self, rank: int) -> int:
+        """Where a block of this rank stands on the lists; :meth:`put` does the same."""
+        return rank & self._counts
+
     def put(self, block: Block, copy: Copy, lists: int) -> None:
         """Puts the block on exactly these lists, at its present rank."""
         before, rank = copy.listed, block.rank

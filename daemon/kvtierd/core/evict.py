@@ -192,6 +192,23 @@ class Ranked:
             heapq.heappush(heap, entry)
         return found
 
+    def in_order(self) -> Iterator[tuple[int, Block] | None]:
+        """The candidates by rank, found as they are asked for; None for each entry that was stale. Nothing changes, and
+        nothing may meanwhile."""
+        heap = self._heap
+        frontier = [(heap[0][0], 0)] if heap else []
+        previous = None
+        while frontier:
+            rank, place = heapq.heappop(frontier)
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(heap):
+                    heapq.heappush(frontier, (heap[child][0], child))
+            block = heap[place][1]
+            fresh = block is not previous and self._listed(rank, block)
+            if fresh:
+                previous = block
+            yield (rank, block) if fresh else None
+
     def __iter__(self) -> Iterator[Block]:
         """Every candidate once, in any order."""
         return iter({block: None for rank, block in self._heap if self._listed(rank, block)})

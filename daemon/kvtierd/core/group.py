@@ -69,9 +69,10 @@ class GroupState:
         self.stored = 0
         self.removed = 0
         self._last_block = 0
-        self._floor = {
+        self.floor = {
             tier: min((policy.threshold(tier, low) for low in self.below[tier]), default=NEVER) for tier in self.tiers
         }
+        """Priority from which on a block goes down from the tier."""
         self._watermarks = policy.clean_high > 0
         self.reused: set[Block] = set()
         """Where the cache writes selectively: those that have been used again since they were committed."""
@@ -96,6 +97,12 @@ class GroupState:
         if self._unsure:
             self._place_all()
         return self._candidates[tier]
+
+    def place_some(self, most: int) -> bool:
+        """A part of what :meth:`candidates` would do. Whether nothing is left of it."""
+        for _ in range(min(most, len(self._unsure))):
+            self._place(self._unsure.pop())
+        return not self._unsure
 
     def _place_all(self) -> None:
         unsure = self._unsure
@@ -137,7 +144,7 @@ class GroupState:
 
     def expendable(self, block: Block, tier: Tier) -> bool:
         """It goes down no edge from ``tier``: it is dropped rather than demoted."""
-        return block.priority < self._floor[tier] or (self._selective and block not in self.reused)
+        return block.priority < self.floor[tier] or (self._selective and block not in self.reused)
 
     def goes_down(self, block: Block, src: Tier, dst: Tier) -> bool:
         """Whether policy lets it."""

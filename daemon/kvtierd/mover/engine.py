@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Final
 
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
+from kvtierd.core.explaining import BlockNow
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, Tier
 from kvtierd.core.manager import (
     BlockManager,
@@ -345,6 +346,17 @@ class Engine:
 
     def listing(self, cache_id: CacheId, group: GroupId, page: int, limit: int) -> Listing:
         return self._find(cache_id).manager.listing(group, page, limit)
+
+    def explain(self, cache_id: CacheId, group: GroupId, key: Key) -> BlockNow | None:
+        return self._find(cache_id).manager.explain(group, key, self._clock())
+
+    def prepare_to_explain(self, cache_id: CacheId, group: GroupId, most: int) -> bool:
+        return self._find(cache_id).manager.prepare_to_explain(group, most)
+
+    def keys_with(
+        self, cache_id: CacheId, group: GroupId, prefix: bytes, page: int, limit: int
+    ) -> tuple[list[Key], int]:
+        return self._find(cache_id).manager.keys_with(group, prefix, page, limit)
 
     def stats(self, cache_id: CacheId) -> ManagerStats:
         return self._find(cache_id).manager.stats()

@@ -34,12 +34,13 @@ class Over(Enum):
 class Needs:
     """``right``: None = giving back what one's session holds takes none. ``forced``: the right that the request needs
     instead where its ``force`` is set. ``within``: the part of the request that has the ``cache_id``, where it is not
-    the request itself."""
+    the request itself. ``instead``: of ``SOME``, another right that does as well."""
 
     right: Right | None
     over: Over = Over.ID
     forced: Right | None = None
     within: str | None = None
+    instead: Right | None = None
 
 
 NEEDS: Final[Mapping[str, Needs]] = {
@@ -67,6 +68,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Admin.Stats": Needs(Right.ADMIN, Over.SOME),
     "kvtier.v1.Admin.Leases": Needs(Right.ADMIN, Over.EVERY),
     "kvtier.v1.Admin.Kick": Needs(Right.ADMIN, Over.EVERY),
+    "kvtier.v1.Admin.Explain": Needs(Right.READ, Over.SOME, instead=Right.WATCH),
 }
 
 
@@ -96,7 +98,7 @@ class Access:
             return
         match needs.over:
             case Over.SOME:
-                if right not in self.rights.somewhere(session.identity):
+                if {right, needs.instead}.isdisjoint(self.rights.somewhere(session.identity)):
                     raise denied(right, "any cache", session.identity)
             case Over.EVERY:
                 if not self.may_everywhere(session, right):

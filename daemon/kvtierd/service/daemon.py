@@ -28,6 +28,7 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.collector import Collector
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
+from kvtierd.service.explain import ExplainService
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.failing import FailingDisks
 from kvtierd.service.health import Health
@@ -243,16 +244,19 @@ class Daemon:
             caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
             blocks=blocks.verbs(),
             events=self._events.streams(),
-            admin=AdminService(
-                self._engine,
-                self._catalog,
-                self._sessions,
-                self._access,
-                self._hub,
-                self._identity,
-                self._health,
-                self._events.watching,
-            ).verbs(),
+            admin={
+                **AdminService(
+                    self._engine,
+                    self._catalog,
+                    self._sessions,
+                    self._access,
+                    self._hub,
+                    self._identity,
+                    self._health,
+                    self._events.watching,
+                ).verbs(),
+                **ExplainService(self._engine, self._catalog, self._sessions, self._access, epoch).verbs(),
+            },
             uploads=transfer.uploads(),
             downloads=transfer.streams(),
         )
