@@ -48,7 +48,16 @@ if TYPE_CHECKING:
         TierOffline,
         TooShort,
     )
-    from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
+    from kvtier.events import (
+        Disconnected,
+        Event,
+        Gap,
+        Heartbeat,
+        Reconnected,
+        SnapshotEnd,
+        SnapshotSlice,
+        SnapshotStart,
+    )
     from kvtier.explaining import Explanation
     from kvtier.lease import ReadLease, WriteLease
     from kvtier.mirror import Mirror, MirroredBlock, Mirrors, MirrorState, Standing
@@ -92,7 +101,16 @@ _HOMES = {
         "TierOffline",
         "TooShort",
     ),
-    "kvtier.events": ("Event", "Gap", "Heartbeat", "SnapshotEnd", "SnapshotSlice", "SnapshotStart"),
+    "kvtier.events": (
+        "Disconnected",
+        "Event",
+        "Gap",
+        "Heartbeat",
+        "Reconnected",
+        "SnapshotEnd",
+        "SnapshotSlice",
+        "SnapshotStart",
+    ),
     "kvtier.explaining": ("Explanation",),
     "kvtier.lease": ("ReadLease", "WriteLease"),
     "kvtier.mirror": ("Mirror", "MirrorState", "MirroredBlock", "Mirrors", "Standing"),
@@ -127,6 +145,7 @@ __all__ = [
     "DamagedTransfer",
     "DataLoss",
     "DeadlineExceeded",
+    "Disconnected",
     "Event",
     "EventType",
     "Explanation",
@@ -150,6 +169,7 @@ __all__ = [
     "Prompt",
     "ReadCounts",
     "ReadLease",
+    "Reconnected",
     "ResidencyTable",
     "Retention",
     "RetryableError",

@@ -139,6 +139,7 @@ class AsyncClient:
         groups: Collection[int] = (),
         keys: Collection[bytes | str] = (),
         heartbeats: bool = False,
+        breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> Watch:
         """Follows events: ``async for item in client.watch()``.
@@ -148,8 +149,8 @@ class AsyncClient:
         Empty filters let everything through; ``groups`` are numbers, ``keys`` what block keys begin with, as bytes or
         in hex: events are cut down to these blocks (:class:`kvtier.watch.Filter`). Items are
         :class:`kvtier.events.Event`, :class:`Gap` where events were lost, :class:`SnapshotStart`,
-        :class:`SnapshotSlice` and :class:`SnapshotEnd` with ``snapshot``, and :class:`Heartbeat` if asked for. Outlives
-        restarts of the daemon.
+        :class:`SnapshotSlice` and :class:`SnapshotEnd` with ``snapshot``, :class:`Heartbeat` with ``heartbeats``, and
+        :class:`Disconnected` and :class:`Reconnected` with ``breaks``. Outlives restarts of the daemon.
 
         Raises :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted`
         where ``since`` lies before what is held.
@@ -159,6 +160,7 @@ class AsyncClient:
             Start(since, oldest, snapshot),
             Filter(types, causes, tiers, caches, groups, keys),
             heartbeats=heartbeats,
+            breaks=breaks,
             heartbeat_s=heartbeat_s,
         )
 

@@ -101,6 +101,9 @@ class Event:
 class SnapshotStart:
     """A snapshot begins, or begins anew after a break: forget what was known."""
 
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "snapshot_start"}
+
 
 @dataclass(slots=True, frozen=True)
 class SnapshotSlice:
@@ -167,7 +170,32 @@ class Heartbeat:
         return {"type": "heartbeat", "epoch": self.cursor.epoch, "event_id": self.cursor.id}
 
 
-WatchItem: TypeAlias = Event | SnapshotStart | SnapshotSlice | SnapshotEnd | Gap | Heartbeat
+@dataclass(slots=True, frozen=True)
+class Disconnected:
+    """The stream broke, and the watch tries to go on from its cursor. ``reason``: as far as it is known, in words."""
+
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "disconnected", "reason": self.reason}
+
+
+@dataclass(slots=True, frozen=True)
+class Reconnected:
+    """The stream goes on after a break. ``boot``: how often the daemon has started on its state; ``restarted``: whether
+    it did so meanwhile. What was lost, if anything, follows as gaps."""
+
+    epoch: int
+    boot: int
+    restarted: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "reconnected", "epoch": self.epoch, "boot": self.boot, "restarted": self.restarted}
+
+
+WatchItem: TypeAlias = (
+    Event | SnapshotStart | SnapshotSlice | SnapshotEnd | Gap | Heartbeat | Disconnected | Reconnected
+)
 
 
 def event_from_wire(epoch: int, message: events_pb2.Event) -> Event:

@@ -19,8 +19,10 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.errors import CursorCompacted, DaemonError, InvalidArgument
 from kvtier.events import (
+    Disconnected,
     Gap,
     Heartbeat,
+    Reconnected,
     SnapshotEnd,
     SnapshotStart,
     WatchItem,
@@ -118,6 +120,7 @@ class Watch:
         wanted: Filter,
         *,
         heartbeats: bool = False,
+        breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> None:
         if not 0.01 <= heartbeat_s <= 3600:
@@ -130,6 +133,7 @@ class Watch:
         self._start = start
         self._filter = wanted
         self._heartbeats = heartbeats
+        self._breaks = breaks
         self._heartbeat_s = heartbeat_s
         self._snapshot_pending = start.snapshot
         self._items = self._follow()
@@ -161,6 +165,7 @@ class Watch:
     async def _follow(self) -> AsyncGenerator[WatchItem, None]:
         backoff = Backoff()
         resuming = False
+        broken: Link | None = None
         while True:
             link = await self._session.link(None)
             try:
@@ -170,12 +175,19 @@ class Watch:
                     yield SnapshotStart()
                 async for batch in self._batches(link, request):
                     backoff, resuming, self.live = Backoff(), True, True
+                    if broken is not None:
+                        restarted = link.welcome.boot != broken.welcome.boot
+                        broken = None
+                        yield Reconnected(batch.epoch, link.welcome.boot, restarted)
                     for item in self._items_of(batch):
                         yield item
+                reason = "the stream ended"
             except TimeoutError:
                 self._session.suspect(link)
+                reason = f"nothing was heard for {self._silence_s:g} seconds"
             except AioRpcError as error:
                 fault = fault_of(error)
+                reason = fault.message or fault.reason
                 if fault.code in _SUSPICIOUS:
                     self._session.suspect(link)
                 elif not link_is_broken(fault):
@@ -184,9 +196,12 @@ class Watch:
                         raise failure from error
                     yield self._skip_to(failure.oldest)
             except (asyncio.CancelledError, grpc.aio.UsageError) as error:
-                self._session.channel_closed_by(error)
+                reason = str(self._session.channel_closed_by(error))
             finally:
                 self.live = False
+            if self._breaks and broken is None:
+                broken = link
+                yield Disconnected(reason)
             await asyncio.sleep(backoff.next())
 
     async def _request(self, link: Link) -> events_pb2.WatchRequest:

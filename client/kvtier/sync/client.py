@@ -109,6 +109,7 @@ class Client:
         groups: Collection[int] = (),
         keys: Collection[bytes | str] = (),
         heartbeats: bool = False,
+        breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> Watch:
         """Follows events: ``for item in client.watch()``. See :meth:`kvtier.AsyncClient.watch`.
@@ -126,6 +127,7 @@ class Client:
             groups=groups,
             keys=keys,
             heartbeats=heartbeats,
+            breaks=breaks,
             heartbeat_s=heartbeat_s,
         )
         return Watch(self._thread, watch)

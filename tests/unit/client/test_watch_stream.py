@@ -13,7 +13,7 @@ from google.protobuf import any_pb2
 from google.rpc import status_pb2
 
 import kvtier
-from kvtier import Cursor, Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart
+from kvtier import Cursor, Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, SnapshotStart
 from kvtier.v1 import admin_pb2, common_pb2, events_pb2
 from tests.unit.client.fake_daemon import Context, FakeDaemon
 
@@ -92,6 +92,26 @@ async def test_a_break_is_resumed_after_the_last_id_that_was_covered(
     async with client.watch(since=Cursor(1, 4)) as watch:
         assert short(await take(watch, 2)) == [6, 10]
     assert [call.since.id for call in daemon.calls["Watch"]] == [4, 9]
+
+
+async def test_a_break_is_told_once_if_asked_for_with_what_it_was(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    play(daemon, [batch(5, 5), UNAVAILABLE], [UNAVAILABLE], [batch(6, 6, epoch=1), None])
+    async with client.watch(since=Cursor(1, 4), breaks=True) as watch:
+        items = await take(watch, 4)
+    assert short(items) == [5, Disconnected("as scripted"), Reconnected(1, 1, restarted=False), 6]
+
+
+async def test_a_restart_is_told_before_what_it_has_lost(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    gap = events_pb2.Gap(epoch=1, first_id=6, last_id=999, reason="unclean-stop")
+    play(daemon, [batch(5, 5), None], [batch(1000, 999, epoch=2, gap=gap), None])
+    async with client.watch(since=Cursor(1, 4), breaks=True) as watch:
+        assert short(await take(watch, 1)) == [5]
+        await daemon.restart()
+        disconnected, *items = await take(watch, 3)
+    assert isinstance(disconnected, Disconnected)
+    assert items == [Reconnected(2, 2, restarted=True), Gap(1, 6, 999, "unclean-stop")]
 
 
 async def test_ids_that_the_filter_hides_are_no_gap_but_a_hole_between_ranges_is(
