@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 import kvtier
 from kvtier.cli.replay import replay_spec, table
-from kvtier.cli.watch import text_lines
+from kvtier.cli.watch_lines import TextLines
 from kvtier.events import WatchItem
 from kvtier.private import PrivateDaemon, TierSlots
 from kvtier.replay.payload import Payload
@@ -101,6 +101,7 @@ async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[str
     """The first few lines of each kind of event that come while the block runs."""
     lines: list[str] = []
     seen: dict[object, int] = {}
+    text_lines = TextLines(colour=sys.stdout.isatty())
 
     def keep(item: WatchItem) -> None:
         if isinstance(item, kvtier.Event):

@@ -1,7 +1,7 @@
 """The ``kvtier`` command.
 
 Exit status, of every command: 0 = done; 1 = refused, failed, only partly done, or no daemon answers; 2 = the command
-line makes no sense. `explain` has more: see there.
+line makes no sense. `explain` and `watch` have more: see there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main() -> None:
     """Look at a kvtier daemon, follow what it does, step in by hand, and put it under real load.
 
     Exit status: 0 done; 1 refused, failed, only partly done, or no daemon answers; 2 the command line makes no sense.
+    Watch has more: see kvtier watch --help.
     """
 
 

@@ -3,54 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import stat
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import aclosing
-from datetime import datetime
-from functools import reduce
-from operator import or_
+import time
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Final
 
 import click
 
-from kvtier.cli.common import DaemonAt, address_option, json_option, run
-from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, WatchItem
-from kvtier.trtllm import TrtllmEvents
-from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
-from kvtier.watch import Filter, Start
-from kvtier.words import duration, size
+from kvtier.aio import AsyncClient
+from kvtier.cli.common import DaemonAt, address_option, explained, json_option
+from kvtier.cli.watch_ending import Bounds, Ending, Interrupts, Stopped, end_when_nobody_reads
+from kvtier.cli.watch_lines import Show, TextLines, json_lines, json_lines_without_heartbeats, trtllm_lines
+from kvtier.cli.watch_moments import FORMS, Moment, MomentType
+from kvtier.cli.watch_output import Output
+from kvtier.cli.watch_summary import Summary
+from kvtier.errors import DaemonUnavailable, InvalidArgument, KvtierError
+from kvtier.events import Gap
+from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch, key_prefix
 
-Show = Callable[[WatchItem], Iterator[str]]
-"""The lines that an item is shown as, if any."""
+SUMMARY_S: Final = 0.25
+"""The status line is drawn so often."""
 
-_COLOURS: Final[Mapping[EventType, str]] = {
-    EventType.CREATED: "cyan",
-    EventType.STORED: "green",
-    EventType.UPDATED: "blue",
-    EventType.REMOVED: "red",
-    EventType.CLEARED: "magenta",
-}
+BOUNDED_HEARTBEAT_S: Final = 0.5
+"""Where an end is set: how late the command may notice that only filtered events lie before it."""
 
 
-class CursorType(click.ParamType[Cursor]):
-    """``[EPOCH:]ID``; without an epoch the present one."""
+class Exit(IntEnum):
+    """Exit statuses, besides 2 of a command line that makes no sense, and 128 and the number of a signal."""
 
-    name = "cursor"
+    DONE = 0
+    FAILED = 1
+    NO_DAEMON = 3
+    GAP = 4
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Cursor:
-        if isinstance(value, Cursor):
-            return value
-        epoch, _, event_id = str(value).rpartition(":")
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """What the command line asks for."""
+
+    start: Start
+    wanted: Filter
+    bounds: Bounds
+    show: Show
+    heartbeats: bool
+    fail_on_gap: bool
+    summary: bool
+
+
+class PrefixType(click.ParamType[bytes]):
+    """What a block key begins with, in hex."""
+
+    name = "prefix"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
         try:
-            cursor = Cursor(int(epoch or 0), int(event_id))
-        except ValueError:
-            self.fail(f"{value!r} is not [EPOCH:]ID, two numbers", param, ctx)
-        if min(cursor.epoch, cursor.id) < 0:
-            self.fail(f"{value!r}: epochs and ids are not negative", param, ctx)
-        return cursor
+            return key_prefix("prefix", value)
+        except InvalidArgument as error:
+            self.fail(str(error), param, ctx)
 
 
 def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[str]:
@@ -71,155 +85,178 @@ def _choices(kind: type[Tier] | type[Cause] | type[EventType]) -> click.Choice[s
 @click.option("--cause", "causes", multiple=True, type=_choices(Cause), help="Only these causes. Repeatable.")
 @click.option("--tier", "tiers", multiple=True, type=_choices(Tier), help="Only what touches these tiers. Repeatable.")
 @click.option("--cache", "caches", multiple=True, metavar="NAME", help="Only these caches. Repeatable.")
-@click.option("--since", type=CursorType(), metavar="[EPOCH:]ID", help="Begin after this event.")
+@click.option("--group", "groups", multiple=True, type=click.IntRange(min=0), help="Only these window groups.")
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    type=PrefixType(),
+    metavar="PREFIX",
+    help="Only blocks whose keys begin so, in hex; events are cut down to them. Repeatable.",
+)
+@click.option("--since", type=MomentType(), metavar="MOMENT", help=f"Begin after this event, or then: {FORMS}.")
 @click.option("--oldest", is_flag=True, help="Begin with the oldest event that the daemon still holds.")
 @click.option("--snapshot", is_flag=True, help="Begin with the blocks that are there now.")
+@click.option("--until", type=MomentType(), metavar="MOMENT", help="End with this event, or then; forms as --since.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="End after N events.")
-def watch(
-    daemon: DaemonAt,
-    as_json: bool,
-    form: str,
-    types: tuple[str, ...],
-    causes: tuple[str, ...],
-    tiers: tuple[str, ...],
-    caches: tuple[str, ...],
-    since: Cursor | None,
-    oldest: bool,
-    snapshot: bool,
-    limit: int | None,
-) -> None:
+@click.option("--no-follow", is_flag=True, help="End when all that existed at the start has been shown.")
+@click.option("--fail-on-gap", is_flag=True, help="End with status 4 at the first gap.")
+@click.option("--heartbeats", is_flag=True, help="With --json: say that all is quiet, too.")
+def watch(daemon: DaemonAt, **options: Any) -> None:
     """Follow every move, store and eviction as it happens.
 
-    A line shows time, epoch and id, type, number of blocks and the first one's key, where from and to, cause, bytes,
-    time queued and copied, and the cache. Goes on over restarts of the daemon; what was lost is shown as a gap.
+    A line shows time, type, number of blocks, from where to where, cause, bytes, time taken (waiting and copying) and
+    the cache; with more than 131 columns, and where it is no terminal, also epoch, id and the first key. On a terminal
+    the last line sums up. Goes on over restarts of the daemon, and says so; what was lost is shown as a gap.
 
     With --format trtllm routers that follow TensorRT-LLM can follow kvtier. Hashes are those that the cache was opened
     with (its option event_hash); token ids are there if it keeps them and you may see them. Begin with --snapshot.
+
+    Exit status: 0 the end that was asked for is reached, or nobody reads the output any more; 1 refused or failed; 2
+    the command line makes no sense; 3 no daemon answers at the start; 4 a gap, with --fail-on-gap; 130 interrupted; 143
+    terminated.
     """
+    if sys.stdout is None:
+        raise click.ClickException("standard output is closed: there is nowhere to show anything")
+    output = Output(sys.stdout)
+    plan = _plan(output, **options)
+    sys.exit(_run(daemon, plan, output))
+
+
+def _plan(
+    output: Output,
+    *,
+    as_json: bool,
+    form: str,
+    since: Moment | None,
+    oldest: bool,
+    snapshot: bool,
+    until: Moment | None,
+    limit: int | None,
+    no_follow: bool,
+    fail_on_gap: bool,
+    heartbeats: bool,
+    types: tuple[str, ...],
+    causes: tuple[str, ...],
+    tiers: tuple[str, ...],
+    **others: Any,
+) -> Plan:
+    """Raises click's error of usage for what does not go together."""
     if (since is not None) + oldest + snapshot > 1:
         raise click.UsageError("--since, --oldest and --snapshot exclude each other.")
-    if form == "trtllm" and (len(caches) != 1 or types or causes or tiers or as_json):
-        raise click.UsageError("--format trtllm needs one --cache, and no --type, --cause, --tier or --json.")
-    wanted = Filter(
-        types=[EventType[name.upper()] for name in types],
-        causes=[Cause[name.upper()] for name in causes],
-        tiers=[Tier[name.upper()] for name in tiers],
-        caches=caches,
-    )
+    form = "json" if as_json and form == "text" else form
+    if form == "trtllm" and (as_json or len(others["caches"]) != 1 or others["keys"] or types or causes or tiers):
+        raise click.UsageError("--format trtllm needs one --cache, and no --type, --cause, --tier, --key or --json.")
+    if heartbeats and form != "json":
+        raise click.UsageError("--heartbeats is for --json.")
     try:
-        run(_follow(daemon, Start(since, oldest, snapshot), wanted, _FORMATS["json" if as_json else form](), limit))
-    except KeyboardInterrupt:
-        pass  # the ordinary end of a watch
-    except (BrokenPipeError, asyncio.CancelledError):
-        # Whoever read our lines has enough of them; the interpreter's last flush must not complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-async def _follow(daemon: DaemonAt, start: Start, wanted: Filter, show: Show, limit: int | None) -> None:
-    left = limit
-    async with await daemon.connect() as client:
-        _stop_when_nobody_reads()
-        stream = client.watch(
-            since=start.since,
-            oldest=start.oldest,
-            snapshot=start.snapshot,
-            types=wanted.types,
-            causes=wanted.causes,
-            tiers=wanted.tiers,
-            caches=wanted.caches,
+        wanted = Filter(
+            types=[EventType[name.upper()] for name in types],
+            causes=[Cause[name.upper()] for name in causes],
+            tiers=[Tier[name.upper()] for name in tiers],
+            **others,
         )
-        async with aclosing(stream):
-            async for item in stream:
-                for line in show(item):
-                    click.echo(line)
-                if left is not None and isinstance(item, Event):
-                    left -= 1
-                    if not left:
-                        return
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from error
+    return Plan(
+        start=_start(since, oldest, snapshot),
+        wanted=wanted,
+        bounds=Bounds(limit, until, not no_follow),
+        show=_show(form, heartbeats, output),
+        heartbeats=heartbeats,
+        fail_on_gap=fail_on_gap,
+        summary=form == "text" and output.is_terminal,
+    )
 
 
-def _stop_when_nobody_reads() -> None:
-    """Ends the command as soon as the other end of a pipe closes, not only at the next line."""
-    if not stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode):
-        return
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    if task is not None:
-        loop.add_reader(sys.stdout.fileno(), task.cancel)
+def _start(since: Moment | None, oldest: bool, snapshot: bool) -> Start:
+    if since is None or isinstance(since, Cursor):
+        return Start(since, oldest, snapshot)
+    raise click.UsageError("--since takes no time yet")
 
 
-def json_lines(item: WatchItem) -> Iterator[str]:
-    if isinstance(item, (Event, Gap, SnapshotSlice, SnapshotEnd)):
-        yield _compact(item.to_json())
-
-
-def text_lines(item: WatchItem) -> Iterator[str]:
-    """With colours, which ``click.echo`` takes out where there is no terminal."""
-    match item:
-        case Event():
-            yield _event_line(item)
-        case Gap():
-            text = f"gap        {item.epoch}:{item.first_id} to {item.last_id} were lost: {item.reason}"
-            yield click.style(text, fg="yellow", bold=True)
-        case SnapshotSlice():
-            blocks, where = _blocks(len(item.residency)), _places(item.residency)
-            yield f"snapshot   {blocks}  {item.packed_keys[:4].hex()}…  in {where}  {item.cache}"
-        case SnapshotEnd():
-            yield click.style(f"snapshot   complete at {item.cursor}", bold=True)
+def _show(form: str, heartbeats: bool, output: Output) -> Show:
+    match form:
+        case "json":
+            return json_lines if heartbeats else json_lines_without_heartbeats
+        case "trtllm":
+            return trtllm_lines()
         case _:
-            pass
+            return TextLines(output.columns, colour=output.colour)
 
 
-def trtllm_lines() -> Show:
-    """Remembers what it has shown."""
-    events = TrtllmEvents()
-    return lambda item: map(_compact, events.of(item))
+def _run(daemon: DaemonAt, plan: Plan, output: Output) -> int:
+    """The exit status."""
+    interrupts = Interrupts(output)
+    with interrupts.handled():
+        try:
+            return asyncio.run(_follow(daemon, plan, output, interrupts))
+        except (asyncio.CancelledError, Stopped, BrokenPipeError):
+            # Whoever read our lines has enough of them, or never reads: the interpreter's last flush must neither
+            # complain of it nor wait for it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+            return 128 + interrupts.caught if interrupts.caught else Exit.DONE
+        except DaemonUnavailable as error:
+            click.echo(f"Error: {explained(error)}", err=True)
+            return Exit.NO_DAEMON
+        except KvtierError as error:
+            raise click.ClickException(explained(error)) from error
+        except OSError as error:
+            raise click.ClickException(f"cannot write to standard output: {error.strerror}") from error
 
 
-_FORMATS: Final[Mapping[str, Callable[[], Show]]] = {
-    "text": lambda: text_lines,
-    "json": lambda: json_lines,
-    "trtllm": trtllm_lines,
-}
+async def _follow(daemon: DaemonAt, plan: Plan, output: Output, interrupts: Interrupts) -> Exit:
+    interrupts.end_this_task()
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(await daemon.connect())
+        end_when_nobody_reads(sys.stdout)
+        ending = Ending(client, plan.bounds)
+        await ending.begin()
+        watch = await stack.enter_async_context(_watch(client, plan))
+        summary = Summary(time.monotonic())
+        if plan.summary:
+            stack.push_async_callback(_cancelled, asyncio.create_task(_draw(summary, watch, output)), output)
+        async for item in watch:
+            if ending.lies_beyond(item):
+                return Exit.DONE
+            summary.note(item, time.monotonic())
+            output.lines(plan.show(item))
+            if plan.fail_on_gap and isinstance(item, Gap):
+                return Exit.GAP
+            if await ending.reached_with(item, watch):
+                return Exit.DONE
+    return Exit.DONE
 
 
-def _compact(value: dict[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"))
+def _watch(client: AsyncClient, plan: Plan) -> Watch:
+    return client.watch(
+        since=plan.start.since,
+        oldest=plan.start.oldest,
+        snapshot=plan.start.snapshot,
+        types=plan.wanted.types,
+        causes=plan.wanted.causes,
+        tiers=plan.wanted.tiers,
+        caches=plan.wanted.caches,
+        groups=plan.wanted.groups,
+        keys=plan.wanted.keys,
+        heartbeats=plan.heartbeats or plan.bounds.any,
+        breaks=True,
+        heartbeat_s=BOUNDED_HEARTBEAT_S if plan.bounds.any else DEFAULT_HEARTBEAT_S,
+    )
 
 
-def _event_line(event: Event) -> str:
-    when = datetime.fromtimestamp(event.time_ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
-    count = len(event.packed_keys) // 32
-    columns = [
-        click.style(when, dim=True),
-        f"{event.cursor!s:>10}",
-        click.style(f"{event.type!s:<8}", fg=_COLOURS[event.type]),
-        f"{_blocks(count):>11}" if count else " " * 11,
-        f"{event.packed_keys[:4].hex()}…" if count else " " * 9,
-        f"{_path(event):<16}",
-        f"{event.cause!s:<13}",
-    ]
-    if event.moved_bytes:
-        columns.append(
-            f"{size(event.moved_bytes):>9}  queued {duration(event.queue_ns)} copied {duration(event.copy_ns)}"
-        )
-    return "  ".join([*columns, event.cache])
+async def _draw(summary: Summary, watch: Watch, output: Output) -> None:
+    """Keeps the status line true, and as wide as the terminal is."""
+    resized = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, resized.set)
+    while True:
+        output.status(summary.line(time.monotonic(), watch.cursor, watch.lag))
+        resized.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(resized.wait(), SUMMARY_S)
 
 
-def _blocks(count: int) -> str:
-    return f"{count} block" if count == 1 else f"{count} blocks"
-
-
-def _path(event: Event) -> str:
-    if event.moved_from is not None and event.moved_to is not None:
-        return f"{event.moved_from} → {event.moved_to}"
-    if event.type is EventType.CREATED:
-        return "/".join(map(str, event.num_blocks_per_cache_level)) + " slots"
-    if event.type is EventType.STORED:
-        return f"→ {_places(event.residency)}"
-    if event.type is EventType.UPDATED:
-        return f"in {_places(event.residency)}"
-    return "→ gone"
-
-
-def _places(residency: bytes) -> str:
-    return "+".join(map(str, tiers_of(reduce(or_, residency, 0)))) or "nowhere"
+async def _cancelled(drawing: asyncio.Task[None], output: Output) -> None:
+    drawing.cancel()
+    await asyncio.wait([drawing])
+    output.status("")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -17,11 +16,10 @@ from kvtier.cli import main
 from kvtier.cli.common import explained
 from kvtier.cli.replay import table
 from kvtier.cli.status import as_object, report
-from kvtier.cli.watch import CursorType
 from kvtier.errors import Holder, TierFull
 from kvtier.replay.runner import Report
 from kvtier.stats import CacheStats, DaemonStats, EdgeStats, GroupStats, SessionStats, TierStats
-from kvtier.types import Cursor, Tier
+from kvtier.types import Tier
 from kvtier.words import duration, size
 
 DEVICE = TierStats(Tier.DEVICE, 200, 20, 5, 3, 150, 7, 11, 4, 16)
@@ -65,19 +63,6 @@ def shown(renderable: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "cursor"), [("7", Cursor(0, 7)), ("3:7", Cursor(3, 7)), ("0", Cursor(0, 0)), (":7", Cursor(0, 7))]
-)
-def test_a_cursor_is_an_id_with_or_without_its_epoch(text: str, cursor: Cursor) -> None:
-    assert CursorType().convert(text, None, None) == cursor
-
-
-@pytest.mark.parametrize("text", ["", "x", "1:", "1:2:3", "-1", "1:-2", "1.5"])
-def test_what_is_no_cursor_is_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter):
-        CursorType().convert(text, None, None)
-
-
-@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["watch", "--type", "vanished"], "created"),
@@ -85,6 +70,13 @@ def test_what_is_no_cursor_is_refused(text: str) -> None:
         (["watch", "--tier", "l2"], "device"),
         (["watch", "--since", "1", "--snapshot"], "exclude each other"),
         (["watch", "--limit", "0"], "x>=1"),
+        (["watch", "--since", "yesterday"], "[EPOCH:]ID"),
+        (["watch", "--until", "5 minutes"], "1h30m"),
+        (["watch", "--key", "xyz"], "hexadecimal"),
+        (["watch", "--key", "abc"], "even"),
+        (["watch", "--group", "16"], "0 to 15"),
+        (["watch", "--heartbeats"], "--json"),
+        (["watch", "--format", "trtllm"], "--cache"),
         (["replay", "/nonexistent"], "does not exist"),
         (["replay", "--concurrency", "0", "README.md"], "x>=1"),
     ],
@@ -95,11 +87,13 @@ def test_bad_options_are_refused_with_what_is_allowed(arguments: list[str], says
     assert says in outcome.output
 
 
-@pytest.mark.parametrize("command", ["watch", "status"])
-def test_no_daemon_is_one_line_and_status_1(command: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "status"), [("watch", 3), ("status", 1)])
+def test_no_daemon_is_one_line_and_a_status(
+    command: str, status: int, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvtier.cli.common.CONNECT_WAIT_S", 0.0)
     outcome = CliRunner().invoke(main, [command, "--address", str(short_dir)])
-    assert outcome.exit_code == 1
+    assert outcome.exit_code == status
     assert outcome.output.startswith("Error: no daemon answers at")
     assert outcome.output.count("\n") == 1
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime, timedelta
 
 import click
 import pytest
 
-from kvtier.cli.watch import json_lines, text_lines
-from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, event_from_wire
+from kvtier.cli.watch_lines import MEDIUM, WIDE, TextLines, json_lines, json_lines_without_heartbeats
+from kvtier.events import (
+    Disconnected,
+    Event,
+    Gap,
+    Heartbeat,
+    Reconnected,
+    SnapshotEnd,
+    SnapshotSlice,
+    SnapshotStart,
+    event_from_wire,
+)
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import events_pb2
 
@@ -47,6 +58,7 @@ CLEARED = event(EventType.CLEARED, Cause.RESET)
 REPRIORITISED = event(
     EventType.UPDATED, Cause.COMMIT, packed_keys=KEYS[0], residency=bytes([5]), priorities=bytes([90])
 )
+DAY = datetime.fromtimestamp(1_700_000_000).date()
 ENVELOPE = {"event_id", "epoch", "type", "cause", "cache", "group", "time_ns"}
 
 
@@ -106,33 +118,78 @@ def test_gaps_and_snapshots_are_lines_too_and_heartbeats_are_none() -> None:
     assert end == {"type": "snapshot_end", "epoch": 1, "event_id": 7}
     slice_ = SnapshotSlice("llama", 0, KEYS[0], bytes(32), bytes([4]), bytes([35]))
     assert json.loads(*json_lines(slice_))["blocks"][0]["residency"] == ["disk"]
-    for silent in (Heartbeat(Cursor(1, 7)), SnapshotStart()):
-        assert list(json_lines(silent)) == []
-        assert list(text_lines(silent)) == []
+    beat = Heartbeat(Cursor(1, 7))
+    assert json.loads(*json_lines(beat)) == {"type": "heartbeat", "epoch": 1, "event_id": 7}
+    assert list(json_lines_without_heartbeats(beat)) == []
+    assert json.loads(*json_lines_without_heartbeats(SnapshotStart())) == {"type": "snapshot_start"}
+    empty = SnapshotSlice("llama", 0, b"", b"", b"", b"")
+    for silent in (beat, SnapshotStart(), empty):
+        assert list(TextLines()(silent)) == []
+
+
+def test_a_break_and_its_end_are_lines_for_programs() -> None:
+    assert json.loads(*json_lines(Disconnected("gone"))) == {"type": "disconnected", "reason": "gone"}
+    back = json.loads(*json_lines(Reconnected(2, 3, restarted=True)))
+    assert back == {"type": "reconnected", "epoch": 2, "boot": 3, "restarted": True}
 
 
 @pytest.mark.parametrize(
     ("item", "parts"),
     [
         (STORED, ["3:42", "stored", "2 blocks", "abababab…", "→ device", "commit", "llama"]),
-        (MOVED, ["updated", "device → host", "capacity", "128.0 KiB", "queued 1.5ms", "copied 250.0µs"]),
+        (MOVED, ["updated", "device → host", "capacity", "128.0 KiB", " 1.8ms"]),
         (REMOVED, ["removed", "2 blocks", "→ gone", "ancestor"]),
         (CREATED, ["created", "200/800/6000 slots"]),
         (CLEARED, ["cleared", "reset"]),
         (REPRIORITISED, ["updated", "1 block ", "in device+disk"]),
         (Gap(1, 5, 9, "unclean-stop"), ["gap", "1:5", "9", "unclean-stop"]),
         (SnapshotEnd(Cursor(1, 7)), ["snapshot", "1:7"]),
+        (SnapshotSlice("llama", 0, KEYS[0], bytes(32), bytes([4]), bytes([35])), ["1 block", "disk", "llama"]),
+        (Disconnected("killed"), ["away", "killed"]),
+        (Reconnected(2, 3, restarted=True), ["back", "restarted", "epoch 2", "boot 3"]),
+        (Reconnected(2, 3, restarted=False), ["back", "the same process"]),
     ],
 )
 def test_a_line_tells_a_person_all_of_it(item: Event, parts: list[str]) -> None:
-    line = click.unstyle(*text_lines(item))
+    line = click.unstyle([*TextLines(colour=True)(item)][-1])
     for part in parts:
         assert part in line
     assert "\n" not in line
 
 
 def test_a_line_has_the_time_of_day_in_milliseconds() -> None:
-    assert re.match(r"\d\d:\d\d:\d\d\.123 ", click.unstyle(*text_lines(STORED)))
+    assert re.match(r"\d\d:\d\d:\d\d\.123 ", next(TextLines(today=DAY)(STORED)))
+
+
+@pytest.mark.parametrize("width", [20, 80, MEDIUM, 120, WIDE, 200])
+def test_a_line_fits_the_terminal_and_its_columns_stand_below_each_other(width: int) -> None:
+    shown = TextLines(lambda: width, today=DAY)
+    lines = [next(shown(item)) for item in (STORED, MOVED, REMOVED, CREATED, CLEARED, REPRIORITISED)]
+    assert all(len(line) <= width for line in lines)
+    for line, cause in zip(lines, ("commit", "capacity", "ancestor", "explicit", "reset", "commit"), strict=True):
+        assert width < 80 or line.index(cause) == lines[0].index("commit")
+    assert width < 80 or all(line.endswith("llama") for line in lines)
+    assert ("3:42" in lines[0]) == (width >= WIDE)
+
+
+def test_what_does_not_fit_is_cut_with_an_ellipsis() -> None:
+    shown = TextLines(lambda: 40, today=DAY)
+    assert [line for item in (MOVED, Gap(1, 5, 123456789, "unclean-stop")) for line in shown(item)] == [
+        click.unstyle(line) for item in (MOVED, Gap(1, 5, 123456789, "unclean-stop")) for line in coloured(item)
+    ]
+    assert all(len(line) == 40 and line.endswith("…") for line in shown(Gap(1, 5, 123456789, "unclean-stop")))
+
+
+def coloured(item: Event | Gap) -> list[str]:
+    lines = list(TextLines(lambda: 40, colour=True, today=DAY)(item))
+    assert all("\x1b[" in line for line in lines)
+    return lines
+
+
+def test_the_day_is_said_where_it_changes() -> None:
+    shown = TextLines(today=DAY + timedelta(days=1))
+    assert [len(list(shown(item))) for item in (STORED, MOVED)] == [2, 1]
+    assert DAY.isoformat() in next(TextLines(today=DAY + timedelta(days=1))(STORED))
 
 
 def test_a_cause_of_a_newer_daemon_stays_a_number() -> None:

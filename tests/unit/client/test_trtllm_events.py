@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from kvtier.cli.watch import trtllm_lines
+from kvtier.cli.watch_lines import trtllm_lines
 from kvtier.events import BlockTokens, Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.trtllm import WHOLE_WINDOW, TrtllmEvents
 from kvtier.types import Cause, Cursor, EventType, Tier

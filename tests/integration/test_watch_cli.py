@@ -1,0 +1,346 @@
+"""``kvtier watch`` as scripts, pipes and terminals meet it: how it ends, what it says of breaks, what it draws."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import AsyncClient, Cache, Cursor, Tier, connect
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier, lines
+from tests.integration.waiting import PATIENCE_S
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
+
+
+async def now(client: AsyncClient) -> Cursor:
+    stats = await client.stats()
+    return Cursor(stats.epoch, stats.last_event_id)
+
+
+async def stored(cache: Cache, name: str, count: int = 2) -> list[bytes]:
+    keys = chain(f"{cache.name} {name}", count)
+    await cache.put(keys, blocks(keys))
+    return keys
+
+
+@contextmanager
+def watching(daemon: DaemonProcess, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """In the background; stopped for good at the end."""
+    command = [*KVTIER, "watch", "--address", daemon.address, *arguments]
+    with subprocess.Popen(
+        command, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options)
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+async def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    async with asyncio.timeout(DEADLINE_S):
+        found = json.loads(await asyncio.to_thread(_line, process))
+    assert isinstance(found, dict)
+    return found
+
+
+async def ended(process: subprocess.Popen[str]) -> int:
+    async with asyncio.timeout(DEADLINE_S):
+        return await asyncio.to_thread(process.wait)
+
+
+async def test_keys_cut_events_down_to_their_blocks(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+    start = await now(client)
+    keys = await stored(cache, "cut", 4)
+    prefixes = ["--key", keys[1].hex(), "--key", keys[3].hex()[:10], "--group", "0"]
+    command = ["watch", "--address", daemon.address, "--since", str(start), "--no-follow", "--json", *prefixes]
+    found = [each for each in lines(kvtier(*command).stdout) if each["type"] == "stored"]
+    assert [block["block_hash"] for each in found for block in each["blocks"]] == [keys[1].hex(), keys[3].hex()]
+    assert lines(kvtier(*command, "--group", "0", "--key", "00" * 32, "--type", "stored").stdout) != []
+    nothing = [*command[:7], "--json", "--key", "00" * 32, "--type", "stored"]
+    assert kvtier(*nothing).stdout == "", "and it ends all the same"
+
+
+async def test_it_ends_at_a_cursor_at_a_time_and_with_what_existed(
+    daemon: DaemonProcess, client: AsyncClient, cache: Cache
+) -> None:
+    start = await now(client)
+    await stored(cache, "one")
+    middle, moment = await now(client), time.time()
+    await stored(cache, "two")
+    end = await now(client)
+    watch = ("watch", "--address", daemon.address, "--json", "--since", str(start))
+
+    def ids(*more: str) -> list[int]:
+        return [each["event_id"] for each in lines(kvtier(*watch, *more).stdout)]
+
+    whole = list(range(start.id + 1, end.id + 1))
+    assert ids("--no-follow") == whole
+    assert ids("--until", str(end)) == whole
+    assert ids("--until", str(middle)) == list(range(start.id + 1, middle.id + 1))
+    assert ids("--until", str(middle.id), "--type", "removed") == []
+    assert ids("--until", iso(moment)) == list(range(start.id + 1, middle.id + 1))
+    assert ids("--until", "+1s") == whole
+    assert ids("--until", str(end), "--limit", "2") == whole[:2]
+
+
+def iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f"{seconds % 1:.6f}"[1:] + "Z"
+
+
+async def test_a_snapshot_alone(daemon: DaemonProcess, cache: Cache) -> None:
+    keys = await stored(cache, "there")
+    command = ["watch", "--address", daemon.address, "--snapshot", "--no-follow", "--json", "--cache", cache.name]
+    start, *slices, end = lines(kvtier(*command).stdout)
+    assert [start["type"], end["type"]] == ["snapshot_start", "snapshot_end"]
+    assert {block["block_hash"] for each in slices for block in each["blocks"]} == {key.hex() for key in keys}
+
+
+async def test_heartbeats_are_lines_only_for_those_who_ask(daemon: DaemonProcess, client: AsyncClient) -> None:
+    end = await now(client)
+    command = ["watch", "--address", daemon.address, "--json", "--until", "+1s"]
+    assert kvtier(*command).stdout == ""
+    beats = lines(kvtier(*command, "--heartbeats").stdout)
+    assert {(each["type"], each["event_id"]) for each in beats} == {("heartbeat", end.id)}
+
+
+READ_TWO = "import json, sys\nfor _ in range(2): print(json.loads(sys.stdin.readline())['type'], flush=True)\n"
+
+
+async def test_a_program_at_the_other_end_reads_each_event_as_it_happens(daemon: DaemonProcess, cache: Cache) -> None:
+    """And when it has what it wants, the watch ends by itself, with status 0."""
+    command = [*KVTIER, "watch", "--address", daemon.address, "--json", "--type", "stored", "--oldest"]
+    script = 'set -o pipefail; "$@" | ' + f"{shlex.quote(sys.executable)} -c {shlex.quote(READ_TWO)}"
+    both = asyncio.create_task(
+        asyncio.to_thread(
+            subprocess.run,
+            ["bash", "-c", script, "watch", *command],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+    )
+    for name in ("one", "two"):
+        await stored(cache, name, 1)
+    done = await both
+    assert (done.stdout, done.stderr, done.returncode) == ("stored\nstored\n", "", 0)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_signals_end_it_with_a_status_of_their_own(
+    daemon: DaemonProcess, cache: Cache, number: signal.Signals, status: int
+) -> None:
+    with watching(daemon, "--json", "--oldest") as process:
+        await stored(cache, "one")
+        await next_line(process)
+        process.send_signal(number)
+        assert await ended(process) == status
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+async def test_a_signal_ends_it_even_where_nobody_reads(daemon: DaemonProcess, cache: Cache) -> None:
+    """The pipe is full, and the write into it waits: for ever, if it were only asked between two lines."""
+    for index in range(20):
+        await stored(cache, f"{index}", 4)
+    inside, outside = os.pipe()
+    try:
+        fcntl.fcntl(outside, fcntl.F_SETPIPE_SZ, 4096)
+        with watching(daemon, "--json", "--oldest", stdout=outside) as process:
+            await asyncio.to_thread(_wait_until_full, outside)
+            process.terminate()
+            assert await ended(process) == 143
+    finally:
+        os.close(inside)
+        os.close(outside)
+
+
+def _wait_until_full(outside: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while select.select([], [outside], [], 0)[1]:
+        assert time.monotonic() < until, "nothing fills the pipe"
+        time.sleep(0.02)
+
+
+async def test_it_goes_without_standard_input_and_says_what_it_needs_of_output(
+    daemon: DaemonProcess, cache: Cache, tmp_path: Path
+) -> None:
+    await stored(cache, "one")
+    command = [*KVTIER, "watch", "--address", daemon.address, "--oldest", "--limit", "1"]
+
+    def shell(redirection: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["sh", "-c", f'"$@" {redirection}', "sh", *command],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+
+    assert (shell("<&-").returncode, shell("<&-").stdout.count("\n")) == (0, 1)
+    assert shell("> file").returncode == 0
+    assert (tmp_path / "file").read_text().count("\n") == 1
+    closed = shell(">&-")
+    assert (closed.returncode, "Traceback" in closed.stderr) == (1, False)
+    assert "standard output is closed" in closed.stderr
+    full = shell("> /dev/full")
+    assert (full.returncode, "Traceback" in full.stderr) == (1, False)
+    assert "No space left" in full.stderr
+
+
+def test_no_daemon_at_the_start_has_a_status_of_its_own(short_dir: Path) -> None:
+    assert "no daemon answers" in kvtier("watch", "--address", str(short_dir), status=3).stderr
+
+
+@pytest.mark.parametrize("unclean", [False, True], ids=["restarted", "killed"])
+async def test_a_restart_is_reported_and_survived(start_daemon: StartDaemon, unclean: bool) -> None:
+    daemon = start_daemon(host=8, disk=32)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await stored(cache, "before")
+        with watching(daemon, "--json", "--oldest") as process, watching(daemon, "--oldest") as people:
+            while (await next_line(process))["type"] != "stored":
+                pass
+            said = await asyncio.to_thread(_line, people)
+            (daemon.kill if unclean else daemon.stop)()
+            assert (found := await next_line_but_events(process))["type"] == "disconnected", found
+            await asyncio.to_thread(daemon.start)
+            back = await next_line_but_events(process)
+            stats = await client.stats()
+            assert back == {"type": "reconnected", "epoch": stats.epoch, "boot": 2, "restarted": True}
+            if unclean:
+                gap = await next_line(process)
+                assert (gap["type"], gap["epoch"], gap["reason"]) == ("gap", stats.epoch - 1, "unclean-stop")
+            keys = await stored(await client.open_cache("c", SPEC), "after", 1)
+            while (found := await next_line(process))["type"] != "stored" or keys[0].hex() not in json.dumps(found):
+                pass
+            people.send_signal(signal.SIGINT)
+            said += (await asyncio.to_thread(people.communicate, timeout=DEADLINE_S))[0]
+    assert re.search(r"^away +the daemon does not answer", said, re.MULTILINE)
+    assert f"back       restarted, epoch {stats.epoch}, boot 2" in said
+    assert ("were lost: unclean-stop" in said) is unclean
+
+
+async def next_line_but_events(process: subprocess.Popen[str]) -> dict[str, Any]:
+    while "event_id" in (found := await next_line(process)):
+        pass
+    return found
+
+
+async def test_a_gap_ends_it_with_a_status_of_its_own_if_asked_to(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=8)
+    async with await connect(daemon.address) as client:
+        await stored(await client.open_cache("c", SPEC), "before")
+        with watching(daemon, "--json", "--oldest", "--fail-on-gap") as process:
+            while (await next_line(process))["type"] != "stored":
+                pass
+            daemon.kill()
+            await asyncio.to_thread(daemon.start)
+            said = (await asyncio.to_thread(process.communicate, timeout=DEADLINE_S))[0]
+    assert json.loads(said.splitlines()[-1])["type"] == "gap"
+    assert process.returncode == 4
+
+
+class Terminal:
+    """A pseudo-terminal with ``kvtier watch`` on it, and all that it has drawn."""
+
+    def __init__(self, daemon: DaemonProcess, columns: int, *arguments: str) -> None:
+        self.screen = ""
+        self._fd, inside = pty.openpty()
+        self.resize(columns)
+        self.process = subprocess.Popen(
+            # Its controlling terminal: else nobody would tell it of a resize, or of Ctrl-C.
+            ["setsid", "--ctty", *KVTIER, "watch", "--address", daemon.address, *arguments],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env={**os.environ, "TERM": "xterm-256color", "NO_COLOR": ""},
+        )
+        os.close(inside)
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def type(self, text: bytes) -> None:
+        os.write(self._fd, text)
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Reads until it is drawn; what was drawn up to there is forgotten."""
+        limit = time.monotonic() + PATIENCE_S
+        while (found := re.search(pattern, self.screen)) is None:
+            assert time.monotonic() < limit, f"{pattern!r} is not in {self.screen!r}"
+            if select.select([self._fd], [], [], 0.1)[0]:
+                self.screen += os.read(self._fd, 65536).decode()
+        self.screen = self.screen[found.end() :]
+        return found
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        os.close(self._fd)
+
+
+async def test_a_terminal_has_a_status_line_that_follows_its_width(
+    daemon: DaemonProcess, client: AsyncClient, cache: Cache
+) -> None:
+    start = await now(client)
+    terminal = Terminal(daemon, 100, "--since", str(start), "--cache", cache.name)
+    try:
+        await stored(cache, "one")
+        await asyncio.to_thread(terminal.until, r"\x1b\[32mstored \x1b\[0m .*→ device +commit")
+        status = await asyncio.to_thread(terminal.until, r"\x1b\[7m(at \d+:\d+  .*lag \d+  gaps 0)\x1b\[0m")
+        assert len(status[1]) < 100
+        terminal.resize(30)
+        narrow = await asyncio.to_thread(terminal.until, r"\x1b\[7m(at [^\x1b]*…)\x1b\[0m")
+        assert len(narrow[1]) == 29
+        await cache.move(chain(f"{cache.name} one", 2), Tier.HOST)
+        await asyncio.to_thread(terminal.until, r"\x1b\[34mupdated\x1b\[0m[^\r\n]*…")
+        terminal.type(b"\x03")  # Ctrl-C
+        assert await asyncio.to_thread(terminal.process.wait, DEADLINE_S) == 130
+        await asyncio.to_thread(terminal.until, r"\x1b\[J$")
+    finally:
+        terminal.close()
+
+
+async def test_a_terminal_tells_that_the_daemon_is_away(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=8)
+    terminal = Terminal(daemon, 100)
+    try:
+        await asyncio.to_thread(terminal.until, r"\x1b\[7mat \d+:\d+")
+        daemon.kill()
+        await asyncio.to_thread(terminal.until, r"away +the daemon does not answer")
+        await asyncio.to_thread(terminal.until, r"\x1b\[7mdaemon away for \d+ s")
+        await asyncio.to_thread(daemon.start)
+        await asyncio.to_thread(terminal.until, r"back +restarted, epoch 2, boot 2")
+        await asyncio.to_thread(terminal.until, r"\x1b\[7mat 2:\d+ .*gaps 1")
+    finally:
+        terminal.close()
