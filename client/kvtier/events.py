@@ -123,6 +123,10 @@ class SnapshotSlice:
     tokens_per_block: int = 0
     all_window_tokens: tuple[int, ...] = ()
 
+    @property
+    def keys(self) -> list[bytes]:
+        return split_keys(self.packed_keys)
+
     def to_json(self) -> dict[str, Any]:
         return {"type": "snapshot", "cache": self.cache, "group": self.group, "blocks": _stored_blocks(self)}
 

@@ -27,8 +27,15 @@ from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.test_cli import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/operations.md", "docs/observability.md", "docs/models.md", "docs/security.md")
-HOW = {"runnable", "check-config", "by-hand"}
+PAGES = (
+    "README.md",
+    "docs/operations.md",
+    "docs/observability.md",
+    "docs/models.md",
+    "docs/security.md",
+    "docs/events.md",
+)
+HOW = {"runnable", "check-config", "example", "by-hand"}
 
 _FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -75,6 +82,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked() -> None:
         ("docs/operations.md", "sh"),
         ("docs/models.md", "python"),
         ("docs/security.md", "toml"),
+        ("docs/events.md", "python"),
     }
 
 
@@ -141,6 +149,17 @@ def test_an_operator_s_look_around(daemon: DaemonProcess, environment: dict[str,
 
 def test_the_models_are_described_as_the_page_says(environment: dict[str, str], tmp_path: Path) -> None:
     run_page("docs/models.md", environment, tmp_path)
+
+
+def test_a_router_s_first_steps(environment: dict[str, str], tmp_path: Path) -> None:
+    said = run_page("docs/events.md", environment, tmp_path)
+    assert "0 blocks are stored" in said
+    assert "exact at" in said
+
+
+def test_examples_are_shown_as_they_are() -> None:
+    """A test of its own runs them: see test_consumer.py."""
+    assert [block.text for block in of("example", "python")] == [(ROOT / "examples/consumer.py").read_text()]
 
 
 @pytest.mark.parametrize(

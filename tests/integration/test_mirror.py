@@ -18,6 +18,7 @@ from kvtier import (
     Cache,
     Client,
     Cursor,
+    Event,
     LeaseLost,
     Mirror,
     Mirrors,
@@ -29,6 +30,7 @@ from kvtier import (
     connect,
     sync,
 )
+from tests.events_page import told
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import StartDaemon
 from tests.integration.load import CHAIN_BLOCKS, Load
@@ -154,6 +156,18 @@ async def test_it_says_what_listings_say_while_everything_happens(
         for name in load.living:
             keys = chain(name, CHAIN_BLOCKS)
             assert mirror.longest_prefix(keys, "one") == (await one.match(keys)).blocks
+        assert await kinds(client) <= told(), "docs/events.md does not know of all that happens"
+
+
+async def kinds(client: AsyncClient) -> set[tuple[str, str]]:
+    """Type and cause of every event that is held."""
+    end, found = await now(client), set()
+    async with client.watch(oldest=True) as watch, asyncio.timeout(PATIENCE_S):
+        while watch.cursor is None or watch.cursor < end:
+            item = await anext(watch)
+            if isinstance(item, Event):
+                found.add((str(item.type), str(item.cause)))
+    return found
 
 
 async def test_what_it_was_too_slow_for_it_makes_up_for(start_daemon: StartDaemon, steering: Steering) -> None:

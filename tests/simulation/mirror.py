@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import Key
 from kvtierd.core.traits import Label
+from tests.events_page import told
 from tests.simulation.forest import hash_of, label_of
 from tests.simulation.violation import require
 
@@ -31,6 +32,8 @@ class Mirror:
         }
 
     def apply(self, event: Event) -> None:
+        kind = (event.type.name.lower(), event.cause.name.lower())
+        require(kind in told(), f"the documentation does not say that {kind[0]} comes with {kind[1]}")
         if event.type is EventType.CLEARED:
             self.blocks.clear()
             self._children.clear()

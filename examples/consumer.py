@@ -1,0 +1,34 @@
+"""Where every block of a cache is, from the events alone: ``python examples/consumer.py CACHE [ADDRESS]``."""
+
+import asyncio
+import sys
+
+import kvtier
+from kvtier import Event, EventType, Gap, SnapshotSlice, SnapshotStart
+
+
+async def follow(client: kvtier.AsyncClient, cache: str, blocks: dict[bytes, int]) -> None:
+    """Keeps ``blocks``, key to residency, as they are in window group 0, over restarts and losses."""
+    while True:
+        async with client.watch(snapshot=True, caches=[cache], groups=[0]) as watch:
+            async for item in watch:
+                match item:
+                    case SnapshotSlice() | Event(type=EventType.STORED | EventType.UPDATED):
+                        blocks.update(zip(item.keys, item.residency, strict=True))
+                    case Event(type=EventType.REMOVED):
+                        for key in item.keys:
+                            blocks.pop(key, None)
+                    case SnapshotStart() | Event():  # it begins anew, or the group was created or cleared
+                        blocks.clear()
+                    case Gap():
+                        break  # a hole: another snapshot makes up for it
+                print(watch.cursor, type(item).__name__, len(blocks), "blocks")
+
+
+async def main(cache: str, address: str | None = None) -> None:
+    async with await kvtier.connect(address, wait=60) as client:
+        await follow(client, cache, {})
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,50 @@
+"""The consumer that the documentation shows: it runs, and what it says is what the daemon lists."""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from kvtier import AsyncClient, connect
+from tests.integration.blocks import SPEC
+from tests.integration.daemon import StartDaemon
+from tests.integration.load import Load
+from tests.integration.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+
+
+class Follow(Protocol):
+    def __call__(self, client: AsyncClient, cache: str, blocks: dict[bytes, int]) -> Coroutine[Any, Any, None]: ...
+
+
+async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(start_daemon: StartDaemon) -> None:
+    follow = cast("Follow", runpy.run_path(str(ROOT / "examples/consumer.py"))["follow"])
+    daemon = start_daemon("--chaos-seed", "4", device=6, host=12, disk=24)
+    blocks: dict[bytes, int] = {}
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("followed", SPEC)
+        consumer = asyncio.create_task(follow(client, "followed", blocks))
+        async with Load(daemon.address, "followed", chains=6, workers=2, seed=4) as load:
+            for end in (daemon.kill, daemon.stop, daemon.kill):
+                before = load.done.total()
+
+                async def done() -> int:
+                    load.check()
+                    return load.done.total()
+
+                await eventually(done, lambda count, before=before: count > before + 20)  # type: ignore[misc]
+                await asyncio.to_thread(end)
+                await asyncio.to_thread(daemon.start)
+
+        async def agreement() -> bool:
+            assert not consumer.done(), consumer.result()
+            return blocks == {row.key: row.residency async for row in cache.blocks()}
+
+        await eventually(agreement, bool)
+        assert blocks, "nothing was left to compare"
+        consumer.cancel()
+        await asyncio.wait([consumer])
