@@ -112,9 +112,14 @@ def watch(daemon: DaemonAt, **options: Any) -> None:
     With --format trtllm routers that follow TensorRT-LLM can follow kvtier. Hashes are those that the cache was opened
     with (its option event_hash); token ids are there if it keeps them and you may see them. Begin with --snapshot.
 
-    Exit status: 0 the end that was asked for is reached, or nobody reads the output any more; 1 refused or failed; 2
-    the command line makes no sense; 3 no daemon answers at the start; 4 a gap, with --fail-on-gap; 130 interrupted; 143
-    terminated.
+    \b
+    Exit status:
+      0    the end that was asked for is reached, or nobody reads any more
+      1    refused, or failed
+      2    the command line makes no sense
+      3    no daemon answers at the start
+      4    a gap, with --fail-on-gap
+      130  ended by Ctrl-C (SIGINT); 143 by SIGTERM
     """
     if sys.stdout is None:
         raise click.ClickException("standard output is closed: there is nowhere to show anything")

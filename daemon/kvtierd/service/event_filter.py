@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvtier.abi.spec import MAX_GROUPS
@@ -19,12 +19,23 @@ MAX_PREFIXES: Final = 64
 """Of keys, in a filter."""
 
 
+@dataclass(slots=True)
+class _Latest:
+    """What passed of the ids [first, last], the last that were looked at."""
+
+    first: int = 0
+    last: int = 0
+    passed: bytes = b""
+
+
 @dataclass(slots=True, frozen=True)
 class EventFilter:
     """Empty sets let everything through. ``tiers`` (wire numbers) and ``tier_bits`` say the same. ``keys``: None = all.
 
     ``visible``: of which caches the watcher may see events; None = of all. ``private``: of which it may see token ids,
     or of all or of none.
+
+    Watchers that want the same share one: what is looked at for the first of them is there for the others.
     """
 
     types: frozenset[int]
@@ -36,6 +47,7 @@ class EventFilter:
     keys: KeyPrefixes | None
     visible: Callable[[str], bool] | None
     private: Callable[[str], bool] | bool
+    _latest: _Latest = field(default_factory=_Latest, init=False, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -85,13 +97,21 @@ class EventFilter:
             return body
         if self.keys is not None and not run.keyless and self.keys.absent_from(body):
             return b""
-        events = [event for event in events_pb2.WatchBatch.FromString(body).events if self._wants(event)]
+        latest = self._latest
+        if (run.first, run.last) != (latest.first, latest.last):
+            latest.first, latest.last, latest.passed = run.first, run.last, self._passed(body)
+        return latest.passed
+
+    def _passed(self, body: bytes) -> bytes:
+        every = events_pb2.WatchBatch.FromString(body).events
+        events = [event for event in every if self._wants(event)]
         if self.keys is not None:
             events = self.keys.only_theirs(events)
         if self.tiers:
             events = [event for event in events if self._touches_tiers(event)]
-        if not isinstance(self.private, bool):
-            without_tokens(events, self.private)
+        hidden = not isinstance(self.private, bool) and without_tokens(events, self.private)
+        if len(events) == len(every) and self.keys is None and not hidden:
+            return body
         return events_pb2.WatchBatch(events=events).SerializeToString()
 
     def _wants(self, event: events_pb2.Event) -> bool:

@@ -65,6 +65,7 @@ class EventsService:
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         self._require_named(session, request.filter.caches)
         wanted = filter_from_wire(request.filter, self._visible(session), self._allowed(session, Right.TOKENS))
+        wanted = next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
         start = request.WhichOneof("start")
         cursor = self._hub.last

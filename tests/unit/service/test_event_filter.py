@@ -159,6 +159,25 @@ def test_a_run_without_the_prefix_is_not_even_parsed() -> None:
     assert wanted.look_at(Run(1, 1, b"no protobuf at all", b"no protobuf at all", keyless=False)) == b""
 
 
+def test_what_a_run_gave_is_not_given_for_another() -> None:
+    wanted = asked(events_pb2.WatchFilter(types=[STORED]))
+    for first, kind in ((1, STORED), (1, STORED), (2, REMOVED), (3, STORED)):
+        run = Run.of(first, first, events_pb2.WatchBatch(events=[events_pb2.Event(id=first, type=kind)]))
+        found = events_pb2.WatchBatch.FromString(wanted.look_at(run)).events
+        assert [event.id for event in found] == [first] * (kind == STORED)
+
+
+def test_filters_are_equal_where_they_let_the_same_through() -> None:
+    def message() -> events_pb2.WatchFilter:
+        return events_pb2.WatchFilter(caches=["one", "two"], key_prefixes=[b"b", b"a", b"ab"])
+
+    assert asked(message()) == asked(message())
+    assert asked(message()) == asked(events_pb2.WatchFilter(caches=["two", "one"], key_prefixes=[b"a", b"b"]))
+    assert asked(message()) != asked(events_pb2.WatchFilter(caches=["two", "one"], key_prefixes=[b"a", b"c"]))
+    assert asked(message()) != asked(message(), private=False)
+    assert asked(message()) != filter_from_wire(message(), lambda name: True, True)
+
+
 def test_tokens_are_cut_with_their_blocks_and_kept_from_those_who_may_not_see_them() -> None:
     rows = [Block(bytes([n]) * 32, bytes(32), 1, 35, bytes(8), bytes(8), bytes([n]) * 4) for n in (1, 2, 3)]
     events = [packed(events_pb2.Event(id=1, type=STORED, cache="one"), rows)]
