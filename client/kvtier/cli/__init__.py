@@ -23,6 +23,7 @@ from kvtier.cli.leases import kick as kick_command
 from kvtier.cli.leases import leases as leases_command
 from kvtier.cli.replay import replay as replay_command
 from kvtier.cli.status import status as status_command
+from kvtier.cli.top.command import top as top_command
 from kvtier.cli.watch import watch as watch_command
 
 
@@ -39,6 +40,7 @@ def main() -> None:
 for command in (
     watch_command,
     status_command,
+    top_command,
     explain_command,
     leases_command,
     kick_command,
