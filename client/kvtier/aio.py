@@ -132,6 +132,7 @@ class AsyncClient:
         since: Cursor | None = None,
         oldest: bool = False,
         snapshot: bool = False,
+        since_time_ns: int | None = None,
         types: Collection[EventType] = (),
         causes: Collection[Cause] = (),
         tiers: Collection[Tier] = (),
@@ -144,7 +145,9 @@ class AsyncClient:
     ) -> Watch:
         """Follows events: ``async for item in client.watch()``.
 
-        Begins now, or after ``since``, or at the ``oldest`` event held, or with a ``snapshot`` of the present state.
+        Begins now, or after ``since``, or at the ``oldest`` event held, or with a ``snapshot`` of the present state, or
+        with the first event at or after ``since_time_ns`` (nanoseconds since the Unix epoch) whatever the daemon's
+        clock did since.
         Now is when it is entered (``async with client.watch() as watch``), else when it is first asked for an item.
         Empty filters let everything through; ``groups`` are numbers, ``keys`` what block keys begin with, as bytes or
         in hex: events are cut down to these blocks (:class:`kvtier.watch.Filter`). Items are
@@ -157,7 +160,7 @@ class AsyncClient:
         """
         return Watch(
             self._session,
-            Start(since, oldest, snapshot),
+            Start(since, oldest, snapshot, since_time_ns),
             Filter(types, causes, tiers, caches, groups, keys),
             heartbeats=heartbeats,
             breaks=breaks,

@@ -149,6 +149,25 @@ class WatcherStats:
 
 
 @dataclass(slots=True, frozen=True)
+class EventLogStats:
+    """Past events on disk. ``max_bytes``: of its file, 0 = there is no log; ``bytes``: that records take.
+
+    ``oldest_id``, ``newest_id``: first and last id in it, 0 = none. ``failures``: attempts to write that failed, and
+    ``lost_events``: that will never be in it, both of this life of the daemon. ``failing``: why it cannot be written at
+    present, empty where it can.
+    """
+
+    max_bytes: int = 0
+    bytes: int = 0
+    oldest_id: int = 0
+    newest_id: int = 0
+    oldest_age_ns: int = 0
+    failures: int = 0
+    lost_events: int = 0
+    failing: str = ""
+
+
+@dataclass(slots=True, frozen=True)
 class DaemonStats:
     """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch.
 
@@ -168,6 +187,7 @@ class DaemonStats:
     problems: tuple[str, ...]
     uptime_ns: int = 0
     watcher_stats: tuple[WatcherStats, ...] = ()
+    event_log: EventLogStats = EventLogStats()
 
 
 @dataclass(slots=True, frozen=True)

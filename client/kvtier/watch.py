@@ -95,15 +95,18 @@ def key_prefix(field: str, value: bytes | str) -> bytes:
 
 @dataclass(slots=True, frozen=True)
 class Start:
-    """Where to begin: after a cursor, at the oldest event held, with a snapshot; by default now."""
+    """Where to begin: after a cursor, at the oldest event held, with a snapshot, at a time; by default now."""
 
     since: Cursor | None = None
     oldest: bool = False
     snapshot: bool = False
+    since_time_ns: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.since is not None) + self.oldest + self.snapshot > 1:
-            raise InvalidArgument("start", "more than one", "one of since, oldest and snapshot")
+        if (self.since is not None) + self.oldest + self.snapshot + (self.since_time_ns is not None) > 1:
+            raise InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")
+        if self.since_time_ns is not None and not 0 <= self.since_time_ns < 1 << 64:
+            raise InvalidArgument("since_time_ns", self.since_time_ns, "nanoseconds since the Unix epoch, 0 or more")
 
 
 class Watch:
@@ -210,6 +213,8 @@ class Watch:
             request.snapshot = True
         elif self.cursor is None and self._start.oldest:
             request.oldest = True
+        elif self.cursor is None and self._start.since_time_ns is not None:
+            request.since_time_ns = self._start.since_time_ns
         else:
             cursor = self.cursor or await self._pin(link, self._silence_s)
             request.since.epoch, request.since.id = cursor.epoch, cursor.id
@@ -217,7 +222,8 @@ class Watch:
 
     @property
     def _begins_now(self) -> bool:
-        return self.cursor is None and not self._start.oldest and not self._snapshot_pending
+        elsewhere = self._start.oldest or self._start.since_time_ns is not None or self._snapshot_pending
+        return self.cursor is None and not elsewhere
 
     async def _pin(self, link: Link, seconds: float) -> Cursor:
         """Ties "now" to an id, so that a break before the first batch loses nothing."""
@@ -279,7 +285,7 @@ class Watch:
         if self.cursor is None:
             raise DaemonError("a watch without a cursor was told that it is compacted", reason="BAD_ANSWER")
         lost = Gap(self.cursor.epoch, self.cursor.id + 1, oldest - 1, "compacted")
-        # What is held is of the present epoch, whichever the cursor was of.
+        # What is held may be of a later epoch than the cursor: the daemon knows.
         self.cursor = Cursor(0, oldest - 1)
         return lost
 

@@ -16,6 +16,7 @@ from kvtier.stats import (
     CacheStats,
     DaemonStats,
     EdgeStats,
+    EventLogStats,
     GroupInfo,
     GroupStats,
     GroupTier,
@@ -193,6 +194,20 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
         watcher_stats=tuple(
             WatcherStats(one.session_id, one.pid, one.uid, one.command, one.lag) for one in message.watcher_stats
         ),
+        event_log=_event_log_stats(message.event_log),
+    )
+
+
+def _event_log_stats(message: admin_pb2.EventLogStats) -> EventLogStats:
+    return EventLogStats(
+        max_bytes=message.max_bytes,
+        bytes=message.bytes,
+        oldest_id=message.oldest_id,
+        newest_id=message.newest_id,
+        oldest_age_ns=message.oldest_age_ns,
+        failures=message.failures,
+        lost_events=message.lost_events,
+        failing=message.failing,
     )
 
 

@@ -23,8 +23,10 @@ RESERVED_IDS: Final = 1 << 20
 """Ids reserved at a time; the next lot is asked for when half of one is left."""
 
 LOCK: Final = "LOCK"
+EVENT_LOG: Final = "events"
+"""The event log's directory. It may lie beside no state: what it knows of ids is heeded."""
 _KIND: Final = "state"
-_NOT_FOREIGN: Final = frozenset({LOCK, f"{SUPERBLOCK}.new", "lost+found"})
+_NOT_FOREIGN: Final = frozenset({LOCK, EVENT_LOG, f"{SUPERBLOCK}.new", "lost+found"})
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +58,12 @@ class Identity:
 
 
 class StateDir:
-    """The state directory, held by this process alone. :meth:`reserve` may be called from any thread."""
+    """The state directory, held by this process alone. :meth:`reserve` may be called from any thread.
+
+    ``identity`` is final once :meth:`begin` has been called."""
 
     def __init__(self, path: Path, lock: DirectoryLock, identity: Identity) -> None:
-        self.identity: Final = identity
+        self.identity = identity
         self._path = path
         self._lock = lock
         self._state = State(identity.epoch, identity.boot, identity.epoch_first, identity.last, clean=False)
@@ -82,8 +86,24 @@ class StateDir:
             lock.release()
             raise
 
-    def begin(self) -> None:
-        """From here on this life counts: unless it is closed with a last id, it ended uncleanly. Raises TierIOError."""
+    def begin(self, logged_epoch: int = 0, logged_last: int = 0) -> None:
+        """From here on this life counts: unless it is closed with a last id, it ended uncleanly. Raises TierIOError.
+
+        ``logged_epoch``, ``logged_last``: the newest that the event log knows of. If that is ahead, the state is an old
+        one, brought back from somewhere: the life begins as after an unclean stop, above all that can have been given
+        out.
+        """
+        before = self.identity
+        epoch_before = before.epoch - 1 if before.unclean else before.epoch
+        if logged_epoch > epoch_before or logged_last > before.last:
+            _log.warning(
+                "the state is older than the event log: a new epoch begins state=%d:%d log=%d:%d",
+                *(epoch_before, before.last, logged_epoch, logged_last),
+            )
+            last = max(before.last, logged_last + RESERVED_IDS)
+            epoch = max(epoch_before, logged_epoch) + 1
+            self.identity = replace(before, epoch=epoch, epoch_first=last + 1, last=last, unclean=True)
+            self._state = replace(self._state, epoch=epoch, epoch_first=last + 1, last=last)
         self.reserve(self.identity.last + RESERVED_IDS)
 
     @property

@@ -7,7 +7,19 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, Cache, CacheSpec, Cause, Event, EventType, LeaseLost, SpecMismatch, Tier, connect
+from kvtier import (
+    AsyncClient,
+    Cache,
+    CacheSpec,
+    Cause,
+    Cursor,
+    Event,
+    EventType,
+    LeaseLost,
+    SpecMismatch,
+    Tier,
+    connect,
+)
 from kvtier.abi.layout import first_generation
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
@@ -49,7 +61,7 @@ async def test_epoch_stays_and_ids_go_on(daemon: DaemonProcess) -> None:
         await restart(daemon)
         after = await client.stats()
         assert (after.epoch, after.boot) == (before.epoch, before.boot + 1)
-        async with client.watch(oldest=True) as watch:
+        async with client.watch(since=Cursor(before.epoch, before.last_event_id)) as watch:
             first = await anext(watch)
         assert isinstance(first, Event)
         assert (first.epoch, first.event_id) == (before.epoch, before.last_event_id + 1)
@@ -72,10 +84,11 @@ async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon: DaemonProces
 async def test_a_cache_is_announced_anew(daemon: DaemonProcess) -> None:
     async with await connect(daemon.address) as client:
         await filled(client)
+        before = await client.stats()
         await restart(daemon)
         last = (await client.stats()).last_event_id
         events: list[Event] = []
-        async with client.watch(oldest=True) as watch:
+        async with client.watch(since=Cursor(before.epoch, before.last_event_id)) as watch:
             async for item in watch:
                 assert isinstance(item, Event)
                 events.append(item)

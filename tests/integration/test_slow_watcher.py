@@ -84,7 +84,7 @@ class Follower:
 
 
 async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(*SMALL_RING, host=2 * BLOCKS)
+    daemon = start_daemon(*SMALL_RING, "--event-log-bytes", "0", host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open(NAME)).cache_id
         start = await last_event(client)

@@ -1,8 +1,9 @@
 """Watching over restarts: what goes on, what is told to be lost, and what a cursor of before is worth.
 
-The daemon keeps past events in memory. After a clean stop a cursor at the last event of before goes on without a hole,
-and an older one is refused with the oldest id that is held. After an unclean stop any cursor of before is told the
-range that is lost, and goes on with the new epoch.
+The daemon keeps past events in memory and in a log on disk. After a clean stop any cursor of before goes on without a
+hole; without a log only one at the last event does, and an older one is refused with the oldest id that is held. After
+an unclean stop a cursor of before first gets the rest of what was logged, then the range that is lost, then the new
+epoch.
 """
 
 from __future__ import annotations
@@ -132,28 +133,43 @@ async def test_the_last_cursor_goes_on_after_a_clean_stop(daemon: DaemonProcess,
     assert ids == list(range(last.id + 1, last.id + 1 + len(ids)))
 
 
-async def test_an_older_cursor_is_compacted_after_a_clean_stop(daemon: DaemonProcess, client: AsyncClient) -> None:
+async def test_an_older_cursor_goes_on_too(daemon: DaemonProcess, client: AsyncClient) -> None:
     await on_disk(client, "before")
     last = await now(client)
     await cleanly(daemon)
-    for cursor in (Cursor(last.epoch, last.id - 1), Cursor(last.epoch, 1), Cursor(0, 1)):
-        with pytest.raises(CursorCompacted) as refused:
-            await anext(client.watch(since=cursor))
-        assert refused.value.oldest == last.id + 1
+    end = await now(client)
+    for cursor in (Cursor(last.epoch, last.id - 1), Cursor(last.epoch, 1), Cursor(0, 1), Cursor(0, 0)):
+        async with client.watch(since=cursor) as watch:
+            items = await up_to(watch, end)
+        assert [item.event_id for item in items if isinstance(item, Event)] == list(range(cursor.id + 1, end.id + 1))
+        assert len(items) == end.id - cursor.id, "and nothing else: no gap"
+
+
+async def test_without_a_log_an_older_cursor_is_compacted_after_a_clean_stop(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--event-log-bytes", "0", **SLOTS)
+    async with await connect(daemon.address) as client:
+        await on_disk(client, "before")
+        last = await now(client)
+        await cleanly(daemon)
+        for cursor in (Cursor(last.epoch, last.id - 1), Cursor(last.epoch, 1), Cursor(0, 1)):
+            with pytest.raises(CursorCompacted) as refused:
+                await anext(client.watch(since=cursor))
+            assert refused.value.oldest == last.id + 1
+    assert not (daemon.state_dir / "events").exists()
 
 
 @pytest.mark.parametrize("kills", [1, 3])
-async def test_a_cursor_of_a_lost_epoch_is_told_the_range(
-    daemon: DaemonProcess, client: AsyncClient, kills: int
-) -> None:
-    await on_disk(client, "before")
-    last = await now(client)
-    for _ in range(kills):
-        await uncleanly(daemon)
-    present = await now(client)
-    assert present.epoch == last.epoch + kills
-    async with client.watch(since=Cursor(last.epoch, last.id - 2)) as watch:
-        gap, first, *_ = await up_to(watch, present)
+async def test_without_a_log_a_cursor_of_a_lost_epoch_is_told_the_range(start_daemon: StartDaemon, kills: int) -> None:
+    daemon = start_daemon("--event-log-bytes", "0", **SLOTS)
+    async with await connect(daemon.address) as client:
+        await on_disk(client, "before")
+        last = await now(client)
+        for _ in range(kills):
+            await uncleanly(daemon)
+        present = await now(client)
+        assert present.epoch == last.epoch + kills
+        async with client.watch(since=Cursor(last.epoch, last.id - 2)) as watch:
+            gap, first, *_ = await up_to(watch, present)
     assert isinstance(gap, Gap) and isinstance(first, Event)
     assert (gap.epoch, gap.first_id, gap.reason) == (last.epoch, last.id - 1, "unclean-stop")
     assert gap.last_id >= last.id, "what was given out is inside"

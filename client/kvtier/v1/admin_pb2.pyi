@@ -417,6 +417,51 @@ class WatcherStats(google.protobuf.message.Message):
 global___WatcherStats = WatcherStats
 
 @typing.final
+class EventLogStats(google.protobuf.message.Message):
+    """Past events on disk."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    OLDEST_ID_FIELD_NUMBER: builtins.int
+    NEWEST_ID_FIELD_NUMBER: builtins.int
+    OLDEST_AGE_NS_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
+    LOST_EVENTS_FIELD_NUMBER: builtins.int
+    FAILING_FIELD_NUMBER: builtins.int
+    max_bytes: builtins.int
+    """of its file; 0 = there is no log"""
+    bytes: builtins.int
+    """that records take"""
+    oldest_id: builtins.int
+    """first id in it, 0 = it is empty"""
+    newest_id: builtins.int
+    """last id in it; ids after it, up to last_event_id, are in memory alone"""
+    oldest_age_ns: builtins.int
+    failures: builtins.int
+    """attempts to write that failed, in this life of the daemon"""
+    lost_events: builtins.int
+    """of this life, that will never be in it"""
+    failing: builtins.str
+    """why it cannot be written at present; empty = it can"""
+    def __init__(
+        self,
+        *,
+        max_bytes: builtins.int = ...,
+        bytes: builtins.int = ...,
+        oldest_id: builtins.int = ...,
+        newest_id: builtins.int = ...,
+        oldest_age_ns: builtins.int = ...,
+        failures: builtins.int = ...,
+        lost_events: builtins.int = ...,
+        failing: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "failing", b"failing", "failures", b"failures", "lost_events", b"lost_events", "max_bytes", b"max_bytes", "newest_id", b"newest_id", "oldest_age_ns", b"oldest_age_ns", "oldest_id", b"oldest_id"]) -> None: ...
+
+global___EventLogStats = EventLogStats
+
+@typing.final
 class StatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -430,6 +475,7 @@ class StatsResponse(google.protobuf.message.Message):
     CACHES_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
+    EVENT_LOG_FIELD_NUMBER: builtins.int
     UPTIME_NS_FIELD_NUMBER: builtins.int
     WATCHER_STATS_FIELD_NUMBER: builtins.int
     version: builtins.str
@@ -454,6 +500,8 @@ class StatsResponse(google.protobuf.message.Message):
         """empty = healthy"""
 
     @property
+    def event_log(self) -> global___EventLogStats: ...
+    @property
     def watcher_stats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WatcherStats]:
         """those of the sessions above"""
 
@@ -470,9 +518,11 @@ class StatsResponse(google.protobuf.message.Message):
         caches: collections.abc.Iterable[global___CacheStats] | None = ...,
         sessions: collections.abc.Iterable[global___SessionStats] | None = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
+        event_log: global___EventLogStats | None = ...,
         uptime_ns: builtins.int = ...,
         watcher_stats: collections.abc.Iterable[global___WatcherStats] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "epoch", b"epoch", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["event_log", b"event_log"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
 
 global___StatsResponse = StatsResponse

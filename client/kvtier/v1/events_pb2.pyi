@@ -6,6 +6,7 @@ Events: one ordered stream of everything that happens to blocks.
 A cursor is (epoch, id). Ids are contiguous inside an epoch over all caches of a daemon. A clean restart keeps the
 epoch; after an unclean stop the next epoch starts above every id ever given out and declares the range lost.
 Each batch states the range of ids that it covers, filtered events included, so a watcher judges loss by ranges.
+Past events are kept in memory and, unless the daemon is configured without, in a log on disk over restarts and epochs.
 """
 
 import builtins
@@ -114,17 +115,22 @@ class WatchRequest(google.protobuf.message.Message):
     SINCE_FIELD_NUMBER: builtins.int
     OLDEST_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
+    SINCE_TIME_NS_FIELD_NUMBER: builtins.int
     FILTER_FIELD_NUMBER: builtins.int
     HEARTBEAT_NS_FIELD_NUMBER: builtins.int
     oldest: builtins.bool
     """everything still held"""
     snapshot: builtins.bool
     """the present state in slices, then events; exact at the cursor of the batch marked snapshot_end"""
+    since_time_ns: builtins.int
+    """The first event held at or after this wall-clock time, whatever the clock did since; now, if none is. Begins with a
+    gap if some are no longer held.
+    """
     heartbeat_ns: builtins.int
     """an empty batch when quiet for so long; 0 = the daemon's default"""
     @property
     def since(self) -> kvtier.v1.blocks_pb2.Cursor:
-        """the events after it; epoch 0 = the current epoch"""
+        """the events after it; epoch 0 = whichever the id is of"""
 
     @property
     def filter(self) -> global___WatchFilter: ...
@@ -134,12 +140,13 @@ class WatchRequest(google.protobuf.message.Message):
         since: kvtier.v1.blocks_pb2.Cursor | None = ...,
         oldest: builtins.bool = ...,
         snapshot: builtins.bool = ...,
+        since_time_ns: builtins.int = ...,
         filter: global___WatchFilter | None = ...,
         heartbeat_ns: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["filter", b"filter", "oldest", b"oldest", "since", b"since", "snapshot", b"snapshot", "start", b"start"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["filter", b"filter", "heartbeat_ns", b"heartbeat_ns", "oldest", b"oldest", "since", b"since", "snapshot", b"snapshot", "start", b"start"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["start", b"start"]) -> typing.Literal["since", "oldest", "snapshot"] | None: ...
+    def HasField(self, field_name: typing.Literal["filter", b"filter", "oldest", b"oldest", "since", b"since", "since_time_ns", b"since_time_ns", "snapshot", b"snapshot", "start", b"start"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["filter", b"filter", "heartbeat_ns", b"heartbeat_ns", "oldest", b"oldest", "since", b"since", "since_time_ns", b"since_time_ns", "snapshot", b"snapshot", "start", b"start"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["start", b"start"]) -> typing.Literal["since", "oldest", "snapshot", "since_time_ns"] | None: ...
 
 global___WatchRequest = WatchRequest
 
@@ -351,7 +358,9 @@ global___SnapshotSlice = SnapshotSlice
 
 @typing.final
 class Gap(google.protobuf.message.Message):
-    """Ids [first_id, last_id] of an epoch that this watcher will never see."""
+    """Ids [first_id, last_id] of an epoch that this watcher will never see. The gap that ends an epoch stands in a batch of
+    the next one, which covers no ids.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -363,7 +372,9 @@ class Gap(google.protobuf.message.Message):
     first_id: builtins.int
     last_id: builtins.int
     reason: builtins.str
-    """"slow" or "unclean-stop" """
+    """"slow": the watcher was, and there is no log. "unclean-stop": the daemon ended before they were logged, if they were
+    given out at all. "compacted": deleted from the log for its size or their age. "not-logged": the log had failed.
+    """
     def __init__(
         self,
         *,

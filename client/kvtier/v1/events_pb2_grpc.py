@@ -45,7 +45,8 @@ class EventsServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Watch(self, request, context):
-        """Never delays a move: a watcher too slow for the daemon's memory is told the range that it missed and goes on.
+        """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
+        missed where that has not got it either.
         OUT_OF_RANGE, with the oldest id still held, where `since` lies before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

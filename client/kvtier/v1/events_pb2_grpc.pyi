@@ -6,6 +6,7 @@ Events: one ordered stream of everything that happens to blocks.
 A cursor is (epoch, id). Ids are contiguous inside an epoch over all caches of a daemon. A clean restart keeps the
 epoch; after an unclean stop the next epoch starts above every id ever given out and declares the range lost.
 Each batch states the range of ids that it covers, filtered events included, so a watcher judges loss by ranges.
+Past events are kept in memory and, unless the daemon is configured without, in a log on disk over restarts and epochs.
 """
 
 import abc
@@ -28,7 +29,8 @@ class EventsStub:
         kvtier.v1.events_pb2.WatchRequest,
         kvtier.v1.events_pb2.WatchBatch,
     ]
-    """Never delays a move: a watcher too slow for the daemon's memory is told the range that it missed and goes on.
+    """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
+    missed where that has not got it either.
     OUT_OF_RANGE, with the oldest id still held, where `since` lies before it.
     """
 
@@ -37,7 +39,8 @@ class EventsAsyncStub:
         kvtier.v1.events_pb2.WatchRequest,
         kvtier.v1.events_pb2.WatchBatch,
     ]
-    """Never delays a move: a watcher too slow for the daemon's memory is told the range that it missed and goes on.
+    """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
+    missed where that has not got it either.
     OUT_OF_RANGE, with the oldest id still held, where `since` lies before it.
     """
 
@@ -48,7 +51,8 @@ class EventsServicer(metaclass=abc.ABCMeta):
         request: kvtier.v1.events_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvtier.v1.events_pb2.WatchBatch], collections.abc.AsyncIterator[kvtier.v1.events_pb2.WatchBatch]]:
-        """Never delays a move: a watcher too slow for the daemon's memory is told the range that it missed and goes on.
+        """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
+        missed where that has not got it either.
         OUT_OF_RANGE, with the oldest id still held, where `since` lies before it.
         """
 

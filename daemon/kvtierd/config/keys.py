@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
-from kvtierd.config.kinds import LIVE, Duration, Size
+from kvtierd.config.kinds import LIVE, Duration, Size, show_size
 from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import Tier
 from kvtierd.core.policy import DEFAULT_THRESHOLD, NEVER, Policy, WritePolicy
@@ -25,6 +25,8 @@ ENV_PREFIX: Final = "KVTIERD_"
 
 TierBytes = Annotated[Size, Field(ge=0, le=1 << 50)]
 RingBytes = Annotated[Size, Field(ge=1 << 16, le=1 << 36)]
+LogBytes = Annotated[Size, Field(ge=0, le=1 << 40)]
+LEAST_LOG_BYTES: Final = 1 << 20
 
 
 class _Section(BaseModel):
@@ -40,7 +42,7 @@ class DirectoryKeys(_Section):
         Path(DEFAULT_ADDRESS), description="Directory of the sockets. Its path is the daemon's address."
     )
     state_dir: Path = Field(
-        Path("/var/lib/kvtier"), description="Directory of the daemon's epoch, its event ids and its caches' budgets."
+        Path("/var/lib/kvtier"), description="Directory of the daemon's epoch, its event log and its caches' budgets."
     )
     disk_dir: Path | None = Field(
         None, description="Directory of the disk tier. Where none is set it is `disk` in the state directory."
@@ -55,7 +57,12 @@ class DirectoryKeys(_Section):
     @model_validator(mode="after")
     def _directories_apart(self) -> Self:
         # Each is refused at a start where it holds what it did not make: one directory for two would work just once.
-        named = {"runtime_dir": self.runtime_dir, "state_dir": self.state_dir, "disk_dir": self.disk_path}
+        named = {
+            "runtime_dir": self.runtime_dir,
+            "state_dir": self.state_dir,
+            "the event log's": self.state_dir / "events",
+            "disk_dir": self.disk_path,
+        }
         seen: dict[Path, str] = {}
         for name, path in named.items():
             absolute = path.absolute()
@@ -252,7 +259,22 @@ class EventKeys(_Section):
         10.0, ge=0.01, le=3600, description="Quiet after which a watcher that does not say is sent an empty batch."
     )
     event_ring_bytes: RingBytes = Field(ByteSize(64 << 20), description="Memory for past events.")
-    event_ring_events: int = Field(1 << 18, ge=1, le=1 << 28, description="Past events kept at most.")
+    event_ring_events: int = Field(1 << 18, ge=1, le=1 << 28, description="Past events kept in memory at most.")
+    event_log_bytes: LogBytes = Field(
+        ByteSize(256 << 20),
+        description="Size of the file in the state directory that keeps past events over restarts, 1MiB or more; "
+        "0 = there is none.",
+    )
+    event_log_age: Duration = Field(
+        7 * 86400.0, ge=1, le=10 * 366 * 86400, description="Events in it that are older are deleted."
+    )
+
+    @field_validator("event_log_bytes")
+    @classmethod
+    def _large_enough(cls, event_log_bytes: ByteSize) -> ByteSize:
+        if 0 < event_log_bytes < LEAST_LOG_BYTES:
+            raise ValueError(f"must be 0 or at least {show_size(LEAST_LOG_BYTES)}")
+        return event_log_bytes
 
 
 class MetricsKeys(_Section):

@@ -21,6 +21,7 @@ _FIELDS: Final = struct.Struct("<BBHIIIQQQQQ16s")
 _CHECK: Final = struct.Struct("<Q")
 HEAD_BYTES: Final = _FIELDS.size + _CHECK.size
 _PRIVATE: Final = 1
+_KEYLESS: Final = 2
 _KEY: Final = struct.Struct(">Q")
 
 
@@ -29,6 +30,7 @@ class LoggedRun:
     """Ids [first, last] of one epoch, all of them. ``body``: a serialised ``WatchBatch`` with just these events.
 
     ``private``: the same with token ids; the same object where there are none. ``latest_ns``: of the events' times.
+    ``keyless``: whether there may be events in it that carry no keys.
     """
 
     epoch: int
@@ -37,6 +39,7 @@ class LoggedRun:
     latest_ns: int
     body: bytes
     private: bytes
+    keyless: bool = True
 
     @property
     def count(self) -> int:
@@ -64,6 +67,7 @@ class Head:
     stamp: int
     body_bytes: int
     private_bytes: int | None
+    keyless: bool
     digest: bytes
 
 
@@ -89,6 +93,7 @@ def joined(runs: Sequence[LoggedRun]) -> LoggedRun:
         max(run.latest_ns for run in runs),
         body,
         b"".join(run.private for run in runs) if private else body,
+        any(run.keyless for run in runs),
     )
 
 
@@ -100,7 +105,7 @@ def encode(run: LoggedRun, so_far_ns: int, stamp: int) -> bytes:
         digest.update(run.private)
     fields = _FIELDS.pack(
         _VERSION,
-        _PRIVATE if private else 0,
+        _PRIVATE * private | _KEYLESS * run.keyless,
         0,
         len(run.body),
         len(run.private) if private else 0,
@@ -123,7 +128,8 @@ def decode_head(first: int, record: bytes | memoryview) -> Head | None:
     version, flags, _, body, private, _, last, epoch, latest_ns, so_far_ns, stamp, digest = _FIELDS.unpack(fields)
     if version != _VERSION or last < first:
         return None
-    return Head(last, epoch, latest_ns, so_far_ns, stamp, body, private if flags & _PRIVATE else None, digest)
+    private_bytes = private if flags & _PRIVATE else None
+    return Head(last, epoch, latest_ns, so_far_ns, stamp, body, private_bytes, bool(flags & _KEYLESS), digest)
 
 
 def decode(first: int, record: bytes | memoryview) -> LoggedRun | None:
@@ -136,7 +142,7 @@ def decode(first: int, record: bytes | memoryview) -> LoggedRun | None:
     end = HEAD_BYTES + head.body_bytes
     body = bytes(record[HEAD_BYTES:end])
     private = body if head.private_bytes is None else bytes(record[end:])
-    return LoggedRun(head.epoch, first, head.last, head.latest_ns, body, private)
+    return LoggedRun(head.epoch, first, head.last, head.latest_ns, body, private, head.keyless)
 
 
 def _check(first: int, fields: bytes) -> bytes:

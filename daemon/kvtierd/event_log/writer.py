@@ -20,6 +20,8 @@ LINGER_S: Final = 0.05
 """Runs wait so long for company: a transaction costs a sync of the disk."""
 GROUP_BYTES: Final = 1 << 20
 """But not once there are so many bytes; a transaction takes about so much."""
+LEAST_WAITING_BYTES: Final = 4 << 20
+"""So much may wait for the disk however small the ring is, or each of its syncs would cost events."""
 TIDY_S: Final = 60.0
 """How often a quiet log looks whether something has become too old."""
 FIRST_RETRY_S: Final = 0.25

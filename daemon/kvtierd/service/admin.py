@@ -15,6 +15,7 @@ from kvtierd.core.manager import ManagerStats, TierCount
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import LeaseRecord
 from kvtierd.core.verbs import GroupCounts
+from kvtierd.event_log import EventLog, LogStatus
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Right
 from kvtierd.service import validate, wire
@@ -40,6 +41,7 @@ class AdminService:
         identity: DaemonIdentity,
         health: Health,
         watching: Callable[[], Iterable[tuple[Session, int]]],
+        log: EventLog | None,
     ) -> None:
         """``watching``: the session of each watcher, and how many events it has not been sent."""
         self._engine: Final = engine
@@ -50,6 +52,7 @@ class AdminService:
         self._identity: Final = identity
         self._health: Final = health
         self._watching: Final = watching
+        self._log: Final = log
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
         self._started: Final = time.monotonic_ns()
@@ -83,6 +86,7 @@ class AdminService:
             caches=[self._cache(cache, stats[cache.id]) for cache in caches],
             sessions=[self._session(one, caches, held.get(one.id, 0)) for one in seen.values()],
             problems=self._health.problems(caches),
+            event_log=None if self._log is None else _event_log(self._log.status()),
             uptime_ns=time.monotonic_ns() - self._started,
             watcher_stats=[_watcher(one, lag) for one, lag in self._watching() if one.id in seen],
         )
@@ -227,3 +231,16 @@ def _tier(tier: Tier, count: TierCount) -> admin_pb2.TierStats:
 def _not_found(reason: str, field: str, value: str, says: str) -> CallRefused:
     detail = common_pb2.ErrorDetail(reason=reason, field=field, value=value)
     return CallRefused(grpc.StatusCode.NOT_FOUND, f"{field} = {value}: {says}", detail)
+
+
+def _event_log(status: LogStatus) -> admin_pb2.EventLogStats:
+    return admin_pb2.EventLogStats(
+        max_bytes=status.max_bytes,
+        bytes=status.used_bytes,
+        oldest_id=status.oldest,
+        newest_id=status.newest,
+        oldest_age_ns=status.oldest_age_ns,
+        failures=status.failures,
+        lost_events=status.lost,
+        failing=status.failing or "",
+    )

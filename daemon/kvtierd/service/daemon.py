@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from kvtierd.config import Config, LiveConfig
 from kvtierd.core.ids import CacheId, SessionId, Tier
+from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, LoggedRun
 from kvtierd.mover.engine import Engine
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
@@ -32,7 +33,8 @@ from kvtierd.service.explain import ExplainService
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.failing import FailingDisks
 from kvtierd.service.health import Health
-from kvtierd.service.hub import EventHub, Limits
+from kvtierd.service.history import History
+from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.lifecycle import IdleCaches
 from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
@@ -44,12 +46,15 @@ from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
-from kvtierd.state import DurableSequencer, StateDir
+from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
 from kvtierd.tiers.device import Chaos
 from kvtierd.tiers.disk import DiskRoot
 
 WATCHES_END_S: Final = 2.0
 """How long watchers get to read what is left for them once everything else has stopped."""
+
+LOG_ENDS_S: Final = 5.0
+"""How long the event log gets for the last events; what it has not got by then is a hole in it."""
 
 SPARE_CONNECTIONS: Final = 64
 """On the attach socket, beyond one a session: room to tell those who come too many why they are refused. One uid
@@ -66,6 +71,7 @@ class _Directories:
     run: RuntimeDir
     disk: DiskRoot | None
     remembered: RememberedSlots
+    log: EventLog | None
 
     @classmethod
     def open(cls, config: Config) -> Self:
@@ -79,9 +85,18 @@ class _Directories:
             if disk is not None:
                 opened.callback(disk.close)
             remembered = RememberedSlots(config.state_dir / "caches")
-            state.begin()
+            log = None
+            if config.event_log_bytes:
+                age_ns = int(config.event_log_age * 1e9)
+                log = EventLog.open(config.state_dir / EVENT_LOG, config.event_log_bytes, age_ns)
+                opened.callback(log.close)
+                state.begin(*log.known)
+                life = state.identity
+                log.begin(life.epoch, life.epoch_first, life.last, max(config.event_ring_bytes, LEAST_WAITING_BYTES))
+            else:
+                state.begin()
             opened.pop_all()
-        return cls(state, run, disk, remembered)
+        return cls(state, run, disk, remembered, log)
 
 
 class Daemon:
@@ -96,7 +111,10 @@ class Daemon:
         self._sequencer: Final = DurableSequencer(state)
         faces: dict[CacheId, CacheFace] = {}
         limits = Limits(config.event_ring_bytes, config.event_ring_events)
-        self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits)
+        self._log: Final = directories.log
+        packed = None if self._log is None else _to_log(self._log, life.epoch)
+        self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)
+        self._history: Final = History(self._hub, self._log)
         moves = MoveCounts()
         self._metrics: Final = Metrics(moves, turns)
         self._engine: Final = Engine(
@@ -123,9 +141,9 @@ class Daemon:
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
         self.live.on_change(self._change_rights)
-        self._health: Final = Health(self._engine, self._catalog, self._sessions, self.live)
+        self._health: Final = Health(self._engine, self._catalog, self._sessions, self.live, self._log)
         self._events: Final = EventsService(
-            self._hub, self._engine, self._catalog, self._access, lambda: self.live.now.heartbeat_seconds
+            self._history, self._engine, self._catalog, self._access, lambda: self.live.now.heartbeat_seconds
         )
         self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator)
         self._attach: Final = AttachServer(
@@ -216,6 +234,7 @@ class Daemon:
         self._dispatcher.stop()
         self._hub.close()
         self._remote.close()
+        logged = None if self._log is None else asyncio.create_task(self._log.flush(LOG_ENDS_S))
         await self._rpc.stop(WATCHES_END_S)
         self._sessions.close()
         await self._attach.hang_up()
@@ -224,6 +243,9 @@ class Daemon:
             self._kept.close()
         else:
             _log.error("the stop was not clean: moves had to be abandoned")
+        if self._log is not None and logged is not None:
+            await logged
+            self._log.close()
         # A start that failed after a crash has told nobody of the crash: the next one must.
         told = self._serving or not self._directories.state.identity.unclean
         self._directories.state.close(self._sequencer.last if clean and told else None)
@@ -254,6 +276,7 @@ class Daemon:
                     self._identity,
                     self._health,
                     self._events.watching,
+                    self._log,
                 ).verbs(),
                 **ExplainService(self._engine, self._catalog, self._sessions, self._access, epoch).verbs(),
             },
@@ -270,6 +293,7 @@ class Daemon:
             self._identity,
             self._events.lags,
             lambda: self._health.problems(list(self._catalog)),
+            self._log,
         )
 
     def _change_rights(self, config: Config) -> None:
@@ -288,3 +312,12 @@ class Daemon:
 
     def _holds_something(self, session: SessionId) -> bool:
         return self._engine.session_leases(session) > 0
+
+
+def _to_log(log: EventLog, epoch: int) -> Callable[[Run], None]:
+    """Hands over the bytes that the ring has: the log makes none of its own on the loop."""
+
+    def offer(run: Run) -> None:
+        log.offer(LoggedRun(epoch, run.first, run.last, run.latest_ns, run.body, run.private, run.keyless))
+
+    return offer

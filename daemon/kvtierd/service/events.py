@@ -20,9 +20,10 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.event_filter import filter_from_wire
-from kvtierd.service.hub import TOKENS_WEIGH, EventHub
+from kvtierd.service.history import History
+from kvtierd.service.hub import TOKENS_WEIGH
 from kvtierd.service.sessions import Session
-from kvtierd.service.watch import Watcher, lost_range
+from kvtierd.service.watch import Watcher
 
 SLICE_BLOCKS: Final = 1024
 
@@ -31,9 +32,10 @@ class EventsService:
     """``heartbeat_s``: for watchers that do not say."""
 
     def __init__(
-        self, hub: EventHub, engine: Engine, catalog: Catalog, access: Access, heartbeat_s: Callable[[], float]
+        self, history: History, engine: Engine, catalog: Catalog, access: Access, heartbeat_s: Callable[[], float]
     ) -> None:
-        self._hub: Final = hub
+        self._history: Final = history
+        self._hub: Final = history.hub
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._access: Final = access
@@ -67,20 +69,13 @@ class EventsService:
         wanted = filter_from_wire(request.filter, self._visible(session), self._allowed(session, Right.TOKENS))
         wanted = next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
-        start = request.WhichOneof("start")
-        cursor = self._hub.last
-        if start == "oldest" and request.oldest:
-            cursor = self._hub.oldest - 1
-        elif start == "since":
-            cursor = self._resume_at(request.since)
-        watcher = Watcher(self._hub, cursor, wanted, heartbeat_s)
+        epoch, cursor = await self._start(request)
+        watcher = Watcher(self._history, epoch, cursor, wanted, heartbeat_s)
         self._hub.watchers += 1
         self._watchers[watcher] = session
         try:
-            if start == "since" and 0 < request.since.epoch < self._hub.epoch:
-                yield lost_range(self._hub, request.since.epoch, request.since.id)
             snapshot_end = None
-            if start == "snapshot" and request.snapshot:
+            if request.snapshot:
                 async with aclosing(self._slices(cursor, watcher)) as slices:
                     async for batch in slices:
                         watcher.require_allowed()
@@ -111,23 +106,36 @@ class EventsService:
             lambda name: self._access.may(session, right, name)
         )
 
-    def _resume_at(self, since: blocks_pb2.Cursor) -> int:
-        """The id after which to go on. Raises INVALID_ARGUMENT for the future, OUT_OF_RANGE for what is not held."""
-        hub = self._hub
-        if since.epoch > hub.epoch:
-            raise bad_argument("since.epoch", since.epoch, f"at most {hub.epoch}, the present epoch")
-        earlier = 0 < since.epoch < hub.epoch
-        most = hub.epoch_first - 1 if earlier else hub.last
+    async def _start(self, request: events_pb2.WatchRequest) -> tuple[int, int]:
+        """The epoch and the id after which to begin. Raises as :meth:`_resume_at` does."""
+        cursor = self._hub.last
+        match request.WhichOneof("start"):
+            case "since":
+                return self._resume_at(request.since)
+            case "since_time_ns":
+                cursor = await self._history.since(request.since_time_ns)
+            case "oldest" if request.oldest:
+                cursor = self._history.oldest - 1
+        return self._history.epoch_of(cursor + 1), cursor
+
+    def _resume_at(self, since: blocks_pb2.Cursor) -> tuple[int, int]:
+        """Raises INVALID_ARGUMENT for the future, OUT_OF_RANGE for what is not held."""
+        history, present = self._history, self._hub.epoch
+        if since.epoch > present:
+            raise bad_argument("since.epoch", since.epoch, f"at most {present}, the present epoch")
+        end = history.end_of(since.epoch) if since.epoch else None
+        most = self._hub.last if end is None else end
         if since.id > most:
             raise bad_argument("since.id", since.id, f"at most {most}, the last id of the epoch")
-        cursor = most if earlier else since.id
-        if cursor + 1 < hub.oldest:
+        oldest = history.oldest
+        # Of an epoch that was lost whole, that is told as a loss, as long as all that followed is held.
+        if since.id + 1 < oldest and (end is None or oldest > end + 1):
             detail = common_pb2.ErrorDetail(
-                reason="CURSOR_COMPACTED", field="since.id", value=str(since.id), limit=str(hub.oldest)
+                reason="CURSOR_COMPACTED", field="since.id", value=str(since.id), limit=str(oldest)
             )
-            message = f"the events after {since.epoch}:{since.id} are no longer held; the oldest is {hub.oldest}"
+            message = f"the events after {since.epoch}:{since.id} are no longer held; the oldest is {oldest}"
             raise CallRefused(grpc.StatusCode.OUT_OF_RANGE, message, detail)
-        return cursor
+        return since.epoch if end is not None else history.epoch_of(since.id + 1), since.id
 
     async def _slices(self, cursor: int, watcher: Watcher) -> AsyncGenerator[bytes, None]:
         """All blocks of the caches wanted, as they are while it goes over them; no batch covers any ids."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvtierd.config import LiveConfig
+from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
@@ -17,11 +18,14 @@ OLD_LEASE_S: Final = 3600
 
 
 class Health:
-    def __init__(self, engine: Engine, catalog: Catalog, sessions: SessionRegistry, live: LiveConfig) -> None:
+    def __init__(
+        self, engine: Engine, catalog: Catalog, sessions: SessionRegistry, live: LiveConfig, log: EventLog | None
+    ) -> None:
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
         self._live: Final = live
+        self._log: Final = log
 
     def problems(self, caches: Sequence[Cache]) -> list[str]:
         """Of the daemon and of these caches; empty when all is well."""
@@ -30,8 +34,13 @@ class Health:
             *self._engine.problems(),
             *self._degraded(caches),
             *self._old_leases(caches),
+            *self._unlogged(),
             *self._live.problems,
         ]
+
+    def _unlogged(self) -> Iterator[str]:
+        if self._log is not None and (failing := self._log.status().failing) is not None:
+            yield f"events are not logged: {failing}"
 
     def _degraded(self, caches: Iterable[Cache]) -> Iterator[str]:
         now = time.time_ns()

@@ -49,7 +49,8 @@ class Run:
     """Ids [first, last], all of them held. ``body``: a serialised ``WatchBatch`` with just these events.
 
     ``private``: the same with token ids; the same object where there are none. ``keyless``: whether there may be events
-    in it that carry no keys, and so concern all of them.
+    in it that carry no keys, and so concern all of them. ``latest_ns``: the latest time of its events, where it was not
+    made of a part.
     """
 
     first: int
@@ -57,13 +58,16 @@ class Run:
     body: bytes
     private: bytes
     keyless: bool = True
+    latest_ns: int = 0
 
     @classmethod
-    def of(cls, first: int, last: int, batch: events_pb2.WatchBatch, *, keyless: bool = True) -> Self:
+    def of(
+        cls, first: int, last: int, batch: events_pb2.WatchBatch, *, keyless: bool = True, latest_ns: int = 0
+    ) -> Self:
         """Takes the batch with all that it may tell, and leaves it without what is private."""
         private = batch.SerializeToString()
         body = private if not without_tokens(batch.events) else batch.SerializeToString()
-        return cls(first, last, body, private, keyless)
+        return cls(first, last, body, private, keyless, latest_ns)
 
     def body_for(self, *, private: bool) -> bytes:
         return self.private if private else self.body
@@ -86,9 +90,18 @@ class EventHub:
 
     ``last``: the last id given out before this daemon started. ``epoch_first``: the first id of the present epoch; ids
     from there to ``last`` were given out by an earlier life of the same epoch. ``faces``: of all caches with events.
+    ``packed`` is told each run, in order, and must not wait.
     """
 
-    def __init__(self, epoch: int, last: int, epoch_first: int, faces: Faces, limits: Limits) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        last: int,
+        epoch_first: int,
+        faces: Faces,
+        limits: Limits,
+        packed: Callable[[Run], None] | None = None,
+    ) -> None:
         self.epoch: Final = epoch
         self.epoch_first: Final = epoch_first
         self.watchers = 0
@@ -96,6 +109,7 @@ class EventHub:
         """Events of this life by type and cause."""
         self._faces = faces
         self._limits = limits
+        self._tell_packed = packed
         self._published = last
         self._packed = last
         self._pending: list[Event] = []
@@ -156,7 +170,7 @@ class EventHub:
         end = self._head + len(self._ring)
         above = bisect_right(range(end), cursor + 1, lo=self._head, key=lambda index: self._ring[index].first)
         index = max(self._head, above - 1)
-        run = _without_events_up_to(cursor, self._ring[index])
+        run = without_events_up_to(cursor, self._ring[index])
         runs, count, size = [run], run.last - run.first + 1, len(run.private)
         for following in range(index + 1, end):
             other = self._ring[following]
@@ -166,6 +180,14 @@ class EventHub:
                 break
             runs.append(other)
         return _joined(runs)
+
+    def since(self, time_ns: int) -> int | None:
+        """The first id held of an event at or after that time; None where all are before."""
+        for run in self._ring.values():
+            if run.latest_ns >= time_ns:
+                events = events_pb2.WatchBatch.FromString(run.body).events
+                return next(event.id for event in events if event.time_ns >= time_ns)
+        return None
 
     async def news(self, cursor: int) -> None:
         """Returns once something above ``cursor`` can be read, or the hub is closed."""
@@ -194,11 +216,14 @@ class EventHub:
         events, self._pending = self._pending[:count], self._pending[count:]
         batch = events_pb2.WatchBatch(events=[wire.event(each, self._faces[each.cache]) for each in events])
         keyless = not all(event.blocks for event in events)
-        run = Run.of(events[0].id, events[-1].id, batch, keyless=keyless)
+        latest_ns = max(event.time_ns for event in events)
+        run = Run.of(events[0].id, events[-1].id, batch, keyless=keyless, latest_ns=latest_ns)
         self._ring[self._head + len(self._ring)] = run
         self._packed = events[-1].id
         self._bytes += run.size
         self._make_room()
+        if self._tell_packed is not None:
+            self._tell_packed(run)
 
     def _make_room(self) -> None:
         while len(self._ring) > 1 and (
@@ -229,7 +254,8 @@ def _has_tokens(event: Event) -> bool:
     )
 
 
-def _without_events_up_to(cursor: int, run: Run) -> Run:
+def without_events_up_to(cursor: int, run: Run) -> Run:
+    """The rest of a run; the run itself where all of it is above ``cursor``."""
     if run.first > cursor:
         return run
     batch = events_pb2.WatchBatch.FromString(run.private)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Final
 
 from kvtier.v1 import events_pb2
 from kvtierd.service.errors import CallRefused, shutting_down
 from kvtierd.service.event_filter import EventFilter
-from kvtierd.service.hub import EventHub, Run
-
-SLOW: Final = "slow"
-UNCLEAN_STOP: Final = "unclean-stop"
+from kvtierd.service.history import History, Loss
+from kvtierd.service.hub import Run
 
 
 class Watcher:
-    """Follows the hub from a cursor on. ``cursor``: the last id that this watcher has been told of, or need not be.
+    """Follows the events from a place on. ``cursor``: the last id that this watcher has been told of, or need not be;
+    ``epoch``: what it is of, or what begins after it.
 
     ``wanted`` may be replaced at any time: it holds for what is sent from then on.
 
@@ -24,8 +22,10 @@ class Watcher:
     filtered away, and the next batch will cover them.
     """
 
-    def __init__(self, hub: EventHub, cursor: int, wanted: EventFilter, heartbeat_s: float) -> None:
-        self._hub = hub
+    def __init__(self, history: History, epoch: int, cursor: int, wanted: EventFilter, heartbeat_s: float) -> None:
+        self._history = history
+        self._hub = history.hub
+        self._epoch = epoch
         self._cursor = cursor
         self._covered = cursor
         self.wanted = wanted
@@ -57,21 +57,28 @@ class Watcher:
             quiet_until = loop.time() + self._heartbeat_s
             snapshot_end = None
         while True:
-            run = self._hub.after(self._cursor)
-            if run is None:
+            found = await self._history.after(self._epoch, self._cursor)
+            if found is None:
                 if not await self._news(quiet_until):
                     yield self._batch()
                     quiet_until = loop.time() + self._heartbeat_s
                 continue
-            if run.first > self._cursor + 1:
-                yield self._gap(run.first - 1)
-            body = self._look_at(run)
+            if found.epoch != self._epoch or (isinstance(found, Loss) and found.then != found.epoch):
+                if self._covered < self._cursor:
+                    yield self._batch()
+                self._epoch = found.epoch
+            if isinstance(found, Loss):
+                yield self._gap(found)
+                continue
+            body = self._look_at(found.run)
             ends = snapshot_end is not None and snapshot_end <= self._cursor
             if body or ends or loop.time() >= quiet_until:
                 yield self._batch(snapshot_end=ends) + body
                 quiet_until = loop.time() + self._heartbeat_s
             if ends:
                 snapshot_end = None
+            if not body:
+                await asyncio.sleep(0)  # all filtered away: there may be much of it, and nothing else to wait for
 
     async def _news(self, until: float) -> bool:
         """False when it stays quiet until then."""
@@ -93,34 +100,22 @@ class Watcher:
         """A batch without events that covers all ids up to the cursor; events may be appended to its bytes."""
         first, self._covered = self._covered + 1, self._cursor
         return events_pb2.WatchBatch(
-            epoch=self._hub.epoch,
+            epoch=self._epoch,
             first_id=first,
             last_id=self._cursor,
             snapshot_end=snapshot_end,
             newest_id=self._hub.last,
         ).SerializeToString()
 
-    def _gap(self, last: int) -> bytes:
-        """Covers what was filtered away before it, too: the ids of the gap itself are in no batch."""
-        gap = events_pb2.Gap(epoch=self._hub.epoch, first_id=self._cursor + 1, last_id=last, reason=SLOW)
-        batch = events_pb2.WatchBatch(
-            epoch=self._hub.epoch,
-            first_id=self._covered + 1,
-            last_id=self._cursor,
-            gap=gap,
-            newest_id=self._hub.last,
-        )
-        self._cursor = self._covered = last
+    def _gap(self, loss: Loss) -> bytes:
+        """Covers what was filtered away before it, too: the ids of the gap itself are in no batch. One that ends an
+        epoch stands in a batch of the next, before its first id."""
+        gap = events_pb2.Gap(epoch=loss.epoch, first_id=loss.first, last_id=loss.last, reason=loss.reason)
+        batch = events_pb2.WatchBatch(epoch=loss.then, gap=gap, newest_id=self._hub.last)
+        if loss.then == loss.epoch:
+            batch.first_id, batch.last_id = self._covered + 1, self._cursor
+        else:
+            batch.first_id, batch.last_id = loss.last + 1, loss.last
+        self._epoch = loss.then
+        self._cursor = self._covered = loss.last
         return batch.SerializeToString()
-
-
-def lost_range(hub: EventHub, epoch: int, after: int) -> bytes:
-    """The batch that tells a watcher of an earlier epoch what it will never see: all ids from there to this epoch's."""
-    gap = events_pb2.Gap(epoch=epoch, first_id=after + 1, last_id=hub.epoch_first - 1, reason=UNCLEAN_STOP)
-    return events_pb2.WatchBatch(
-        epoch=hub.epoch,
-        first_id=hub.epoch_first,
-        last_id=hub.epoch_first - 1,
-        gap=gap,
-        newest_id=hub.last,
-    ).SerializeToString()

@@ -56,6 +56,46 @@ def test_after_an_unclean_stop_a_new_epoch_begins_above_all_that_was_reserved(tm
     third.close(None)
 
 
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize(("epoch", "last"), [(1, 0), (1, 17), (0, 0)])
+def test_a_log_that_is_behind_changes_nothing(tmp_path: Path, clean: bool, epoch: int, last: int) -> None:
+    life(tmp_path).close(17 if clean else None)
+    opened = StateDir.open(tmp_path)
+    before = opened.identity
+    opened.begin(epoch, last)
+    assert opened.identity == before
+    assert before.unclean is not clean
+    opened.close(None)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize(("epoch", "last"), [(1, 5 * RESERVED_IDS), (4, 5 * RESERVED_IDS), (4, 3)])
+def test_a_state_that_is_behind_the_log_begins_an_epoch_above_it(
+    tmp_path: Path, clean: bool, epoch: int, last: int
+) -> None:
+    life(tmp_path).close(17 if clean else None)
+    opened = StateDir.open(tmp_path)
+    opened.begin(epoch, last)
+    now = opened.identity
+    assert now.unclean
+    assert now.epoch == epoch + 1
+    assert now.epoch_first == now.last + 1 == DurableSequencer(opened).take()
+    assert now.last >= last + RESERVED_IDS
+    opened.close(None)
+    again = life(tmp_path)
+    assert (again.identity.epoch, again.identity.epoch_first > now.epoch_first) == (epoch + 2, True)
+    again.close(None)
+
+
+def test_a_log_without_a_state_is_heeded(tmp_path: Path) -> None:
+    (tmp_path / "events").mkdir()
+    opened = StateDir.open(tmp_path)
+    opened.begin(3, 1000)
+    assert (opened.identity.epoch, opened.identity.unclean) == (4, True)
+    assert opened.identity.epoch_first > 1000
+    opened.close(None)
+
+
 def test_a_life_that_never_began_leaves_no_trace(tmp_path: Path) -> None:
     life(tmp_path).close(5)
     before = (tmp_path / SUPERBLOCK).read_bytes()

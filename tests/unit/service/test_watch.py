@@ -12,8 +12,9 @@ from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.event_filter import EventFilter
 from kvtierd.service.faces import CacheFace
+from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub, Limits
-from kvtierd.service.watch import Watcher, lost_range
+from kvtierd.service.watch import Watcher
 from kvtierd.service.wire import TIER_TO_WIRE
 
 FACES = {CacheId(1): CacheFace("one"), CacheId(2): CacheFace("two")}
@@ -23,6 +24,11 @@ QUIET_S = 3600.0
 
 def hub(last: int = 0, max_events: int = 1 << 20, epoch: int = 1, epoch_first: int = 1) -> EventHub:
     return EventHub(epoch, last, epoch_first, FACES, Limits(1 << 30, max_events))
+
+
+def watcher(ring: EventHub, cursor: int, wanted: EventFilter, heartbeat_s: float, epoch: int | None = None) -> Watcher:
+    """Of a daemon without a log."""
+    return Watcher(History(ring, None), epoch or ring.epoch, cursor, wanted, heartbeat_s)
 
 
 def stored(number: int, cache: int = 1, cause: Cause = Cause.COMMIT) -> Event:
@@ -80,7 +86,7 @@ def assert_covered(got: list[events_pb2.WatchBatch], first: int, last: int) -> N
 async def test_everything_arrives_and_the_ranges_say_so() -> None:
     ring = hub()
     ring.publish([stored(number) for number in range(1, 1001)])
-    got = await batches(Watcher(ring, 0, wants(), QUIET_S).follow(), 1000)
+    got = await batches(watcher(ring, 0, wants(), QUIET_S).follow(), 1000)
     assert [event.id for batch in got for event in batch.events] == list(range(1, 1001))
     assert_covered(got, 1, 1000)
 
@@ -115,7 +121,7 @@ async def test_filters_choose_events_and_ranges_cover_the_rest(wanted: EventFilt
     ring = hub()
     ring.publish([*EVENTS, stored(8, cache=1)])
     ring.close()
-    follow = Watcher(ring, 0, wanted, heartbeat_s=0.0).follow()
+    follow = watcher(ring, 0, wanted, heartbeat_s=0.0).follow()
     got = await batches(follow, 8)
     with pytest.raises(CallRefused):
         await anext(follow)
@@ -125,7 +131,7 @@ async def test_filters_choose_events_and_ranges_cover_the_rest(wanted: EventFilt
 
 async def test_what_is_filtered_away_is_covered_by_the_next_heartbeat() -> None:
     ring = hub()
-    follow = Watcher(ring, 0, wants(caches=["two"]), heartbeat_s=0.05).follow()
+    follow = watcher(ring, 0, wants(caches=["two"]), heartbeat_s=0.05).follow()
     await anext(follow)
     ring.publish([stored(1), stored(2)])
     got = await batches(follow, 2)
@@ -133,7 +139,7 @@ async def test_what_is_filtered_away_is_covered_by_the_next_heartbeat() -> None:
 
 
 async def test_a_watch_begins_by_saying_where_it_is() -> None:
-    async with aclosing(Watcher(hub(last=9), 9, wants(), QUIET_S).follow()) as follow:
+    async with aclosing(watcher(hub(last=9), 9, wants(), QUIET_S).follow()) as follow:
         async with asyncio.timeout(5):
             batch = events_pb2.WatchBatch.FromString(await anext(follow))
     assert (batch.epoch, batch.first_id, batch.last_id) == (1, 10, 9)
@@ -141,7 +147,7 @@ async def test_a_watch_begins_by_saying_where_it_is() -> None:
 
 async def test_a_quiet_watch_gets_heartbeats_that_cover_nothing() -> None:
     ring = hub(last=9)
-    async with aclosing(Watcher(ring, 9, wants(), heartbeat_s=0.02).follow()) as follow:
+    async with aclosing(watcher(ring, 9, wants(), heartbeat_s=0.02).follow()) as follow:
         for _ in range(3):
             batch = events_pb2.WatchBatch.FromString(await anext(follow))
             assert (batch.epoch, batch.first_id, batch.last_id, len(batch.events)) == (1, 10, 9, 0)
@@ -149,7 +155,7 @@ async def test_a_quiet_watch_gets_heartbeats_that_cover_nothing() -> None:
 
 async def test_a_slow_watcher_is_told_what_it_missed_and_goes_on() -> None:
     ring = hub(max_events=300)
-    async with aclosing(Watcher(ring, 0, wants(), QUIET_S).follow()) as follow:
+    async with aclosing(watcher(ring, 0, wants(), QUIET_S).follow()) as follow:
         await anext(follow)
         ring.publish([stored(1)])
         got = [events_pb2.WatchBatch.FromString(await anext(follow))]
@@ -163,7 +169,7 @@ async def test_a_slow_watcher_is_told_what_it_missed_and_goes_on() -> None:
 
 async def test_a_gap_keeps_what_was_filtered_away_before_it_covered() -> None:
     ring = hub(max_events=300)
-    async with aclosing(Watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow()) as follow:
+    async with aclosing(watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow()) as follow:
         reading = asyncio.create_task(batches(follow, 1000))
         ring.publish([stored(number) for number in range(1, 11)])
         await ring.news(9)
@@ -179,7 +185,7 @@ async def test_a_gap_keeps_what_was_filtered_away_before_it_covered() -> None:
 async def test_the_batch_that_reaches_the_snapshots_end_says_so() -> None:
     ring = hub()
     ring.publish([stored(number) for number in range(1, 601)])
-    got = await batches(Watcher(ring, 0, wants(), QUIET_S).follow(snapshot_end=300), 600)
+    got = await batches(watcher(ring, 0, wants(), QUIET_S).follow(snapshot_end=300), 600)
     marked = [batch for batch in got if batch.snapshot_end]
     assert len(marked) == 1
     assert marked[0].last_id >= 300 > marked[0].first_id
@@ -188,7 +194,7 @@ async def test_the_batch_that_reaches_the_snapshots_end_says_so() -> None:
 
 async def test_a_snapshot_of_a_quiet_daemon_ends_at_once() -> None:
     ring = hub(last=5)
-    async with aclosing(Watcher(ring, 5, wants(), QUIET_S).follow(snapshot_end=5)) as follow:
+    async with aclosing(watcher(ring, 5, wants(), QUIET_S).follow(snapshot_end=5)) as follow:
         batch = events_pb2.WatchBatch.FromString(await anext(follow))
     assert (batch.snapshot_end, batch.first_id, batch.last_id) == (True, 6, 5)
 
@@ -196,7 +202,7 @@ async def test_a_snapshot_of_a_quiet_daemon_ends_at_once() -> None:
 async def test_a_filtered_watcher_learns_the_snapshots_end_without_a_matching_event() -> None:
     ring = hub()
     ring.publish([stored(1), stored(2)])
-    follow = Watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow(snapshot_end=2)
+    follow = watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow(snapshot_end=2)
     await anext(follow)
     got = await batches(follow, 2)
     assert [(batch.first_id, batch.last_id, batch.snapshot_end) for batch in got] == [(1, 2, True)]
@@ -206,15 +212,26 @@ async def test_a_watch_ends_with_the_hub_after_its_last_event() -> None:
     ring = hub()
     ring.publish([stored(1)])
     ring.close()
-    follow = Watcher(ring, 0, wants(), QUIET_S).follow()
+    follow = watcher(ring, 0, wants(), QUIET_S).follow()
     assert events_pb2.WatchBatch.FromString(await anext(follow)).last_id == 1
     with pytest.raises(CallRefused) as ended:
         await anext(follow)
     assert ended.value.detail.reason == "SHUTTING_DOWN"
 
 
-def test_the_lost_range_ends_where_the_epoch_begins() -> None:
-    batch = events_pb2.WatchBatch.FromString(lost_range(hub(last=99, epoch=3, epoch_first=100), epoch=2, after=60))
-    assert (batch.epoch, batch.first_id, batch.last_id) == (3, 100, 99)
-    assert (batch.gap.epoch, batch.gap.first_id, batch.gap.last_id) == (2, 61, 99)
-    assert batch.gap.reason == "unclean-stop"
+async def test_a_watcher_of_an_earlier_epoch_is_told_the_range_that_is_lost() -> None:
+    ring = hub(last=99, epoch=3, epoch_first=100)
+    ring.publish([stored(100)])
+    ring.close()
+    got = await batches(watcher(ring, 60, wants(), QUIET_S, epoch=2).follow(), 100)
+    assert [(batch.epoch, batch.first_id, batch.last_id) for batch in got] == [(3, 100, 99), (3, 100, 100)]
+    (gap,) = [batch.gap for batch in got if batch.HasField("gap")]
+    assert (gap.epoch, gap.first_id, gap.last_id, gap.reason) == (2, 61, 99, "unclean-stop")
+
+
+async def test_of_an_epoch_that_was_seen_to_its_end_nothing_is_lost() -> None:
+    ring = hub(last=99, epoch=3, epoch_first=100)
+    ring.publish([stored(100)])
+    ring.close()
+    (batch,) = await batches(watcher(ring, 99, wants(), QUIET_S, epoch=2).follow(), 100)
+    assert (batch.epoch, batch.first_id, batch.HasField("gap")) == (3, 100, False)

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.verbs import GroupCounts, ManagerStats
+from kvtierd.event_log import EventLog, LogStatus
 from kvtierd.mover.engine import Engine
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.catalog import Catalog
@@ -46,7 +47,8 @@ class Counters:
 
 @dataclass(slots=True, frozen=True)
 class Subjects:
-    """Whom to ask. ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows."""
+    """Whom to ask. ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows.
+    ``log``: None where there is none."""
 
     engine: Engine
     hub: EventHub
@@ -55,6 +57,7 @@ class Subjects:
     identity: DaemonIdentity
     lags: Callable[[], Sequence[int]]
     problems: Callable[[], Sequence[str]]
+    log: EventLog | None
 
 
 class Reading:
@@ -85,6 +88,8 @@ class Reading:
         lags = ask.lags()
         yield table.WATCHERS, (), len(lags)
         yield table.LAG, (), max(lags, default=0)
+        if ask.log is not None:
+            yield from _logged(ask.log.status())
 
     def _traffic(self) -> Iterator[Sample]:
         for edge, blocks in self._ask.engine.queues().items():
@@ -122,6 +127,13 @@ def _cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
     for group, counts in stats.groups.items():
         yield table.SLOT_BYTES, (cache.name, str(group)), cache.spec.record_bytes(group)
         yield from _group(cache.name, group, counts)
+
+
+def _logged(status: LogStatus) -> Iterator[Sample]:
+    yield table.LOG_BYTES, (), status.used_bytes
+    yield table.LOG_AGE, (), status.oldest_age_ns / 1e9
+    yield table.LOG_FAILURES, (), status.failures
+    yield table.LOG_LOST, (), status.lost
 
 
 def _group(name: str, group: GroupId, counts: GroupCounts) -> Iterator[Sample]:

@@ -84,6 +84,11 @@ EVENTS = Metric("kvtier_events_total", Kind.COUNTER, "Events by type and cause",
 WATCHERS = Metric("kvtier_watchers", Kind.GAUGE, "Streams of events that are open")
 LAG = Metric("kvtier_watcher_lag_events", Kind.GAUGE, "Events that the slowest watcher has not been sent yet")
 
+LOG_BYTES = Metric("kvtier_event_log_bytes", Kind.GAUGE, "Bytes that past events take in the log on disk")
+LOG_AGE = Metric("kvtier_event_log_oldest_age_seconds", Kind.GAUGE, "How long ago the oldest event in it was logged")
+LOG_FAILURES = Metric("kvtier_event_log_failures_total", Kind.COUNTER, "Attempts to write to the log that failed")
+LOG_LOST = Metric("kvtier_event_log_lost_events_total", Kind.COUNTER, "Events that will never be in the log")
+
 LATENESS = Metric(
     "kvtier_loop_lateness_seconds", Kind.HISTOGRAM, "How much later than asked a timer of the event loop fires"
 )

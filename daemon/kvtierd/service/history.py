@@ -1,0 +1,135 @@
+"""The whole stream of events as a watcher follows it: what is new in the hub's ring, what is older in the log.
+
+Ids rise over all epochs, so they alone say where something is. What is nowhere is a loss, and has a reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtierd.event_log import EventLog, LoggedRun
+from kvtierd.service.hub import MESSAGE_BYTES, EventHub, Run, without_events_up_to
+
+SLOW: Final = "slow"
+UNCLEAN_STOP: Final = "unclean-stop"
+COMPACTED: Final = "compacted"
+NOT_LOGGED: Final = "not-logged"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Passage:
+    """The next events, of one epoch and without a hole."""
+
+    epoch: int
+    run: Run
+
+
+@dataclass(slots=True, frozen=True)
+class Loss:
+    """Ids [first, last] of an epoch that nobody has any more. ``then``: the epoch of the id after them."""
+
+    epoch: int
+    first: int
+    last: int
+    reason: str
+    then: int
+
+
+class History:
+    """Loop thread only. ``log``: None where there is none."""
+
+    def __init__(self, hub: EventHub, log: EventLog | None) -> None:
+        self.hub: Final = hub
+        self.log: Final = log
+
+    @property
+    def oldest(self) -> int:
+        """The oldest id held; one above the last where nothing is."""
+        candidates = [self.hub.oldest]
+        if self.log is not None:
+            extent, waiting = self.log.extent, self.log.waiting_above(0)
+            candidates += [extent.oldest] if extent is not None and extent.oldest is not None else []
+            candidates += [waiting.first] if waiting is not None else []
+        return min(candidates)
+
+    def epoch_of(self, number: int) -> int:
+        """The epoch that an id is of; of one older than all that is known, the oldest that is."""
+        epochs = self._epochs()
+        return epochs[max(0, bisect_right(epochs, number, key=lambda entry: entry[0]) - 1)][1]
+
+    def end_of(self, epoch: int) -> int | None:
+        """The last id of an earlier epoch, given out or not; None of the present one."""
+        following = self._following(epoch)
+        return None if following is None else following[0] - 1
+
+    async def after(self, epoch: int, cursor: int) -> Passage | Loss | None:
+        """What comes after ``cursor``, of which ``epoch`` says where the watcher is; None if there is nothing yet."""
+        while (end := self.end_of(epoch)) is not None and cursor >= end:
+            following = self._following(epoch)
+            assert following is not None
+            epoch = following[1]
+        if end is None and cursor + 1 >= self.hub.oldest:
+            run = self.hub.after(cursor)
+            return None if run is None else Passage(self.hub.epoch, run)
+        # All that is held above the cursor is from here on in the ring, else still waits for the log, else is in it.
+        held_from = self.hub.oldest
+        if self.log is not None:
+            waiting = self.log.waiting_above(cursor)
+            if waiting is not None:
+                if waiting.first <= cursor + 1:
+                    return Passage(waiting.epoch, _rest(cursor, waiting))
+                held_from = min(held_from, waiting.first)
+            found = await self.log.after(cursor, MESSAGE_BYTES)
+            if found is not None and found.first <= cursor + 1:
+                return Passage(found.epoch, _rest(cursor, found))
+            held_from = min(held_from, found.first) if found is not None else held_from
+        last = held_from - 1 if end is None else min(held_from - 1, end)
+        return self._loss(epoch, cursor + 1, last, ends=last == end)
+
+    async def since(self, time_ns: int) -> int:
+        """The id after which events at or after that time begin: the last id where all that is held is before."""
+        first = None
+        if self.log is not None:
+            extent = self.log.extent
+            if extent is not None and extent.place.compacted and extent.place.compacted_ns >= time_ns:
+                # Some of them are gone: it begins with that loss.
+                return self._first_of(self.epoch_of(extent.place.compacted)) - 1
+            first = await self.log.since(time_ns)
+        if first is None:
+            first = self.hub.since(time_ns)
+        return self.hub.last if first is None else first - 1
+
+    def _loss(self, epoch: int, first: int, last: int, *, ends: bool) -> Loss:
+        """``ends``: an earlier epoch ends with it."""
+        extent = None if self.log is None else self.log.extent
+        if extent is not None and first <= extent.place.compacted:
+            reason, ends, last = COMPACTED, ends and last <= extent.place.compacted, min(last, extent.place.compacted)
+        elif ends:
+            reason = UNCLEAN_STOP
+        else:
+            reason = SLOW if self.log is None else NOT_LOGGED
+        following = self._following(epoch)
+        return Loss(epoch, first, last, reason, following[1] if ends and following is not None else epoch)
+
+    def _epochs(self) -> Sequence[tuple[int, int]]:
+        """First id and number of each that is known, in order."""
+        extent = None if self.log is None else self.log.extent
+        logged = () if extent is None else extent.epochs
+        return [*(entry for entry in logged if entry[1] < self.hub.epoch), (self.hub.epoch_first, self.hub.epoch)]
+
+    def _following(self, epoch: int) -> tuple[int, int] | None:
+        return next((entry for entry in self._epochs() if entry[1] > epoch), None)
+
+    def _first_of(self, epoch: int) -> int:
+        return next((first for first, number in self._epochs() if number == epoch), self.hub.epoch_first)
+
+
+def _rest(cursor: int, found: LoggedRun) -> Run:
+    run = Run(found.first, found.last, found.body, found.private, found.keyless, found.latest_ns)
+    return without_events_up_to(cursor, run)

@@ -1,0 +1,352 @@
+"""The event log of a real daemon: what is still told after restarts, kills, a full disk, and clocks that jump."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import signal
+import stat
+from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import AsyncClient, Cache, Cursor, CursorCompacted, Event, Gap, connect
+from kvtier.events import WatchItem
+from kvtier.v1 import blocks_pb2, events_pb2
+from tests.integration.actors import Actor
+from tests.integration.blocks import SPEC, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import attached
+from tests.integration.test_slow_watcher import BLOCKS, SMALL_RING, last_event, store
+from tests.integration.waiting import PATIENCE_S, eventually
+from tests.integration.witness import Witness
+
+SLOTS = {"device": 8, "host": 16, "disk": 64}
+YEAR_NS = 366 * 86400 * 10**9
+
+
+class Told:
+    """What a watch told, as runs of ids by epoch, and its gaps."""
+
+    def __init__(self, items: Iterable[WatchItem]) -> None:
+        self.ids: dict[int, list[int]] = {}
+        self.gaps: list[Gap] = []
+        for item in items:
+            match item:
+                case Event():
+                    self.ids.setdefault(item.epoch, []).append(item.event_id)
+                case Gap():
+                    self.gaps.append(item)
+
+    @property
+    def reasons(self) -> list[str]:
+        return [gap.reason for gap in self.gaps]
+
+
+async def told(client: AsyncClient, **start: Any) -> Told:
+    """Everything from a start up to now."""
+    end = await last_event(client)
+    items: list[WatchItem] = []
+    async with asyncio.timeout(PATIENCE_S), client.watch(**start, heartbeats=True, heartbeat_s=0.02) as watch:
+        while watch.cursor is None or watch.cursor < end:
+            items.append(await anext(watch))
+    return Told(items)
+
+
+async def put(cache: Cache, name: str, count: int = 2) -> None:
+    keys = chain(name, count)
+    await cache.put(keys, blocks(keys))
+
+
+async def logged(client: AsyncClient) -> int:
+    """The last id, once the log has it."""
+    last = (await last_event(client)).id
+    await eventually(client.stats, lambda stats: stats.event_log.newest_id >= last)
+    return last
+
+
+def no_gap(gaps: object) -> bool:
+    return not gaps
+
+
+@asynccontextmanager
+async def filling(client: AsyncClient) -> AsyncIterator[Cache]:
+    """A cache with traffic."""
+    cache = await client.open_cache("busy", SPEC)
+
+    async def fill() -> None:
+        number = 0
+        while True:
+            try:
+                await put(cache, f"busy {number}", 4)
+            except Exception:  # noqa: BLE001  the daemon is being killed: the client heals, and the next put works
+                await asyncio.sleep(0.01)
+            number += 1
+
+    task = asyncio.create_task(fill())
+    try:
+        yield cache
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_all_of_it_is_told_after_any_number_of_clean_restarts(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with await connect(daemon.address) as client, Witness(client) as witness:
+        cache = await client.open_cache("c", SPEC)
+        for number in range(2):
+            await put(cache, f"life {number}")
+            await asyncio.to_thread(daemon.stop)
+            await asyncio.to_thread(daemon.start)
+            await put(cache, f"life {number} goes on")
+        end = await last_event(client)
+        everything = await told(client, oldest=True)
+        assert (everything.ids, everything.gaps) == ({1: list(range(1, end.id + 1))}, [])
+        await witness.reach(end)
+        assert witness.events == end.id
+        assert no_gap(witness.gaps)
+
+
+async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--no-debug-checks", **SLOTS)
+    kills, least = 3, []
+    async with await connect(daemon.address) as client, Witness(client) as live:
+        async with filling(client):
+            for _ in range(kills):
+                await live.more(200)
+                newest = await eventually(
+                    client.stats, lambda stats: stats.event_log.newest_id > stats.event_log.oldest_id
+                )
+                least.append((newest.epoch, newest.event_log.newest_id))
+                daemon.kill()
+                await asyncio.to_thread(daemon.start)
+            await live.more(100)
+        await live.reach(await last_event(client))
+        assert [gap.reason for gap in live.gaps] == ["unclean-stop"] * kills
+
+        late = await told(client, oldest=True)
+        assert late.reasons == ["unclean-stop"] * kills
+        assert [gap.epoch for gap in late.gaps] == [1, 2, 3]
+        following = 1
+        for epoch, numbers in late.ids.items():
+            assert numbers == list(range(following, numbers[-1] + 1)), "contiguous inside an epoch"
+            if epoch <= kills:
+                gap = late.gaps[epoch - 1]
+                assert gap.first_id == numbers[-1] + 1, "it begins where the log ends"
+                assert gap.last_id == live.gaps[epoch - 1].last_id, "and ends where the next epoch begins"
+                following = gap.last_id + 1
+        assert all(late.ids[epoch][-1] >= newest for epoch, newest in least), "something logged was not told"
+
+        middle = late.ids[2][len(late.ids[2]) // 2]
+        resumed = await told(client, since=Cursor(2, middle))
+        assert resumed.ids[2] == [number for number in late.ids[2] if number > middle]
+        assert resumed.gaps == late.gaps[1:]
+
+
+async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(*SMALL_RING, host=2 * BLOCKS)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = (await raw.open("watched")).cache_id
+        start = await last_event(client)
+        upto = start.id + 300
+        with ExitStack() as stack:
+            followers = [
+                stack.enter_context(Actor("follow", address=daemon.address, epoch=start.epoch, id=start.id, upto=upto))
+                for _ in range(8)
+            ]
+            for each in followers:
+                await asyncio.to_thread(each.says)
+            followers[0].signal(signal.SIGSTOP)
+            number = 0
+            while (await last_event(client)).id < upto:
+                await store(raw, cache, f"prompt {number}")
+                number += 1
+            for each in followers[1:]:
+                assert await asyncio.to_thread(each.says) == {"ranges": [[start.id + 1, upto]], "gaps": []}
+            followers[0].signal(signal.SIGCONT)
+            assert await asyncio.to_thread(followers[0].says) == {"ranges": [[start.id + 1, upto]], "gaps": []}
+
+
+async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted(start_daemon: StartDaemon) -> None:
+    flags = ("--event-log-bytes", "1MiB", "--event-ring-bytes", "64KiB", "--heartbeat-seconds", "0.05")
+    daemon = start_daemon("--no-debug-checks", *flags, host=2 * BLOCKS)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = (await raw.open("watched")).cache_id
+        start = await last_event(client)
+        request = events_pb2.WatchRequest(since=blocks_pb2.Cursor(epoch=start.epoch, id=start.id))
+        slow = raw.stubs.events.Watch(request, metadata=raw.metadata)
+        for index in range(300):
+            await store(raw, cache, f"prompt {index}")
+        last = await logged(client)
+        covered, gaps, seen = start.id, [], 0
+        async with asyncio.timeout(PATIENCE_S):
+            while covered < last:
+                batch: Any = await slow.read()
+                assert batch.first_id == covered + 1
+                assert [event.id for event in batch.events] == list(range(batch.first_id, batch.last_id + 1))
+                covered, seen = batch.last_id, seen + len(batch.events)
+                if batch.HasField("gap"):
+                    assert batch.gap.first_id == covered + 1
+                    covered = batch.gap.last_id
+                    gaps.append(batch.gap.reason)
+        slow.cancel()
+        assert set(gaps) == {"compacted"}
+        with pytest.raises(CursorCompacted) as refused:
+            await told(client, since=start)
+        held = await told(client, oldest=True)
+        stats = await client.stats()
+        assert (held.ids[1][0], held.gaps) == (refused.value.oldest, [])
+        assert held.ids[1] == list(range(stats.event_log.oldest_id, last + 1))
+        assert (daemon.state_dir / "events" / "data.mdb").stat().st_size <= 1 << 20 == stats.event_log.max_bytes
+        assert stats.event_log.bytes < 1 << 20
+        # A time at which some of what is gone happened: that loss comes first.
+        since = await told(client, since_time_ns=1)
+        assert since.reasons == ["compacted"]
+        assert since.ids == held.ids
+
+
+async def test_a_full_disk_under_the_log_stops_nothing_but_the_log(start_daemon: StartDaemon) -> None:
+    """No file may grow beyond what the log has: all else goes on, and what could not be logged is told to be lost."""
+    daemon = start_daemon("--no-debug-checks", "--event-ring-bytes", "64KiB", host=2 * BLOCKS)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = (await raw.open("watched")).cache_id
+        await store(raw, cache, "before")
+        before = await logged(client)
+        size = (daemon.state_dir / "events" / "data.mdb").stat().st_size
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        async with Witness(client) as live:
+            resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (max(size, 64 << 10), hard))
+            number = 0
+            failing = await client.stats()
+            while not (failing.event_log.failing and failing.event_log.lost_events > 20):
+                await store(raw, cache, f"meanwhile {number}")
+                number += 1
+                failing = await client.stats()
+            assert any("events are not logged" in problem for problem in failing.problems), failing.problems
+            resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (hard, hard))
+            await eventually(client.stats, lambda stats: not stats.event_log.failing and not stats.problems)
+            await store(raw, cache, "after")
+            last = await logged(client)
+            await live.reach(await last_event(client))
+            assert no_gap(live.gaps), "who keeps up misses nothing"
+        lost = (await client.stats()).event_log
+        assert lost.failures > 0
+        everything = await told(client, oldest=True)
+        assert everything.reasons == ["not-logged"]
+        (gap,) = everything.gaps
+        assert gap.first_id > before, "what was logged before is there"
+        assert gap.last_id - gap.first_id + 1 == lost.lost_events
+        assert everything.ids == {1: [*range(1, gap.first_id), *range(gap.last_id + 1, last + 1)]}
+        assert daemon.log.count("events cannot be logged") == 1 == daemon.log.count("events are logged again")
+    await asyncio.to_thread(daemon.stop)
+    await asyncio.to_thread(daemon.start)
+    async with await connect(daemon.address) as client:
+        again = await told(client, oldest=True)
+        assert again.gaps == everything.gaps
+
+
+class Jumping(DaemonProcess):
+    def command(self) -> list[str]:
+        command = super().command()
+        command[command.index("kvtierd.main")] = "tests.integration.jumping_daemon"
+        return command
+
+
+async def test_a_clock_that_jumps_deletes_nothing_and_hides_nothing(short_dir: Path) -> None:
+    offset = short_dir / "offset"
+    offset.write_text("0")
+    daemon = Jumping(short_dir, sizes(host=8), ("--event-ring-events", "4"))
+    daemon.variables["WALL_CLOCK_OFFSET"] = str(offset)
+    daemon.start()
+    try:
+        async with await connect(daemon.address) as client:
+            cache = await client.open_cache("c", SPEC)
+            for jump in (0, YEAR_NS, -YEAR_NS, 0):
+                offset.write_text(str(jump))
+                for number in range(10):
+                    await put(cache, f"jump {jump} {number}")
+                await logged(client)
+            await asyncio.to_thread(daemon.stop)
+            offset.write_text(str(YEAR_NS))
+            await asyncio.to_thread(daemon.start)
+            await put(await client.open_cache("c", SPEC), "after")
+            last = await logged(client)
+            times: dict[int, int] = {}
+            async with client.watch(oldest=True) as watch:
+                while len(times) < last:
+                    item = await anext(watch)
+                    assert isinstance(item, Event), item
+                    times[item.event_id] = item.time_ns
+            assert max(times.values()) - min(times.values()) > 2 * YEAR_NS - 10**12
+            for time_ns in {times[number] for number in range(1, last + 1, 7)} | {
+                min(times.values()),
+                max(times.values()),
+            }:
+                first = next(number for number in times if times[number] >= time_ns)
+                async with client.watch(since_time_ns=time_ns) as watch:
+                    item = await anext(watch)
+                assert isinstance(item, Event) and item.event_id == first
+    finally:
+        daemon.stop()
+
+
+async def test_a_state_brought_back_from_before_gives_no_id_out_again(
+    start_daemon: StartDaemon, short_dir: Path
+) -> None:
+    """Only the state is put back, as of a backup; the log is ahead of it."""
+    daemon = start_daemon(host=8)
+    async with await connect(daemon.address) as client:
+        await asyncio.to_thread(daemon.stop)
+        shutil.copy(daemon.state_dir / "SUPERBLOCK", short_dir / "backup")
+        await asyncio.to_thread(daemon.start)
+        for number in range(20):
+            await put(await client.open_cache("c", SPEC), f"given out {number}")
+        last = await logged(client)
+        await asyncio.to_thread(daemon.stop)
+        shutil.copy(short_dir / "backup", daemon.state_dir / "SUPERBLOCK")
+        await asyncio.to_thread(daemon.start)
+        await put(await client.open_cache("c", SPEC), "after")
+        everything = await told(client, oldest=True)
+        assert everything.reasons == ["unclean-stop"]
+        assert everything.ids[1] == list(range(1, last + 1))
+        assert everything.ids[2][0] == everything.gaps[0].last_id + 1 > last + 1
+    assert "the state is older than the event log" in daemon.log
+
+
+async def test_a_log_that_somebody_deleted_is_missed_and_begun_anew(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=8)
+    async with await connect(daemon.address) as client:
+        await put(await client.open_cache("c", SPEC), "before")
+        last = await logged(client)
+        await asyncio.to_thread(daemon.stop)
+        shutil.rmtree(daemon.state_dir / "events")
+        await asyncio.to_thread(daemon.start)
+        with pytest.raises(CursorCompacted) as refused:
+            await told(client, since=Cursor(1, 1))
+        assert refused.value.oldest == last + 1
+        await put(await client.open_cache("c", SPEC), "after")
+        held = await told(client, oldest=True)
+        assert (held.ids[1][0], held.gaps) == (last + 1, [])
+        await logged(client)
+    assert stat.S_IMODE(os.stat(daemon.state_dir / "events").st_mode) == 0o700
+
+
+async def test_a_damaged_log_is_set_aside_and_the_daemon_serves(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=8)
+    async with await connect(daemon.address) as client:
+        await put(await client.open_cache("c", SPEC), "before")
+        await logged(client)
+        await asyncio.to_thread(daemon.stop)
+        (daemon.state_dir / "events" / "data.mdb").write_bytes(b"not a log" * 10_000)
+        await asyncio.to_thread(daemon.start)
+        await put(await client.open_cache("c", SPEC), "after")
+        await logged(client)
+        assert not (await client.stats()).problems
+    assert "event log set aside" in daemon.log
+    assert (daemon.state_dir / "events.aside-1" / "data.mdb").read_bytes().startswith(b"not a log")
