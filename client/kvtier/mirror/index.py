@@ -83,9 +83,14 @@ class MirrorIndex:
         now = known.groups.get(group, {}).copy() if known is not None else {}
         return map(_block, now.keys(), now.values())
 
+    def prefix_length(self, cache: str, keys: bytes, tiers: int) -> int:
+        """Of the longest prefix of packed ``keys`` that every group can serve from ``tiers`` (bits). See
+        :mod:`kvtier.windows`."""
+        known = self._caches.get(cache)
+        return known.prefix_length(keys, tiers) if known is not None else 0
+
     def match(self, cache: str, keys: bytes, tiers: int) -> tuple[GroupSpan, ...]:
-        """The longest prefix of packed ``keys`` that every group can serve from ``tiers`` (bits), by group; nothing
-        where there is no such cache. See :mod:`kvtier.windows`."""
+        """That prefix, by group; nothing where there is no such cache."""
         known = self._caches.get(cache)
         return known.match(keys, tiers) if known is not None else ()
 
@@ -120,18 +125,23 @@ class _Cache:
         for group in [group for group in self.groups if group >= len(windows)]:
             del self.groups[group]
 
-    def match(self, keys: bytes, tiers: int) -> tuple[GroupSpan, ...]:
-        sides = [(group, span, self.groups.get(group, {})) for group, span in enumerate(self.spans)]
+    def prefix_length(self, keys: bytes, tiers: int) -> int:
+        sides = [(span, self.groups.get(group, {})) for group, span in enumerate(self.spans)]
+        if not sides:
+            return 0
         bound = len(keys) // KEY_BYTES
-        for _, span, blocks in sides:
+        for span, blocks in sides:
             if not span:
                 bound = _leading(blocks, keys, bound, tiers)
-        windows = [Window(_look_up(blocks, keys, tiers), span, bound) for _, span, blocks in sides if span]
-        length = longest(bound, windows) or 0
-        firsts = [max(0, length - span) if span else 0 for _, span, _ in sides]
+        windows = [Window(_look_up(blocks, keys, tiers), span, bound) for span, blocks in sides if span]
+        return longest(bound, windows) or 0
+
+    def match(self, keys: bytes, tiers: int) -> tuple[GroupSpan, ...]:
+        length = self.prefix_length(keys, tiers)
+        firsts = [max(0, length - span) if span else 0 for span in self.spans]
         return tuple(
-            GroupSpan(group, first, _residencies(blocks, keys, first, length, ALL_TIERS))
-            for (group, _, blocks), first in zip(sides, firsts, strict=True)
+            GroupSpan(group, first, _residencies(self.groups.get(group, {}), keys, first, length, ALL_TIERS))
+            for group, first in enumerate(firsts)
         )
 
 
@@ -144,7 +154,11 @@ def _put(blocks: Blocks, packed: bytes, residency: bytes, priorities: bytes) -> 
         return
     if residency.count(residency[0]) == count and priorities.count(priorities[0]) == count:  # most often
         value = residency[0] | priorities[0] << _PRIORITY_SHIFT
-        blocks.update(zip(split_keys(packed), repeat(_NUMBERS.setdefault(value, value)), strict=False))
+        value = _NUMBERS.setdefault(value, value)
+        if count == 1:
+            blocks[packed] = value
+        else:
+            blocks.update(dict.fromkeys(split_keys(packed), value))
         return
     columns = np.frombuffer(priorities, np.uint8).astype(np.uint16) << _PRIORITY_SHIFT
     values = (columns | np.frombuffer(residency, np.uint8)).tolist()

@@ -72,8 +72,9 @@ class MirrorView:
         return len(self._index)
 
     def longest_prefix(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> int:
-        """How many leading blocks of the chain the daemon can serve, over all window groups: see :meth:`match`."""
-        return self.match(keys, cache, tiers=tiers).blocks
+        """How many leading blocks of the chain the daemon can serve, over all window groups: see :meth:`match`, which
+        also says where they are."""
+        return self._index.prefix_length(self._named(cache), packed_keys(keys), _bits(tiers))
 
     def match(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> AcrossMatch:
         """As :meth:`kvtier.across.AcrossGroups.match` at :attr:`cursor`, without a call.
@@ -81,9 +82,8 @@ class MirrorView:
         ``cache``: not needed where only one is followed. ``tiers``: counts only blocks that are in one of these; empty:
         in any. Packed keys save the work of packing them. Raises :class:`InvalidArgument`.
         """
-        bits = sum({tier.bit for tier in tiers}) or ALL_TIERS
         cursor = self._cursor or _NOWHERE
-        groups = self._index.match(self._named(cache), packed_keys(keys), bits)
+        groups = self._index.match(self._named(cache), packed_keys(keys), _bits(tiers))
         blocks = groups[0].first_block + len(groups[0].residency) if groups else 0
         return AcrossMatch(blocks, groups, cursor)
 
@@ -112,3 +112,7 @@ class MirrorView:
         if cache not in self.caches:
             raise InvalidArgument("cache", cache, f"one of {', '.join(self.caches)}")
         return cache
+
+
+def _bits(tiers: Collection[Tier]) -> int:
+    return sum({tier.bit for tier in tiers}) or ALL_TIERS
