@@ -2,10 +2,10 @@
 
     python benchmarks/mirror.py [--blocks 500000] [--rounds 7]
 
-Messages are as the daemon sends them, of up to 256 events or 1 MiB, of so many blocks each; they are parsed, made events
-of and applied. Blocks are stored, moved and removed in turn, so the index stays as large as it is. The floor is what a
-dict takes for the same changes, whose keys lie there as objects. Rounds of both take turns; medians of the thread's
-processor time. ``mixed``: blocks of an event differ in tier and priority.
+Messages are as the daemon sends them, of up to 256 events or 1 MiB, of so many blocks each; they are parsed, made
+events of and applied. Blocks are stored, moved and removed in turn, so the index stays as large as it is. The floor is
+what a dict takes for the same changes, whose keys lie there as objects. Rounds of both take turns; medians of the
+thread's processor time. ``mixed``: blocks of an event differ in tier and priority.
 """
 
 from __future__ import annotations

@@ -145,8 +145,9 @@ class SnapshotEnd:
 class Gap:
     """Events [first_id, last_id] of an epoch that this watcher will never see.
 
-    ``reason``: "slow" (the watcher was), "unclean-stop" (they died with the daemon), "compacted" (the daemon no
-    longer held them when the watcher came back) or "unexplained" (the ranges did not join: a bug of the daemon).
+    ``reason``: "slow" (the watcher was, and there is no log), "unclean-stop" (they died with the daemon), "compacted"
+    (the daemon no longer held them), "not-logged" (its log had failed) or "unexplained" (the ranges did not join: a bug
+    of the daemon).
     """
 
     epoch: int
