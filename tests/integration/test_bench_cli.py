@@ -98,7 +98,7 @@ def test_a_restart_is_seen_by_a_caller_and_by_a_reader() -> None:
     assert found["restart.answered"][0]["value"] <= found["restart.matched"][0]["value"]
 
 
-@pytest.mark.parametrize("traffic", ["calls", "pressure"])
+@pytest.mark.parametrize("traffic", ["mixed", "moves", "pressure"])
 def test_watchers_have_every_event_and_say_what_they_cost(traffic: str) -> None:
     sizes = ("--watchers", "2", "--rounds", "1", "--seconds", "0.3", "--chain", "32")
     found = results("events", "--traffic", traffic, *sizes)

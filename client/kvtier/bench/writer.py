@@ -28,7 +28,11 @@ _AT_ONCE: Final = 2
 """While the answer of one is on its way the daemon has another to do."""
 _KEY_BYTES: Final = 32
 
-_After = Callable[[Cache, list[bytes]], Awaitable[None]]
+_MOVED: Final = 4
+"""One chain in so many, of mixed traffic."""
+
+_After = Callable[[Cache, list[bytes], int], Awaitable[None]]
+"""What becomes of a chain: its keys, and how many were stored before it."""
 
 
 @dataclass(slots=True)
@@ -59,21 +63,27 @@ async def _store(cache: Cache, rows: NDArray[np.uint8], after: _After, stored: S
         results = await cache.put(keys, rows, tier=Tier.DEVICE)
         stored.puts.append(1e3 * (time.perf_counter() - began))
         stored.blocks += results.count(BlockResult.OK)
-        await after(cache, keys)
+        await after(cache, keys, len(stored.puts))
 
 
-async def _moved_and_dropped(cache: Cache, keys: list[bytes]) -> None:
+async def _sometimes_moved(cache: Cache, keys: list[bytes], number: int) -> None:
+    if number % _MOVED == 0:
+        await cache.move(keys, Tier.HOST)
+    await cache.drop(keys[:1])
+
+
+async def _moved(cache: Cache, keys: list[bytes], number: int) -> None:
     await cache.move(keys, Tier.HOST)
     await cache.drop(keys[:1])
 
 
-async def _left(cache: Cache, keys: list[bytes]) -> None:
+async def _left(cache: Cache, keys: list[bytes], number: int) -> None:
     """The next ones push it out."""
 
 
-TRAFFIC: Final[dict[str, _After]] = {"calls": _moved_and_dropped, "pressure": _left}
-"""Each block is stored in the device tier, goes to the host tier and leaves: three changes. By calls that are about a
-whole chain, or because the tiers are full."""
+TRAFFIC: Final[dict[str, _After]] = {"mixed": _sometimes_moved, "moves": _moved, "pressure": _left}
+"""A block is stored in the device tier, moves to the host tier and leaves: three changes. By calls about a whole chain,
+where of mixed traffic only every fourth moves; or, under pressure, because the tiers are full."""
 
 
 if __name__ == "__main__":

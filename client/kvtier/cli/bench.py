@@ -199,7 +199,8 @@ def latency(block_bytes: int, rounds: int, seconds: float, disk_dir: Path | None
     "--traffic",
     type=click.Choice(list(TRAFFIC)),
     multiple=True,
-    help="Blocks move and leave by calls, or because tiers are full. Repeatable.  [default: each in turn]",
+    help="Blocks leave by calls, and some or all of them move before; or both because tiers are full. Repeatable.  "
+    "[default: each in turn]",
 )
 @_JSON
 def events(watchers: int, rounds: int, seconds: float, chain: int, traffic: tuple[str, ...], as_json: bool) -> None:
