@@ -78,6 +78,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
                     await bench.phase(watched)
             for result in bench.results():
                 yield result
+            yield await bench.catch_up_from_log()
 
 
 class _Bench:
@@ -87,6 +88,7 @@ class _Bench:
         if here.daemon is None:
             raise DaemonError("only a private daemon can be measured so", reason="BENCH")
         self._client = here.client
+        self._daemon = here.daemon
         self._stat = Path(f"/proc/{here.daemon.pid}/stat")
         self._writer = writer
         self._watchers = watchers
@@ -95,12 +97,17 @@ class _Bench:
         self._watched: list[Phase] = []
         self._unwatched: list[Phase] = []
         self._catch_ups: list[dict[str, Any]] = []
+        self._last: tuple[list[int], int, dict[str, Any]]
+        """Of the last phase: the cursor before it, its last event's id, and what a watcher saw of it."""
 
     async def warm_up(self) -> None:
         """Until blocks leave: from then on each change comes as often as the others."""
-        before = (await self._client.stats()).caches[0].removed
-        while (await self._client.stats()).caches[0].removed == before:
+        before = await self._removed()
+        while await self._removed() == before:
             await self._write()
+
+    async def _removed(self) -> int:
+        return sum(cache.removed for cache in (await self._client.stats()).caches)
 
     async def phase(self, watched: bool) -> None:
         """What nobody watched, one watcher is told of afterwards, out of the daemon's memory."""
@@ -114,12 +121,23 @@ class _Bench:
         seen = await asyncio.gather(*(watcher.ask(until=until) for watcher in watchers))
         seconds, cpu = time.perf_counter() - began, self._cpu_s() - cpu
         if not watched:
-            await self._watchers[0].ask(since=since)
-            seen = [await self._watchers[0].ask(until=until)]
+            seen = [await _told(self._watchers[0], since, until)]
             self._catch_ups += seen
         changes = _agreed(seen, since[1], until, written["blocks"])
+        self._last = since, until, seen[0]
         phase = Phase(sum(changes.values()), changes["updated"], until - since[1], seconds, cpu, written["puts"], seen)
         (self._watched if watched else self._unwatched).append(phase)
+
+    async def catch_up_from_log(self) -> Result:
+        """What the last phase's watchers were told, told to a new one by a daemon that has been restarted since."""
+        since, until, seen = self._last
+        await self._daemon.stop()
+        await self._daemon.start()
+        async with helping("kvtier.bench.watcher", self._daemon.address) as watcher:
+            again = await _told(watcher, since, until)
+        changes = sum(_agreed([again, seen], since[1], until, seen["changes"][str(EventType.STORED)]).values())
+        params = self._params() | {"changes": changes}
+        return Result("events.catch_up.log", params, changes / again["seconds"], "changes/s")
 
     async def _write(self) -> dict[str, Any]:
         return await self._writer.ask(traffic=self._traffic, seconds=self._options.seconds)
@@ -184,6 +202,12 @@ class _Bench:
             "chain": self._options.chain,
             "blocks_per_event": round(changes / events, 1),
         }
+
+
+async def _told(watcher: Helper, since: list[int], until: int) -> dict[str, Any]:
+    """What happened after the cursor, up to that event."""
+    await watcher.ask(since=since)
+    return await watcher.ask(until=until)
 
 
 def _agreed(seen: Sequence[dict[str, Any]], since: int, until: int, stored: int) -> dict[str, int]:
