@@ -15,6 +15,7 @@ from kvtier.errors import LeaseLost, StaleRead, TooShort
 from kvtier.lease import WriteLease
 from kvtier.retention import BlockRetention
 from kvtier.types import BlockResult, Tier
+from kvtier.v1 import blocks_pb2
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
@@ -86,11 +87,12 @@ class Mapped:
         try:
             pools, slots = lease.arena.pools(tier, cache.group), lease.slots[:count]
             work = lambda: transfer.into_slots(pools, slots, piece.blocks)  # noqa: E731
-            await transfer.run(work, count * cache.block_bytes)
+            nbytes = count * cache.block_bytes
+            request = await transfer.run_beside(work, nbytes, lambda: self._holdings.to_store(lease, piece))
         except BaseException:
             await cache.release(lease)
             raise
-        return _FilledSlots(lease, piece, timeout, self._holdings)
+        return _FilledSlots(lease, request, timeout, self._holdings)
 
     async def get(
         self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
@@ -110,13 +112,13 @@ class Mapped:
 @dataclass(slots=True, frozen=True)
 class _FilledSlots:
     lease: WriteLease
-    piece: Piece
+    request: blocks_pb2.CommitRequest
     timeout: float | None
     holdings: Holdings
 
     async def commit(self) -> list[BlockResult]:
         async with self.lease:
-            return await self.holdings.store(self.lease, self.piece, self.timeout)
+            return await self.holdings.store(self.lease, self.request, self.timeout)
 
     async def give_up(self) -> None:
         await self.lease.release()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_RESULTS: Final = {int(result): result for result in BlockResult}
+
 
 class Holdings:
     """The leases of one cache object and of what :meth:`kvtier.Cache.in_group` makes of it."""
@@ -143,9 +145,40 @@ class Holdings:
         prompt: Prompt | None,
         release: bool,
         timeout: float | None,
-        reserve_next: bool = False,
     ) -> list[BlockResult]:
-        """See :meth:`WriteLease.commit`, the way to call it. ``reserve_next``: there may be more such puts."""
+        """See :meth:`WriteLease.commit`, the way to call it."""
+        request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
+        return await self._commit(lease, request, timeout, 0)
+
+    def to_store(self, lease: WriteLease, piece: Piece) -> blocks_pb2.CommitRequest:
+        """What :meth:`store` is given to commit a chain in the first slots of a lease. Raises
+        :class:`InvalidArgument`."""
+        indices, kept = range(len(piece.chain)), piece.kept
+        return self._request(
+            lease, b"".join(piece.chain), indices, piece.parent, None, None, kept, piece.prompt, release=True
+        )
+
+    async def store(
+        self, lease: WriteLease, request: blocks_pb2.CommitRequest, timeout: float | None
+    ) -> list[BlockResult]:
+        """Commits a chain and ends the lease; there may be more such calls."""
+        lease.require_live()
+        asked = self._stock.ask(lease.cache, lease.tier, len(request.slots))
+        return await self._commit(lease, request, timeout, asked)
+
+    def _request(
+        self,
+        lease: WriteLease,
+        keys: Keys,
+        indices: Sequence[int],
+        parent: bytes | None,
+        parents: Sequence[bytes | None] | None,
+        priorities: int | Sequence[int] | None,
+        retention: Retention | BlockRetention | None,
+        prompt: Prompt | None,
+        release: bool,
+    ) -> blocks_pb2.CommitRequest:
+        """A commit but for its number. Raises :class:`InvalidArgument`."""
         packed = packed_keys(keys)
         count = len(packed) // KEY_BYTES
         if count > len(indices):
@@ -153,10 +186,7 @@ class Holdings:
         kept = block_retention(count, lease.cache.spec.tokens_per_block, priorities, retention)
         parents_of_all = _packed_parents(packed, parent, parents)
         told = prompt.told(packed, lease.binding.info.options) if prompt is not None else {}
-        seq, deadline = self._session.next_seq(), self._deadline(timeout)
-        # Last of all that may be refused here: what comes of it is told to the stock in any case.
-        asked = self._stock.ask(lease.cache, lease.tier, count) if reserve_next else 0
-        request = blocks_pb2.CommitRequest(
+        return blocks_pb2.CommitRequest(
             cache_id=lease.binding.cache_id,
             lease_id=lease.id,
             slots=[lease.slots[index] for index in indices[:count]],
@@ -165,10 +195,16 @@ class Holdings:
             priorities=kept.priorities,
             durations_ms=kept.durations_ms,
             release=release,
-            reserve_next=asked,
-            seq=seq,
             **told,
         )
+
+    async def _commit(
+        self, lease: WriteLease, request: blocks_pb2.CommitRequest, timeout: float | None, asked: int
+    ) -> list[BlockResult]:
+        """``asked``: how many slots for the next put the stock has asked for. What comes of it, it is told in any
+        case."""
+        deadline = self._deadline(timeout)
+        request.seq, request.reserve_next = self._session.next_seq(), asked
 
         async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
             if link.session != lease.binding.session:
@@ -176,32 +212,24 @@ class Holdings:
                 raise LeaseLost(message, reason="LEASE_LOST")
             return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
 
-        if release:
+        if request.release:
             self._ending.add(lease)
         ahead = None
-        await self._binder.ahead()
         try:
-            reply = await self._session.call(attempt, deadline)
-            ahead = self._leased_ahead(lease, reply)
-        except UNHEARD:
-            if asked:
-                self._binder.give_back(lease.binding, lambda stubs: stubs.blocks.Commit, request, _next_lease)
-            raise
+            await self._binder.ahead()
+            try:
+                reply = await self._session.call(attempt, deadline)
+                ahead = self._leased_ahead(lease, reply)
+            except UNHEARD:
+                if asked:
+                    self._binder.give_back(lease.binding, lambda stubs: stubs.blocks.Commit, request, _next_lease)
+                raise
         finally:
             self._stock.add(lease.cache, lease.tier, asked, ahead)
-        if release:
+        if request.release:
             self._forget([lease])
             self._ending.discard(lease)
-        return [BlockResult(result) for result in reply.results]
-
-    async def store(self, lease: WriteLease, piece: Piece, timeout: float | None) -> list[BlockResult]:
-        """Commits a chain in the first slots of a lease and ends that; there may be more such calls."""
-        lease.require_live()
-        indices = range(len(piece.chain))
-        kept, prompt = piece.kept, piece.prompt
-        return await self.commit(
-            lease, b"".join(piece.chain), indices, piece.parent, None, None, kept, prompt, True, timeout, True
-        )
+        return list(map(_RESULTS.__getitem__, reply.results))
 
     async def release(self, leases: Iterable[Lease], timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release`."""

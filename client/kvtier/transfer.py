@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from kvtier.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
+_BYTE: Final = np.dtype(np.uint8)
 INLINE_BYTES: Final = 1 << 20
 """Copies up to this size run on the loop; above it a thread does less harm than the stall."""
 
@@ -27,6 +28,7 @@ copy_in: ContextVar[Callable[[Callable[[], None]], asyncio.Future[None]] | None]
 """Where copies of this task run, whatever their size. None: here, or in a thread of the loop's executor."""
 
 Block: TypeAlias = "NDArray[Any] | torch.Tensor"
+T = TypeVar("T")
 Blocks: TypeAlias = "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor]"
 """n blocks: one array or tensor whose first axis is the block, or a sequence of n of them. Any dtype and shape."""
 
@@ -38,9 +40,18 @@ def readable(blocks: Blocks, count: int, block_bytes: int) -> list[Bytes]:
     """
     _check(blocks, "blocks", count, block_bytes)
     return [
-        tensors.bytes_of(block) if tensors.is_tensor(block) else np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+        block if _is_flat(block) else tensors.bytes_of(block) if tensors.is_tensor(block) else _bytes_of(block)
         for block in blocks
     ]
+
+
+def _is_flat(block: Block) -> TypeGuard[Bytes]:
+    return block.dtype is _BYTE and block.ndim == 1 and block.flags.c_contiguous
+
+
+def _bytes_of(block: Any) -> Bytes:
+    flat: Bytes = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+    return flat
 
 
 def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]:
@@ -104,15 +115,27 @@ async def run(copy: Callable[[], None], nbytes: int) -> None:
     A cancelled caller still waits for the thread to end, however often it is cancelled: the memory that it reads or
     writes is the caller's, or held by a lease that must not be released before.
     """
+    await run_beside(copy, nbytes, lambda: None)
+
+
+async def run_beside(copy: Callable[[], None], nbytes: int, meanwhile: Callable[[], T]) -> T:
+    """The same, and meanwhile something else here, whose value it returns."""
     elsewhere = copy_in.get()
     if elsewhere is not None:
         copying = elsewhere(copy)
     elif nbytes <= INLINE_BYTES:
         copy()
-        return
+        return meanwhile()
     else:
         # Not a task (asyncio.to_thread): those are cancelled, their threads forgotten, when a loop is torn down.
         copying = asyncio.get_running_loop().run_in_executor(None, copy)
+    try:
+        return meanwhile()
+    finally:
+        await _to_the_end(copying)
+
+
+async def _to_the_end(copying: asyncio.Future[None]) -> None:
     cancelled: asyncio.CancelledError | None = None
     while not copying.done():
         try:
