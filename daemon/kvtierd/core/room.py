@@ -82,6 +82,11 @@ class Room:
         self._left = self._state.policy.victims_a_call if working else 0
         self._postponed = self._got_on = False
 
+    @property
+    def worked(self) -> bool:
+        """Whether this round has vacated or filled any slots."""
+        return self.working and self._left < self._state.policy.victims_a_call
+
     def end(self) -> None:
         self.again = (self._postponed and self._got_on) or (self.again and not self.working)
         for block in self._going:
@@ -245,6 +250,7 @@ class Room:
         Has an allowance of its own, since it is in a rush that the reserve is used up and that others use up theirs.
         """
         policy = self._state.policy
+        self.working = True
         self._left = policy.victims_a_call
         self._sparing = policy.clean_high > 0  # else what the background wrote down would go first, again and again
         while self.disk_is_short:

@@ -56,6 +56,7 @@ class WindowManager:
         self._new_lease = new_lease
         self._refusal = refusal
         self._queues: dict[Tier, deque[Ticket]] = {tier: deque() for tier in self.state.tiers}
+        self._refill_is_next = False
         self.ahead = Ahead(self.state.tiers, policy)
         self.holding = Holding(self.state, self.ahead, self.background)
         self.uses = Uses(self.state, self.background)
@@ -151,14 +152,23 @@ class WindowManager:
         """Serves the queues, the highest tier first, as far as room is there or can be made.
 
         Unless ``working``, only what takes neither room to be made nor copies to be planned; the rest is postponed.
+        Where a round has done work and the disk is short of free slots, the next working one is for those alone: a
+        round takes as long as either, not as both.
         """
-        self.room.begin(now, working=working)
+        refill = working and self._refill_is_next
+        self.room.begin(now, working=working and not refill)
         for tier in self.state.tiers:
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
-        if working:
-            self.room.serve(LAST)
+        self.room.serve(LAST)
+        if refill:
+            self._refill_is_next = False
+            if self.background.wanted:
+                self.room.postpone()
+        elif working:
             self.background.work(now)
+            self._refill_is_next = self.room.worked and self.room.disk_is_short
+        if working and not self._refill_is_next:
             self.room.replenish_disk()
         elif self._works_ahead:
             self.room.postpone()
