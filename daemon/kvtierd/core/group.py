@@ -159,19 +159,20 @@ class GroupState:
         """So many, of which the caller has seen that they are free."""
         slots = self.slots[tier].take_many(count, SLOT_BLANK)
         refs = list(rows(SlotRef, repeat(self.group), repeat(tier), slots))
-        self.recorder.begin_write(*refs)
-        self.recorder.owner(session, *refs)
+        for ref in refs:
+            self.recorder.begin_write(ref)
+        self.recorder.owners(refs, session)
         return slots
 
     def disown(self, refs: Iterable[SlotRef]) -> None:
         """Whoever wrote these slots has no part in them any more."""
-        self.recorder.owner(None, *refs)
+        self.recorder.owners(refs, None)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
         if tier is not DISK:
             self.recorder.begin_write(self.ref(tier, slot))
-            self.recorder.owner(None, self.ref(tier, slot))
+            self.recorder.owner(self.ref(tier, slot), None)
         if tier in self.offline:
             self._enter(tier, slot, SLOT_QUARANTINED)
         else:
@@ -334,12 +335,12 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block.id} is held in {tier} but is not there")
         self._keep(block, tier, copy)
-        self.recorder.owner(session, self.ref(tier, copy.slot))
+        self.recorder.owner(self.ref(tier, copy.slot), session)
         return copy
 
     def unhold(self, block: Block, tier: Tier, copy: Copy) -> None:
         if copy.holds == 1 or (copy.holds == 2 and self.pins.count(tier, copy)):
-            self.recorder.owner(None, self.ref(tier, copy.slot))
+            self.recorder.owner(self.ref(tier, copy.slot), None)
         self._let_go(block, tier, copy)
 
     def pin(self, block: Block, tier: Tier, copy: Copy) -> None:

@@ -128,6 +128,6 @@ class Holding:
         lease.blank = dict.fromkeys(blank)
         state.slots[lease.tier].claim(lease.blank, SLOT_ORPHANED)
         for slot in lease.blank:
-            state.recorder.owner(lease.session, state.ref(lease.tier, slot))
+            state.recorder.owner(state.ref(lease.tier, slot), lease.session)
         for block in filter(None, map(state.index.get, keys)):
             lease.held[block] = state.hold(block, lease.tier, lease.session)

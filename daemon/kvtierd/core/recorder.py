@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,12 +68,10 @@ class Recorder:
         self._grants: list[Grant] = []
         self._refusals: list[Refusal] = []
 
-    def begin_write(self, *refs: SlotRef) -> None:
-        """The slots' bytes are, or are about to be, no block's: their generations are odd until :meth:`end_write`."""
-        if self._ends:
-            for ref in refs:
-                self._ends.pop(ref, None)
-        self._begins.update(dict.fromkeys(refs))
+    def begin_write(self, ref: SlotRef) -> None:
+        """The slot's bytes are, or are about to be, no block's: its generation is odd until :meth:`end_write`."""
+        self._ends.pop(ref, None)
+        self._begins[ref] = None
 
     def end_write(self, ref: SlotRef, block: Block) -> None:
         """The slot's bytes are the block's."""
@@ -84,7 +82,11 @@ class Recorder:
         if self._ends.get(ref) is None:
             self._disowned[ref] = block
 
-    def owner(self, session: SessionId | None, *refs: SlotRef) -> None:
+    def owner(self, ref: SlotRef, session: SessionId | None) -> None:
+        self._owners[ref] = session
+
+    def owners(self, refs: Iterable[SlotRef], session: SessionId | None) -> None:
+        """The same of many slots."""
         self._owners.update(dict.fromkeys(refs, session))
 
     def change(
@@ -173,6 +175,8 @@ class Recorder:
 
 def _contents(ends: dict[SlotRef, Block]) -> Iterator[Content]:
     """What slots hold that are some blocks' from now on."""
+    if not ends:
+        return iter(())
     blocks = ends.values()
     traits = rows(
         Traits,
