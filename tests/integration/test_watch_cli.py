@@ -16,7 +16,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,11 @@ async def stored(cache: Cache, name: str, count: int = 2) -> list[bytes]:
 
 
 @contextmanager
-def watching(daemon: DaemonProcess, *arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """In the background; stopped for good at the end."""
-    command = [*KVTIER, "watch", "--address", daemon.address, *arguments]
+def watching(
+    daemon: DaemonProcess, *arguments: str, before: Sequence[str] = (), **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """In the background; stopped for good at the end. ``before``: what runs it."""
+    command = [*before, *KVTIER, "watch", "--address", daemon.address, *arguments]
     with subprocess.Popen(
         command, **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options)
     ) as process:
@@ -164,6 +166,18 @@ async def test_signals_end_it_with_a_status_of_their_own(
         assert await ended(process) == status
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+async def test_a_background_job_does_not_heed_the_ctrl_c_of_others(daemon: DaemonProcess, cache: Cache) -> None:
+    heedless = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    with watching(daemon, "--json", "--oldest", "--type", "stored", "--cache", cache.name, before=heedless) as process:
+        await stored(cache, "one", 1)
+        await next_line(process)
+        process.send_signal(signal.SIGINT)
+        await stored(cache, "two", 1)
+        assert (await next_line(process))["type"] == "stored"
+        process.terminate()
+        assert await ended(process) == 143
 
 
 async def test_a_signal_ends_it_even_where_nobody_reads(daemon: DaemonProcess, cache: Cache) -> None:

@@ -29,8 +29,8 @@ from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch, key_prefix
 SUMMARY_S: Final = 0.25
 """The status line is drawn so often."""
 
-BOUNDED_HEARTBEAT_S: Final = 0.5
-"""Where an end is set: how late the command may notice that only filtered events lie before it."""
+BOUNDED_HEARTBEAT_S: Final = 1.0
+"""Where it is to end at a moment: how late the command may notice that only filtered events lie before it."""
 
 
 class Exit(IntEnum):
@@ -244,9 +244,9 @@ def _watch(client: AsyncClient, plan: Plan) -> Watch:
         caches=plan.wanted.caches,
         groups=plan.wanted.groups,
         keys=plan.wanted.keys,
-        heartbeats=plan.heartbeats or plan.bounds.any,
+        heartbeats=plan.heartbeats or plan.bounds.moment,
         breaks=True,
-        heartbeat_s=BOUNDED_HEARTBEAT_S if plan.bounds.any else DEFAULT_HEARTBEAT_S,
+        heartbeat_s=BOUNDED_HEARTBEAT_S if plan.bounds.moment else DEFAULT_HEARTBEAT_S,
     )
 
 

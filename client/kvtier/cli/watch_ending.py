@@ -33,8 +33,9 @@ class Bounds:
     follow: bool = True
 
     @property
-    def any(self) -> bool:
-        return self.limit is not None or self.until is not None or not self.follow
+    def moment(self) -> bool:
+        """Whether it ends at a moment, which can pass without an event that is shown."""
+        return self.until is not None or not self.follow
 
 
 class Ending:
@@ -96,8 +97,9 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """While it lasts."""
-        before = [(each, signal.signal(each, self._handle)) for each in SIGNALS]
+        """While it lasts. What the shell made this process ignore, it ignores: a background job's SIGINT, say."""
+        heeded = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        before = [(each, signal.signal(each, self._handle)) for each in heeded]
         try:
             yield
         finally:
