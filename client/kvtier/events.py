@@ -187,7 +187,8 @@ class Disconnected:
 
 @dataclass(slots=True, frozen=True)
 class Reconnected:
-    """The stream goes on after a break. ``boot``: how often the daemon has started on its state; ``restarted``: whether
+    """The stream goes on after a break. ``epoch``: the daemon's present one; what comes first may be of an earlier one,
+    from the log. ``boot``: how often the daemon has started on its state; ``restarted``: whether
     it did so meanwhile. What was lost, if anything, follows as gaps."""
 
     epoch: int

@@ -181,7 +181,7 @@ class Watch:
                     if broken is not None:
                         restarted = link.welcome.boot != broken.welcome.boot
                         broken = None
-                        yield Reconnected(batch.epoch, link.welcome.boot, restarted)
+                        yield Reconnected(link.welcome.epoch, link.welcome.boot, restarted)
                     for item in self._items_of(batch):
                         yield item
                 reason = "the stream ended"

@@ -110,6 +110,10 @@ async def test_it_ends_at_a_cursor_at_a_time_and_with_what_existed(
     assert ids("--until", str(middle.id), "--type", "removed") == []
     assert ids("--until", iso(moment)) == list(range(start.id + 1, middle.id + 1))
     assert ids("--until", "+1s") == whole
+    at_a_time = ("watch", "--address", daemon.address, "--json", "--cache", cache.name, "--no-follow", "--since")
+    assert [each["event_id"] for each in lines(kvtier(*at_a_time, iso(moment)).stdout)] == whole[middle.id - start.id :]
+    assert lines(kvtier(*at_a_time, "1h").stdout)[-len(whole) :] == lines(kvtier(*watch, "--no-follow").stdout)
+    assert kvtier(*at_a_time, "+1h").stdout == ""
     assert ids("--until", str(end), "--limit", "2") == whole[:2]
 
 
@@ -252,7 +256,7 @@ async def test_a_restart_is_reported_and_survived(start_daemon: StartDaemon, unc
             stats = await client.stats()
             assert back == {"type": "reconnected", "epoch": stats.epoch, "boot": 2, "restarted": True}
             if unclean:
-                gap = await next_line(process)
+                gap = await next_line_but_events(process)
                 assert (gap["type"], gap["epoch"], gap["reason"]) == ("gap", stats.epoch - 1, "unclean-stop")
             keys = await stored(await client.open_cache("c", SPEC), "after", 1)
             while (found := await next_line(process))["type"] != "stored" or keys[0].hex() not in json.dumps(found):

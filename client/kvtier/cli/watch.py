@@ -18,12 +18,12 @@ from kvtier.aio import AsyncClient
 from kvtier.cli.common import DaemonAt, address_option, explained, json_option
 from kvtier.cli.watch_ending import Bounds, Ending, Interrupts, Stopped, end_when_nobody_reads
 from kvtier.cli.watch_lines import Show, TextLines, json_lines, json_lines_without_heartbeats, trtllm_lines
-from kvtier.cli.watch_moments import FORMS, Moment, MomentType
+from kvtier.cli.watch_moments import FORMS, Instant, Moment, MomentType
 from kvtier.cli.watch_output import Output
 from kvtier.cli.watch_summary import Summary
 from kvtier.errors import DaemonUnavailable, InvalidArgument, KvtierError
 from kvtier.events import Gap
-from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.types import Cause, EventType, Tier
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch, key_prefix
 
 SUMMARY_S: Final = 0.25
@@ -175,9 +175,9 @@ def _plan(
 
 
 def _start(since: Moment | None, oldest: bool, snapshot: bool) -> Start:
-    if since is None or isinstance(since, Cursor):
-        return Start(since, oldest, snapshot)
-    raise click.UsageError("--since takes no time yet")
+    if isinstance(since, Instant):
+        return Start(since_time_ns=since.time_ns)
+    return Start(since, oldest, snapshot)
 
 
 def _show(form: str, heartbeats: bool, output: Output) -> Show:
@@ -238,6 +238,7 @@ def _watch(client: AsyncClient, plan: Plan) -> Watch:
         since=plan.start.since,
         oldest=plan.start.oldest,
         snapshot=plan.start.snapshot,
+        since_time_ns=plan.start.since_time_ns,
         types=plan.wanted.types,
         causes=plan.wanted.causes,
         tiers=plan.wanted.tiers,

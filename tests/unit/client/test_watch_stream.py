@@ -111,7 +111,7 @@ async def test_a_restart_is_told_before_what_it_has_lost(daemon: FakeDaemon, cli
         await daemon.restart()
         disconnected, *items = await take(watch, 3)
     assert isinstance(disconnected, Disconnected)
-    assert items == [Reconnected(2, 2, restarted=True), Gap(1, 6, 999, "unclean-stop")]
+    assert items == [Reconnected(1, 2, restarted=True), Gap(1, 6, 999, "unclean-stop")]
 
 
 async def test_ids_that_the_filter_hides_are_no_gap_but_a_hole_between_ranges_is(
