@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvtier.aio import AsyncClient, connect
     from kvtier.answers import AcrossMatch, Location, Locations, Match, ReadCounts
     from kvtier.cache import Cache
+    from kvtier.drains import Drained
     from kvtier.errors import (
         CallerError,
         ClientClosed,
@@ -78,6 +79,7 @@ _HOMES = {
     "kvtier.answers": ("AcrossMatch", "Location", "Locations", "Match", "ReadCounts"),
     "kvtier.aio": ("AsyncClient", "connect"),
     "kvtier.cache": ("Cache",),
+    "kvtier.drains": ("Drained",),
     "kvtier.errors": (
         "CallerError",
         "ClientClosed",
@@ -146,6 +148,7 @@ __all__ = [
     "DataLoss",
     "DeadlineExceeded",
     "Disconnected",
+    "Drained",
     "Event",
     "EventType",
     "Explanation",

@@ -6,26 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-import numpy as np
-
+from kvtier.abi.block_tokens import BlockTokens
 from kvtier.types import ROOT_PARENT, Cause, Cursor, EventType, Tier, fastest, tiers_of
 from kvtier.v1 import events_pb2
 from kvtier.wire import split_keys, tier_from_wire, tier_to_wire
-
-
-@dataclass(slots=True, frozen=True)
-class BlockTokens:
-    """What a block holds of its prompt. ``extra_ids``: one a token; None = no token has one.
-
-    ``items``: digest, 32 bytes, and the place in the item of its first token in the block, of each multimodal item that
-    covers it.
-    """
-
-    token_ids: tuple[int, ...]
-    extra_ids: tuple[int, ...] | None = None
-    lora_id: int | None = None
-    cache_salt: str | None = None
-    items: tuple[tuple[bytes, int], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -255,12 +239,13 @@ def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
 
 def _tokens(messages: Iterable[events_pb2.BlockTokens]) -> tuple[BlockTokens, ...]:
     return tuple(
-        BlockTokens(
-            token_ids=tuple(np.frombuffer(each.token_ids, "<u4").tolist()),
-            extra_ids=tuple(np.frombuffer(each.extra_ids, "<u8").tolist()) if each.extra_ids else None,
-            lora_id=each.lora_id if each.HasField("lora_id") else None,
-            cache_salt=each.cache_salt if each.HasField("cache_salt") else None,
-            items=tuple(zip(split_keys(each.mm_digests), each.mm_offsets, strict=True)),
+        BlockTokens.unpacked(
+            each.token_ids,
+            each.extra_ids,
+            each.lora_id if each.HasField("lora_id") else None,
+            each.cache_salt if each.HasField("cache_salt") else None,
+            each.mm_digests,
+            each.mm_offsets,
         )
         for each in messages
     )

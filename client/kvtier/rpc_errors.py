@@ -123,6 +123,7 @@ _BY_REASON: Final[Mapping[str, _Make]] = {
     "TIER_OFFLINE": _plain(errors.TierOffline),
     "TIER_FAILED": _plain(errors.TierOffline),
     "TOO_MANY_OF_IDENTITY": _plain(errors.RetryableError),
+    "TOO_MANY_DRAINS": _plain(errors.RetryableError),
 }
 
 _BY_CODE: Final[Mapping[grpc.StatusCode, _Make]] = {

@@ -10,7 +10,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvtier.events import BlockTokens, Event, SnapshotSlice
+from kvtier.abi.block_tokens import BlockTokens
+from kvtier.events import Event, SnapshotSlice
 from kvtier.types import ROOT_PARENT, EventType
 from kvtier.wire import split_keys
 

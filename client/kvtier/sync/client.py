@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
+from kvtier.drains import Drained
 from kvtier.explaining import Explanation
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S
 from kvtier.options import CacheOptions
@@ -144,6 +145,11 @@ class Client:
         """An exact local index of the blocks of these caches, kept by this client's thread. See
         :meth:`kvtier.AsyncClient.mirror`."""
         return Mirror(self._thread, self._client.mirror(caches, heartbeat_s=heartbeat_s, timeout=timeout))
+
+    def drain_trtllm(self, cache: str, *, wait: float = 2.0, timeout: float | None = None) -> Drained:
+        """What happened in a cache since the last call, as TensorRT-LLM's events: see
+        :meth:`kvtier.AsyncClient.drain_trtllm`."""
+        return self._thread.run(lambda: self._client.drain_trtllm(cache, wait=wait, timeout=timeout))
 
     def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """What the daemon knows of itself."""

@@ -428,3 +428,58 @@ class WatchBatch(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "events", b"events", "first_id", b"first_id", "gap", b"gap", "last_id", b"last_id", "newest_id", b"newest_id", "slice", b"slice", "snapshot_end", b"snapshot_end"]) -> None: ...
 
 global___WatchBatch = WatchBatch
+
+@typing.final
+class DrainRequest(google.protobuf.message.Message):
+    """A drain and what it remembers of the cache end with the session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NEXT_EVENT_ID_FIELD_NUMBER: builtins.int
+    TIMEOUT_NS_FIELD_NUMBER: builtins.int
+    MAX_EVENTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """of the cache"""
+    next_event_id: builtins.int
+    """as the last answer said, which says that it came; as the one before said, to have the"""
+    timeout_ns: builtins.int
+    """last again; 0 = begin, or begin anew
+    how long to wait while there is nothing; 0 = not at all
+    """
+    max_events: builtins.int
+    """1 to 4096; 0 = 4096"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        next_event_id: builtins.int = ...,
+        timeout_ns: builtins.int = ...,
+        max_events: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["max_events", b"max_events", "name", b"name", "next_event_id", b"next_event_id", "timeout_ns", b"timeout_ns"]) -> None: ...
+
+global___DrainRequest = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: builtins.int
+    NEXT_EVENT_ID_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    events: builtins.str
+    """a JSON array, empty where nothing happened; about a MiB at most"""
+    next_event_id: builtins.int
+    lost: builtins.int
+    """events that were lost to this drain, which was too slow: event ids have a hole, after which"""
+    def __init__(
+        self,
+        *,
+        events: builtins.str = ...,
+        next_event_id: builtins.int = ...,
+        lost: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "lost", b"lost", "next_event_id", b"next_event_id"]) -> None: ...
+
+global___DrainResponse = DrainResponse

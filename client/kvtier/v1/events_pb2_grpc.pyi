@@ -34,6 +34,15 @@ class EventsStub:
     OUT_OF_RANGE, with the oldest id still held, where `since` lies before it.
     """
 
+    Drain: grpc.UnaryUnaryMultiCallable[
+        kvtier.v1.events_pb2.DrainRequest,
+        kvtier.v1.events_pb2.DrainResponse,
+    ]
+    """What happened in one cache since this session's last answer, as the JSON of TensorRT-LLM's events: like its
+    get_kv_cache_events. Begins with what is there. RESOURCE_EXHAUSTED (TOO_MANY_DRAINS) where the daemon would have to
+    remember too much; NOT_FOUND (NO_DRAIN) where it knows of no last answer: begin anew.
+    """
+
 class EventsAsyncStub:
     Watch: grpc.aio.UnaryStreamMultiCallable[
         kvtier.v1.events_pb2.WatchRequest,
@@ -42,6 +51,15 @@ class EventsAsyncStub:
     """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
     missed where that has not got it either.
     OUT_OF_RANGE, with the oldest id still held, where `since` lies before it.
+    """
+
+    Drain: grpc.aio.UnaryUnaryMultiCallable[
+        kvtier.v1.events_pb2.DrainRequest,
+        kvtier.v1.events_pb2.DrainResponse,
+    ]
+    """What happened in one cache since this session's last answer, as the JSON of TensorRT-LLM's events: like its
+    get_kv_cache_events. Begins with what is there. RESOURCE_EXHAUSTED (TOO_MANY_DRAINS) where the daemon would have to
+    remember too much; NOT_FOUND (NO_DRAIN) where it knows of no last answer: begin anew.
     """
 
 class EventsServicer(metaclass=abc.ABCMeta):
@@ -54,6 +72,17 @@ class EventsServicer(metaclass=abc.ABCMeta):
         """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
         missed where that has not got it either.
         OUT_OF_RANGE, with the oldest id still held, where `since` lies before it.
+        """
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: kvtier.v1.events_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvtier.v1.events_pb2.DrainResponse, collections.abc.Awaitable[kvtier.v1.events_pb2.DrainResponse]]:
+        """What happened in one cache since this session's last answer, as the JSON of TensorRT-LLM's events: like its
+        get_kv_cache_events. Begins with what is there. RESOURCE_EXHAUSTED (TOO_MANY_DRAINS) where the daemon would have to
+        remember too much; NOT_FOUND (NO_DRAIN) where it knows of no last answer: begin anew.
         """
 
 def add_EventsServicer_to_server(servicer: EventsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -65,6 +65,7 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Transfer.Put": Needs(Right.WRITE, within="commit"),  # in its header
     "kvtier.v1.Transfer.Get": Needs(Right.READ, within="acquire"),
     "kvtier.v1.Events.Watch": Needs(Right.WATCH, Over.SOME),
+    "kvtier.v1.Events.Drain": Needs(Right.WATCH, Over.NAME),
     "kvtier.v1.Admin.Stats": Needs(Right.ADMIN, Over.SOME),
     "kvtier.v1.Admin.Leases": Needs(Right.ADMIN, Over.EVERY),
     "kvtier.v1.Admin.Kick": Needs(Right.ADMIN, Over.EVERY),

@@ -27,6 +27,7 @@ from kvtierd.service.calls import Dispatcher, Pace
 from kvtierd.service.caps import CapLimits, Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.collector import Collector
+from kvtierd.service.drain import Drains
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.explain import ExplainService
@@ -145,6 +146,7 @@ class Daemon:
         self._events: Final = EventsService(
             self._history, self._engine, self._catalog, self._access, lambda: self.live.now.heartbeat_seconds
         )
+        self._drains: Final = Drains(self._events.watch, self._catalog)
         self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator)
         self._attach: Final = AttachServer(
             self._sessions,
@@ -236,6 +238,7 @@ class Daemon:
         self._remote.close()
         logged = None if self._log is None else asyncio.create_task(self._log.flush(LOG_ENDS_S))
         await self._rpc.stop(WATCHES_END_S)
+        await self._drains.close()
         self._sessions.close()
         await self._attach.hang_up()
         if clean:
@@ -265,7 +268,8 @@ class Daemon:
         return Services(
             caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
             blocks=blocks.verbs(),
-            events=self._events.streams(),
+            events=self._drains.verbs(),
+            watches=self._events.streams(),
             admin={
                 **AdminService(
                     self._engine,

@@ -39,11 +39,13 @@ _ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
 @dataclass(slots=True, frozen=True)
 class Services:
-    """The verbs of each service, by RPC name. ``uploads`` and ``downloads``: those of Transfer."""
+    """The verbs of each service, by RPC name. ``watches``: the streams of Events; ``uploads`` and ``downloads``: of
+    Transfer."""
 
     caches: Mapping[str, Verb]
     blocks: Mapping[str, Verb]
-    events: Mapping[str, StreamVerb]
+    events: Mapping[str, Verb]
+    watches: Mapping[str, StreamVerb]
     admin: Mapping[str, Verb]
     uploads: Mapping[str, UploadVerb]
     downloads: Mapping[str, StreamVerb]
@@ -65,7 +67,7 @@ class RpcServer:
         self._served: list[str] = []
         for descriptor, verbs in ((_CACHES, services.caches), (_BLOCKS, services.blocks), (_ADMIN, services.admin)):
             self._add(descriptor.full_name, dispatcher.handler(descriptor, verbs))
-        self._add(_EVENTS.full_name, dispatcher.handler(_EVENTS, {}, services.events))
+        self._add(_EVENTS.full_name, dispatcher.handler(_EVENTS, services.events, services.watches))
         self._add(_TRANSFER.full_name, dispatcher.handler(_TRANSFER, {}, services.downloads, services.uploads, pace))
         for name, handler in others.items():
             self._add(name, handler)

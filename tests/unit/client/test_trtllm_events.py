@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from kvtier.abi.block_tokens import BlockTokens
 from kvtier.cli.watch_lines import trtllm_lines
-from kvtier.events import BlockTokens, Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.trtllm import WHOLE_WINDOW, TrtllmEvents
 from kvtier.types import Cause, Cursor, EventType, Tier
 

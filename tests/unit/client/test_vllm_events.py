@@ -11,9 +11,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.abi.block_tokens import BlockTokens
 from kvtier.bridge.vllm_events import MEDIA, Naming, VllmEvents
 from kvtier.bridge.vllm_form import CLEARED, BlockRemoved, BlockStored, Encoding, VllmEvent, batch_of
-from kvtier.events import BlockTokens, Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.events import Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
 from tests.vllm_reader import Router
 
