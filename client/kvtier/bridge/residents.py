@@ -53,6 +53,19 @@ class Change:
     after: int
 
 
+@dataclass(slots=True, frozen=True)
+class Difference:
+    """Between a group and what it becomes: to be told in this order.
+
+    ``replaced``: their keys stand for other blocks now, under another parent perhaps; these are among ``present``, with
+    those that are new or elsewhere. ``gone``: nothing stands for them.
+    """
+
+    replaced: list[Change]
+    present: list[Change]
+    gone: list[Change]
+
+
 @dataclass(slots=True)
 class Group:
     """The blocks of a window group, by key. ``window_tokens``, ``tokens_per_block``: as told last."""
@@ -86,20 +99,22 @@ class Group:
         blocks, self.blocks = self.blocks, {}
         return [Change(block, block.residency, 0) for block in blocks.values()]
 
-    def becomes(self, other: Group) -> tuple[list[Change], list[Change]]:
-        """What it takes to make this group the other one: blocks that are new or elsewhere, and those that are gone.
-
-        A key that stands for another block than before, as in a cache that was made anew, is in both.
-        """
+    def becomes(self, other: Group) -> Difference:
+        """Makes this group the other one."""
         known, self.blocks = self.blocks, other.blocks
         self.window_tokens, self.tokens_per_block = other.window_tokens, other.tokens_per_block
-        same = {key for key, block in other.blocks.items() if key in known and known[key].is_as(block)}
-        gone = [Change(block, block.residency, 0) for key, block in known.items() if key not in same]
-        present = (
-            Change(block, known[key].residency if key in same else 0, block.residency)
-            for key, block in other.blocks.items()
-        )
-        return [change for change in present if change.before != change.after], gone
+        difference = Difference([], [], [])
+        for key, block in known.items():
+            if key not in other.blocks:
+                difference.gone.append(Change(block, block.residency, 0))
+            elif not block.is_as(other.blocks[key]):
+                difference.replaced.append(Change(block, block.residency, 0))
+        replaced = {change.block.key for change in difference.replaced}
+        for key, block in other.blocks.items():
+            before = known[key].residency if key in known and key not in replaced else 0
+            if before != block.residency:
+                difference.present.append(Change(block, before, block.residency))
+        return difference
 
     def _put(self, block: Resident) -> Change | None:
         known = self.blocks.get(block.key)

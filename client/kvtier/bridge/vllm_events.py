@@ -115,10 +115,10 @@ class VllmEvents:
             yield [CLEARED]  # of what an earlier bridge may have said under this address
         for number in self._groups.keys() | arrived.keys():
             group = self._groups.setdefault(number, Group(number))
-            present, gone = group.becomes(arrived.get(number, Group(number)))
+            difference = group.becomes(arrived.get(number, Group(number)))
             # Stored before removed, as everywhere; of so many a batch may well end between them.
-            yield from ([event] for event in self._told(group, present))
-            yield from ([event] for event in self._told(group, gone))
+            for changes in (difference.replaced, difference.present, difference.gone):
+                yield from ([event] for event in self._told(group, changes))
 
     def _told(self, group: Group, changes: Sequence[Change]) -> Iterator[VllmEvent]:
         added = {change.block.key: change.after & ~change.before for change in changes}

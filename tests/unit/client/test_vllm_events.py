@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.abi.block_tokens import BlockTokens
@@ -271,6 +271,7 @@ def published(steps: Iterable[list[VllmEvent]]) -> Iterator[bytes]:
 
 
 @given(ACTIONS, st.booleans())
+@example([("store", 0, 0, 1), ("store", 3, 0, 1), ("miss", 2), ("clear",), ("store", 3, 0, 1)], False)
 @settings(max_examples=300)
 def test_a_router_knows_what_the_daemon_has(actions: list[tuple[Any, ...]], heeds_cleared: bool) -> None:
     """Whatever happens, over gaps, whether or not it heeds ``AllBlocksCleared``; so does one that comes late."""
