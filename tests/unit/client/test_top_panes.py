@@ -19,6 +19,7 @@ from kvtier.stats import (
     CacheStats,
     DaemonStats,
     EdgeStats,
+    EventLogStats,
     LeaseInfo,
     SessionStats,
     TierStats,
@@ -121,6 +122,22 @@ def test_a_daemon_that_is_away_or_a_screen_that_stands_still_says_so(frame: Fram
     assert "and 6 more: kvtier status" in panes.head(many, 80).plain
 
 
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (EventLogStats(), "no log"),
+        (
+            EventLogStats(max_bytes=1 << 30, bytes=1 << 28, oldest_age_ns=3_600 * 10**9),
+            "log 25.0% of 1.0 GiB, 1:00:00 back",
+        ),
+        (EventLogStats(max_bytes=1 << 30, bytes=1 << 28, lost_events=7), "0:00:00 back, 7 lost"),
+        (EventLogStats(max_bytes=1 << 30, failing="no space\x1b"), "log fails: no space?"),
+    ],
+)
+def test_the_log_of_events_is_told_of(frame: Frame, log: EventLogStats, said: str) -> None:
+    assert said in panes.head(replace(frame, stats=replace(frame.stats, event_log=log)), 120).plain
+
+
 def test_unknown_is_not_nothing() -> None:
     """After the first look there are no rates, and nothing was looked up."""
     history = History()
@@ -175,7 +192,7 @@ def test_everything_above_the_tables_fits_a_small_terminal(frame: Frame) -> None
     tiers = tuple(TierStats(tier, 1, 1, 0, 0, 0, 0, 0, 0, 0) for tier in Tier)
     full = replace(frame.stats, caches=(replace(frame.stats.caches[0], edges=edges, tiers=tiers),), problems=())
     shown = [pane(replace(frame, stats=full), 80).plain for pane in (panes.head, panes.tiers, panes.moves, panes.hits)]
-    assert sum(len(text.splitlines()) for text in shown) <= 17
+    assert sum(len(text.splitlines()) for text in shown) <= 18
     assert all("…" not in text for text in shown), shown
 
 

@@ -11,7 +11,7 @@ from kvtier.cli.top.counters import Counters, Moved
 from kvtier.cli.top.frame import Frame
 from kvtier.cli.top.history import Change
 from kvtier.cli.top.numbers import UNKNOWN, bar, clean, clock, count, left, rate, ratio, right, share, sparkline
-from kvtier.stats import EdgeStats, TierStats
+from kvtier.stats import DaemonStats, EdgeStats, TierStats
 from kvtier.types import Tier
 from kvtier.words import size
 
@@ -44,10 +44,12 @@ Pane = Callable[[Frame, int], Text]
 def head(frame: Frame, columns: int) -> Text:
     stats = frame.stats
     first = f"kvtierd {stats.version}  {frame.address}  pid {stats.pid}  epoch {stats.epoch}  boot {stats.boot}"
+    waiting = sum(cache.waiting for cache in frame.caches)
     shown = f"cache {frame.cache}" if frame.cache is not None else _of_caches(len(stats.caches))
     lines = [
         Text(left(f"{first}  up {clock(stats.uptime_ns / 1e9)}", columns), style="bold"),
-        _joined([_condition(frame), Text(shown), *_stream(frame)], columns),
+        _joined([_condition(frame), Text(shown), Text(f"{count(waiting)} waiting for room")], columns),
+        _joined(_stream(frame), columns),
     ]
     lines += [Text(left(f"problem: {clean(one)}", columns), style=ALARM) for one in stats.problems[:PROBLEMS_SHOWN]]
     more = len(stats.problems) - PROBLEMS_SHOWN
@@ -80,8 +82,20 @@ def _stream(frame: Frame) -> list[Text]:
     return [
         Text(f"{events} events/s, last {stats.last_event_id}"),
         Text(f"{stats.watchers} watching{behind}", style=WARNING if lag else ""),
-        Text(f"{count(sum(cache.waiting for cache in frame.caches))} waiting for room"),
+        _log(stats),
     ]
+
+
+def _log(stats: DaemonStats) -> Text:
+    """How much of the events' log is used, and how far back it goes."""
+    log = stats.event_log
+    if log.failing:
+        return Text(f"log fails: {clean(log.failing)}", style=ALARM)
+    if not log.max_bytes:
+        return Text("no log", style=FAINT)
+    used = share(ratio(log.bytes, log.max_bytes))
+    line = Text(f"log {used} of {size(log.max_bytes)}, {clock(log.oldest_age_ns / 1e9)} back")
+    return line.append(f", {count(log.lost_events)} lost", style=ALARM) if log.lost_events else line
 
 
 def tiers(frame: Frame, columns: int) -> Text:
