@@ -120,9 +120,9 @@ def _tier(tier: TierStats, fill: int) -> Text:
 def moves(frame: Frame, columns: int) -> Text:
     """Of the edges along which there was anything to do."""
     edges = [edge for edge in frame.edges if edge.blocks or edge.failures or edge.queued_blocks or edge.degraded]
-    room = columns - 47 - (len(_DEGRADED) if any(edge.degraded for edge in edges) else 0)
+    room = columns - 48 - (len(_DEGRADED) if any(edge.degraded for edge in edges) else 0)
     spark = next((one for one in _SPARK_COLUMNS if one <= room), _SPARK_COLUMNS[-1])
-    numbers = _titles(("BLOCKS/S", 8), ("BYTES/S", 9), ("1 MIN", 6), ("QUEUED", 6))
+    numbers = _titles(("BLOCKS/S", 8), ("BYTES/S", 10), ("1 MIN", 6), ("QUEUED", 6))
     titles = [left("MOVES", 13), left("LAST MINUTE", spark), *numbers]
     lines = [_edge(frame, edge, spark) for edge in edges]
     return _lines(lines or [Text("nothing has moved yet", style=FAINT)], columns, titles)
@@ -139,7 +139,7 @@ def _edge(frame: Frame, edge: EdgeStats, spark: int) -> Text:
     line.append(" ").append(sparkline(series), style="cyan")
     for value, columns in (
         (rate(now.rate(moved(now.counters).blocks) if now is not None else None), 8),
-        (size(speed) if speed is not None else UNKNOWN, 9),
+        (size(speed) if speed is not None else UNKNOWN, 10),
         (rate(minute.rate(moved(minute.counters).blocks) if minute is not None else None), 6),
         (count(edge.queued_blocks), 6),
     ):
