@@ -10,9 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtier.v1 import blocks_pb2, events_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
+from kvtierd.event_log.store import EventStore
 from kvtierd.service import wire
 from kvtierd.service.daemon import Daemon
+from kvtierd.tiers.base import TierIOError
 from tests.unit.service.rig import DEVICE, HOST, Client, attached, chain, config, eventually, refusal, running
 
 Code = grpc.StatusCode
@@ -266,6 +268,41 @@ async def test_after_an_unclean_stop_the_lost_range_is_declared_first(short_dir:
         assert watch.ids == list(range(gap[2] + 1, as_of + 1))
         code, detail = await refusal(Watch(client, since=wire.cursor(1, gap[2] + 1)).next())
         assert (code, detail.field) == (Code.INVALID_ARGUMENT, "since.id")
+
+
+async def test_what_the_log_lacks_at_a_clean_stop_is_declared_at_the_next_start(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(short_dir)
+
+    def full(*_: object) -> int:
+        raise TierIOError(28, "No space left on device")
+
+    daemon = await Daemon.start(settings)
+    async with attached(daemon) as client:
+        cache = await client.open()
+        await churn(client, cache, 3)
+        await daemon._engine.settle()
+        log = daemon._log
+        assert log is not None
+        await eventually(lambda: log.status().newest == daemon._hub.last)
+        logged = daemon._hub.last
+        with monkeypatch.context() as patch:
+            patch.setattr(EventStore, "append", full)
+            await churn(client, cache, 3, seed=100)
+            await daemon._engine.settle()
+            last = daemon._hub.last
+            await eventually(lambda: log.status().failing)
+            stats = await client.call(client.admin.Stats, admin_pb2.StatsRequest())
+            assert any("No space left" in problem for problem in stats.problems)
+            assert await daemon.stop(), "a log that fails is no reason for an unclean stop"
+            assert "No space left" in (log.status().failing or "")
+    async with running(settings) as daemon, attached(daemon) as client:
+        watch = Watch(client, since=wire.cursor(1, 0))
+        await churn(client, await client.open(), 1)
+        await watch.reach(last + 1)
+        assert watch.gaps == [(1, logged + 1, last, "not-logged")]
+        assert watch.ids[: logged + 1] == [*range(1, logged + 1), last + 1]
 
 
 async def _crash(daemon: Daemon) -> None:
