@@ -32,7 +32,7 @@ from kvtier.events import (
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.session import Backoff, Deadline, Link, Session
 from kvtier.types import Cause, Cursor, EventType, Tier
-from kvtier.v1 import admin_pb2, common_pb2, events_pb2
+from kvtier.v1 import common_pb2, events_pb2
 from kvtier.wire import tier_to_wire
 
 DEFAULT_HEARTBEAT_S: Final = 5.0
@@ -226,9 +226,17 @@ class Watch:
         return self.cursor is None and not elsewhere
 
     async def _pin(self, link: Link, seconds: float) -> Cursor:
-        """Ties "now" to an id, so that a break before the first batch loses nothing."""
-        stats = await link.stubs.admin.Stats(admin_pb2.StatsRequest(), timeout=seconds, metadata=link.metadata)
-        self.cursor = Cursor(stats.epoch, stats.last_event_id)
+        """Ties "now" to an id, so that a break before the first batch loses nothing. A watch that is asked for it needs
+        no other right than to watch."""
+        request = events_pb2.WatchRequest(filter=self._filter.to_wire(), heartbeat_ns=int(self._heartbeat_s * 1e9))
+        call = link.stubs.events.Watch(request, timeout=seconds, metadata=link.metadata)
+        try:
+            first = await call.read()
+        finally:
+            call.cancel()
+        if not isinstance(first, events_pb2.WatchBatch):  # grpc.aio.EOF
+            raise DaemonError("a watch ended without a word", reason="BAD_ANSWER")
+        self.cursor = Cursor(first.epoch, first.first_id - 1)
         return self.cursor
 
     async def _batches(

@@ -78,8 +78,8 @@ async def test_a_watch_that_named_a_cache_it_may_not_see_any_more_ends(daemon: D
     async with (
         await connect(daemon.address) as owner,
         await connect(daemon.tcp_address, insecure=True) as client,
-        client.watch(oldest=True, caches=["other", "open"]) as named,
-        client.watch(oldest=True, caches=["open"]) as allowed,
+        client.watch(caches=["other", "open"]) as named,
+        client.watch(caches=["open"]) as allowed,
     ):
         before = await stored(owner, "other", "before")
         assert before[0] in await until_stored(named, before[-1])

@@ -14,7 +14,7 @@ from google.rpc import status_pb2
 
 import kvtier
 from kvtier import Cursor, Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, SnapshotStart
-from kvtier.v1 import admin_pb2, common_pb2, events_pb2
+from kvtier.v1 import common_pb2, events_pb2
 from tests.unit.client.fake_daemon import Context, FakeDaemon
 
 Script = list[Any]
@@ -166,14 +166,13 @@ async def test_a_cursor_that_the_caller_brought_and_that_is_compacted_is_an_erro
 
 
 async def test_now_is_pinned_before_the_first_batch(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
-    async def stats(request: Any, context: Context) -> admin_pb2.StatsResponse:
-        return admin_pb2.StatsResponse(epoch=3, last_event_id=40)
-
-    daemon.answers["Stats"] = stats
-    play(daemon, [UNAVAILABLE], [batch(41, 41, epoch=3), None])
+    """By a watch that is asked where it begins, and nothing else: whoever may watch can."""
+    play(daemon, [batch(41, 40, epoch=3), None], [UNAVAILABLE], [batch(41, 41, epoch=3), None])
     async with client.watch() as watch:
         assert short(await take(watch, 1)) == [41]
-    assert [(call.since.epoch, call.since.id) for call in daemon.calls["Watch"]] == [(3, 40), (3, 40)]
+    asked, *followed = daemon.calls["Watch"]
+    assert asked.WhichOneof("start") is None
+    assert [(call.since.epoch, call.since.id) for call in followed] == [(3, 40), (3, 40)]
 
 
 def slice_of(residency: int) -> Any:
