@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvtierd.core import loss
 from kvtierd.core.block import COPY_IN, LEAVING, Block, Copy
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import UPDATED, WATERMARK, WRITE_THROUGH, Cause
+from kvtierd.core.events import CAPACITY, UPDATED, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DEVICE, DISK, HOST, MoveId, Tier
 from kvtierd.core.outcome import MoveResult
@@ -16,6 +16,9 @@ from kvtierd.core.policy import Edge, WritePolicy
 from kvtierd.core.recorder import Transfer
 from kvtierd.core.slots import SLOT_RETIRING
 from kvtierd.core.tickets import FetchTicket
+
+_BACKGROUND: Final = (WRITE_THROUGH, WATERMARK)
+"""Causes of copies that nobody waits for, and that leave their source where it is."""
 
 
 @dataclass(slots=True)
@@ -134,7 +137,7 @@ class Flights:
             self._settle_source(flight)
 
     def _count_background(self, src: Tier, cause: Cause, by: int) -> None:
-        if cause in (WRITE_THROUGH, WATERMARK):
+        if cause in _BACKGROUND:
             self.background += by
             self.cleaning[src] += by
 
@@ -160,13 +163,18 @@ class Flights:
     def _arrive(self, flight: Flight, transfer: Transfer) -> None:
         state, block, (src, dst) = self._state, flight.block, flight.edge
         state.arrive(block, dst)
-        if flight.source.phase is LEAVING or self._promoted(flight):
+        cause = flight.cause
+        if flight.source.phase is LEAVING:
+            state.detach(block, src)
+            if cause in _BACKGROUND:
+                cause = CAPACITY  # it would have stayed, had its slot not been wanted since
+        elif self._promoted(flight):
             state.detach(block, src)
         if flight.purge:
             for tier in state.above[dst]:
                 if self._idle(block, tier):
                     state.detach(block, tier)
-        state.recorder.change(UPDATED, flight.cause, state.group, block, transfer)
+        state.recorder.change(UPDATED, cause, state.group, block, transfer)
         state.reconsider(block)
 
     def _promoted(self, flight: Flight) -> bool:

@@ -487,8 +487,9 @@ class GroupState:
             self._priorities.carry_up(parent, None, block.priority, cause)
         self.reconsider(block)
 
-    def remove(self, block: Block, cause: Cause) -> None:
-        """Takes a block without indexed children out of the index and gives up its copies."""
+    def remove(self, block: Block, cause: Cause, *, with_parent: bool = False) -> None:
+        """Takes a block without indexed children out of the index and gives up its copies. ``with_parent``: its parent
+        goes next, so no priority falls that anybody could see."""
         if block.first_child is not None:
             raise InvariantViolation(f"block {block.id} is removed before its children")
         for tier in self.tiers:
@@ -508,14 +509,15 @@ class GroupState:
         self.recorder.change(REMOVED, cause, self.group, block)
         if block.parent is not None:
             block.parent.remove_child(block)
-            self._priorities.carry_up(block.parent, block.priority, None, cause)
+            if not with_parent:
+                self._priorities.carry_up(block.parent, block.priority, None, cause)
             self.reconsider(block.parent)
 
     def remove_subtree(self, block: Block, cause: Cause, below: Cause) -> int:
         """Removes a block and everything under it, children first. Returns how many."""
         order = self.subtree(block)
         for member in reversed(order):
-            self.remove(member, cause if member is block else below)
+            self.remove(member, cause if member is block else below, with_parent=member is not block)
         return len(order)
 
     def subtree(self, block: Block) -> list[Block]:

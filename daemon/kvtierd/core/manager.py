@@ -128,7 +128,7 @@ class BlockManager:
         """What takes long of :meth:`open`. It touches nothing but this manager, so while nobody else knows that, it may
         be any thread's.
 
-        ``recovered``: parents before children, least recently used first among the rest. A cache that existed before
+        ``recovered``: parents before children, least recently used first among the rest. A cache of an earlier life
         (``restarted``) is announced as cleared first, so that events alone stay the truth over a restart.
         """
         clear = (Cause.LOST if unclean else Cause.SHUTDOWN) if restarted else None

@@ -307,10 +307,8 @@ class Room:
         state = self._state
         stuck = [b for b in state.index if (c := b.copy(tier)) is not None and c.still and b.claims == 0]
         for block in sorted(stuck, key=lambda block: block.rank):
-            members = state.subtree(block)
-            if all(self._unused(member) for member in members):
-                for member in reversed(members):
-                    state.remove(member, CAPACITY)
+            if all(map(self._unused, state.subtree(block))):
+                state.remove_subtree(block, CAPACITY, CAPACITY)
                 return True
         return False
 

@@ -53,7 +53,8 @@ class Stores:
 @dataclass(slots=True, frozen=True)
 class Plan:
     """A cache that is to be. ``stored``: it is on disk already; ``unclean``: since a life that did not end well;
-    ``old``: whose leases are to be honoured where its memory is still there; None where it is to have fresh memory."""
+    ``cold``: it cooled in this life, and was announced as cleared then; ``old``: whose leases are to be honoured where
+    its memory is still there; None where it is to have fresh memory."""
 
     name: str
     spec: CacheSpec
@@ -61,11 +62,12 @@ class Plan:
     options: CacheOptions
     stored: bool = False
     unclean: bool = False
+    cold: bool = False
     old: OldLife | None = None
 
     @property
     def restarted(self) -> bool:
-        """It is one of an earlier life."""
+        """There is something left of it."""
         return self.stored or self.old is not None
 
     @property
@@ -159,7 +161,8 @@ class Assembler:
         if plan.restarted:
             arena.rebuild_index(recovered)
         manager = BlockManager(cache, plan.shapes, self._sequencer, plan.options.policy(self._stores.policy))
-        manager.fill(recovered, quarantined, unclean=plan.unclean, restarted=plan.restarted)
+        restarted = plan.restarted and not plan.cold
+        manager.fill(recovered, quarantined, unclean=plan.unclean, restarted=restarted)
         return Parts(arena, host, device, disk, manager, sum(map(len, recovered.values())), left)
 
     def _adopted_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena | None:

@@ -180,7 +180,7 @@ class Catalog:
             if not slots:
                 budgets.slots_for(cold.spec, {})  # says what is missing
             budgets.take(cold.spec, slots)
-            cache = await self._make(Plan(name, cold.spec, slots, cold.options, stored=bool(cold.on_disk)))
+            cache = await self._make(Plan(name, cold.spec, slots, cold.options, stored=bool(cold.on_disk), cold=True))
         except BaseException:
             budgets.take(cold.spec, cold.on_disk)
             raise

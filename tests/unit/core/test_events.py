@@ -77,3 +77,36 @@ def test_copies_alike_are_one_move_up_to_a_limit() -> None:
         (MAX_MOVE_BLOCKS * 4096, MAX_MOVE_BLOCKS),
         (8 * 4096, 8),
     ]
+
+
+def test_a_subtree_goes_without_a_word_on_priorities_that_nobody_could_see() -> None:
+    bench = Bench(device=5)
+    bench.put("r", priority=5)
+    for priority, (parent, name) in enumerate(("ra", "ab", "bc", "cd"), start=10):
+        bench.put(name, under=parent, priority=priority)
+    assert bench.priority("r") == 13
+    told = len(bench.events)
+    bench.drop("a")
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.ANCESTOR, "dcb"),
+        (EventType.REMOVED, Cause.EXPLICIT, "a"),
+        (EventType.UPDATED, Cause.EXPLICIT, "r"),
+    ]
+    assert bench.priority("r") == 5
+
+
+def test_what_was_copied_along_and_then_leaves_for_room_says_so() -> None:
+    bench = Bench(device=2, disk=4)
+    bench.put("ab")
+    told = len(bench.events)
+    bench.reserve(DEVICE, 2)
+    assert {(name, cause) for name, _, _, cause in bench.in_flight()} == {
+        ("a", Cause.WRITE_THROUGH),
+        ("b", Cause.CAPACITY),
+    }
+    bench.land()
+    assert {(cause, name) for _, cause, names in bench.said(told) for name in names} == {
+        (Cause.CAPACITY, "a"),
+        (Cause.CAPACITY, "b"),
+    }
+    assert [bench.where(name) for name in "ab"] == [{DISK}, {DISK}]
