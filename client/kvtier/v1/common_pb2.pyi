@@ -66,64 +66,72 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     CAUSE_COMMIT: _Cause.ValueType  # 1
     """a client committed it"""
     CAUSE_WRITE_THROUGH: _Cause.ValueType  # 2
-    """copied down so that a lower tier is complete"""
+    """copied down so that a lower tier is complete; its source stays"""
     CAUSE_CAPACITY: _Cause.ValueType  # 3
-    """made room"""
+    """made room: it was demoted, or gave up a copy, or was forgotten"""
     CAUSE_WATERMARK: _Cause.ValueType  # 4
-    """kept slots clean ahead of need"""
+    """copied down to keep slots clean ahead of need; its source stays"""
     CAUSE_QUOTA: _Cause.ValueType  # 5
+    """nothing says this: budgets are slots, so a full cache makes room in itself (CAPACITY)"""
     CAUSE_EXPIRED: _Cause.ValueType  # 6
+    """its retention ended; of a cleared group: nobody had the cache open for too long"""
     CAUSE_DEMAND: _Cause.ValueType  # 7
-    """an acquire wanted it higher"""
+    """an acquire wanted it in another tier, or brought a new retention"""
     CAUSE_PREFETCH: _Cause.ValueType  # 8
-    """a move asked for it ahead of need"""
+    """a move asked for it in a faster tier ahead of need"""
     CAUSE_EXPLICIT: _Cause.ValueType  # 9
-    """a drop or a demotion by call"""
+    """by call: a drop, a demotion, a new retention; a cache opened or removed"""
     CAUSE_RESET: _Cause.ValueType  # 10
     CAUSE_CORRUPT: _Cause.ValueType  # 11
     """its bytes failed verification"""
     CAUSE_IO_ERROR: _Cause.ValueType  # 12
-    """its device failed"""
+    """its tier failed for longer than the grace period"""
     CAUSE_ANCESTOR: _Cause.ValueType  # 13
-    """its prefix was lost"""
+    """its prefix was dropped or lost"""
     CAUSE_LOST: _Cause.ValueType  # 14
-    """its tier was lost"""
+    """of a cleared group: the daemon had ended without a clean stop; told at the next start"""
     CAUSE_SHUTDOWN: _Cause.ValueType  # 15
+    """of a cleared group: the daemon was stopped; told at the next start"""
     CAUSE_RECOVERED: _Cause.ValueType  # 16
-    """found on disk at start"""
+    """found at a start, or where a cold cache is opened: on disk, or in memory that was kept"""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
-    """Why a residency, a priority or an existence changed."""
+    """Why a residency, a priority or an existence changed. A change of one block may change the effective priority of those
+    that it stands on: the events of these have the same cause.
+    """
 
 CAUSE_UNSPECIFIED: Cause.ValueType  # 0
 CAUSE_COMMIT: Cause.ValueType  # 1
 """a client committed it"""
 CAUSE_WRITE_THROUGH: Cause.ValueType  # 2
-"""copied down so that a lower tier is complete"""
+"""copied down so that a lower tier is complete; its source stays"""
 CAUSE_CAPACITY: Cause.ValueType  # 3
-"""made room"""
+"""made room: it was demoted, or gave up a copy, or was forgotten"""
 CAUSE_WATERMARK: Cause.ValueType  # 4
-"""kept slots clean ahead of need"""
+"""copied down to keep slots clean ahead of need; its source stays"""
 CAUSE_QUOTA: Cause.ValueType  # 5
+"""nothing says this: budgets are slots, so a full cache makes room in itself (CAPACITY)"""
 CAUSE_EXPIRED: Cause.ValueType  # 6
+"""its retention ended; of a cleared group: nobody had the cache open for too long"""
 CAUSE_DEMAND: Cause.ValueType  # 7
-"""an acquire wanted it higher"""
+"""an acquire wanted it in another tier, or brought a new retention"""
 CAUSE_PREFETCH: Cause.ValueType  # 8
-"""a move asked for it ahead of need"""
+"""a move asked for it in a faster tier ahead of need"""
 CAUSE_EXPLICIT: Cause.ValueType  # 9
-"""a drop or a demotion by call"""
+"""by call: a drop, a demotion, a new retention; a cache opened or removed"""
 CAUSE_RESET: Cause.ValueType  # 10
 CAUSE_CORRUPT: Cause.ValueType  # 11
 """its bytes failed verification"""
 CAUSE_IO_ERROR: Cause.ValueType  # 12
-"""its device failed"""
+"""its tier failed for longer than the grace period"""
 CAUSE_ANCESTOR: Cause.ValueType  # 13
-"""its prefix was lost"""
+"""its prefix was dropped or lost"""
 CAUSE_LOST: Cause.ValueType  # 14
-"""its tier was lost"""
+"""of a cleared group: the daemon had ended without a clean stop; told at the next start"""
 CAUSE_SHUTDOWN: Cause.ValueType  # 15
+"""of a cleared group: the daemon was stopped; told at the next start"""
 CAUSE_RECOVERED: Cause.ValueType  # 16
-"""found on disk at start"""
+"""found at a start, or where a cold cache is opened: on disk, or in memory that was kept"""
 global___Cause = Cause
 
 class _BlockResult:

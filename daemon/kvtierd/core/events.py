@@ -31,7 +31,7 @@ UPDATED: Final = EventType.UPDATED
 
 
 class Cause(IntEnum):
-    """Why. Values are the wire's (``kvtier.v1.Cause``)."""
+    """Why. Values are the wire's (``kvtier.v1.Cause``), which says what each means."""
 
     COMMIT = 1
     WRITE_THROUGH = 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.core.manager import BlockManager
@@ -82,7 +84,7 @@ def test_copies_alike_are_one_move_up_to_a_limit() -> None:
 def test_a_subtree_goes_without_a_word_on_priorities_that_nobody_could_see() -> None:
     bench = Bench(device=5)
     bench.put("r", priority=5)
-    for priority, (parent, name) in enumerate(("ra", "ab", "bc", "cd"), start=10):
+    for priority, (parent, name) in enumerate(pairwise("rabcd"), start=10):
         bench.put(name, under=parent, priority=priority)
     assert bench.priority("r") == 13
     told = len(bench.events)

@@ -1,0 +1,352 @@
+"""Every type and cause of event, over every tier and edge that can have it, each driven by hand on a real daemon.
+
+After every step the books that are kept by events alone say the same as the daemon's own listing, of residency and of
+priority and in both directions, and no event has said anything that was so before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise, permutations
+from typing import Final, TypeVar
+
+import pytest
+
+from kvtier import AsyncClient, BlockResult, Cache, CacheOptions, Cause, EventType, Tier, WritePolicy, connect
+from kvtier.causes import MEANINGS
+from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
+from tests.integration.books import Books, Told, moved
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.stored import stored_in
+from tests.integration.test_cache_life import cooled
+from tests.integration.test_disk_faults import flip_a_bit
+from tests.integration.waiting import eventually
+
+DEVICE, HOST, DISK = Tier
+EVERY: Final = DEVICE.bit | HOST.bit | DISK.bit
+SLOTS: Final = {"device": 24, "host": 24, "disk": 48}
+SMALL: Final = sizes(device=6, host=6, disk=12)
+
+Test = TypeVar("Test", bound=Callable[..., object])
+Wanted = Callable[[Told], bool]
+
+NOT_DRIVEN: Final = {
+    Cause.QUOTA: "slots are given out when a cache is opened, so a full cache makes room in itself: capacity",
+}
+"""Causes that nothing says, and why."""
+
+_driven: Final[dict[Cause, set[EventType]]] = {}
+
+
+def drives(*said: tuple[EventType, Cause]) -> Callable[[Test], Test]:
+    """What a test asserts to have been told of."""
+    for type, cause in said:
+        _driven.setdefault(cause, set()).add(type)
+    return lambda test: test
+
+
+STORED, REMOVED, UPDATED = EventType.STORED, EventType.REMOVED, EventType.UPDATED
+CREATED, CLEARED = EventType.CREATED, EventType.CLEARED
+
+
+@asynccontextmanager
+async def kept(daemon: DaemonProcess) -> AsyncIterator[tuple[AsyncClient, Books]]:
+    async with await connect(daemon.address) as client, Books(client) as books:
+        yield client, books
+
+
+async def put(cache: Cache, name: str, count: int = 1, *, tier: Tier = DEVICE, priorities: int = 35) -> list[bytes]:
+    keys = chain(f"{cache.name} {name}", count)
+    assert set(await cache.put(keys, blocks(keys), tier=tier, priorities=priorities)) == {BlockResult.OK}
+    return keys
+
+
+async def move(cache: Cache, keys: Sequence[bytes], to: Tier) -> None:
+    assert set(await cache.move(keys, to)) == {BlockResult.OK}
+
+
+async def hold(cache: Cache, keys: Sequence[bytes], tier: Tier) -> None:
+    """Acquired, and let go of."""
+    async with cache.acquire(keys, tier, min_blocks=len(keys)):
+        pass
+
+
+def is_(type: EventType, cause: Cause | None = None, *, before: int = 0, after: int = 0) -> Wanted:
+    """Which changes are of the type and cause, from and to residencies with at least these tiers."""
+
+    def wanted(told: Told) -> bool:
+        same = told.type is type and cause in (None, told.cause)
+        return same and told.before & before == before and told.after & after == after
+
+    return wanted
+
+
+async def say(books: Books, *said: tuple[EventType, Cause, int, int]) -> None:
+    """That each of these has been told of: type, cause, and tiers that the block was in before and is in after."""
+    await books.causes(lambda told: True)
+    for type, cause, before, after in said:
+        assert any(is_(type, cause, before=before, after=after)(told) for told in books.told), (
+            f"{type} {cause} {before} {after} is not in {sorted(books.told)}"
+        )
+
+
+@drives((CREATED, Cause.EXPLICIT), (STORED, Cause.COMMIT), (UPDATED, Cause.COMMIT))
+async def test_what_a_commit_does(start_daemon: StartDaemon) -> None:
+    async with kept(start_daemon(**SLOTS)) as (client, books):
+        cache = await client.open_cache("c", SPEC, budgets=SMALL)
+        await books.agree(cache)
+        for tier in (DEVICE, HOST):
+            keys = await put(cache, f"in {tier}", 2, tier=tier)
+            await books.agree(cache)
+            child = chain("more", 1)
+            await cache.put(child, blocks(child), parent=keys[-1], tier=tier, priorities=80)
+            await books.agree(cache)
+            assert await cache.put(child, blocks(child), parent=keys[-1], tier=tier) == [BlockResult.EXISTS]
+            await books.agree(cache)
+            await say(books, (STORED, Cause.COMMIT, 0, tier.bit), (UPDATED, Cause.COMMIT, tier.bit, tier.bit))
+            await cache.drop(child)
+        await say(books, (CREATED, Cause.EXPLICIT, 0, 0))
+
+
+@drives((UPDATED, Cause.DEMAND), (UPDATED, Cause.PREFETCH), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.WRITE_THROUGH))
+async def test_every_edge_up_and_down_by_call(start_daemon: StartDaemon) -> None:
+    async with kept(start_daemon(**SLOTS)) as (client, books):
+        cache = await client.open_cache("c", SPEC, budgets=SMALL)
+        for src, dst in permutations(Tier, 2):
+            keys = await put(cache, f"from {src} to {dst}", 2)
+            await move(cache, keys, src)
+            await books.agree(cache)
+            await move(cache, keys[1:], dst)
+            await books.agree(cache)
+            cause = Cause.PREFETCH if dst < src else Cause.EXPLICIT
+            assert cause in await books.causes(moved(src, dst)), (src, dst)
+            await cache.drop(keys[:1])
+        for src, dst in ((HOST, DEVICE), (DISK, DEVICE), (DISK, HOST), (DEVICE, HOST)):
+            keys = await put(cache, f"wanted from {src} in {dst}", 2)
+            await move(cache, keys, src)
+            await hold(cache, keys, dst)
+            await books.agree(cache)
+            assert Cause.DEMAND in await books.causes(moved(src, dst)), (src, dst)
+            await cache.drop(keys[:1])
+        keys = await put(cache, "takes its parent along", 2)
+        await move(cache, keys[1:], DISK)
+        await books.agree(cache)
+        await say(books, (UPDATED, Cause.WRITE_THROUGH, DEVICE.bit, DEVICE.bit | DISK.bit))
+        await hold(cache, keys, DEVICE)
+        await move(cache, keys, DISK)  # which is there: only the copies above go
+        await books.agree(cache)
+        await say(books, (UPDATED, Cause.EXPLICIT, DEVICE.bit | DISK.bit, DISK.bit))
+
+
+@drives((REMOVED, Cause.EXPLICIT), (REMOVED, Cause.ANCESTOR), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.EXPIRED))
+async def test_drops_and_retention_in_every_tier(start_daemon: StartDaemon) -> None:
+    async with kept(start_daemon(**SLOTS)) as (client, books):
+        cache = await client.open_cache("c", SPEC, budgets=SMALL)
+        for tier in Tier:
+            keys = await put(cache, f"in {tier}", 4)
+            await move(cache, keys, tier)
+            await cache.set_retention(keys[3:], 90)
+            await books.agree(cache)
+            await cache.set_retention(keys[3:], 90)  # as it is: nothing to tell
+            await cache.set_retention(keys[:1], 50)  # its child has more: nothing to see
+            await books.agree(cache)
+            await cache.set_retention(keys[3:], 60, 0.01)
+            expired = is_(UPDATED, Cause.EXPIRED, before=tier.bit, after=tier.bit)
+            await eventually(lambda: books.causes(expired), bool)  # noqa: B023
+            await books.agree(cache)
+            await cache.pin(keys[2:3], tier)
+            assert (await cache.drop(keys)).dropped == 1
+            await cache.unpin(keys[2:3], tier)
+            await books.agree(cache)
+            await cache.drop(keys[1:2])
+            await books.agree(cache)
+            await say(
+                books,
+                (UPDATED, Cause.EXPLICIT, tier.bit, tier.bit),
+                (REMOVED, Cause.EXPLICIT, tier.bit, 0),
+                (REMOVED, Cause.ANCESTOR, tier.bit, 0),
+            )
+            await cache.drop(keys[:1])
+
+
+@drives((REMOVED, Cause.RESET), (UPDATED, Cause.RESET))
+async def test_a_reset_and_what_it_leaves(start_daemon: StartDaemon) -> None:
+    async with kept(start_daemon(**SLOTS)) as (client, books):
+        cache = await client.open_cache("c", SPEC, budgets=SMALL)
+        for tier in Tier:
+            await move(cache, await put(cache, f"in {tier}", 2), tier)
+        keys = await put(cache, "held", 1)
+        more = chain("important", 1)
+        await cache.put(more, blocks(more), parent=keys[0], priorities=90)
+        async with cache.acquire(keys):
+            await cache.reset(force=True)
+            await books.agree(cache)
+        await cache.reset()
+        await books.agree(cache)
+        await say(books, *((REMOVED, Cause.RESET, tier.bit, 0) for tier in Tier), (UPDATED, Cause.RESET, 1, 1))
+
+
+@drives((UPDATED, Cause.CAPACITY), (REMOVED, Cause.CAPACITY))
+@pytest.mark.parametrize("tiers", [(DEVICE, HOST, DISK), (DEVICE, DISK), (HOST, DISK), (DEVICE, HOST), (DEVICE,)])
+async def test_room_is_made_in_every_tier(start_daemon: StartDaemon, tiers: tuple[Tier, ...]) -> None:
+    async with kept(start_daemon(**SLOTS)) as (client, books):
+        few = {str(tier): 4 for tier in tiers}
+        cache = await client.open_cache("c", SPEC, budgets=sizes(**few))
+        longest = 3 if len(tiers) > 1 else 1  # a put that is stored in pieces may lose the first to the next
+        for number in range(4 * len(tiers) + 4):
+            await put(cache, str(number), 1 + number % longest, tier=tiers[0], priorities=35 + number % 2)
+        await books.agree(cache)
+        for src, dst in pairwise(tiers):
+            assert Cause.CAPACITY in await books.causes(moved(src, dst)), (src, dst)
+        await say(books, (REMOVED, Cause.CAPACITY, tiers[-1].bit, 0))
+        if len(tiers) > 1:  # what is below as well goes without a copy
+            keys = await put(cache, "twice", 1, tier=tiers[0])
+            await move(cache, keys, tiers[1])
+            await hold(cache, keys, tiers[0])
+            for number in range(4):
+                await put(cache, f"again {number}", 1, tier=tiers[0])
+            await books.agree(cache)
+
+
+@drives((UPDATED, Cause.WRITE_THROUGH))
+@pytest.mark.parametrize("policy", [WritePolicy.THROUGH, WritePolicy.SELECTIVE])
+async def test_what_is_written_down_by_policy(start_daemon: StartDaemon, policy: WritePolicy) -> None:
+    async with kept(start_daemon(**SLOTS)) as (client, books):
+        cache = await client.open_cache("c", SPEC, budgets=SMALL, options=CacheOptions(write_policy=policy))
+        for tier in (DEVICE, HOST):
+            keys = await put(cache, f"in {tier}", 2, tier=tier)
+            await hold(cache, keys, tier)
+            await eventually(lambda: books.causes(moved(tier, DISK)), bool)  # noqa: B023
+            await books.agree(cache)
+            assert await books.causes(moved(tier, DISK)) == {Cause.WRITE_THROUGH}
+
+
+@drives((UPDATED, Cause.WATERMARK))
+async def test_slots_are_kept_clean(start_daemon: StartDaemon) -> None:
+    flags = ("--clean-low-fraction", "0.5", "--clean-high-fraction", "0.8")
+    async with kept(start_daemon(*flags, **SLOTS)) as (client, books):
+        for name, below in (("with-host", HOST), ("without-host", DISK)):
+            budgets = sizes(device=8, host=8) if below is HOST else sizes(device=8, disk=8)
+            cache = await client.open_cache(name, SPEC, budgets=budgets)
+            for number in range(7):
+                await put(cache, str(number))
+            await eventually(lambda: books.causes(moved(DEVICE, below)), bool)  # noqa: B023
+            await books.agree(cache)
+            assert await books.causes(moved(DEVICE, below)) == {Cause.WATERMARK}
+
+
+@drives((REMOVED, Cause.CORRUPT), (REMOVED, Cause.ANCESTOR))
+async def test_bytes_that_are_not_what_they_were(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with kept(daemon) as (client, books):
+        cache = await client.open_cache("c", SPEC, budgets=SMALL)
+        keys = await put(cache, "rots", 4)
+        await move(cache, keys, DISK)
+        await hold(cache, keys[:1], DEVICE)
+        flip_a_bit(daemon, keys[1])
+        assert len(await cache.get(keys)) == 1
+        await books.agree(cache)
+        await say(books, (REMOVED, Cause.CORRUPT, DISK.bit, 0), (REMOVED, Cause.ANCESTOR, DISK.bit, 0))
+
+
+@drives((REMOVED, Cause.IO_ERROR), (UPDATED, Cause.IO_ERROR), (REMOVED, Cause.ANCESTOR))
+async def test_a_disk_that_is_given_up(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--tier-grace", "200ms", **SLOTS)
+    async with kept(daemon) as (client, books):
+        cache = await client.open_cache("c", SPEC)
+        both = await put(cache, "above as well", 2)
+        await move(cache, both, DISK)
+        await hold(cache, both, DEVICE)
+        only = await put(cache, "only there", 4)
+        await move(cache, only, DISK)
+        child = chain("under it, in memory", 1)
+        await cache.put(child, blocks(child), parent=both[-1])
+        await books.agree(cache)
+        slab = daemon.disk_dir / "caches" / "c" / "group-0.slab"
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (SLOT_BYTES, hard))
+        os.truncate(slab, 0)
+        assert await cache.get(only) == []
+        await eventually(client.stats, lambda stats: any("out of service" in each for each in stats.problems))
+        await books.agree(cache)
+        await say(
+            books,
+            (REMOVED, Cause.IO_ERROR, DISK.bit, 0),
+            (UPDATED, Cause.IO_ERROR, DEVICE.bit | DISK.bit, DEVICE.bit),
+        )
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        await eventually(client.stats, lambda stats: not stats.problems)
+        await move(cache, await put(cache, "again", 2), DISK)
+        await books.agree(cache)
+
+
+@drives((CLEARED, Cause.SHUTDOWN), (CREATED, Cause.RECOVERED), (STORED, Cause.RECOVERED), (CLEARED, Cause.LOST))
+@pytest.mark.parametrize("cause", [Cause.SHUTDOWN, Cause.LOST])
+async def test_a_restart(start_daemon: StartDaemon, cause: Cause) -> None:
+    daemon = start_daemon(**SLOTS)
+    async with kept(daemon) as (client, books):
+        cache = await client.open_cache("on-disk", SPEC, budgets=SMALL)
+        memory = await client.open_cache("in-memory", SPEC, budgets=sizes(device=4, host=4))
+        await move(cache, await put(cache, "kept", 2), DISK)
+        raised = await put(cache, "raised", 2)
+        await cache.set_retention(raised[1:], 80)
+        await move(cache, raised, DISK)
+        await put(cache, "not kept", 2)
+        await put(memory, "not kept", 2)
+        await books.agree(cache, memory)
+        await asyncio.to_thread(daemon.kill if cause is Cause.LOST else daemon.stop)
+        recorded = len(stored_in(daemon.disk_dir / "caches" / "on-disk"))
+        await asyncio.to_thread(daemon.start)
+        await books.agree(cache)
+        assert not books.has("in-memory")
+        assert bool(books.gaps) is (cause is Cause.LOST)
+        await say(
+            books,
+            (CLEARED, cause, DEVICE.bit, 0),
+            (CREATED, Cause.RECOVERED, 0, 0),
+            (STORED, Cause.RECOVERED, 0, DISK.bit),
+        )
+        assert (
+            sum(n for told, n in books.told.items() if told.cause is Cause.RECOVERED and told.type is STORED)
+            == recorded
+        )
+
+
+@drives((CLEARED, Cause.EXPIRED), (CLEARED, Cause.EXPLICIT), (CREATED, Cause.EXPLICIT), (STORED, Cause.RECOVERED))
+async def test_a_cache_that_cools_is_warmed_and_removed(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--idle-ttl", "200ms", **SLOTS)
+    async with kept(daemon) as (client, books):
+        cache = await client.open_cache("c", SPEC, budgets=SMALL)
+        await move(cache, await put(cache, "kept", 2), DISK)
+        await put(cache, "low", 1, priorities=1)
+        await cache.close()
+        await cooled(client, "c")
+        await say(books, (CLEARED, Cause.EXPIRED, 0, 0))
+        assert not books.has("c")
+        warm = await client.open_cache("c", SPEC)
+        await books.agree(warm)
+        await say(books, (STORED, Cause.RECOVERED, 0, DISK.bit))
+        assert await books.causes(is_(CLEARED)) == {Cause.EXPIRED}
+        await warm.close()
+        await client.remove_cache("c", force=True)
+        await books.causes(lambda told: True)
+        assert not books.has("c")
+        assert await books.causes(is_(CLEARED)) >= {Cause.EXPLICIT}
+
+
+def test_every_cause_is_driven_or_has_a_reason_not_to_be() -> None:
+    assert set(_driven) | set(NOT_DRIVEN) == set(Cause)
+    assert not set(_driven) & set(NOT_DRIVEN)
+
+
+def test_the_words_for_causes_are_of_what_events_say() -> None:
+    """A cause has words for changes if a change has it, and for endings if an ending has it."""
+    for cause, meaning in MEANINGS.items():
+        said = _driven.get(cause, set())
+        assert bool(meaning.gone) is bool(said & {REMOVED, CLEARED}), cause
+        assert bool(meaning.change) is bool(said & {STORED, UPDATED}) or cause in (Cause.CORRUPT, Cause.ANCESTOR), cause
+    assert set(MEANINGS) == set(Cause)
