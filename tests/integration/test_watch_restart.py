@@ -16,6 +16,7 @@ import pytest
 from kvtier import (
     AsyncClient,
     Cache,
+    Cause,
     Cursor,
     CursorCompacted,
     Event,
@@ -33,7 +34,7 @@ from kvtier import (
 from kvtier.events import WatchItem
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
-from tests.integration.waiting import PATIENCE_S
+from tests.integration.waiting import PATIENCE_S, eventually
 from tests.integration.witness import Witness
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
@@ -143,6 +144,27 @@ async def test_an_older_cursor_goes_on_too(daemon: DaemonProcess, client: AsyncC
             items = await up_to(watch, end)
         assert [item.event_id for item in items if isinstance(item, Event)] == list(range(cursor.id + 1, end.id + 1))
         assert len(items) == end.id - cursor.id, "and nothing else: no gap"
+
+
+@BOTH
+async def test_one_block_s_life_is_told_over_a_restart_without_those_of_others(
+    daemon: DaemonProcess, client: AsyncClient, restart: Restart
+) -> None:
+    cache = await on_disk(client, "first")
+    await eventually(client.stats, lambda stats: stats.event_log.newest_id >= stats.last_event_id)
+    await restart(daemon)
+    await cache.get(chain("first", 6))
+    key = chain("first", 6)[4]
+    async with client.watch(oldest=True, keys=[key.hex()[:16]], heartbeats=True, heartbeat_s=0.05) as watch:
+        items = await up_to(watch, await now(client))
+    events = [item for item in items if isinstance(item, Event)]
+    assert {tuple(event.keys) for event in events} == {(), (key,)}
+    assert {event.type for event in events if not event.keys} == {EventType.CREATED, EventType.CLEARED}
+    told = [(event.type, event.cause) for event in events if event.keys]
+    assert told[0] == (EventType.STORED, Cause.COMMIT)
+    assert (EventType.STORED, Cause.RECOVERED) in told
+    assert told[-1][1] is Cause.DEMAND
+    assert [item.reason for item in items if isinstance(item, Gap)] == ["unclean-stop"] * (restart is uncleanly)
 
 
 async def test_without_a_log_an_older_cursor_is_compacted_after_a_clean_stop(start_daemon: StartDaemon) -> None:
