@@ -19,8 +19,9 @@ Shapes: TensorRT-LLM's ``KVCacheEventSerializer`` of 2026.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Final, Protocol
 
 from kvtier.abi.block_tokens import BlockTokens
@@ -30,7 +31,10 @@ KEYS_ALONE: Final = "kvtier_key"
 WHOLE_WINDOW: Final = 2**31 - 1
 
 EVENT_WEIGHT: Final = 1024
-"""An event is closed once it has so many blocks and tokens: 60 bytes of JSON each."""
+"""An event is closed once it has so many tokens or hashes: about 60 KB, and a millisecond of whoever makes it."""
+
+BLOCK_WEIGHT: Final = 8
+"""A stored block counts as so many tokens, besides those that it has."""
 
 _NO_TOKENS: Final = BlockTokens(())
 _NUMBER_BYTES: Final = 8
@@ -72,7 +76,9 @@ class OfBlocks(OfGroup, Protocol):
     @property
     def packed_parent_hashes(self) -> bytes: ...
     @property
-    def tokens(self) -> Sequence[BlockTokens]: ...
+    def tokens(self) -> Iterable[BlockTokens]:
+        """False where there are none of any block."""
+        ...
 
 
 @dataclass(slots=True)
@@ -149,15 +155,16 @@ class TrtllmTeller:
                 yield self._envelope(group, _chain_json(chain))
                 chain, weight = [], 0
             chain.append(block)
-            weight += 1 + len(block.tokens.token_ids)
+            weight += BLOCK_WEIGHT + len(block.tokens.token_ids)
         if chain:
             yield self._envelope(group, _chain_json(chain))
 
     def updated(self, of: OfBlocks, moved_from: int | None) -> Iterator[Json]:
         """``moved_from``: the cache level that a move took them from; None = it was no move."""
-        group, keys = self._group(of), _cut(of.packed_keys, KEY_BYTES)
-        hashes = _hashes(of.event_hash, of.packed_hashes, keys)
-        for key, hash, residency, priority in zip(keys, hashes, of.residency, of.priorities, strict=True):
+        group = self._group(of)
+        hashes = _hashes(of.event_hash, of.packed_hashes, of.packed_keys)
+        rows = zip(_cut(of.packed_keys), hashes, of.residency, of.priorities, strict=True)
+        for key, hash, residency, priority in rows:
             if hash is None:
                 continue
             level = _fastest(residency)
@@ -169,9 +176,9 @@ class TrtllmTeller:
 
     def removed(self, of: OfBlocks) -> Iterator[Json]:
         """They left the index."""
-        group, keys = self._group(of), _cut(of.packed_keys, KEY_BYTES)
-        hashes = [hash for hash in _hashes(of.event_hash, of.packed_hashes, keys) if hash is not None]
-        for key in keys:
+        group = self._group(of)
+        hashes = [hash for hash in _hashes(of.event_hash, of.packed_hashes, of.packed_keys) if hash is not None]
+        for key in _cut(of.packed_keys):
             group.blocks.pop(key, None)
         yield from self._removed(group, hashes)
 
@@ -213,33 +220,34 @@ class TrtllmTeller:
 
 
 def _blocks(of: OfBlocks) -> Iterator[_Stored]:
-    keys, parents = _cut(of.packed_keys, KEY_BYTES), _cut(of.packed_parents, KEY_BYTES)
+    """Each as it is asked for: whoever makes events of many can pause between them."""
+    above = _hashes(of.event_hash, of.packed_parent_hashes, of.packed_parents)
     # The key of a root's parent is all zeros, as is the hash of a parent without one: none, both of them.
-    above = _hashes(of.event_hash, of.packed_parent_hashes, parents)
-    parent_hashes = [None if parent == _ROOT else hash for parent, hash in zip(parents, above, strict=True)]
-    yield from map(
+    parents = zip(_cut(of.packed_parents), above, strict=True)
+    return map(
         _Stored,
-        keys,
-        parents,
-        _hashes(of.event_hash, of.packed_hashes, keys),
-        parent_hashes,
+        _cut(of.packed_keys),
+        _cut(of.packed_parents),
+        _hashes(of.event_hash, of.packed_hashes, of.packed_keys),
+        (None if parent == _ROOT else hash for parent, hash in parents),
         map(_fastest, of.residency),
         of.priorities,
-        of.tokens or [_NO_TOKENS] * len(keys),
+        of.tokens or repeat(_NO_TOKENS),
     )
 
 
-def _hashes(algorithm: str, packed: bytes, keys: Sequence[bytes]) -> list[Hash | None]:
+def _hashes(algorithm: str, packed: bytes, packed_keys: bytes) -> Iterator[Hash | None]:
     """One a key; None for those that have none."""
     if not algorithm:
-        return [key.hex() for key in keys]
-    size = len(packed) // max(1, len(keys))
-    raw = (packed[place * size : (place + 1) * size] for place in range(len(keys)))
-    return [_hash(each) if any(each) else None for each in raw]
+        return (key.hex() for key in _cut(packed_keys))
+    count = len(packed_keys) // KEY_BYTES
+    size = len(packed) // max(1, count)
+    raw = (packed[place * size : (place + 1) * size] for place in range(count))
+    return (_hash(each) if any(each) else None for each in raw)
 
 
-def _cut(packed: bytes, size: int) -> list[bytes]:
-    return [packed[place : place + size] for place in range(0, len(packed), size)]
+def _cut(packed_keys: bytes) -> Iterator[bytes]:
+    return (packed_keys[place : place + KEY_BYTES] for place in range(0, len(packed_keys), KEY_BYTES))
 
 
 def _hash(raw: bytes) -> Hash:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +58,12 @@ class _Told:
     priorities: bytes
     packed_parents: bytes
     packed_parent_hashes: bytes
-    tokens: Sequence[BlockTokens]
+    packed_tokens: Sequence[events_pb2.BlockTokens]
+
+    @property
+    def tokens(self) -> Iterable[BlockTokens]:
+        """Unpacked as they are asked for: all at once they would hold up the loop."""
+        return map(_unpacked, self.packed_tokens) if self.packed_tokens else ()
 
     @classmethod
     def of(cls, message: events_pb2.Event | events_pb2.SnapshotSlice) -> _Told:
@@ -72,7 +77,7 @@ class _Told:
             message.priorities,
             message.parents,
             message.parent_hashes,
-            [_unpacked(each) for each in message.tokens],
+            message.tokens,
         )
 
 
