@@ -319,7 +319,9 @@ class _Tracked:
 
 def _track(pasts: dict[bytes, _Tracked], event: Event, prefix: bytes) -> None:
     place = (event.cache, event.group)
-    if event.type in (EventType.CREATED, EventType.CLEARED):
+    if event.type is EventType.CREATED:
+        return  # after a restart it comes before the clearing, which has the cause
+    if event.type is EventType.CLEARED:
         for tracked in pasts.values():
             before = tracked.residency.get(place, 0)
             if before:

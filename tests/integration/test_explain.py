@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from typing import Any
 
 import pytest
 
-from kvtier import AsyncClient, Cache, Cause, Client, EventType, InvalidArgument, NotFound, Tier
+from kvtier import AsyncClient, Cache, Cause, Client, EventType, InvalidArgument, NotFound, Tier, connect
 from kvtier.cli.explain import GONE, UNKNOWN, page
 from kvtier.explaining import BlockExplained, CopyExplained, CopyState, Departure, Explanation, Obstacle, Precision
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.load import CHAIN_BLOCKS, Load
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
 
@@ -232,3 +234,43 @@ def test_the_synchronous_client_explains_alike(daemon: DaemonProcess, name: str)
         told = client.explain(keys[0].hex(), cache=name)
         assert told.state == "stored"
         assert [each.cause for each in told.past or ()] == [Cause.COMMIT]
+
+
+async def test_its_past_outlives_the_daemon(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=4, disk=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        stays, goes = chain("stays", 1), chain("goes", 1)
+        for keys in (stays, goes):
+            await cache.put(keys, blocks(keys))
+        await cache.move(stays, Tier.DISK)
+        await asyncio.to_thread(daemon.stop)
+        await asyncio.to_thread(daemon.start)
+        kept, lost = await client.explain(stays[0]), await client.explain(goes[0])
+    assert steps(kept) == [
+        (EventType.STORED, Cause.COMMIT, 0, Tier.HOST.bit),
+        (EventType.UPDATED, Cause.EXPLICIT, Tier.HOST.bit, Tier.DISK.bit),
+        (EventType.CLEARED, Cause.SHUTDOWN, Tier.DISK.bit, 0),
+        (EventType.STORED, Cause.RECOVERED, 0, Tier.DISK.bit),
+    ]
+    assert (lost.state, [end.cause for end in lost.endings()]) == ("gone", [Cause.SHUTDOWN])
+
+
+async def test_while_everything_moves_answers_are_whole(daemon: DaemonProcess, client: AsyncClient, name: str) -> None:
+    """Under the daemon's own checks, which a look at the order of eviction must not upset."""
+    await client.open_cache(name, SPEC, budgets=sizes(device=24, host=32, disk=64))
+    seen: set[str] = set()
+    async with Load(daemon.address, name, chains=12, workers=3, seed=7) as load:
+        for number in range(150):
+            key = chain(f"{name}/{number % 12}", CHAIN_BLOCKS)[number % CHAIN_BLOCKS]
+            told = await client.explain(key, cache=name, past=False)
+            seen.add(told.state)
+            for block in told.blocks:
+                ready = {copy.tier for copy in block.copies if copy.state is not CopyState.FILLING}
+                assert sum(tier.bit for tier in ready) == block.residency
+                for copy in block.copies:
+                    going = copy.departure is not Departure.NEVER
+                    assert going or copy.obstacles, f"nothing keeps {copy} and it does not go"
+                    assert copy.precision is Precision.UNKNOWN or copy.ahead < copy.unheld_slots
+            load.check()
+    assert "stored" in seen

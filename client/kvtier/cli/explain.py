@@ -100,7 +100,10 @@ def page(told: Explanation, limit: int | None = None) -> Iterator[str]:
     yield click.style(f"block {(told.key or told.asked).hex()}", bold=True)
     for block in told.blocks:
         yield from _now(block, told.time_ns)
-    for end in told.endings():
+    endings = list(told.endings())
+    if told.state == "gone" and not endings:
+        yield "not stored any more; the event that says why is lost"
+    for end in endings:
         yield f"{end.cache}, group {end.group}: {click.style('gone', fg='red')} since {_when(end.time_ns)}"
         yield f"  {why_gone(end.cause)}"
     if told.state == "unknown":
