@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -276,6 +277,28 @@ async def test_who_of_several_has_the_longest_prefix(start_daemon: StartDaemon) 
         await mirrors.mirrors["two"].synced(timeout=PATIENCE_S)
         left = (await caches["two"].match(keys)).blocks
         assert {each.name: each.blocks for each in mirrors.best(keys)} == {"one": 3, "two": left}
+
+
+async def test_a_daemon_that_forgot_everything_is_followed_anew(start_daemon: StartDaemon) -> None:
+    """Its ids begin again: the mirror's cursor lies in a future that will be another one."""
+    daemon = start_daemon(device=8, host=16, disk=32)
+    keys = chain("forgotten", 6)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        async with Mirror(client, ["c"], heartbeat_s=0.1) as mirror:
+            await cache.put(keys, blocks(keys))
+            await cache.drop(keys[4:5])
+            await caught_up(mirror, client)
+            assert mirror.longest_prefix(keys) == 4
+            await asyncio.to_thread(daemon.stop)
+            for directory in (daemon.state_dir, daemon.disk_dir):
+                shutil.rmtree(directory)
+            await asyncio.to_thread(daemon.start)
+            await mirror.synced(timeout=PATIENCE_S)
+            assert (mirror.longest_prefix(keys), mirror.resyncs) == (0, 1)
+            await cache.put(keys[:2], blocks(keys[:2]))
+            await caught_up(mirror, client)
+            assert mirror.longest_prefix(keys) == 2
 
 
 def test_threads_look_without_waiting_for_another(start_daemon: StartDaemon) -> None:
