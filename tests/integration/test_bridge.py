@@ -205,6 +205,24 @@ async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_da
             follower.close()
 
 
+async def test_a_bridge_that_is_followed_by_another_leaves_no_reader_behind(
+    start_daemon: StartDaemon, short_dir: Path
+) -> None:
+    daemon = start_daemon(device=16, host=32, disk=64)
+    places = ("--endpoint", f"ipc://{short_dir}/events", "--replay-endpoint", f"ipc://{short_dir}/replay")
+    async with await connect(daemon.address) as client:
+        cache = await opened(client)
+        with bridge(daemon, *places) as process:
+            follower = process.follower()
+            await some_life(cache, "before")
+            await assert_knows(follower, cache)
+        await some_life(cache, "between")
+        with bridge(daemon, *places, "--heartbeat", "0.2"):
+            await some_life(cache, "after")
+            await assert_knows(follower, cache)
+            follower.close()
+
+
 async def test_tokens_and_hashes_as_routers_want_them(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(device=16, host=32, disk=64)
     ids = list(range(1000, 1000 + 3 * STEP))

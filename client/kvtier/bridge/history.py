@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from typing import Final, NewType
 
 Seq = NewType("Seq", int)
-"""A batch's number: from 0 on, without a hole, as long as a bridge lives."""
+"""A batch's number: without a hole, as long as a bridge lives."""
 
 HISTORY_BYTES: Final = 64 << 20
 """Most bytes of batches that are kept, however many may be; the last one always is."""
 
 
 class History:
-    """Numbers batches as they are added; keeps the last ``steps`` of them."""
+    """Numbers batches as they are added, from ``first`` on; keeps the last ``steps`` of them."""
 
-    def __init__(self, steps: int, max_bytes: int = HISTORY_BYTES) -> None:
+    def __init__(self, steps: int, first: int = 0, max_bytes: int = HISTORY_BYTES) -> None:
         self._steps = steps
         self._max_bytes = max_bytes
         self._payloads: deque[bytes] = deque()
         self._bytes = 0
-        self._next = 0
+        self._next = first
 
     @property
     def next(self) -> Seq:

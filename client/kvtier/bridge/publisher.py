@@ -61,12 +61,18 @@ class Publisher:
     """
 
     def __init__(
-        self, sockets: Sockets, history: History, encode: Encode, everything: Callable[[], Iterable[Step]]
+        self,
+        sockets: Sockets,
+        history: History,
+        encode: Encode,
+        everything: Callable[[], Iterable[Step]],
+        heartbeat_s: float,
     ) -> None:
         self._sockets = sockets
         self._history = history
         self._encode = encode
         self._everything = everything
+        self._heartbeat_s = heartbeat_s
         self._steps: list[Step] = []
         self._told = asyncio.Event()
 
@@ -77,9 +83,18 @@ class Publisher:
             self._told.set()
 
     async def publish(self) -> None:
-        """Publishes what it is told, all of a turn of the loop together, until it is cancelled."""
+        """Publishes what it is told, all of a turn of the loop together, until it is cancelled.
+
+        Where it stays quiet for ``heartbeat_s`` an empty batch goes out: a reader that lost the last one before would
+        not see a hole until something happens.
+        """
         while True:
-            await self._told.wait()
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._told.wait()
+            except TimeoutError:
+                self._send([])
+                continue
             self._told.clear()
             self._flush()
 
@@ -103,9 +118,12 @@ class Publisher:
     def _flush(self) -> None:
         steps, self._steps = self._steps, []
         for events in batches(steps):
-            payload = self._encode(events)
-            number = self._history.add(payload)
-            self._sockets.pub.send_multipart([self._sockets.topic, _packed(number), payload])
+            self._send(events)
+
+    def _send(self, events: Sequence[VllmEvent]) -> None:
+        payload = self._encode(events)
+        number = self._history.add(payload)
+        self._sockets.pub.send_multipart([self._sockets.topic, _packed(number), payload])
 
     async def _serve(self, replay: zmq.Socket[bytes], reader: bytes, start: int) -> None:
         prefix = [self._sockets.topic] if self._sockets.topic_in_answers else []

@@ -39,6 +39,7 @@ class Wire:
     rank: int
     buffer_steps: int
     high_water_mark: int
+    heartbeat_s: float
 
     def __post_init__(self) -> None:
         check("endpoint", self.endpoint, anywhere=self.anywhere)
@@ -77,7 +78,10 @@ class Bridge:
         with self._sockets() as (sockets, place):
             on_bound(place)
             events = VllmEvents(self._naming)
-            publisher = Publisher(sockets, History(self._wire.buffer_steps), self._encoder(), events.everything)
+            # Above all numbers of an earlier bridge: its readers see a hole and ask, instead of taking our batches for
+            # its next ones, or for old ones.
+            history = History(self._wire.buffer_steps, first=time.time_ns() // 1000)
+            publisher = Publisher(sockets, history, self._encoder(), events.everything, self._wire.heartbeat_s)
             tasks = [asyncio.ensure_future(work) for work in (publisher.publish(), publisher.answer())]
             tasks.append(asyncio.ensure_future(self._follow(events, publisher)))
             try:

@@ -105,6 +105,14 @@ class Assignment(click.ParamType[tuple[str, str]]):
     metavar="N",
     help="Batches on the way to a slow reader before it misses some.",
 )
+@click.option(
+    "--heartbeat",
+    type=click.FloatRange(min=0.01, max=3600),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="After so long a quiet an empty batch shows readers whether they missed the last one.",
+)
 def zmq_bridge(
     daemon: DaemonAt,
     cache: str,
@@ -122,6 +130,7 @@ def zmq_bridge(
     data_parallel_rank: int,
     buffer_steps: int,
     hwm: int,
+    heartbeat: float,
 ) -> None:
     """Publish a cache's events as vLLM does, over ZeroMQ, for routers such as Dynamo's, llm-d's and AIBrix's.
 
@@ -150,6 +159,7 @@ def zmq_bridge(
             rank=data_parallel_rank,
             buffer_steps=buffer_steps,
             high_water_mark=hwm,
+            heartbeat_s=heartbeat,
         )
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from error

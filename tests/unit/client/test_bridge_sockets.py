@@ -21,7 +21,7 @@ from kvtier.bridge.vllm_events import Step
 from kvtier.bridge.vllm_form import CLEARED, BlockRemoved, BlockStored, Encoding, batch_of
 from kvtier.errors import InvalidArgument
 from tests.integration.waiting import PATIENCE_S
-from tests.vllm_reader import MAPS, Router
+from tests.vllm_reader import MAPS, AllBlocksCleared, Router
 
 TOPIC = b"kv@pod@model"
 PATIENCE_MS = int(PATIENCE_S * 1000)
@@ -83,7 +83,9 @@ async def received(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 @asynccontextmanager
-async def stage(steps: int = 100, hwm: int = 1000, *, topic_in_answers: bool = True) -> AsyncIterator[Stage]:
+async def stage(
+    steps: int = 100, hwm: int = 1000, *, first: int = 0, heartbeat_s: float = 3600.0, topic_in_answers: bool = True
+) -> AsyncIterator[Stage]:
     with zmq.Context() as context, context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as router:
         for socket in (pub, router):
             socket.setsockopt(zmq.LINGER, 0)
@@ -97,8 +99,9 @@ async def stage(steps: int = 100, hwm: int = 1000, *, topic_in_answers: bool = T
             yield [CLEARED]
             yield from map(block, numbers)
 
-        history = History(steps)
-        publisher = Publisher(Sockets(pub, router, TOPIC, topic_in_answers), history, encoded, everything)
+        history = History(steps, first)
+        sockets = Sockets(pub, router, TOPIC, topic_in_answers)
+        publisher = Publisher(sockets, history, encoded, everything, heartbeat_s)
         tasks = [asyncio.create_task(publisher.publish()), asyncio.create_task(publisher.answer())]
         try:
             yield Stage(publisher, history, numbers, context, where, replay)
@@ -136,6 +139,14 @@ async def test_batches_are_numbered_and_what_comes_together_is_one_batch() -> No
         assert [seq(each) for each in frames] == list(range(last + 1, on.history.next))
         two, one = (MAPS.decode(each[2]).events for each in frames[-2:])
         assert (len(two), len(one)) == (2, 1)
+
+
+async def test_a_quiet_bridge_shows_where_it_is() -> None:
+    async with stage(heartbeat_s=0.02) as on:
+        subscriber = on.subscriber()
+        first, second = await received(subscriber), await received(subscriber)
+        assert seq(second) == seq(first) + 1
+        assert MAPS.decode(second[2]).events == []
 
 
 @pytest.mark.parametrize("topic_in_answers", [True, False])
@@ -222,6 +233,13 @@ async def test_one_that_takes_nothing_of_its_answer_delays_others_but_for_a_whil
             await received(stuck)  # it is being answered
             *_, last, _ = await on.asked(59, b"")
             assert int.from_bytes(last[-2], "big") == 59
+
+
+async def test_who_asks_before_anything_was_told_is_told_that_nothing_is_there() -> None:
+    async with stage(first=1000) as on:
+        only, _ = await on.asked(0, b"")
+        assert int.from_bytes(only[-2], "big") == 999
+        assert MAPS.decode(only[-1]).events == [AllBlocksCleared()]
 
 
 def test_history_holds_so_many_batches_and_so_many_bytes() -> None:
