@@ -49,6 +49,8 @@ class EventLog:
         self._max_age_ns: Final = max_age_ns
         self._clocks: Final = clocks
         self._store: EventStore | None = None
+        self._heeded = False
+        """Its ids were known before the present life gave out any, or are the present life's."""
         self._fault: str | None = None
         self._writer: LogWriter | None = None
         self._reads: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtierd-past")
@@ -60,6 +62,7 @@ class EventLog:
         log = cls(path, max_bytes, max_age_ns, clocks or Clocks.of_system())
         try:
             log._store = open_store(path, max_bytes, max_age_ns, log._clocks, lambda store: None)
+            log._heeded = True
         except TierError as error:
             log._fault = str(error)
         return log
@@ -74,10 +77,12 @@ class EventLog:
 
         def unfit(store: EventStore) -> str | None:
             ahead = store.extent.place.last > last or store.last_epoch > epoch
-            return "it knows of ids that the present life may give out again" if ahead else None
+            return "it knows of ids that the present life may give out again" if ahead and not self._heeded else None
 
         def reopen() -> EventStore:
-            return open_store(self._path, self._max_bytes, self._max_age_ns, self._clocks, unfit)
+            store = open_store(self._path, self._max_bytes, self._max_age_ns, self._clocks, unfit)
+            self._heeded = True
+            return store
 
         self._writer = LogWriter(reopen, self._store, epoch_first, waiting_bytes)
         if self._fault is not None:

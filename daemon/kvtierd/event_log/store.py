@@ -55,10 +55,6 @@ class Place:
     compacted: int = 0
     compacted_ns: int = 0
 
-    def without(self, compacted: int, latest_ns: int) -> Place:
-        """The same once everything up to an id is deleted."""
-        return replace(self, compacted=compacted, compacted_ns=max(self.compacted_ns, latest_ns))
-
 
 @dataclass(slots=True, frozen=True)
 class Extent:
@@ -78,6 +74,8 @@ class EventStore:
 
     def __init__(self, path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks) -> None:
         """Raises :class:`DamagedDirectory` for files that are not LMDB's or are short, :class:`TierIOError`."""
+        self.most_at_once: Final = max_bytes // 8
+        """Bytes that one transaction should take at most: larger ones leave too little of a small log."""
         self._path: Final = path
         self._map_bytes: Final = max_bytes
         self._max_age_ns: Final = max_age_ns
@@ -238,41 +236,37 @@ class EventStore:
                 enough = head is not None and not self._too_old(head.stamp) and _used_bytes(txn, self._runs) <= room
                 if not there or enough:
                     break
-                there = _delete(at)
-                upto = id_of(at.key()) - 1 if there else place.last
-                place = place.without(upto, head.so_far_ns if head is not None else 0)
+                there, place = _delete(at, place)
         return place
 
     def _drop_a_quarter(self) -> bool:
         """In transactions of their own, so that the pages can be used again. False if not even that has room."""
-        before = self.extent.place
+        place = self.extent.place
         try:
             with self._env.begin(write=True) as txn, txn.cursor(self._runs) as at:
                 there = at.first()
                 stat: Any = txn.stat(self._runs)
                 for _ in range(stat["entries"] // 4 + 1):
-                    there = there and _delete(at)
-                extent = self._told(
-                    txn, before.without(id_of(at.key()) - 1 if there else before.last, before.latest_ns)
-                )
+                    if there:
+                        there, place = _delete(at, place)
+                extent = self._told(txn, place)
             self.extent = extent
             for _ in range(2):
                 with self._env.begin(write=True) as txn:
-                    self._told(txn, extent.place)
+                    self._told(txn, place)
         except lmdb.MapFullError:
             return False
         return True
 
     def _begin_anew(self) -> None:
         _log.warning("event log begins anew: its map has no room left path=%s", self._path)
-        place = self.extent.place.without(self.extent.place.last, self.extent.place.latest_ns)
-        clock = self._clock
+        before, clock = self.extent.place, self._clock
         self.close()
         (self._path / _DATA).unlink()
         self._open()
         self._clock, self.dead = clock, False
         with self._env.begin(write=True) as txn:
-            extent = self._told(txn, place)
+            extent = self._told(txn, replace(before, compacted=before.last, compacted_ns=before.latest_ns))
         self.extent = extent
 
     def _told(self, txn: lmdb.Transaction[bytes], place: Place) -> Extent:
@@ -371,9 +365,14 @@ def _head(at: lmdb.Cursor[bytes] | lmdb.Cursor[memoryview]) -> Head | None:
     return decode_head(id_of(at.key()), at.value())
 
 
-def _delete(at: lmdb.Cursor[bytes]) -> bool:
-    """Deletes the record; whether there is another after it, where the cursor then is."""
-    return at.delete() and bool(at.key())
+def _delete(at: lmdb.Cursor[bytes], place: Place) -> tuple[bool, Place]:
+    """Deletes the oldest record. Whether there is another, where the cursor then is, and what is so from then on."""
+    head = _head(at)
+    there = at.delete() and bool(at.key())
+    compacted = id_of(at.key()) - 1 if there else place.last
+    return there, replace(
+        place, compacted=compacted, compacted_ns=max(place.compacted_ns, head.so_far_ns if head is not None else 0)
+    )
 
 
 def _used_bytes(txn: lmdb.Transaction[bytes], database: _Database) -> int:

@@ -16,8 +16,8 @@ from kvtierd.event_log.runs import LoggedRun
 from kvtierd.event_log.store import EventStore
 from kvtierd.tiers.base import TierError
 
-LINGER_S: Final = 0.05
-"""Runs wait so long for company: a transaction costs a sync of the disk."""
+LINGER_S: Final = 0.1
+"""Runs wait so long for company: a transaction costs a sync of the disk. A kill loses what came meanwhile."""
 GROUP_BYTES: Final = 1 << 20
 """But not once there are so many bytes; a transaction takes about so much."""
 LEAST_WAITING_BYTES: Final = 4 << 20
@@ -121,7 +121,9 @@ class LogWriter:
         """One transaction. Raises :class:`TierError`."""
         if self.store is None or self.store.dead:
             self.store = self._open_store()
-        group = self._next_group()
+            with self._changed:  # of a commit that failed at its very end it is not known whether it counts
+                self._waiting.drop_up_to(self.store.extent.place.last)
+        group = self._next_group(min(GROUP_BYTES, self.store.most_at_once))
         if group:
             self._log_group(self.store, group)
         else:
@@ -145,14 +147,14 @@ class LogWriter:
             self.lost += too_long
             self._under_way = 0
 
-    def _next_group(self) -> list[LoggedRun]:
+    def _next_group(self, max_bytes: int) -> list[LoggedRun]:
         """What the next transaction takes. It waits on, where readers find it, until that has committed."""
         group: list[LoggedRun] = []
         size = 0
         with self._changed:
             for run in self._waiting:
                 size += run.size
-                if group and size > GROUP_BYTES:
+                if group and size > max_bytes:
                     break
                 group.append(run)
             self._under_way = group[-1].last if group else 0

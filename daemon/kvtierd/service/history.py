@@ -70,13 +70,15 @@ class History:
 
     async def after(self, epoch: int, cursor: int) -> Passage | Loss | None:
         """What comes after ``cursor``, of which ``epoch`` says where the watcher is; None if there is nothing yet."""
-        while (end := self.end_of(epoch)) is not None and cursor >= end:
-            following = self._following(epoch)
-            assert following is not None
-            epoch = following[1]
-        if end is None and cursor + 1 >= self.hub.oldest:
+        if epoch != self.hub.epoch:
+            epoch = self._epoch_after(epoch, cursor)
+        if epoch == self.hub.epoch and cursor + 1 >= self.hub.oldest:  # nearly always
             run = self.hub.after(cursor)
-            return None if run is None else Passage(self.hub.epoch, run)
+            return None if run is None else Passage(epoch, run)
+        return await self._older(epoch, cursor)
+
+    async def _older(self, epoch: int, cursor: int) -> Passage | Loss:
+        """The ring has it no more."""
         # All that is held above the cursor is from here on in the ring, else still waits for the log, else is in it.
         held_from = self.hub.oldest
         if self.log is not None:
@@ -86,9 +88,11 @@ class History:
                     return Passage(waiting.epoch, _rest(cursor, waiting))
                 held_from = min(held_from, waiting.first)
             found = await self.log.after(cursor, MESSAGE_BYTES)
-            if found is not None and found.first <= cursor + 1:
-                return Passage(found.epoch, _rest(cursor, found))
-            held_from = min(held_from, found.first) if found is not None else held_from
+            if found is not None:
+                if found.first <= cursor + 1:
+                    return Passage(found.epoch, _rest(cursor, found))
+                held_from = min(held_from, found.first)
+        end = self.end_of(epoch)
         last = held_from - 1 if end is None else min(held_from - 1, end)
         return self._loss(epoch, cursor + 1, last, ends=last == end)
 
@@ -116,6 +120,12 @@ class History:
             reason = SLOW if self.log is None else NOT_LOGGED
         following = self._following(epoch)
         return Loss(epoch, first, last, reason, following[1] if ends and following is not None else epoch)
+
+    def _epoch_after(self, epoch: int, cursor: int) -> int:
+        """That of the id after ``cursor``, which is of ``epoch``."""
+        while (following := self._following(epoch)) is not None and cursor + 1 >= following[0]:
+            epoch = following[1]
+        return epoch
 
     def _epochs(self) -> Sequence[tuple[int, int]]:
         """First id and number of each that is known, in order."""

@@ -217,6 +217,19 @@ async def test_readers_at_random_while_it_goes_on(tmp_path: Path) -> None:
         await asyncio.gather(write(), *(told_all() for _ in range(20)))
 
 
+async def test_a_hundred_that_catch_up_get_all_of_it_and_keep_nobody_waiting(tmp_path: Path) -> None:
+    async with life(tmp_path / "log") as now:
+        await now.publish(2000)
+        await now.logged()
+        catching_up = [asyncio.create_task(now.told(1, 10 * number)) for number in range(100)]
+        await asyncio.sleep(0)
+        keeping_up = await now.told(1, now.hub.oldest - 1)
+        assert len(keeping_up[0]) == now.hub.last - now.hub.oldest + 1
+        assert not any(task.done() for task in catching_up), "who needs no log waited for those who do"
+        for number, (ids, losses) in enumerate(await asyncio.gather(*catching_up)):
+            assert (ids, losses) == (first_to_last(10 * number + 1, 2000), [])
+
+
 async def test_what_cannot_be_read_is_a_loss_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with life(tmp_path / "log") as now:
         await now.publish(200)
