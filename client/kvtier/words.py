@@ -1,4 +1,4 @@
-"""Sizes and times as a person reads them."""
+"""Sizes, times and names as a person reads them."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def duration(ns: float) -> str:
             return f"{ns:.0f}{unit}" if unit == "ns" else f"{ns:.1f}{unit}"
         ns /= 1000
     return f"{ns:.1f}s"
+
+
+def clean(text: str) -> str:
+    """What another process calls itself, fit for a terminal: nothing in it moves a cursor or sets a colour."""
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -26,7 +26,7 @@ from kvtier.explaining import (
     key_or_prefix,
 )
 from kvtier.types import EventType, Tier, tiers_of
-from kvtier.words import duration, size
+from kvtier.words import clean, duration, size
 
 GONE: Final = 3
 UNKNOWN: Final = 4
@@ -189,7 +189,7 @@ def _departure(copy: CopyExplained, block: BlockExplained) -> str:
 
 
 def _lease(lease: LeaseExplained) -> str:
-    who = f", pid {lease.pid} {lease.command}" if lease.pid else ""
+    who = f", pid {lease.pid} {clean(lease.command)}" if lease.pid else ""
     lost = ", whose connection broke" if lease.orphaned else ""
     age = timedelta(seconds=lease.age_ns // 10**9)
     return f"in {lease.tier} by lease {lease.lease_id} of session {lease.session_id}{who}{lost}, for {age}"

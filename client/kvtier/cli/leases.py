@@ -24,6 +24,7 @@ from kvtier.cli.common import (
 )
 from kvtier.errors import NotFound
 from kvtier.stats import KickReport, LeaseInfo, SessionStats
+from kvtier.words import clean
 
 
 @click.command()
@@ -82,7 +83,7 @@ async def _kick(
 
 
 def _who(holder: SessionStats) -> str:
-    return f"session {holder.session_id}, pid {holder.pid} {holder.command}"
+    return f"session {holder.session_id}, pid {holder.pid} {clean(holder.command)}"
 
 
 def as_object(lease: LeaseInfo) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def table(found: list[LeaseInfo]) -> Table | str:
             f"{lease.session_id}{' (detached)' if lease.orphaned else ''}",
             str(lease.pid),
             str(lease.uid),
-            Text(lease.command),
+            Text(clean(lease.command)),
             style="yellow" if lease.orphaned else None,
         )
     return rows

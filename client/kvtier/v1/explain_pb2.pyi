@@ -124,7 +124,7 @@ class _PrecisionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     PRECISION_EXACT: _Precision.ValueType  # 1
     """as things are now, and if what is to go down finds room there"""
     PRECISION_AT_LEAST: _Precision.ValueType  # 2
-    """so many and perhaps more: only the first few hundred are looked at"""
+    """so many and perhaps more: only the first hundred or so are looked at"""
     PRECISION_ABOUT: _Precision.ValueType  # 3
     """priorities that fall on the way, or edges out of use, may change the order"""
 
@@ -134,7 +134,7 @@ PRECISION_UNSPECIFIED: Precision.ValueType  # 0
 PRECISION_EXACT: Precision.ValueType  # 1
 """as things are now, and if what is to go down finds room there"""
 PRECISION_AT_LEAST: Precision.ValueType  # 2
-"""so many and perhaps more: only the first few hundred are looked at"""
+"""so many and perhaps more: only the first hundred or so are looked at"""
 PRECISION_ABOUT: Precision.ValueType  # 3
 """priorities that fall on the way, or edges out of use, may change the order"""
 global___Precision = Precision

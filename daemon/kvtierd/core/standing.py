@@ -17,7 +17,7 @@ from kvtierd.core.evict import Ranked
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DISK, Tier
 
-LOOKED_AT: Final = 192
+LOOKED_AT: Final = 128
 """Entries of lists that the answers for one block may take, all tiers together: less than a millisecond."""
 
 

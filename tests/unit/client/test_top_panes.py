@@ -26,6 +26,7 @@ from kvtier.stats import (
     WatcherStats,
 )
 from kvtier.types import Tier
+from kvtier.words import clean
 
 HOSTILE = "python\x1b[2J\x07 引擎.py\nnext"
 
@@ -99,7 +100,7 @@ def test_what_another_process_calls_itself_does_nothing_to_the_terminal(frame: F
     text = text_of(frame, 120)
     assert all(character.isprintable() for line in text.splitlines() for character in line)
     assert "python?[2J? 引擎.py?next" in text
-    assert "\x1b" not in numbers.clean(HOSTILE)
+    assert "\x1b" not in clean(HOSTILE)
 
 
 def test_one_cache_alone(frame: Frame) -> None:

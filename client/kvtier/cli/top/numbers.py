@@ -71,11 +71,6 @@ def _step(value: float | None, most: float) -> str:
     return _STEPS[min(len(_STEPS) - 1, int(value / most * len(_STEPS)))]
 
 
-def clean(text: str) -> str:
-    """What another process calls itself, fit for a terminal: nothing in it moves a cursor or sets a colour."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
 def left(text: str, columns: int) -> str:
     """In exactly so many columns, with a sign that something was cut off."""
     if cell_len(text) <= columns:

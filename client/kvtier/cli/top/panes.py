@@ -10,10 +10,10 @@ from rich.text import Text
 from kvtier.cli.top.counters import Counters, Moved
 from kvtier.cli.top.frame import Frame
 from kvtier.cli.top.history import Change
-from kvtier.cli.top.numbers import UNKNOWN, bar, clean, clock, count, left, rate, ratio, right, share, sparkline
+from kvtier.cli.top.numbers import UNKNOWN, bar, clock, count, left, rate, ratio, right, share, sparkline
 from kvtier.stats import DaemonStats, EdgeStats, TierStats
 from kvtier.types import Tier
-from kvtier.words import size
+from kvtier.words import clean, size
 
 HEADING: Final = "bold cyan"
 FAINT: Final = "bright_black"

@@ -10,10 +10,11 @@ from rich.text import Text
 
 from kvtier.cli.top.counters import Counters
 from kvtier.cli.top.frame import Frame
-from kvtier.cli.top.numbers import age, clean, count, left, rate, ratio, right, share
+from kvtier.cli.top.numbers import age, count, left, rate, ratio, right, share
 from kvtier.cli.top.panes import FAINT, HEADING, WARNING, no_cache
 from kvtier.stats import CacheStats, LeaseInfo, WatcherStats
 from kvtier.types import Tier
+from kvtier.words import clean
 
 Row = TypeVar("Row")
 
