@@ -67,6 +67,7 @@ async def test_status(daemon: DaemonProcess, client: AsyncClient, cache: Cache) 
         assert held[client.session_id] == 2
         text = kvtier("status", "--address", daemon.address).stdout
         assert cache.name in text
+        assert "past events:" in text
         assert "healthy" in text
 
 

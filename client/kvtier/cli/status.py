@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
-from kvtier.stats import CacheStats, DaemonStats, SessionStats
+from kvtier.stats import CacheStats, DaemonStats, EventLogStats, SessionStats
 from kvtier.words import duration, size
 
 
@@ -50,11 +50,20 @@ def report(stats: DaemonStats) -> RenderableType:
         f"kvtierd {stats.version}  pid {stats.pid}  up {up}  epoch {stats.epoch}  boot {stats.boot}  "
         f"last event {stats.last_event_id}  watchers {stats.watchers}"
     )
-    parts: list[RenderableType] = [head, _problems(stats.problems)]
+    parts: list[RenderableType] = [head, _log(stats.event_log), _problems(stats.problems)]
     for cache in stats.caches:
         parts += [_tiers(cache), _edges(cache), _traffic(cache)]
     parts.append(_sessions(stats.sessions))
     return Group(*parts)
+
+
+def _log(log: EventLogStats) -> RenderableType:
+    if not log.max_bytes:
+        return Text("past events: in memory alone")
+    age = timedelta(seconds=log.oldest_age_ns // 10**9)
+    held = f"{size(log.bytes)} on disk, from {log.oldest_id} on, {age} ago" if log.oldest_id else "none on disk yet"
+    lost = f"; {log.lost_events} were lost to the log" if log.lost_events else ""
+    return Text(f"past events: {held}{lost}")
 
 
 def _problems(problems: tuple[str, ...]) -> RenderableType:

@@ -123,14 +123,14 @@ class EventLog:
             oldest_age_ns=0 if store is None else store.oldest_age_ns,
             failures=writer.failures,
             lost=writer.lost,
-            failing=writer.failing,
+            failing=writer.trouble,
         )
 
     async def flush(self, timeout_s: float) -> bool:
         """Logs what waits, and takes no more. False if that is not done in time, or failed."""
         done = await asyncio.to_thread(self._living.finish, timeout_s)
         if not done:
-            _log.warning("the last events are not in the log why=%r", self._living.failing or "the disk is slow")
+            _log.warning("the last events are not in the log why=%r", self._living.trouble or "the disk is slow")
         return done
 
     def close(self) -> None:

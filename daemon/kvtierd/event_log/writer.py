@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -22,6 +23,8 @@ GROUP_BYTES: Final = 1 << 20
 """But not once there are so many bytes; a transaction takes about so much."""
 LEAST_WAITING_BYTES: Final = 4 << 20
 """So much may wait for the disk however small the ring is, or each of its syncs would cost events."""
+STUCK_S: Final = 5.0
+"""A write that takes longer is named as a trouble."""
 TIDY_S: Final = 60.0
 """How often a quiet log looks whether something has become too old."""
 FIRST_RETRY_S: Final = 0.25
@@ -48,9 +51,19 @@ class LogWriter:
         self._waiting: Final = Backlog(waiting_bytes)
         self._under_way = 0
         """Up to this id the transaction takes that is being made."""
+        self._began: float | None = None
+        """When that was handed to the disk; None between transactions."""
         self._stopping = False
         self._changed: Final = threading.Condition()
         self._thread: Final = threading.Thread(target=self._work, name="kvtierd-event-log", daemon=True)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing is logged at present: the last attempt failed, or the disk does not answer."""
+        began = self._began
+        if began is not None and (stuck_s := time.monotonic() - began) > STUCK_S:
+            return f"the disk has not answered for {stuck_s:.0f} s"
+        return self.failing
 
     def start(self) -> None:
         self._thread.start()
@@ -134,6 +147,7 @@ class LogWriter:
             self.failing = None
 
     def _log_group(self, store: EventStore, group: list[LoggedRun]) -> None:
+        self._began = time.monotonic()
         try:
             too_long = store.append(group, self._epoch_first)
         except BaseException:
@@ -142,6 +156,8 @@ class LogWriter:
                 self.lost += sum(run.count for run in group if run.last < first)
                 self._under_way = 0
             raise
+        finally:
+            self._began = None
         with self._changed:
             self._waiting.drop_up_to(group[-1].last)
             self.lost += too_long

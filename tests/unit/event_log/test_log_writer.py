@@ -147,16 +147,22 @@ def test_an_end_with_a_disk_that_fails_does_not_wait(store: EventStore, faulty: 
     assert not writer._thread.is_alive()
 
 
-def test_an_end_with_a_disk_that_hangs_does_not_wait_for_ever(store: EventStore, faulty: Faulty) -> None:
+def test_an_end_with_a_disk_that_hangs_does_not_wait_for_ever(
+    store: EventStore, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faulty.may_go_on.clear()
     writer = started(store)
     writer.offer(run(1, 1))
     assert faulty.under_way.wait(PATIENCE_S)
+    assert writer.trouble is None
+    monkeypatch.setattr(writer_module, "STUCK_S", 0.0)
+    assert writer.trouble is not None and "not answered" in writer.trouble
     assert not writer.finish(0.05)
     writer.close()
     assert not store.dead, "a thread is in it"
     faulty.may_go_on.set()
     assert writer.finish(PATIENCE_S)
+    assert writer.trouble is None
 
 
 def test_a_log_that_cannot_be_opened_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
