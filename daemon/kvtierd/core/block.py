@@ -158,7 +158,12 @@ class Block:
     @property
     def held(self) -> bool:
         """Somebody holds a copy of it."""
-        return any(copy is not None and copy.holds for copy in self.copies)
+        device, host, disk = self.on_device, self.on_host, self.on_disk
+        return bool(
+            (device is not None and device.holds)
+            or (host is not None and host.holds)
+            or (disk is not None and disk.holds)
+        )
 
     @property
     def copies(self) -> tuple[Copy | None, Copy | None, Copy | None]:

@@ -171,8 +171,7 @@ class GroupState:
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
         if tier is not DISK:
-            self.recorder.begin_write(self.ref(tier, slot))
-            self.recorder.owner(self.ref(tier, slot), None)
+            self.recorder.free(self.ref(tier, slot))
         if tier in self.offline:
             self._enter(tier, slot, SLOT_QUARANTINED)
         else:

@@ -73,6 +73,11 @@ class Recorder:
         self._ends.pop(ref, None)
         self._begins[ref] = None
 
+    def free(self, ref: SlotRef) -> None:
+        """The slot's bytes are no block's, and it is nobody's."""
+        self.begin_write(ref)
+        self._owners[ref] = None
+
     def end_write(self, ref: SlotRef, block: Block) -> None:
         """The slot's bytes are the block's."""
         self._ends[ref] = block

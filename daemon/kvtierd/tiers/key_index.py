@@ -131,7 +131,7 @@ class KeyIndex:
             number = self._find(start, tag, key, group)
             if number >= 0:
                 self._change(start, number, residency, host, device)
-                if not residency:
+                if not residency and self._waiting:
                     self._let_in(bucket)
                 return
         if residency or self._overflow:

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes
 
 POISON = 0xA5
-_STAMP = bytes([POISON]) * 4096
+POISONED = 4096
+_STAMP = bytes([POISON]) * POISONED
+
+
+@dataclass(slots=True, frozen=True)
+class _Flat:
+    """A pool as plain memory, which is written to in a fifth of the time that a row of an array takes: ``nbytes`` a
+    slot, ``stride`` apart, from ``start`` on."""
+
+    memory: memoryview
+    start: int
+    stride: int
+    slots: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, data: Bytes, pool: Bytes) -> _Flat:
+        start = pool.ctypes.data - data.ctypes.data if pool.size else 0
+        return cls(data.data, start, pool.strides[0], *pool.shape)
+
+    def poison(self, slot: SlotId) -> None:
+        if not 0 <= slot < self.slots:
+            raise IndexError(f"slot {slot}")
+        first = self.start + slot * self.stride
+        end = first + self.nbytes
+        if self.nbytes <= POISONED:
+            self.memory[first:end] = _STAMP[: self.nbytes]
+        else:
+            self.memory[first : first + POISONED] = _STAMP
+            self.memory[end - POISONED : end] = _STAMP
 
 
 class MappedStore:
@@ -23,9 +53,11 @@ class MappedStore:
         layout, data = arena.layout, arena.data(tier)
         self._exact: list[list[Bytes]] = []
         self._padded: list[list[Bytes]] = []
+        self._flat: list[list[_Flat]] = []
         for index, group in enumerate(layout.groups):
             pools = range(len(group.pools))
             self._exact.append([layout.pool_view(data, tier, index, pool) for pool in pools])
+            self._flat.append([_Flat.of(data, part) for part in self._exact[-1]])
             self._padded.append([layout.pool_view(data, tier, index, pool, padding=True) for pool in pools])
 
     @property
@@ -46,18 +78,14 @@ class MappedStore:
 
     def poison(self, group: GroupId, slot: SlotId) -> None:
         """Overwrites the first and last 4096 bytes of each part."""
-        for part in self.parts(group, slot):
-            data = part.data  # numpy takes three times as long for so few bytes
-            if len(data) <= len(_STAMP):
-                data[:] = _STAMP[: len(data)]
-            else:
-                data[: len(_STAMP)] = _STAMP
-                data[-len(_STAMP) :] = _STAMP
+        for part in self._flat[group]:
+            part.poison(slot)
 
     def close(self) -> None:
         """Lets go of the segment; views that others hold stay valid."""
         self._exact.clear()
         self._padded.clear()
+        self._flat.clear()
 
 
 def _rows(pools: list[Bytes], slot: SlotId) -> list[Bytes]:
