@@ -329,6 +329,12 @@ async def _asks_for_watchers(client: AsyncClient, _: str) -> str:
     return f"{len(stats.watcher_stats)} of {stats.watchers}"
 
 
+async def _watches_from_now(client: AsyncClient, cache: str) -> str:
+    async with client.watch(caches=[cache] if cache else [], heartbeats=True, heartbeat_s=0.05) as watch:
+        begins = watch.cursor
+        return type(await anext(watch)).__name__ if begins is not None else "nowhere"
+
+
 async def _looks_at_top(client: AsyncClient, _: str) -> str:
     from kvtier.cli.common import DaemonAt
     from kvtier.cli.top.feed import Feed
@@ -367,6 +373,7 @@ _TRIES: Mapping[str, Callable[[AsyncClient, str], Awaitable[str]]] = {
     "list": _lists,
     "stats": _asks_for_stats,
     "watchers": _asks_for_watchers,
+    "watch from now": _watches_from_now,
     "top": _looks_at_top,
     "watch": _watches,
     "explain": _explains,

@@ -24,8 +24,8 @@ from tests.integration.waiting import eventually
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
-READERS = 4711
-"""A group that only rules know."""
+READERS, ROUTERS = 4711, 4712
+"""Groups that only rules know."""
 
 RULES = f"""
 [[allow]]
@@ -40,6 +40,10 @@ verbs = ["read", "watch"]
 gids = [{READERS}]
 caches = ["shared"]
 verbs = ["admin"]
+[[allow]]
+gids = [{ROUTERS}]
+caches = ["shared"]
+verbs = ["watch"]
 """
 
 
@@ -223,3 +227,11 @@ async def test_top_shows_what_its_user_administers_and_refuses_others(daemon: Da
         assert other not in shown, shown
     assert "leases ?" in shown
     assert "1 in the caches that you administer; which they are is not told" in shown
+
+
+async def test_who_may_watch_and_nothing_else_may_begin_now(daemon: DaemonProcess) -> None:
+    """Where now is takes no other right than to watch."""
+    await fill(daemon)
+    answers = ended(daemon, [ROUTERS], ("watch from now", ""), ("watch from now", "shared"), ("watch from now", "last"))
+    assert answers[:2] == ["Heartbeat", "Heartbeat"], answers
+    assert answers[2].startswith("NO_RIGHT: the right to watch on cache last is missing")
