@@ -86,7 +86,7 @@ def test_all_that_matters_is_said(frame: Frame) -> None:
     text = text_of(frame, 120)
     for part in (
         *("kvtierd 0.1.0", "/run/kvtier", "pid 99", "epoch 2", "boot 3", "up 0:01:42"),
-        *("1 PROBLEM", "all caches", "20 events/s", "last 1284", "2 watching, 12 behind", "3 waiting for room"),
+        *("1 PROBLEM", "all caches", "20 events/s", "last 1284", "2 watching, up to 12 behind", "3 waiting for room"),
         "problem: the disk tier fails",
         "75.0%     400     32     40  30.0%    30",
         *("8.0M", "80", "80.0 MiB", "DEGRADED"),
@@ -129,9 +129,9 @@ def test_a_daemon_that_is_away_or_a_screen_that_stands_still_says_so(frame: Fram
         (EventLogStats(), "no log"),
         (
             EventLogStats(max_bytes=1 << 30, bytes=1 << 28, oldest_age_ns=3_600 * 10**9),
-            "log 25.0% of 1.0 GiB, 1:00:00 back",
+            "log 25.0% of 1.0 GiB   back 1:00:00",
         ),
-        (EventLogStats(max_bytes=1 << 30, bytes=1 << 28, lost_events=7), "0:00:00 back, 7 lost"),
+        (EventLogStats(max_bytes=1 << 30, bytes=1 << 28, lost_events=7), "7 lost to it   back 0:00:00"),
         (EventLogStats(max_bytes=1 << 30, failing="no space\x1b"), "log fails: no space?"),
     ],
 )

@@ -166,7 +166,10 @@ class TopApp(App[None]):
 
     TITLE = "kvtier top"
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "quit", priority=True)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+c", "quit", priority=True),
+        Binding("ctrl+z", "suspend_process", priority=True),
+    ]
     CSS = """
     Screen { background: ansi_default; color: ansi_default; }
     Lines { height: auto; }

@@ -78,24 +78,24 @@ def _stream(frame: Frame) -> list[Text]:
     stats, change = frame.stats, frame.minute.latest()
     events = rate(change.rate(change.events) if change is not None else None)
     lag = max((watcher.lag for watcher in stats.watcher_stats), default=0)
-    behind = f", {count(lag)} behind" if lag else ""
+    behind = f", up to {count(lag)} behind" if lag else ""
     return [
         Text(f"{events} events/s, last {stats.last_event_id}"),
         Text(f"{stats.watchers} watching{behind}", style=WARNING if lag else ""),
-        _log(stats),
+        *_log(stats),
     ]
 
 
-def _log(stats: DaemonStats) -> Text:
+def _log(stats: DaemonStats) -> list[Text]:
     """How much of the events' log is used, and how far back it goes."""
     log = stats.event_log
     if log.failing:
-        return Text(f"log fails: {clean(log.failing)}", style=ALARM)
+        return [Text(f"log fails: {clean(log.failing)}", style=ALARM)]
     if not log.max_bytes:
-        return Text("no log", style=FAINT)
+        return [Text("no log", style=FAINT)]
     used = share(ratio(log.bytes, log.max_bytes))
-    line = Text(f"log {used} of {size(log.max_bytes)}, {clock(log.oldest_age_ns / 1e9)} back")
-    return line.append(f", {count(log.lost_events)} lost", style=ALARM) if log.lost_events else line
+    lost = [Text(f"{count(log.lost_events)} lost to it", style=ALARM)] if log.lost_events else []
+    return [Text(f"log {used} of {size(log.max_bytes)}"), *lost, Text(f"back {clock(log.oldest_age_ns / 1e9)}")]
 
 
 def tiers(frame: Frame, columns: int) -> Text:

@@ -24,6 +24,7 @@ p                 pause: the screen stands still, what happens is
                   still counted
 ?                 this
 q, ctrl+c         quit
+ctrl+z            to the shell; fg comes back
 
 Rates are those of the last interval, unless they say otherwise.
 Clean slots are free, or their block is in a lower tier as well:
