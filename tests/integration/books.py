@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -21,7 +23,8 @@ class Entry(NamedTuple):
 
 
 class Told(NamedTuple):
-    """One change of one block, or of a whole group: ``before`` and ``after`` are residency sets."""
+    """One change of one block, or of a whole group: ``before`` and ``after`` are residency sets, of a group those of
+    all its blocks together."""
 
     type: EventType
     cause: Cause | int
@@ -140,7 +143,7 @@ class Books:
                     self.told[Told(event.type, event.cause, blocks[key].residency, 0)] += 1
                     del blocks[key]
             case EventType.CREATED | EventType.CLEARED:
-                gone = max((entry.residency for entry in blocks.values()), default=0)
+                gone = reduce(or_, (entry.residency for entry in blocks.values()), 0)
                 self.told[Told(event.type, event.cause, gone, 0)] += 1
                 if event.type is EventType.CLEARED:
                     blocks.clear()

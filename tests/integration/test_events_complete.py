@@ -12,6 +12,7 @@ import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise, permutations
+from pathlib import Path
 from typing import Final, TypeVar
 
 import pytest
@@ -22,6 +23,7 @@ from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
 from tests.integration.books import Books, Told, moved
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.stored import stored_in
+from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_cache_life import cooled
 from tests.integration.test_disk_faults import flip_a_bit
 from tests.integration.waiting import eventually
@@ -314,6 +316,32 @@ async def test_a_restart(start_daemon: StartDaemon, cause: Cause) -> None:
             sum(n for told, n in books.told.items() if told.cause is Cause.RECOVERED and told.type is STORED)
             == recorded
         )
+
+
+@drives((STORED, Cause.RECOVERED), (UPDATED, Cause.RECOVERED))
+@pytest.mark.parametrize("cause", [Cause.SHUTDOWN, Cause.LOST])
+async def test_memory_that_is_taken_over(short_dir: Path, cause: Cause) -> None:
+    daemon = SupervisedDaemon(short_dir, sizes(device=8, host=8, disk=16))
+    try:
+        await asyncio.to_thread(daemon.start)
+        async with await connect(daemon.address) as client, Books(client) as books:
+            cache = await client.open_cache("c", SPEC)
+            for tier in (DEVICE, HOST):
+                (parent,) = await put(cache, f"in {tier}", tier=tier)
+                child = chain(f"raises it in {tier}", 1)
+                await cache.put(child, blocks(child), parent=parent, tier=tier, priorities=80)
+            await move(cache, await put(cache, "on disk", 2), DISK)
+            await books.agree(cache)
+            before = sum(1 for _ in [block async for block in cache.blocks()])
+            await asyncio.to_thread(daemon.kill if cause is Cause.LOST else daemon.upgrade)
+            await books.agree(cache)
+            assert sum(1 for _ in [block async for block in cache.blocks()]) == before
+            recovered = ((STORED, Cause.RECOVERED, 0, tier.bit) for tier in Tier)
+            raised = ((UPDATED, Cause.RECOVERED, tier.bit, tier.bit) for tier in (DEVICE, HOST))
+            await say(books, (CLEARED, cause, HOST.bit, 0), *recovered, *raised)
+        assert await asyncio.to_thread(daemon.stop) == 0
+    finally:
+        daemon.close()
 
 
 @drives((CLEARED, Cause.EXPIRED), (CLEARED, Cause.EXPLICIT), (CREATED, Cause.EXPLICIT), (STORED, Cause.RECOVERED))
