@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,36 @@ async def test_a_copy_has_ended_when_its_caller_goes_on_however_often_it_is_canc
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended.is_set()
+
+
+async def test_something_else_is_done_while_the_thread_copies() -> None:
+    done, seen = threading.Event(), []
+    await transfer.run_beside(lambda: seen.append(done.wait(10)), transfer.INLINE_BYTES + 1, done.set)
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("nbytes", [1, transfer.INLINE_BYTES + 1])
+async def test_an_error_beside_a_copy_is_raised_when_that_has_ended(nbytes: int) -> None:
+    copied: list[bool] = []
+
+    def fail() -> None:
+        raise LookupError("beside")
+
+    def copy() -> None:
+        time.sleep(0.01)  # longer than it takes to fail
+        copied.append(True)
+
+    with pytest.raises(LookupError):
+        await transfer.run_beside(copy, nbytes, fail)
+    assert copied == [True]
+
+
+async def test_a_copy_that_fails_is_told_though_what_was_beside_it_did_not() -> None:
+    def fail() -> None:
+        raise LookupError("copy")
+
+    with pytest.raises(LookupError):
+        await transfer.run_beside(fail, transfer.INLINE_BYTES + 1, lambda: None)
 
 
 def test_a_loop_that_is_torn_down_waits_for_a_copy_before_the_slots_are_given_back() -> None:
