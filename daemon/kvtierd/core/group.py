@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import repeat
+from operator import attrgetter
 from typing import Final
 
 from kvtierd.core.block import COPY_IN, FILLING, LEAVING, READY, Block, Copy
@@ -36,6 +37,7 @@ from kvtierd.core.slots import (
 )
 from kvtierd.core.traits import Traits
 
+_DEPTH: Final = attrgetter("depth")
 EXPIRY_SLICE: Final = 64
 """Blocks that one call's expiries may move: a fraction of a millisecond."""
 
@@ -244,7 +246,7 @@ class GroupState:
 
     def stay(self, block: Block, tier: Tier) -> None:
         """A hit during a demotion: the source stays, the copy goes on."""
-        copy = block.copy(tier)
+        copy = COPY_IN[tier](block)
         if copy is not None and copy.phase is LEAVING:
             copy.phase = READY
             self.slots[tier].change(copy.slot, SLOT_READY)
@@ -330,7 +332,7 @@ class GroupState:
     # -- holds and recency -----------------------------------------------------------------------------------------
 
     def hold(self, block: Block, tier: Tier, session: SessionId) -> Copy:
-        copy = block.copy(tier)
+        copy = COPY_IN[tier](block)
         if copy is None:
             raise InvariantViolation(f"block {block.id} is held in {tier} but is not there")
         self._keep(block, tier, copy)
@@ -369,7 +371,7 @@ class GroupState:
         if copy.holds > 0:
             return
         self.held[tier] -= 1
-        if block.copy(tier) is copy:
+        if COPY_IN[tier](block) is copy:
             self.clocks.start(block)
             self.reconsider(block)
         else:
@@ -398,13 +400,14 @@ class GroupState:
         return found
 
     def _touch_all(self, touched: Iterable[Block]) -> None:
-        for block in sorted(touched, key=lambda block: block.depth, reverse=True):
+        use, reconsider, used_on_disk = self.evictor.use, self.reconsider, self._used_on_disk
+        for block in sorted(touched, key=_DEPTH, reverse=True):
             if block.indexed:
-                self.evictor.use(block)
-                self.reconsider(block)
-                if block.copy(DISK) is not None:
-                    self._used_on_disk.pop(block, None)
-                    self._used_on_disk[block] = None
+                use(block)
+                reconsider(block)
+                if block.on_disk is not None:
+                    used_on_disk.pop(block, None)
+                    used_on_disk[block] = None
         for block in self.evictor.settle():
             self.reconsider(block)
 

@@ -59,10 +59,11 @@ class Clocks:
         self.start(block)
         self._note(block)
 
-    def start(self, block: Block) -> None:
-        """From now on, with the whole duration, unless the block is held or has none."""
-        if block.duration_ms:
-            self._started[block] = None
+    def start(self, *blocks: Block) -> None:
+        """From now on, with the whole duration, for blocks that are not held and have one."""
+        for block in blocks:
+            if block.duration_ms:
+                self._started[block] = None
 
     def stop(self, block: Block) -> None:
         if block.deadline_ns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -45,8 +46,7 @@ class Uses:
     def _used(self, blocks: Sequence[Block], found_in: Sequence[int], missed: int) -> None:
         """All that a use means but recency. ``blocks``: parents before children."""
         self.misses += missed
-        for residency in found_in:
-            self.hits[next(tier for tier in self._state.tiers if residency & tier.bit)] += 1
+        for residency, times in Counter(found_in).items():
+            self.hits[next(tier for tier in self._state.tiers if residency & tier.bit)] += times
         self._background.used_again(blocks)
-        for block in blocks:
-            self._state.clocks.start(block)
+        self._state.clocks.start(*blocks)

@@ -10,7 +10,7 @@ from typing import Final, assert_never
 from kvtierd.core import loss
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
-from kvtierd.core.block import COPY_IN, Block, Copy
+from kvtierd.core.block import COPY_IN, FILLING, Block, Copy
 from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
@@ -328,8 +328,9 @@ class WindowManager:
             members = self._to_place(ticket)
         asked = set(claimed)
         ticket.waiting = False
+        copy_in = COPY_IN[tier]
         for block in members:
-            if block.copy(tier) is None:
+            if copy_in(block) is None:
                 self._fetch_one(ticket, block, asked=block in asked)
             self._join(ticket, block)
         for block in claimed:
@@ -381,9 +382,9 @@ class WindowManager:
         if not ticket.hold:
             self._answer_move(ticket)
             return
-        ready = 0
+        ready, copy_in = 0, COPY_IN[ticket.tier]
         for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
-            if not (block.copy(ticket.tier) is copy and copy.valid):
+            if not (copy_in(block) is copy and copy.phase is not FILLING):
                 break
             ready += 1
         if ready < max(ticket.min_blocks, 1):
@@ -476,13 +477,13 @@ class WindowManager:
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
         """It is in the tier, or on its way there, or a usable edge leads there."""
-        return block.copy(tier) is not None or self.flights.usable(self.room.source(block), tier, now)
+        return COPY_IN[tier](block) is not None or self.flights.usable(self.room.source(block), tier, now)
 
     def _holdable(self, ticket: FetchTicket) -> int:
         """Length of the prefix that the tier could hold at best."""
-        budget = self.obtainable(ticket.tier)
+        budget, copy_in = self.obtainable(ticket.tier), COPY_IN[ticket.tier]
         for length, block in enumerate(ticket.blocks):
-            copy = block.copy(ticket.tier)
+            copy = copy_in(block)
             budget -= copy is None or copy.holds == 0
             if budget < 0:
                 return length
