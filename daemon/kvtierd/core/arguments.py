@@ -57,19 +57,21 @@ def check_items(lease: Lease, items: Sequence[CommitItem]) -> None:
     """What a commit makes of the lease's blank slots."""
     if not items:
         raise BadArgument("slots", "none", "at least one slot")
-    check_keys([item.key for item in items], "keys")
-    if len({item.slot for item in items}) != len(items):
-        raise BadArgument("slots", [item.slot for item in items], "each slot once a call")
-    for item in items:
-        if item.slot not in lease.blank:
-            raise BadArgument("slots", item.slot, f"a blank slot of lease {lease.id}")
-        if item.parent is not None and len(item.parent) != KEY_BYTES:
-            raise BadArgument("parents", item.parent.hex(), f"{KEY_BYTES} bytes a key")
-        if item.parent == item.key:
-            raise BadArgument("parents", item.key.hex(), "a block is not its own parent")
-        if item.label is not None:
-            _check_label(item.label)
-    check_retention(len(items), [item.priority for item in items], [item.duration_ms for item in items])
+    slots, keys, _, priorities, durations_ms, _ = zip(*items, strict=True)
+    check_keys(keys, "keys")
+    if len(set(slots)) != len(slots):
+        raise BadArgument("slots", list(slots), "each slot once a call")
+    blank = lease.blank
+    for slot, key, parent, _, _, label in items:
+        if slot not in blank:
+            raise BadArgument("slots", slot, f"a blank slot of lease {lease.id}")
+        if parent is not None and len(parent) != KEY_BYTES:
+            raise BadArgument("parents", parent.hex(), f"{KEY_BYTES} bytes a key")
+        if parent == key:
+            raise BadArgument("parents", key.hex(), "a block is not its own parent")
+        if label is not None:
+            _check_label(label)
+    check_retention(len(items), priorities, durations_ms)
 
 
 def _check_label(label: Label) -> None:

@@ -150,7 +150,7 @@ def check_retention(
     ):
         if values and len(values) != blocks:
             raise BadArgument(within + field, f"{len(values)} values", f"{blocks}, one a block, or none")
-        for value in values:
+        for value in dict.fromkeys(values):  # mostly few
             if not low <= value <= high and not (some and value == UNCHANGED):
                 raise BadArgument(within + field, value, f"{low} to {high}")
     if durations_ms and not priorities:

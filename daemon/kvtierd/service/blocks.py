@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvtier.v1 import blocks_pb2, common_pb2
+from kvtierd.core.bulk import rows
 from kvtierd.core.errors import TierOffline, UnknownLease
 from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
@@ -296,7 +297,7 @@ def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequenc
     priorities = validate.priorities("priorities", request.priorities, len(keys))
     durations = validate.durations("durations_ms", request.durations_ms, len(keys))
     named = labels(cache, request, len(keys))
-    return list(map(CommitItem, map(SlotId, slots), keys, parents, priorities, durations, named))
+    return list(rows(CommitItem, slots, keys, parents, priorities, durations, named))
 
 
 def _leasable(cache: Cache) -> list[Tier]:

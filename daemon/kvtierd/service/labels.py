@@ -23,6 +23,8 @@ def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Seque
     """One a block of the call. Raises INVALID_ARGUMENT, also for what the cache does not keep."""
     hashes = _hashes(cache, request.event_hashes, count)
     tokens = _tokens(cache, request, count)
+    if not request.event_hashes and not request.tokens:
+        return [None] * count
     return [
         Label(event_hash, payload) if event_hash or payload else None
         for event_hash, payload in zip(hashes, tokens, strict=True)

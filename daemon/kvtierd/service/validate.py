@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import Final, NoReturn
+from typing import Final, NoReturn, cast
 
 from kvtier.v1 import common_pb2
 from kvtierd.core.ids import KEY_BYTES, Key, Tier
@@ -36,7 +36,7 @@ def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS) -> list[Key]:
     count = len(packed) // KEY_BYTES
     if count > max_keys:
         raise bad_argument(field, f"{count} keys", f"at most {max_keys} keys")
-    listed = [Key(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES)]
+    listed = _split(packed)
     if len(set(listed)) < len(listed):
         _refuse_first_repeated(field, listed)
     return listed
@@ -55,8 +55,11 @@ def parents(field: str, packed: bytes, count: int) -> list[Key | None]:
     """One parent a block; 32 zero bytes = a root."""
     if len(packed) != count * KEY_BYTES:
         raise bad_argument(field, f"{len(packed)} bytes", f"{count * KEY_BYTES} bytes: one parent a key")
-    split = (packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES))
-    return [None if parent == ROOT_PARENT else Key(parent) for parent in split]
+    return [None if parent == ROOT_PARENT else parent for parent in _split(packed)]
+
+
+def _split(packed: bytes) -> list[Key]:
+    return cast("list[Key]", [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)])
 
 
 def durations(field: str, values: Sequence[int], count: int) -> Sequence[int]:
