@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.abi.key_index import Entry
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import RECOVERED
+from kvtierd.core.events import RECOVERED, STORED
 from kvtierd.core.ids import HOST, GroupId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Outcome
@@ -36,7 +36,9 @@ def follow(arena: Arena, outcome: Outcome) -> None:
             group = event.group
             for change in event.blocks:
                 after[group, change.key] = change.residency
-    index.put_many(after, host, device)
+    # What is stored was not there before; what happens to it besides in the same outcome has an event of its own.
+    new = len(outcome.events) == 1 and outcome.events[0].type is STORED
+    index.put_many(after, host, device, new=new)
     index.show(outcome.events[-1].id)
 
 

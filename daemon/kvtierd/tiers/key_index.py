@@ -95,11 +95,18 @@ class KeyIndex:
         self._put((group, key), self._homes(key, group), residency, host, device)
 
     def put_many(
-        self, residencies: Mapping[Name, int], host: Mapping[Name, Place], device: Mapping[Name, Place]
+        self,
+        residencies: Mapping[Name, int],
+        host: Mapping[Name, Place],
+        device: Mapping[Name, Place],
+        *,
+        new: bool = False,
     ) -> None:
-        """The same of many blocks, by group and key."""
-        for name, (first, second, tag, absent) in zip(residencies, self._survey(residencies), strict=True):
-            residency = residencies[name]
+        """The same of many blocks, by group and key. ``new``: all of one group, and none of them is in the index."""
+        survey = self._survey_new if new else self._survey
+        for (name, residency), (first, second, tag, absent) in zip(
+            residencies.items(), survey(residencies), strict=True
+        ):
             if not absent:
                 self._put(name, (first, second, tag), residency, host.get(name), device.get(name))
             elif residency:
@@ -110,6 +117,15 @@ class KeyIndex:
                     self._fill(bucket, number, tag, name, residency, host_place, device_place)
                 else:
                     self._wait(name, first, second, Entry(residency, *host_place, *device_place))
+
+    def _survey_new(self, names: Collection[Name]) -> Iterable[tuple[int, int, int, bool]]:
+        """The same of blocks that stand nowhere."""
+        if len(names) < _FEW:
+            return [(*self._homes(key, group), True) for group, key in names]
+        keys = np.frombuffer(b"".join([key for _, key in names]), "<u8").reshape(-1, 4)
+        group, _ = next(iter(names))
+        homes = self._buckets.mix.many(keys, int(group))
+        return zip(*(column.tolist() for column in homes), repeat(True, len(names)), strict=True)
 
     def _survey(self, names: Collection[Name]) -> Iterable[tuple[int, int, int, bool]]:
         """The homes of each, and whether it is certain that it stands in neither: so it is until it is put there."""

@@ -299,6 +299,14 @@ class AgainstADict(RuleBasedStateMachine):
             for name, residency in residencies.items():
                 self.index.writer.put(*name, residency, host.get(name), device.get(name))
 
+    @rule(group=st.sampled_from([FULL, SLIDING]), numbers=st.sets(st.integers(0, 40), max_size=30))
+    def put_new(self, group: GroupId, numbers: set[int]) -> None:
+        """Blocks of which the caller knows that they are not there."""
+        names = [(group, key(number)) for number in sorted(numbers) if (group, key(number)) not in self.model]
+        host = {name: place(slot, 2 * slot + 2) for slot, name in enumerate(names)}
+        self.model |= {name: Entry(HOST_BIT, *where, 0, 0) for name, where in host.items()}
+        self.index.writer.put_many(dict.fromkeys(names, HOST_BIT), host, {}, new=True)
+
     @invariant()
     def agrees(self) -> None:
         assert self.index.writer.contents() == self.model
