@@ -17,7 +17,7 @@ from grpc.aio import AioRpcError
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_GROUPS
-from kvtier.errors import CursorCompacted, DaemonError, InvalidArgument
+from kvtier.errors import CursorCompacted, CursorOfAnotherHistory, DaemonError, InvalidArgument
 from kvtier.events import (
     Disconnected,
     Gap,
@@ -95,23 +95,32 @@ def key_prefix(field: str, value: bytes | str) -> bytes:
 
 @dataclass(slots=True, frozen=True)
 class Start:
-    """Where to begin: after a cursor, at the oldest event held, with a snapshot, at a time; by default now."""
+    """Where to begin: after a cursor, at the oldest event held, with a snapshot, at a time; by default now.
+
+    ``history``: what ``since`` is of, as :attr:`Watch.history` said; 0 = not checked."""
 
     since: Cursor | None = None
     oldest: bool = False
     snapshot: bool = False
     since_time_ns: int | None = None
+    history: int = 0
 
     def __post_init__(self) -> None:
         if (self.since is not None) + self.oldest + self.snapshot + (self.since_time_ns is not None) > 1:
             raise InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")
         if self.since_time_ns is not None and not 0 <= self.since_time_ns < 1 << 64:
             raise InvalidArgument("since_time_ns", self.since_time_ns, "nanoseconds since the Unix epoch, 0 or more")
+        if not 0 <= self.history < 1 << 64:
+            raise InvalidArgument("history", self.history, "a number that a watch has said, or 0")
+        if self.history and self.since is None:
+            raise InvalidArgument("history", self.history, "0 without since, the cursor that it is of")
 
 
 class Watch:
     """``async for item in watch``. :attr:`cursor`: the last id that it has been told of, None before the first.
     :attr:`newest`: the last id that the daemon had given out when it sent its last batch, None before the first.
+    :attr:`history`: of the daemon's ids, 0 = not known. It stays the same as long as the daemon has its state, and says
+    whether a cursor that was kept means anything: give it back with it.
 
     Close it, or use it as a context manager, to end the stream at once.
     """
@@ -130,6 +139,7 @@ class Watch:
             raise InvalidArgument("heartbeat_s", heartbeat_s, "0.01 to 3600 seconds")
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
+        self.history = start.history
         self.live = False
         """Whether the stream goes on: from a batch until the stream that it came by breaks."""
         self._session = session
@@ -195,9 +205,10 @@ class Watch:
                     self._session.suspect(link)
                 elif not link_is_broken(fault):
                     failure = error_of(fault)
-                    if not resuming or not isinstance(failure, CursorCompacted):
+                    brought = not resuming and self._start.since is not None
+                    if brought or not isinstance(failure, CursorCompacted):
                         raise failure from error
-                    yield self._skip_to(failure.oldest)
+                    yield self._skip(failure)
             except (asyncio.CancelledError, grpc.aio.UsageError) as error:
                 reason = str(self._session.channel_closed_by(error))
             finally:
@@ -217,7 +228,7 @@ class Watch:
             request.since_time_ns = self._start.since_time_ns
         else:
             cursor = self.cursor or await self._pin(link, self._silence_s)
-            request.since.epoch, request.since.id = cursor.epoch, cursor.id
+            request.since.epoch, request.since.id, request.history = cursor.epoch, cursor.id, self.history
         return request
 
     @property
@@ -236,7 +247,7 @@ class Watch:
             call.cancel()
         if not isinstance(first, events_pb2.WatchBatch):  # grpc.aio.EOF
             raise DaemonError("a watch ended without a word", reason="BAD_ANSWER")
-        self.cursor = Cursor(first.epoch, first.first_id - 1)
+        self.cursor, self.history = Cursor(first.epoch, first.first_id - 1), first.history
         return self.cursor
 
     async def _batches(
@@ -260,6 +271,7 @@ class Watch:
 
     def _items_of(self, batch: events_pb2.WatchBatch) -> Iterator[WatchItem]:
         self.newest = batch.newest_id or batch.last_id  # an older daemon does not say
+        self.history = batch.history or self.history
         covers = batch.first_id <= batch.last_id
         if covers and self.cursor is not None and self.cursor.epoch in (0, batch.epoch):
             expected = self.cursor.id + 1
@@ -288,13 +300,18 @@ class Watch:
             self.cursor = Cursor(gap.epoch, gap.last_id)
         return Gap(gap.epoch, gap.first_id, gap.last_id, gap.reason)
 
-    def _skip_to(self, oldest: int) -> Gap:
+    def _skip(self, failure: CursorCompacted) -> Gap:
         """The daemon no longer holds what comes after the cursor: goes on with the oldest event that it does."""
         if self.cursor is None:
             raise DaemonError("a watch without a cursor was told that it is compacted", reason="BAD_ANSWER")
-        lost = Gap(self.cursor.epoch, self.cursor.id + 1, oldest - 1, "compacted")
-        # What is held may be of a later epoch than the cursor: the daemon knows.
-        self.cursor = Cursor(0, oldest - 1)
+        first = self.cursor.id + 1
+        if isinstance(failure, CursorOfAnotherHistory):
+            lost = Gap(self.cursor.epoch, first, first, "another-history")
+            self._start, self.cursor, self.history = Start(oldest=True), None, 0
+        else:
+            lost = Gap(self.cursor.epoch, first, failure.oldest - 1, "compacted")
+            # What is held may be of a later epoch than the cursor: the daemon knows.
+            self.cursor = Cursor(0, failure.oldest - 1)
         return lost
 
 

@@ -2,12 +2,13 @@
 
 ``SUPERBLOCK`` of the state directory (written whole or not at all) holds ``last``: after a clean stop the last id given
 out, otherwise a mark reserved ahead, above which no id ever was. Ids are therefore never reused, whenever the process
-dies.
+dies. Where the directory itself is gone they are, so it names its ``history``, which a new one does not share.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +37,8 @@ class State:
     """What is written. ``boot`` counts starts, ``epoch`` only those after an unclean stop.
 
     ``epoch_first``: the epoch's first event id. ``last``: no id above it has been given out; exact if ``clean``, else a
-    mark reserved ahead.
+    mark reserved ahead. ``history``: which sequence of ids these are of, at random, 1 to 2^63 - 1; 0 where it was
+    written before there was one.
     """
 
     epoch: int
@@ -44,17 +46,20 @@ class State:
     epoch_first: int
     last: int
     clean: bool
+    history: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class Identity:
-    """Which life of the daemon this is. ``unclean``: the life before did not end by a clean stop."""
+    """Which life of the daemon this is. ``unclean``: the life before did not end by a clean stop.
+    ``history``: 0 where it is only to get one."""
 
     epoch: int
     boot: int
     epoch_first: int
     last: int
     unclean: bool
+    history: int
 
 
 class StateDir:
@@ -66,7 +71,9 @@ class StateDir:
         self.identity = identity
         self._path = path
         self._lock = lock
-        self._state = State(identity.epoch, identity.boot, identity.epoch_first, identity.last, clean=False)
+        self._state = State(
+            identity.epoch, identity.boot, identity.epoch_first, identity.last, clean=False, history=identity.history
+        )
         self._writing = threading.Lock()
 
     @classmethod
@@ -86,14 +93,17 @@ class StateDir:
             lock.release()
             raise
 
-    def begin(self, logged_epoch: int = 0, logged_last: int = 0) -> None:
+    def begin(self, logged_epoch: int = 0, logged_last: int = 0, logged_history: int = 0) -> None:
         """From here on this life counts: unless it is closed with a last id, it ended uncleanly. Raises TierIOError.
 
         ``logged_epoch``, ``logged_last``: the newest that the event log knows of. If that is ahead, the state is an old
         one, brought back from somewhere: the life begins as after an unclean stop, above all that can have been given
-        out.
+        out. ``logged_history``: what the log says that it is of, 0 = nothing. A state without one goes on with that.
         """
-        before = self.identity
+        # Where the log has seen ids, those to come are above them. One that has seen none proves nothing.
+        history = self.identity.history or (logged_history if logged_last else 0) or _new_history()
+        self.identity = before = replace(self.identity, history=history)
+        self._state = replace(self._state, history=history)
         epoch_before = before.epoch - 1 if before.unclean else before.epoch
         if logged_epoch > epoch_before or logged_last > before.last:
             _log.warning(
@@ -102,8 +112,9 @@ class StateDir:
             )
             last = max(before.last, logged_last + RESERVED_IDS)
             epoch = max(epoch_before, logged_epoch) + 1
-            self.identity = replace(before, epoch=epoch, epoch_first=last + 1, last=last, unclean=True)
-            self._state = replace(self._state, epoch=epoch, epoch_first=last + 1, last=last)
+            boot = max(before.boot, epoch)  # every epoch was begun by a start
+            self.identity = replace(before, epoch=epoch, boot=boot, epoch_first=last + 1, last=last, unclean=True)
+            self._state = replace(self._state, epoch=epoch, boot=boot, epoch_first=last + 1, last=last)
         self.reserve(self.identity.last + RESERVED_IDS)
 
     @property
@@ -156,12 +167,17 @@ class DurableSequencer(EventSequencer):
             _log.exception("cannot reserve event ids ahead")
 
 
+def _new_history() -> int:
+    return secrets.randbelow((1 << 63) - 1) + 1
+
+
 def _next_life(before: State | None) -> Identity:
     if before is None:
-        return Identity(epoch=1, boot=1, epoch_first=1, last=0, unclean=False)
+        return Identity(epoch=1, boot=1, epoch_first=1, last=0, unclean=False, history=0)
+    boot, last, history = before.boot + 1, before.last, before.history
     if before.clean:
-        return Identity(before.epoch, before.boot + 1, before.epoch_first, before.last, unclean=False)
-    return Identity(before.epoch + 1, before.boot + 1, before.last + 1, before.last, unclean=True)
+        return Identity(before.epoch, boot, before.epoch_first, last, unclean=False, history=history)
+    return Identity(before.epoch + 1, boot, last + 1, last, unclean=True, history=history)
 
 
 def _read(path: Path) -> State | None:
@@ -173,6 +189,7 @@ def _read(path: Path) -> State | None:
             raise ForeignDirectory(path, f"holds {', '.join(others[:3])} but no {SUPERBLOCK} of kvtier's")
         return None
     expected = {name: bool if name == "clean" else int for name in State.__dataclass_fields__}
+    content = {"history": 0} | content  # version 1 had none
     if {name: type(value) for name, value in content.items()} != expected:
         raise DamagedDirectory(path, f"its {SUPERBLOCK} lacks fields of a state")
     return State(**content)

@@ -15,6 +15,8 @@ class Steering:
     """Of all watches that are made while :meth:`installed`."""
 
     def __init__(self) -> None:
+        self.holding = 0
+        """Watches that are held up at this moment."""
         self._held = False
         self._goal: Cursor | None = None
         self._changed = asyncio.Event()
@@ -33,7 +35,11 @@ class Steering:
     async def pass_(self, watch: Watch) -> None:
         """Returns when the watch may take its next item. A snapshot is never held up."""
         while self._held and watch.cursor is not None and (self._goal is None or watch.cursor >= self._goal):
-            await self._changed.wait()
+            self.holding += 1
+            try:
+                await self._changed.wait()
+            finally:
+                self.holding -= 1
 
     def hold(self) -> None:
         """No watch takes another item than the one that it may be waiting for."""

@@ -46,12 +46,29 @@ def open_store(
         return _open(path, max_bytes, max_age_ns, clocks)
 
 
+def history_of(path: Path) -> int:
+    """Which history the log at ``path`` says that it is of, 0 = none. Raises :class:`DamagedDirectory`,
+    :class:`kvtierd.tiers.base.TierIOError`."""
+    said = (read_superblock(path, _KIND) or {}).get("history", 0)
+    if type(said) is not int or said < 0:
+        raise DamagedDirectory(path, f"its {SUPERBLOCK} has a history {said!r}, not a number")
+    return said
+
+
+def note_history(path: Path, history: int) -> None:
+    """From now on the log at ``path`` says that it is of it. Raises :class:`kvtierd.tiers.base.TierIOError`."""
+    if history_of(path) != history:
+        with io_errors(f"cannot use the event log {path}"):
+            write_superblock(path, _KIND, {"history": history})
+
+
 def _open(path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks) -> EventStore:
     if path.exists() and read_superblock(path, _KIND) is None and (strange := _strange(path)):
         raise DamagedDirectory(path, f"holds {', '.join(strange[:3])} but no {SUPERBLOCK} of kvtier's")
     make_private_directory(path)
     if read_superblock(path, _KIND) is None:
         write_superblock(path, _KIND, {})
+    history_of(path)  # one that cannot be read is damaged, which is to be known before anything is opened
     try:
         return EventStore(path, max_bytes, max_age_ns, clocks)
     except TierError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Self, TypeVar
 
 from kvtierd.event_log.clock import Clocks
-from kvtierd.event_log.directory import open_store
+from kvtierd.event_log.directory import history_of, note_history, open_store
 from kvtierd.event_log.runs import LoggedRun
 from kvtierd.event_log.store import EventStore, Extent
 from kvtierd.event_log.writer import LogWriter
@@ -43,11 +43,12 @@ class EventLog:
     Reads take turns in one thread, a piece each: whoever catches up waits for the others' pieces, and nobody else does.
     """
 
-    def __init__(self, path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks) -> None:
+    def __init__(self, path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks, history: int) -> None:
         self._path: Final = path
         self._max_bytes: Final = max_bytes
         self._max_age_ns: Final = max_age_ns
         self._clocks: Final = clocks
+        self._history = history
         self._store: EventStore | None = None
         self._heeded = False
         """Its ids were known before the present life gave out any, or are the present life's."""
@@ -56,38 +57,64 @@ class EventLog:
         self._reads: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtierd-past")
 
     @classmethod
-    def open(cls, path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks | None = None) -> Self:
-        """``path``: a directory of its own, made if it is missing. ``max_bytes``: of its file. One that cannot be
-        opened is tried again later: see :meth:`status`."""
-        log = cls(path, max_bytes, max_age_ns, clocks or Clocks.of_system())
+    def open(
+        cls, path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks | None = None, *, history: int = 0
+    ) -> Self:
+        """``path``: a directory of its own, made if it is missing. ``max_bytes``: of its file. ``history``: that of the
+        state, 0 = it has none yet; a log of another is set aside. One that cannot be opened is tried again later: see
+        :meth:`status`."""
+        log = cls(path, max_bytes, max_age_ns, clocks or Clocks.of_system(), history)
         try:
-            log._store = open_store(path, max_bytes, max_age_ns, log._clocks, lambda store: None)
+            log._store = open_store(path, max_bytes, max_age_ns, log._clocks, lambda store: log._of_another())
+            log._history = history or history_of(path)
             log._heeded = True
         except TierError as error:
             log._fault = str(error)
         return log
 
     @property
-    def known(self) -> tuple[int, int]:
-        """The newest epoch and the last id of which the log has seen anything; zeros where it has seen nothing."""
-        return (0, 0) if self._store is None else (self._store.last_epoch, self._store.extent.place.last)
+    def known(self) -> tuple[int, int, int]:
+        """The newest epoch and the last id of which the log has seen anything, and their history; zeros where it has
+        seen nothing."""
+        if self._store is None:
+            return 0, 0, 0
+        return self._store.last_epoch, self._store.extent.place.last, self._history
 
-    def begin(self, epoch: int, epoch_first: int, last: int, waiting_bytes: int) -> None:
-        """A life whose ids are above ``last``. ``waiting_bytes``: of events, may wait for the disk."""
+    def begin(self, epoch: int, epoch_first: int, last: int, waiting_bytes: int, *, history: int = 0) -> None:
+        """A life whose ids are above ``last``, of ``history``. ``waiting_bytes``: of events, may wait for the disk."""
+        self._history = history
 
         def unfit(store: EventStore) -> str | None:
+            if (other := self._of_another()) is not None:
+                return other
             ahead = store.extent.place.last > last or store.last_epoch > epoch
             return "it knows of ids that the present life may give out again" if ahead and not self._heeded else None
 
         def reopen() -> EventStore:
             store = open_store(self._path, self._max_bytes, self._max_age_ns, self._clocks, unfit)
+            try:
+                note_history(self._path, history)
+            except TierError:
+                store.close()
+                raise
             self._heeded = True
             return store
+
+        if self._store is not None:
+            try:
+                note_history(self._path, history)
+            except TierError as error:
+                self._store.close()
+                self._store, self._fault = None, str(error)
 
         self._writer = LogWriter(reopen, self._store, epoch_first, waiting_bytes)
         if self._fault is not None:
             self._writer.note_failure(self._fault)
         self._writer.start()
+
+    def _of_another(self) -> str | None:
+        theirs = history_of(self._path)
+        return "its events are of another history" if self._history and theirs not in (0, self._history) else None
 
     def offer(self, run: LoggedRun) -> None:
         """The next run, to be logged soon."""

@@ -89,11 +89,13 @@ class _Directories:
             log = None
             if config.event_log_bytes:
                 age_ns = int(config.event_log_age * 1e9)
-                log = EventLog.open(config.state_dir / EVENT_LOG, config.event_log_bytes, age_ns)
+                path, history = config.state_dir / EVENT_LOG, state.identity.history
+                log = EventLog.open(path, config.event_log_bytes, age_ns, history=history)
                 opened.callback(log.close)
                 state.begin(*log.known)
                 life = state.identity
-                log.begin(life.epoch, life.epoch_first, life.last, max(config.event_ring_bytes, LEAST_WAITING_BYTES))
+                waiting_bytes = max(config.event_ring_bytes, LEAST_WAITING_BYTES)
+                log.begin(life.epoch, life.epoch_first, life.last, waiting_bytes, history=life.history)
             else:
                 state.begin()
             opened.pop_all()
@@ -115,7 +117,7 @@ class Daemon:
         self._log: Final = directories.log
         packed = None if self._log is None else _to_log(self._log, life.epoch)
         self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)
-        self._history: Final = History(self._hub, self._log)
+        self._history: Final = History(self._hub, self._log, life.history)
         moves = MoveCounts()
         self._metrics: Final = Metrics(moves, turns)
         self._engine: Final = Engine(

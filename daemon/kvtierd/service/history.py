@@ -42,11 +42,13 @@ class Loss:
 
 
 class History:
-    """Loop thread only. ``log``: None where there is none."""
+    """Loop thread only. ``log``: None where there is none. ``number``: what the state calls this history, which tells
+    its ids from those of another state."""
 
-    def __init__(self, hub: EventHub, log: EventLog | None) -> None:
+    def __init__(self, hub: EventHub, log: EventLog | None, number: int = 0) -> None:
         self.hub: Final = hub
         self.log: Final = log
+        self.number: Final = number
 
     @property
     def oldest(self) -> int:

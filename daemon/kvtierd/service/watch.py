@@ -105,13 +105,14 @@ class Watcher:
             last_id=self._cursor,
             snapshot_end=snapshot_end,
             newest_id=self._hub.last,
+            history=self._history.number,
         ).SerializeToString()
 
     def _gap(self, loss: Loss) -> bytes:
         """Covers what was filtered away before it, too: the ids of the gap itself are in no batch. One that ends an
         epoch stands in a batch of the next, before its first id."""
         gap = events_pb2.Gap(epoch=loss.epoch, first_id=loss.first, last_id=loss.last, reason=loss.reason)
-        batch = events_pb2.WatchBatch(epoch=loss.then, gap=gap, newest_id=self._hub.last)
+        batch = events_pb2.WatchBatch(epoch=loss.then, gap=gap, newest_id=self._hub.last, history=self._history.number)
         if loss.then == loss.epoch:
             batch.first_id, batch.last_id = self._covered + 1, self._cursor
         else:

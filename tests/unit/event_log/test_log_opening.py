@@ -54,7 +54,7 @@ async def test_one_that_was_away_at_the_start_is_gone_on_with(tmp_path: Path) ->
     await lived(path, run(1, 10))
     away = hidden(path)
     log = EventLog.open(path, 4 * MB, DAY_NS)
-    assert log.known == (0, 0)
+    assert log.known == (0, 0, 0)
     log.begin(1, 1, 10, MB)
     assert log.status().failing and log.extent is None
     log.offer(run(11, 12))
@@ -105,3 +105,58 @@ async def test_one_that_dies_is_opened_again_and_keeps_what_it_has(tmp_path: Pat
     assert await log.flush(PATIENCE_S)
     log.close()
     assert os.listdir(tmp_path) == ["events"]
+
+
+async def test_a_log_of_another_history_is_set_aside_though_it_is_behind(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    log = EventLog.open(path, 4 * MB, DAY_NS)
+    log.begin(1, 1, 0, MB, history=7)
+    log.offer(run(1, 10))
+    assert await log.flush(PATIENCE_S)
+    log.close()
+    for history in (7, 0):
+        same = EventLog.open(path, 4 * MB, DAY_NS, history=history)
+        assert same.known == (1, 10, 7)
+        same.close()
+    other = EventLog.open(path, 4 * MB, DAY_NS, history=8)
+    assert other.known == (0, 0, 8)
+    other.begin(1, 1, 20, MB, history=8)
+    assert await other.after(0, MB) is None
+    assert await other.flush(PATIENCE_S)
+    other.close()
+    assert sorted(os.listdir(tmp_path)) == ["events", "events.aside-1"]
+    aside = EventLog.open(path.with_name("events.aside-1"), 4 * MB, DAY_NS, history=7)
+    assert aside.known == (1, 10, 7)
+    aside.close()
+
+
+async def test_a_log_of_another_history_that_is_found_too_late_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "events"
+    log = EventLog.open(path, 4 * MB, DAY_NS)
+    log.begin(1, 1, 0, MB, history=7)
+    log.offer(run(1, 10))
+    assert await log.flush(PATIENCE_S)
+    log.close()
+    away = hidden(path)
+    log = EventLog.open(path, 4 * MB, DAY_NS, history=8)
+    log.begin(1, 1, 20, MB, history=8)
+    log.offer(run(21, 22))
+    back(path, away)
+    await newest(log, 22)
+    found = await log.after(0, MB)
+    assert found is not None and found.first == 21
+    assert await log.flush(PATIENCE_S)
+    log.close()
+    assert path.with_name("events.aside-1").exists()
+
+
+async def test_a_log_of_before_there_were_histories_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    await lived(path, run(1, 10))
+    log = EventLog.open(path, 4 * MB, DAY_NS, history=8)
+    log.begin(1, 1, 10, MB, history=8)
+    assert await log.flush(PATIENCE_S)
+    log.close()
+    again = EventLog.open(path, 4 * MB, DAY_NS)
+    assert again.known == (1, 10, 8)
+    again.close()

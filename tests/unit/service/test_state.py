@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,7 +93,7 @@ def test_a_log_without_a_state_is_heeded(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     opened = StateDir.open(tmp_path)
     opened.begin(3, 1000)
-    assert (opened.identity.epoch, opened.identity.unclean) == (4, True)
+    assert (opened.identity.epoch, opened.identity.boot, opened.identity.unclean) == (4, 4, True)
     assert opened.identity.epoch_first > 1000
     opened.close(None)
 
@@ -225,3 +227,50 @@ def test_the_state_is_private(tmp_path: Path) -> None:
     assert os.stat(tmp_path / "state").st_mode & 0o077 == 0
     assert os.stat(tmp_path / "state" / SUPERBLOCK).st_mode & 0o077 == 0
     opened.close(None)
+
+
+def test_a_history_is_kept_over_all_lives_of_a_state_and_by_no_other(tmp_path: Path) -> None:
+    one, other = life(tmp_path / "one"), life(tmp_path / "other")
+    history = one.identity.history
+    assert 0 < history < 1 << 63
+    assert other.identity.history not in (0, history)
+    other.close(None)
+    for last in (5, None, None):
+        one.close(last)
+        one = life(tmp_path / "one")
+        assert one.identity.history == history
+    one.close(None)
+
+
+def test_a_state_of_before_there_were_histories_gets_one(tmp_path: Path) -> None:
+    content = {"epoch": 3, "boot": 7, "epoch_first": 100, "last": 250, "clean": True}
+    head, body = "kvtier state 1", json.dumps(content).encode()
+    crc = zlib.crc32(body, zlib.crc32(head.encode()))
+    old = f"{head} {crc:08x}\n".encode() + body
+    (tmp_path / SUPERBLOCK).write_bytes(old)
+    StateDir.open(tmp_path).close(None)
+    assert (tmp_path / SUPERBLOCK).read_bytes() == old, "a life that never began has changed it"
+    upgraded = life(tmp_path)
+    now = upgraded.identity
+    assert (now.epoch, now.boot, now.epoch_first, now.last, now.unclean) == (3, 8, 100, 250, False)
+    upgraded.close(260)
+    again = life(tmp_path)
+    assert (again.identity.last, again.identity.history) == (260, now.history)
+    assert now.history
+    again.close(260)
+
+
+@pytest.mark.parametrize(("logged_last", "shared"), [(1000, True), (0, False)])
+def test_a_state_made_beside_a_log_goes_on_with_its_history_if_it_has_ids(
+    tmp_path: Path, logged_last: int, shared: bool
+) -> None:
+    (tmp_path / "events").mkdir()
+    opened = StateDir.open(tmp_path)
+    opened.begin(1 if logged_last else 0, logged_last, 77)
+    assert (opened.identity.history == 77) is shared
+    assert opened.identity.last >= logged_last
+    opened.close(None)
+    again = StateDir.open(tmp_path)
+    again.begin(5, 10 * RESERVED_IDS, 78)
+    assert again.identity.history == opened.identity.history, "a state that has one keeps it"
+    again.close(None)

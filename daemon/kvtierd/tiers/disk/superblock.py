@@ -19,6 +19,9 @@ SUPERBLOCK: Final = "SUPERBLOCK"
 FORMAT_VERSION: Final = 1
 CACHE_VERSION: Final = 2
 """Of caches: an index of version 2 has a journal, without which a daemon that knows none would misread it."""
+STATE_VERSION: Final = 2
+"""Of states: one of version 2 names its history, which a daemon that knows none would drop."""
+_VERSIONS: Final = {"cache": CACHE_VERSION, "state": STATE_VERSION}
 _MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
 
@@ -50,7 +53,7 @@ def renew_superblock(directory: Path, kind: str) -> None:
 
 
 def _version(kind: str) -> int:
-    return CACHE_VERSION if kind == "cache" else FORMAT_VERSION
+    return _VERSIONS.get(kind, FORMAT_VERSION)
 
 
 def _read(directory: Path, kind: str) -> tuple[int, dict[str, Any]] | None:

@@ -1,0 +1,141 @@
+"""A daemon whose state directory is lost counts its events from the beginning again: what is made of cursors of before,
+once its ids have passed theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import pytest
+
+from kvtier import (
+    AsyncClient,
+    Cache,
+    Client,
+    Cursor,
+    CursorOfAnotherHistory,
+    Event,
+    EventType,
+    Gap,
+    Heartbeat,
+    Mirror,
+    MirrorState,
+    connect,
+)
+from tests.integration.blocks import SPEC, blocks, chain
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.steering import Steering
+from tests.integration.test_watch_restart import now, up_to
+from tests.integration.waiting import PATIENCE_S, eventually
+
+SLOTS = {"device": 8, "host": 16, "disk": 32}
+
+
+async def beyond(client: AsyncClient, cursor: Cursor) -> Cache:
+    """Another cache's blocks, until the daemon's ids have passed the cursor's."""
+    cache = await client.open_cache("c", SPEC)
+    number = 0
+    while (await now(client)).id <= cursor.id:
+        keys = chain(f"after {number}", 4)
+        await cache.put(keys, blocks(keys))
+        number += 1
+    return cache
+
+
+async def without_state(daemon: DaemonProcess) -> None:
+    await asyncio.to_thread(daemon.stop)
+    for directory in (daemon.state_dir, daemon.disk_dir):
+        shutil.rmtree(directory)
+    await asyncio.to_thread(daemon.start)
+
+
+@pytest.mark.parametrize("log", ["64MiB", "0"])
+async def test_who_resumes_is_told_and_begins_with_the_new_history(start_daemon: StartDaemon, log: str) -> None:
+    daemon = start_daemon("--event-log-bytes", log, **SLOTS)
+    keys = chain("before", 6)
+    async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(keys, blocks(keys))
+        await up_to(watch, await now(client))
+        old, history = watch.cursor, watch.history
+        assert old is not None and history
+        await without_state(daemon)  # the watch is not asked for anything, and so does not come back meanwhile
+        await beyond(client, old)
+        present = await now(client)
+        gap, *items = await up_to(watch, present)
+        assert gap == Gap(old.epoch, old.id + 1, old.id + 1, "another-history")
+        assert [item.event_id for item in items if isinstance(item, Event)] == list(range(1, present.id + 1))
+        assert isinstance(items[0], Event) and items[0].type is EventType.CREATED
+        assert watch.history not in (0, history)
+        with pytest.raises(CursorOfAnotherHistory) as refused:
+            await anext(client.watch(since=old, history=history))
+        assert refused.value.oldest == 1
+        async with client.watch(since=old, history=watch.history, heartbeats=True, heartbeat_s=0.1) as again:
+            assert isinstance(await anext(again), Event | Heartbeat)
+
+
+async def test_a_mirror_takes_another_snapshot(start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    steering = Steering().installed(monkeypatch)
+    daemon = start_daemon(**SLOTS)
+    keys = chain("before", 6)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        async with Mirror(client, ["c"], heartbeat_s=0.1) as mirror:
+            await cache.put(keys, blocks(keys))
+            await mirror.synced(await now(client), timeout=PATIENCE_S)
+            old = mirror.cursor
+            assert old is not None
+            steering.hold()
+
+            async def held() -> int:
+                return steering.holding
+
+            await eventually(held, lambda it: it == 1)
+            await without_state(daemon)
+            cache = await beyond(client, old)
+            assert mirror.longest_prefix(keys) == 6, "it has not looked yet"
+            steering.go_to(None)
+
+            async def resyncs() -> int:
+                return mirror.resyncs
+
+            await eventually(resyncs, lambda it: it == 1)
+            await mirror.synced(await now(client), timeout=PATIENCE_S)
+            assert (mirror.longest_prefix(keys), mirror.state) == (0, MirrorState.EXACT)
+            await steering.assert_agrees(mirror, cache)
+
+
+async def test_a_log_that_is_left_carries_the_history_on(start_daemon: StartDaemon) -> None:
+    """Its ids are known, so those to come are above them, and cursors of before are worth what they were."""
+    daemon = start_daemon(**SLOTS)
+    keys = chain("before", 6)
+    async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(keys, blocks(keys))
+        before = await up_to(watch, await now(client))
+        history = watch.history
+        await asyncio.to_thread(daemon.stop)
+        (daemon.state_dir / "SUPERBLOCK").unlink()
+        shutil.rmtree(daemon.state_dir / "caches")
+        await asyncio.to_thread(daemon.start)
+        present = await now(client)
+        assert present.epoch == 2
+        items = await up_to(watch, present)
+        assert [item.reason for item in items if isinstance(item, Gap)] == ["unclean-stop"]
+        assert watch.history == history
+        async with client.watch(oldest=True) as again:
+            assert (await up_to(again, present))[: len(before)] == before
+
+
+def test_a_thread_keeps_the_history_too(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
+    with Client(daemon.address) as client:
+        with client.watch(heartbeats=True, heartbeat_s=0.1) as watch:
+            next(watch)
+            cursor, history = watch.cursor, watch.history
+        assert history
+        with client.watch(since=cursor, history=history, heartbeats=True, heartbeat_s=0.1) as again:
+            next(again)
+            assert again.history == history
+        with client.watch(since=cursor, history=history ^ 1) as other, pytest.raises(CursorOfAnotherHistory):
+            next(other)
