@@ -57,6 +57,7 @@ class Watcher:
             quiet_until = loop.time() + self._heartbeat_s
             snapshot_end = None
         while True:
+            behind = self._hub.readable
             found = await self._history.after(self._epoch, self._cursor)
             if found is None:
                 if not await self._news(quiet_until):
@@ -70,6 +71,8 @@ class Watcher:
             if isinstance(found, Loss):
                 yield self._gap(found)
                 continue
+            if found.run.last < behind:
+                await self._history.turn()
             body = self._look_at(found.run)
             ends = snapshot_end is not None and snapshot_end <= self._cursor
             if body or ends or loop.time() >= quiet_until:
