@@ -65,7 +65,7 @@ class Background:
         """Plans some copies. What finds no room now waits for what is in flight; what cannot go down is forgotten."""
         left = min(MOST_A_CALL, MOST_IN_FLIGHT - self._flights.background)
         left = self._write_down(left, now)
-        if self._state.policy.clean_high > 0:
+        if self._state.policy.clean_high > 0 and self._room.may_choose():
             for tier in self._state.tiers[:-1]:
                 left = self._clean(tier, left, now)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from typing import Final, Protocol
 
 from kvtierd.core.block import Block
@@ -17,6 +18,8 @@ from kvtierd.core.ids import Key
 
 PROTECTED: Final = 0.5
 """At most so many blocks of a group are hot, as a share of the slots of its lowest tier."""
+SWEPT_AN_OFFER: Final = 2
+"""Entries of a list of candidates that an offer looks at, where stale ones are to go."""
 
 
 class Evictor(Protocol):
@@ -156,31 +159,45 @@ class Ranked:
 
     A block that was offered at a rank is a candidate while ``listed``, its own record, says so: the list itself need
     not be told that one has gone. A heap whose stale entries are skipped when they surface: O(log n) an offer, no scan
-    ever. It is rebuilt when most of it is stale, so memory stays within a small factor of the candidates.
+    ever. Where most of it may be stale, each offer moves a few entries that are not to a new one: so memory stays
+    within a small factor of the candidates, and nobody waits for a whole heap to be gone through.
     """
 
-    __slots__ = ("_heap", "_listed", "_rebuild_at")
+    __slots__ = ("_heap", "_listed", "_old", "_sweep_at", "_swept")
 
     def __init__(self, listed: Callable[[int, Block], bool]) -> None:
         self._listed = listed
         self._heap: list[tuple[int, Block]] = []
-        self._rebuild_at = 64
+        self._old: list[tuple[int, Block]] = []
+        """What is left of the heap before this one. Taken from its end, so it stays a heap."""
+        self._swept: set[int] = set()
+        """Ranks that have been moved: a block may have been offered twice."""
+        self._sweep_at = 64
 
     def offer(self, rank: int, block: Block) -> None:
         """The block becomes a candidate, or is one whose rank is another now."""
         heapq.heappush(self._heap, (rank, block))
-        if len(self._heap) > self._rebuild_at:
-            self._heap = list({entry: None for entry in self._heap if self._listed(*entry)})
-            heapq.heapify(self._heap)
-            self._rebuild_at = 2 * len(self._heap) + 64
+        if self._old or self._swept:
+            self._sweep()
+        elif len(self._heap) > self._sweep_at:
+            self._old, self._heap = self._heap, []
+
+    def _sweep(self) -> None:
+        for _ in range(min(SWEPT_AN_OFFER, len(self._old))):
+            rank, block = self._old.pop()
+            if rank not in self._swept and self._listed(rank, block):
+                self._swept.add(rank)
+                heapq.heappush(self._heap, (rank, block))
+        if not self._old:
+            self._sweep_at = 2 * len(self._swept) + 64  # what was offered meanwhile may be stale again
+            self._swept = set()
 
     def victim(self, spared: Collection[Block] = ()) -> Block | None:
         """The candidate to go first, but none of the few ``spared``. It stays a candidate until its record says
         otherwise."""
-        heap = self._heap
         aside: list[tuple[int, Block]] = []
         found = None
-        while heap and found is None:
+        while found is None and (heap := self._lower()):
             rank, block = heap[0]
             if not self._listed(rank, block):
                 heapq.heappop(heap)
@@ -189,20 +206,27 @@ class Ranked:
             else:
                 found = block
         for entry in aside:
-            heapq.heappush(heap, entry)
+            heapq.heappush(self._heap, entry)
         return found
+
+    def _lower(self) -> list[tuple[int, Block]]:
+        """Of the two heaps that with the lowest rank."""
+        heap, old = self._heap, self._old
+        return old if old and (not heap or old[0][0] < heap[0][0]) else heap
 
     def in_order(self) -> Iterator[tuple[int, Block] | None]:
         """The candidates by rank, found as they are asked for; None for each entry that was stale. Nothing changes, and
         nothing may meanwhile."""
-        heap = self._heap
-        frontier = [(heap[0][0], 0)] if heap else []
+        heaps = (self._heap, self._old)
+        frontier = [(heap[0][0], which, 0) for which, heap in enumerate(heaps) if heap]
+        heapq.heapify(frontier)
         previous = None
         while frontier:
-            rank, place = heapq.heappop(frontier)
+            rank, which, place = heapq.heappop(frontier)
+            heap = heaps[which]
             for child in (2 * place + 1, 2 * place + 2):
                 if child < len(heap):
-                    heapq.heappush(frontier, (heap[child][0], child))
+                    heapq.heappush(frontier, (heap[child][0], which, child))
             block = heap[place][1]
             fresh = block is not previous and self._listed(rank, block)
             if fresh:
@@ -211,4 +235,5 @@ class Ranked:
 
     def __iter__(self) -> Iterator[Block]:
         """Every candidate once, in any order."""
-        return iter({block: None for rank, block in self._heap if self._listed(rank, block)})
+        entries = chain(self._heap, self._old)
+        return iter({block: None for rank, block in entries if self._listed(rank, block)})

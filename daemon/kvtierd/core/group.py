@@ -40,6 +40,10 @@ from kvtierd.core.traits import Traits
 _DEPTH: Final = attrgetter("depth")
 EXPIRY_SLICE: Final = 64
 """Blocks that one call's expiries may move: a fraction of a millisecond."""
+UNPLACED_MOST: Final = 4096
+"""Blocks whose placing is put off although room will be wanted soon; who wants it first waits for so many."""
+_SOON: Final = 4
+"""Room will be wanted soon where less than one slot in so many is free."""
 
 
 class GroupState:
@@ -99,6 +103,17 @@ class GroupState:
         if self._unsure:
             self._place_all()
         return self._candidates[tier]
+
+    @property
+    def unplaced(self) -> int:
+        """Blocks that :meth:`candidates` would have to place first."""
+        return len(self._unsure)
+
+    @property
+    def placing_is_due(self) -> bool:
+        """So much has been put off that who wants room, which may be soon, would notice."""
+        tables = self.slots.values()
+        return len(self._unsure) > UNPLACED_MOST and any(table.free * _SOON < table.capacity for table in tables)
 
     def place_some(self, most: int) -> bool:
         """A part of what :meth:`candidates` would do. Whether nothing is left of it."""
@@ -502,7 +517,7 @@ class GroupState:
                 self.placings[tier] += 1
         self.index.remove(block)
         if len(self._unsure) > 2 * len(self.index) + 64:
-            self._place_all()
+            self.place_some(4)  # more than a removal adds, so the list comes back to its bound
         self.evictor.leave(block)
         self.clocks.stop(block)
         self.reused.discard(block)

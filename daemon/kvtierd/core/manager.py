@@ -562,7 +562,8 @@ class BlockManager:
         states = [window.state for window in self.windows.values()]
         for state in states:
             state.clocks.stamp(now)
-        again = any(window.room.again for window in self.windows.values()) or any(s.clocks.due(now) for s in states)
+        again = any(window.room.again for window in self.windows.values())
+        again = again or any(state.clocks.due(now) or state.placing_is_due for state in states)
         outcome = self._recorder.take(now, self._capacity, again=again)
         self._leases.stamp(now)
         for grant in outcome.grants:

@@ -34,6 +34,8 @@ class Prospect(Enum):
     """Nothing that nobody holds could make room."""
 
 
+PLACED_A_ROUND: Final = 128
+"""Blocks put on lists of candidates before victims are chosen: a fraction of a millisecond."""
 NOW: Final = Prospect.NOW
 COMING: Final = Prospect.COMING
 NEVER: Final = Prospect.NEVER
@@ -45,7 +47,8 @@ class Room:
     Its work is done in rounds, from :meth:`begin` to :meth:`end`: within one, no slot is promised twice and no block
     is sent down twice, whether the slots it goes to are free already or still on their way. A round does a bounded
     amount of work, or, unless it is ``working``, none; ``again`` says that it came to that bound and that another one,
-    a working one, would get on.
+    a working one, would get on. It chooses victims only where all candidates have been placed, so that the order of
+    eviction is exact; where too many have not been, it places a part of them and makes no room.
     ``older_wants(tier, seq)``: slots that requests older than ``seq`` still wait for in the tier.
     """
 
@@ -69,18 +72,43 @@ class Room:
         self._left = 0
         """How many slots this round may still vacate or fill."""
         self.working = False
+        self._chooses = False
+        """All candidates were placed when this round began."""
+        self._kept_waiting = False
+        """A round could not make room for want of that, so the next one follows at once."""
+        self._unplaced = 0
+        """How many the round before this one left."""
         self._postponed = False
         self._got_on = False
         self._sparing = False
         self.again = False
 
-    def begin(self, now: int, *, working: bool) -> None:
+    def begin(self, now: int, *, working: bool, places: bool) -> None:
+        """``places``: candidates are placed, so the round may choose victims; always where it is ``working``."""
         self._promised = dict.fromkeys(self._state.tiers, 0)
         self._coming = dict.fromkeys(self._state.tiers, 0)
         self._now = now
         self.working = working
         self._left = self._state.policy.victims_a_call if working else 0
         self._postponed = self._got_on = False
+        self._chooses = places and self._place()
+
+    def _place(self) -> bool:
+        """Whether all candidates are placed. While somebody waits for that, more than have come since the last round:
+        so it ends, whatever others touch meanwhile."""
+        state = self._state
+        came = max(0, state.unplaced - self._unplaced) if self._kept_waiting else 0
+        placed = state.place_some(PLACED_A_ROUND + came)
+        self._unplaced = state.unplaced
+        self._kept_waiting = False
+        return placed
+
+    def may_choose(self) -> bool:
+        """Whether victims may be chosen in this round. Where not, the round says that another one would get on."""
+        if not self._chooses:
+            self._kept_waiting = True
+            self.postpone()
+        return self._chooses
 
     @property
     def worked(self) -> bool:
@@ -128,6 +156,8 @@ class Room:
             return NEVER
         short = count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
         for _ in range(short):
+            if not self.may_choose():
+                break
             if self._left <= 0:
                 self._postponed = True
                 break
@@ -253,7 +283,7 @@ class Room:
         self.working = True
         self._left = policy.victims_a_call
         self._sparing = policy.clean_high > 0  # else what the background wrote down would go first, again and again
-        while self.disk_is_short:
+        while self.disk_is_short and self.may_choose():
             if self._left <= 0:
                 self._postponed = True
                 break

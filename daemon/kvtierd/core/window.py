@@ -156,7 +156,7 @@ class WindowManager:
         round takes as long as either, not as both.
         """
         refill = working and self._refill_is_next
-        self.room.begin(now, working=working and not refill)
+        self.room.begin(now, working=working and not refill, places=working)
         for tier in self.state.tiers:
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
