@@ -73,7 +73,7 @@ class WatchFilter(google.protobuf.message.Message):
     KEY_PREFIXES_FIELD_NUMBER: builtins.int
     @property
     def types(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___EventType.ValueType]:
-        """empty = all"""
+        """empty = all; at most 4096 values in each field but key_prefixes"""
 
     @property
     def causes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[kvtier.v1.common_pb2.Cause.ValueType]: ...

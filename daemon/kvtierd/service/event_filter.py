@@ -19,6 +19,10 @@ MAX_PREFIXES: Final = 64
 """Of keys, in a filter."""
 
 
+MAX_VALUES: Final = 4096
+"""Of each other kind: a request has room for millions, and each is looked at."""
+
+
 @dataclass(slots=True)
 class _Latest:
     """What passed of the ids [first, last], the last that were looked at."""
@@ -131,12 +135,13 @@ class EventFilter:
         return any(residency & self.tier_bits for residency in event.residency)
 
 
-def filter_from_wire(
-    message: events_pb2.WatchFilter,
-    visible: Callable[[str], bool] | None,
-    private: Callable[[str], bool] | bool,
-) -> EventFilter:
-    """Raises INVALID_ARGUMENT that names the field."""
+def filter_from_wire(message: events_pb2.WatchFilter) -> EventFilter:
+    """As asked for, of all caches, without token ids. Raises INVALID_ARGUMENT that names the field."""
+    validate.count("filter.types", len(message.types), 0, MAX_VALUES)
+    validate.count("filter.causes", len(message.causes), 0, MAX_VALUES)
+    validate.count("filter.tiers", len(message.tiers), 0, MAX_VALUES)
+    validate.count("filter.caches", len(message.caches), 0, MAX_VALUES)
+    validate.count("filter.groups", len(message.groups), 0, MAX_VALUES)
     for index, kind in enumerate(message.types):
         if kind not in events_pb2.EventType.values() or not kind:
             raise bad_argument(f"filter.types[{index}]", kind, "an event type")
@@ -153,4 +158,4 @@ def filter_from_wire(
             raise bad_argument(f"filter.key_prefixes[{index}]", f"{len(prefix)} bytes", f"1 to {KEY_BYTES} bytes")
     every = tuple(wire.TIER_TO_WIRE)
     tiers = [validate.tier(f"filter.tiers[{index}]", tier, every) for index, tier in enumerate(message.tiers)]
-    return EventFilter.of(message, tiers, visible, private)
+    return EventFilter.of(message, tiers)

@@ -19,7 +19,7 @@ from kvtierd.service.calls import StreamVerb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
-from kvtierd.service.event_filter import filter_from_wire
+from kvtierd.service.event_filter import EventFilter, filter_from_wire
 from kvtierd.service.history import History
 from kvtierd.service.hub import TOKENS_WEIGH
 from kvtierd.service.sessions import Session
@@ -61,16 +61,16 @@ class EventsService:
                 self._require_named(session, watcher.wanted.caches)
             except CallRefused as refusal:
                 watcher.refusal = refusal
-            visible, private = self._visible(session), self._allowed(session, Right.TOKENS)
-            watcher.wanted = watcher.wanted.as_allowed(visible, private)
+            watcher.wanted = self._as_allowed(session, watcher.wanted)
 
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         self._require_named(session, request.filter.caches)
-        wanted = filter_from_wire(request.filter, self._visible(session), self._allowed(session, Right.TOKENS))
-        wanted = next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
+        asked = filter_from_wire(request.filter)
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
         epoch, cursor = await self._start(request)
-        watcher = Watcher(self._history, epoch, cursor, wanted, heartbeat_s)
+        # From here to its entry among the watchers nothing is waited for: no change of rights passes it by.
+        self._require_named(session, request.filter.caches)
+        watcher = Watcher(self._history, epoch, cursor, self._as_allowed(session, asked), heartbeat_s)
         self._hub.watchers += 1
         self._watchers[watcher] = session
         try:
@@ -93,6 +93,11 @@ class EventsService:
         """Other caches are filtered away; those asked for by name are refused instead."""
         for name in names:
             self._access.require_on(session, Right.WATCH, name)
+
+    def _as_allowed(self, session: Session, asked: EventFilter) -> EventFilter:
+        """One that shows what the session may see: that of another watcher, if there is one like it."""
+        wanted = asked.as_allowed(self._visible(session), self._allowed(session, Right.TOKENS))
+        return next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
 
     def _visible(self, session: Session) -> Callable[[str], bool] | None:
         allowed = self._allowed(session, Right.WATCH)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier.v1 import common_pb2, events_pb2
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.event_filter import MAX_PREFIXES, EventFilter, filter_from_wire
+from kvtierd.service.event_filter import MAX_PREFIXES, MAX_VALUES, EventFilter, filter_from_wire
 from kvtierd.service.hub import Run
 from kvtierd.service.key_prefixes import KeyPrefixes
 
@@ -113,7 +113,7 @@ def mostly_all(some: list[T]) -> st.SearchStrategy[list[T]]:
 
 
 def asked(message: events_pb2.WatchFilter, *, private: bool = True) -> EventFilter:
-    return filter_from_wire(message, None, private)
+    return filter_from_wire(message).as_allowed(None, private)
 
 
 @given(
@@ -175,7 +175,7 @@ def test_filters_are_equal_where_they_let_the_same_through() -> None:
     assert asked(message()) == asked(events_pb2.WatchFilter(caches=["two", "one"], key_prefixes=[b"a", b"b"]))
     assert asked(message()) != asked(events_pb2.WatchFilter(caches=["two", "one"], key_prefixes=[b"a", b"c"]))
     assert asked(message()) != asked(message(), private=False)
-    assert asked(message()) != filter_from_wire(message(), lambda name: True, True)
+    assert asked(message()) != filter_from_wire(message()).as_allowed(lambda name: True, True)
 
 
 def test_tokens_are_cut_with_their_blocks_and_kept_from_those_who_may_not_see_them() -> None:
@@ -195,6 +195,11 @@ def test_tokens_are_cut_with_their_blocks_and_kept_from_those_who_may_not_see_th
         (events_pb2.WatchFilter(key_prefixes=[b"a", b""]), "filter.key_prefixes[1]"),
         (events_pb2.WatchFilter(key_prefixes=[bytes(33)]), "filter.key_prefixes[0]"),
         (events_pb2.WatchFilter(key_prefixes=[b"a"] * (MAX_PREFIXES + 1)), "filter.key_prefixes"),
+        (events_pb2.WatchFilter(types=[STORED] * (MAX_VALUES + 1)), "filter.types"),
+        (events_pb2.WatchFilter(causes=[common_pb2.CAUSE_CAPACITY] * (MAX_VALUES + 1)), "filter.causes"),
+        (events_pb2.WatchFilter(tiers=[DISK] * (MAX_VALUES + 1)), "filter.tiers"),
+        (events_pb2.WatchFilter(caches=["one"] * (MAX_VALUES + 1)), "filter.caches"),
+        (events_pb2.WatchFilter(groups=[0] * (MAX_VALUES + 1)), "filter.groups"),
     ],
 )
 def test_what_is_no_filter_is_refused(message: events_pb2.WatchFilter, field: str) -> None:

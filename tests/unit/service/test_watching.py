@@ -12,8 +12,10 @@ import pytest
 
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
 from kvtierd.event_log.store import EventStore
+from kvtierd.rights import Rights
 from kvtierd.service import wire
 from kvtierd.service.daemon import Daemon
+from kvtierd.service.history import History
 from kvtierd.tiers.base import TierIOError
 from tests.unit.service.rig import DEVICE, HOST, Client, attached, chain, config, eventually, refusal, running
 
@@ -200,6 +202,36 @@ async def test_a_watch_that_makes_no_sense_is_refused(
 ) -> None:
     code, detail = await refusal(Watch(client, **request_fields).next())
     assert (code, detail.field) == (Code.INVALID_ARGUMENT, field)
+
+
+@pytest.mark.parametrize("caches", [[], ["cache"]])
+async def test_rights_that_change_while_a_watch_looks_for_its_start_hold_for_it(
+    daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch, caches: list[str]
+) -> None:
+    looking, go_on = asyncio.Event(), asyncio.Event()
+    since = History.since
+
+    async def slow(history: History, time_ns: int) -> int:
+        looking.set()
+        await go_on.wait()
+        return await since(history, time_ns)
+
+    monkeypatch.setattr(History, "since", slow)
+    await client.put(await client.open(), chain(2))
+    watch = Watch(client, since_time_ns=1, filter=events_pb2.WatchFilter(caches=caches))
+    first = asyncio.ensure_future(watch.next())
+    await asyncio.wait_for(looking.wait(), 10)
+    monkeypatch.setattr(Rights, "everywhere", lambda rights, who: frozenset())
+    monkeypatch.setattr(Rights, "somewhere", lambda rights, who: frozenset())
+    monkeypatch.setattr(Rights, "may", lambda rights, who, right, cache: False)
+    daemon._events.rights_changed()
+    go_on.set()
+    if caches:
+        assert (await refusal(first))[0] is Code.PERMISSION_DENIED
+    else:
+        while (await first).last_id < daemon._hub.last:
+            first = asyncio.ensure_future(watch.next())
+        assert not watch.ids
 
 
 async def test_a_cursor_older_than_the_ring_is_told_the_oldest(short_dir: Path) -> None:
