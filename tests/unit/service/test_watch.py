@@ -9,6 +9,7 @@ import pytest
 from kvtier.v1 import common_pb2, events_pb2
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
+from kvtierd.service import watch as watch_module
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.event_filter import EventFilter
 from kvtierd.service.faces import CacheFace
@@ -143,6 +144,27 @@ async def test_a_watch_begins_by_saying_where_it_is() -> None:
         async with asyncio.timeout(5):
             batch = events_pb2.WatchBatch.FromString(await anext(follow))
     assert (batch.epoch, batch.first_id, batch.last_id) == (1, 10, 9)
+
+
+async def test_once_it_is_quiet_what_was_filtered_away_is_covered_long_before_the_heartbeat() -> None:
+    ring = hub()
+    ring.publish([stored(1), stored(2)])
+    async with aclosing(watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow()) as follow:
+        assert_covered(await batches(follow, 2), 1, 2)
+
+
+async def test_that_is_told_once_and_not_again_while_it_stays_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "COVER_S", 0.0)
+    ring = hub()
+    async with aclosing(watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow()) as follow:
+        ring.publish([stored(1)])
+        assert_covered(await batches(follow, 1), 1, 1)
+        following = asyncio.ensure_future(anext(follow))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not following.done()
+        ring.publish([stored(2, cache=2)])
+        assert events_pb2.WatchBatch.FromString(await following).last_id == 2
 
 
 async def test_a_quiet_watch_gets_heartbeats_that_cover_nothing() -> None:
