@@ -130,6 +130,10 @@ class EventLog:
         """See :meth:`LogWriter.waiting_above`. To be asked before :meth:`after`: what waits no more is in the log."""
         return self._living.waiting_above(cursor)
 
+    def waiting_since(self, time_ns: int) -> int | None:
+        """See :meth:`LogWriter.waiting_since`. To be asked before :meth:`since`."""
+        return self._living.waiting_since(time_ns)
+
     async def after(self, cursor: int, max_bytes: int) -> LoggedRun | None:
         """See :meth:`EventStore.after`; None also where it cannot be read."""
         return await self._read(lambda store: store.after(cursor, max_bytes))

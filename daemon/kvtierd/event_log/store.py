@@ -31,6 +31,9 @@ RECORD_BYTES: Final = 64 << 10
 RECORD_EVENTS: Final = 256
 """Runs that follow each other become one record up to so many bytes or events."""
 
+PIECE_EVENTS: Final = 1024
+"""A reader is given no more at once, unless one record has them: whoever filters them looks at each."""
+
 _DATA: Final = "data.mdb"
 _PLACE_KEY: Final = b"place"
 _CLOCK_KEY: Final = b"clock"
@@ -132,15 +135,16 @@ class EventStore:
         return self.extent.oldest != before.oldest
 
     def after(self, cursor: int, max_bytes: int) -> LoggedRun | None:
-        """The oldest events held with an id above ``cursor``, of one epoch and without a hole: at most ``max_bytes``,
-        at least a record, which may begin at or before the cursor. None if there are none. Raises
-        :class:`TierIOError`."""
+        """The oldest events held with an id above ``cursor``, of one epoch and without a hole: at most ``max_bytes``
+        and :data:`PIECE_EVENTS`, at least a record, which may begin at or before the cursor. None if there are none.
+        Raises :class:`TierIOError`."""
         found: list[LoggedRun] = []
-        size = 0
+        size = count = 0
         with self._reader() as txn, txn.cursor(self._runs) as at:
             for run in _runs_after(at, cursor):
                 size += run.size
-                if found and (size > max_bytes or not _follows(run, found[-1])):
+                count += run.count
+                if found and (size > max_bytes or count > PIECE_EVENTS or not _follows(run, found[-1])):
                     break
                 found.append(run)
         return joined(found) if found else None

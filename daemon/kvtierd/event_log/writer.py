@@ -96,6 +96,12 @@ class LogWriter:
         with self._changed:
             return self._waiting.above(cursor)
 
+    def waiting_since(self, time_ns: int) -> int | None:
+        """Of the same, the first id of an event at or after that time."""
+        with self._changed:
+            run = next((run for run in self._waiting if run.latest_ns >= time_ns), None)
+        return None if run is None else run.first_at(time_ns)
+
     def note_failure(self, reason: str) -> None:
         self.failures += 1
         if self.failing is None:

@@ -115,16 +115,16 @@ class History:
 
     async def since(self, time_ns: int) -> int:
         """The id after which events at or after that time begin: the last id where all that is held is before."""
-        first = None
+        found: list[int | None] = []
         if self.log is not None:
             extent = self.log.extent
             if extent is not None and extent.place.compacted and extent.place.compacted_ns >= time_ns:
                 # Some of them are gone: it begins with that loss.
                 return self._first_of(self.epoch_of(extent.place.compacted)) - 1
-            first = await self.log.since(time_ns)
-        if first is None:
-            first = self.hub.since(time_ns)
-        return self.hub.last if first is None else first - 1
+            # What waits may have left the ring, and is in the log only later.
+            found += [self.log.waiting_since(time_ns), await self.log.since(time_ns)]
+        found.append(self.hub.since(time_ns))
+        return min((first for first in found if first is not None), default=self.hub.last + 1) - 1
 
     def _loss(self, epoch: int, first: int, last: int, *, ends: bool) -> Loss:
         """``ends``: an earlier epoch ends with it."""

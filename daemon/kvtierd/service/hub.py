@@ -182,12 +182,12 @@ class EventHub:
         return _joined(runs)
 
     def since(self, time_ns: int) -> int | None:
-        """The first id held of an event at or after that time; None where all are before."""
+        """The first id of an event at or after that time, held or to be held soon; None where all are before."""
         for run in self._ring.values():
             if run.latest_ns >= time_ns:
                 events = events_pb2.WatchBatch.FromString(run.body).events
                 return next(event.id for event in events if event.time_ns >= time_ns)
-        return None
+        return next((event.id for event in self._pending if event.time_ns >= time_ns), None)
 
     async def news(self, cursor: int) -> None:
         """Returns once something above ``cursor`` can be read, or the hub is closed."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtierd.event_log.directory import open_store
 from kvtierd.event_log.runs import LoggedRun, decode, encode, key_of
-from kvtierd.event_log.store import EventStore
+from kvtierd.event_log.store import PIECE_EVENTS, EventStore
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, write_superblock
 from tests.unit.event_log.log_parts import DAY_NS, MB, FakeTime, held, ids, opened, run
@@ -64,6 +64,16 @@ def test_a_piece_ends_at_a_hole_and_where_an_epoch_ends(tmp_path: Path) -> None:
     pieces = [store.after(cursor, MB) for cursor in (0, 5, 9)]
     assert [(piece.epoch, piece.first, piece.last) for piece in pieces if piece] == [(1, 1, 5), (1, 8, 9), (2, 10, 12)]
     assert store.extent.epochs == ((1, 1), (10, 2))
+    store.close()
+
+
+def test_a_piece_of_small_events_is_no_longer_than_the_loop_can_bear(tmp_path: Path) -> None:
+    store = opened(tmp_path / "log")
+    store.append([run(first, first + 99) for first in range(1, 3001, 100)], 1)
+    piece = store.after(0, 4 * MB)
+    assert piece is not None
+    assert PIECE_EVENTS // 2 < piece.count <= PIECE_EVENTS
+    assert held(store, piece=4 * MB) == list(range(1, 3001))
     store.close()
 
 

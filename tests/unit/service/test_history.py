@@ -190,6 +190,34 @@ async def test_a_time_is_found_wherever_its_event_is(tmp_path: Path) -> None:
         assert await now.history.since(0) == 0
 
 
+async def test_a_time_is_found_before_its_event_can_be_read(tmp_path: Path) -> None:
+    """Whoever notes the time, has something done and then watches since that time must be told of it."""
+    async with life(tmp_path / "log") as now:
+        await now.publish(20, lambda number: event(number, time_ns=number * 10))
+        now.hub.publish([event(number, time_ns=number * 10) for number in range(21, 31)])
+        assert now.hub.readable == 20
+        assert await now.history.since(250) == 24
+        assert await now.history.since(301) == 30
+
+
+async def test_a_time_is_found_in_what_waits_for_the_log_and_has_left_the_ring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with life(tmp_path / "log") as now:
+        await now.publish(20, lambda number: event(number, time_ns=number * 10))
+        await now.logged()
+        with monkeypatch.context() as patch:
+            patch.setattr(EventStore, "append", fails)
+            await now.publish(200, lambda number: event(number, time_ns=number * 10))
+            assert now.hub.oldest > 100
+            for number in (1, 20, 21, 55, 100, 219, 220):
+                assert await now.history.since(number * 10) == number - 1
+
+
+def fails(*_: object) -> None:
+    raise TierIOError(5, "Input/output error")
+
+
 async def test_readers_at_random_while_it_goes_on(tmp_path: Path) -> None:
     """Many of them at once, at places in ring, log and between, with a log that compacts meanwhile."""
     rng = random.Random(5)
@@ -234,9 +262,6 @@ async def test_what_cannot_be_read_is_a_loss_and_not_the_end(tmp_path: Path, mon
     async with life(tmp_path / "log") as now:
         await now.publish(200)
         await now.logged()
-
-        def fails(*_: object) -> None:
-            raise TierIOError(5, "Input/output error")
 
         monkeypatch.setattr(EventStore, "after", fails)
         ids, losses = await now.told(1, 0)
