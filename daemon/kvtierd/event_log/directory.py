@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import lmdb
-
 from kvtierd.event_log.clock import Clocks
-from kvtierd.event_log.store import EventStore
+from kvtierd.event_log.store import DAMAGE, EventStore
 from kvtierd.tiers.base import DamagedDirectory, TierError
 from kvtierd.tiers.disk.files import io_errors, make_private_directory, sync_directory
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
@@ -72,7 +70,7 @@ def _open(path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks) -> EventS
     try:
         return EventStore(path, max_bytes, max_age_ns, clocks)
     except TierError as error:
-        if isinstance(error.__cause__, lmdb.InvalidError | lmdb.CorruptedError | lmdb.VersionMismatchError):
+        if isinstance(error.__cause__, DAMAGE):
             raise DamagedDirectory(path, str(error.__cause__)) from error
         raise
 

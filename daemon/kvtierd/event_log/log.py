@@ -87,6 +87,8 @@ class EventLog:
         def unfit(store: EventStore) -> str | None:
             if (other := self._of_another()) is not None:
                 return other
+            if (damage := self._damage_met()) is not None:
+                return damage
             ahead = store.extent.place.last > last or store.last_epoch > epoch
             return "it knows of ids that the present life may give out again" if ahead and not self._heeded else None
 
@@ -111,6 +113,14 @@ class EventLog:
         if self._fault is not None:
             self._writer.note_failure(self._fault)
         self._writer.start()
+
+    def _damage_met(self) -> str | None:
+        """Once for each store: what is set aside for it is not what is opened next."""
+        before = self._living.store
+        if before is None or before.damage is None:
+            return None
+        damage, before.damage = before.damage, None
+        return f"it is damaged: {damage}"
 
     def _of_another(self) -> str | None:
         theirs = history_of(self._path)

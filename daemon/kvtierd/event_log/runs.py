@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import lmdb
 import xxhash
 
 from kvtier.v1 import events_pb2
@@ -76,6 +77,9 @@ def key_of(first: int) -> bytes:
 
 
 def id_of(key: bytes | memoryview) -> int:
+    """Raises :class:`lmdb.CorruptedError` for what was never a key."""
+    if len(key) != _KEY.size:
+        raise lmdb.CorruptedError(f"a key of {len(key)} bytes, not {_KEY.size}")
     first: int = _KEY.unpack(key)[0]
     return first
 

@@ -44,6 +44,14 @@ reader still sees, and a value over half a page needs pages in one piece."""
 _PIECE: Final = 256
 """Most records that one transaction deletes: a lowered bound is reached in several."""
 _MOST_RETRIES: Final = 3
+DAMAGE: Final = (
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+    struct.error,
+)
+"""What comes of pages that are not what was written, as far as it is noticed: LMDB has no checksums of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +95,8 @@ class EventStore:
         """Held by a reader, and while the environment goes away under them."""
         self.dead = False
         """It must be opened anew before it can be used."""
+        self.damage: str | None = None
+        """Why its file cannot be gone on with: writing has met what was never written."""
         with _errors(f"cannot open {path}"):
             self._open()
             stale = self._env.reader_check()
@@ -308,11 +318,15 @@ class EventStore:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """A commit that died while it wrote the file's head leaves a dead environment; the file holds one of its two
-        states."""
+        states. One that meets damage would meet it again."""
         with _errors(f"cannot write {self._path}"):
             try:
                 yield
             except lmdb.PanicError:
+                self.close()
+                raise
+            except DAMAGE as error:
+                self.damage = str(error)
                 self.close()
                 raise
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from kvtierd.event_log import EventLog, LoggedRun
 from kvtierd.event_log import writer as writer_module
+from kvtierd.event_log.store import EventStore
 from tests.unit.event_log.log_parts import DAY_NS, MB, held, run
 
 PATIENCE_S = 10.0
@@ -160,3 +163,31 @@ async def test_a_log_of_before_there_were_histories_is_gone_on_with(tmp_path: Pa
     again = EventLog.open(path, 4 * MB, DAY_NS)
     assert again.known == (1, 10, 8)
     again.close()
+
+
+async def test_one_that_turns_out_damaged_while_it_is_written_is_set_aside_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events"
+    log = EventLog.open(path, 4 * MB, DAY_NS)
+    log.begin(1, 1, 0, MB)
+    log.offer(run(1, 3))
+    await newest(log, 3)
+
+    transact, times = EventStore._transact, iter(range(10))
+
+    def damaged_once(store: EventStore, runs: Sequence[LoggedRun], epoch_first: int) -> None:
+        if next(times) == 0:
+            raise lmdb.CorruptedError("located page was wrong type")
+        transact(store, runs, epoch_first)
+
+    monkeypatch.setattr(EventStore, "_transact", damaged_once)
+    log.offer(run(4, 5))
+    await newest(log, 5)
+    assert log.status().failing is None
+    found = await log.after(0, MB)
+    assert found is not None and (found.first, found.last) == (4, 5)
+    log.offer(run(6, 6))
+    assert await log.flush(PATIENCE_S)
+    log.close()
+    assert sorted(os.listdir(tmp_path)) == ["events", "events.aside-1"]

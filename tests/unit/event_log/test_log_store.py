@@ -140,6 +140,20 @@ def test_a_damaged_record_is_a_hole(tmp_path: Path, spoil: Callable[[bytes], byt
     store.close()
 
 
+def test_a_key_that_is_none_is_an_error_of_the_log_and_no_other(tmp_path: Path) -> None:
+    store = opened(tmp_path / "log")
+    store.append([run(1, 1), run(3, 3)], 1)
+    store.close()
+    with lmdb.open(str(tmp_path / "log"), max_dbs=3, map_size=16 * MB, lib_version=0) as env:
+        runs = env.open_db(b"runs")
+        with env.begin(write=True) as txn:
+            txn.put(key_of(2) + b"x", b"", db=runs)
+    store = opened(tmp_path / "log")
+    with pytest.raises(TierIOError, match="a key of 9 bytes"):
+        store.after(1, MB)
+    store.close()
+
+
 def test_a_record_stands_only_under_its_own_key() -> None:
     record = encode(run(7, 9), 0, 0)
     assert decode(7, record) is not None
