@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -380,6 +382,24 @@ def test_a_second_process_is_told_who_has_the_directory(tmp_path: Path) -> None:
         assert snapshot(tmp_path) == before
         holder.kill()
     open_root(tmp_path).close()
+
+
+@pytest.mark.parametrize("left", ["", "4194305\n"], ids=["nobody", "one-that-is-gone"])
+def test_a_holder_that_has_yet_to_write_itself_in_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    made(tmp_path)
+    (tmp_path / "LOCK").write_text(left)  # no process has a number above 4,194,304
+
+    def writes_itself_in(_: float) -> None:
+        (tmp_path / "LOCK").write_text(f"{os.getpid()}\n")
+
+    monkeypatch.setattr(time, "sleep", writes_itself_in)
+    with (tmp_path / "LOCK").open() as just_taken:
+        fcntl.flock(just_taken, fcntl.LOCK_EX)
+        with pytest.raises(LockedDirectory) as refused:
+            open_root(tmp_path)
+    assert refused.value.pid == os.getpid()
 
 
 def test_the_lock_ends_with_close_and_with_a_refusal_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

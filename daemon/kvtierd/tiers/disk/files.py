@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,9 @@ from kvtierd.tiers.base import LockedDirectory, TierIOError
 
 PRIVATE_DIR: Final = 0o700
 PRIVATE_FILE: Final = 0o600
+
+_NAMED_WITHIN_S: Final = 1.0
+_LOOK_AGAIN_S: Final = 0.01
 
 
 @contextmanager
@@ -68,7 +72,7 @@ class DirectoryLock:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pid = _read_pid(fd)
+            pid = _holder(fd)
             os.close(fd)
             raise LockedDirectory(path.parent, pid) from None
         os.ftruncate(fd, 0)
@@ -77,6 +81,19 @@ class DirectoryLock:
 
     def release(self) -> None:
         os.close(self._fd)
+
+
+def _holder(fd: int) -> int:
+    """Who holds it, 0 = not known. One that has only just taken it has yet to write itself in: until then the file is
+    empty, or names a process that is gone."""
+    until = time.monotonic() + _NAMED_WITHIN_S
+    while not _runs(pid := _read_pid(fd)) and time.monotonic() < until:
+        time.sleep(_LOOK_AGAIN_S)
+    return pid
+
+
+def _runs(pid: int) -> bool:
+    return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
 def _read_pid(fd: int) -> int:
