@@ -73,8 +73,11 @@ def _seconds(seconds: float) -> timedelta:
 
 
 def _instant(at: datetime) -> Instant:
-    """Raises :class:`ValueError` before 1970."""
+    """Raises :class:`ValueError` before 1970, and after what 64 bits of nanoseconds can say."""
     since = at - datetime.fromisoformat("1970-01-01T00:00Z")
     if since < timedelta(0):
         raise ValueError(f"{at.isoformat()} lies before 1970")
-    return Instant(since // timedelta(microseconds=1) * 1000)
+    time_ns = since // timedelta(microseconds=1) * 1000
+    if time_ns > _MAX_NUMBER:
+        raise ValueError(f"{at.isoformat()} lies after July 2554")
+    return Instant(time_ns)

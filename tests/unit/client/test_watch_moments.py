@@ -65,6 +65,7 @@ def test_a_moment_is_a_cursor_or_a_time(text: str, found: Moment) -> None:
         "2026-13-01",
         "29:00",
         "1960-01-01",
+        "9999-12-31T23:59:59Z",
     ],
 )
 def test_what_is_no_moment_is_refused(text: str) -> None:
@@ -72,7 +73,7 @@ def test_what_is_no_moment_is_refused(text: str) -> None:
         MomentType().convert(text, None, None)
 
 
-@pytest.mark.parametrize("text", [f"{1 << 64}", f"{1 << 64}:1", "999999999999d"])
+@pytest.mark.parametrize("text", [f"{1 << 64}", f"{1 << 64}:1", "999999999999d", "2600-01-01", "+300000d"])
 def test_what_no_cursor_and_no_clock_can_hold_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         MomentType().convert(text, None, None)
