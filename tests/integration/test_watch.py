@@ -365,6 +365,8 @@ async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemo
             keys = chain(f"short {index}", 2)
             await cache.put(keys, blocks(keys))
         end = await _quiet(client, cache)
+        async with client.watch(oldest=True) as watch:
+            await until(watch, end)  # what is serialised later would push out what is the oldest now
         with pytest.raises(CursorCompacted) as refused:
             await anext(client.watch(since=Cursor(end.epoch, 1)))
         oldest = refused.value.oldest
