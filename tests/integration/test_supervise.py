@@ -12,16 +12,30 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, CacheOptions, LeaseLost, Tier, TierFull, WritePolicy, connect
+from kvtier import (
+    AsyncClient,
+    BlockResult,
+    Cache,
+    CacheOptions,
+    LeaseLost,
+    Retention,
+    Tier,
+    TierFull,
+    TokenRange,
+    WritePolicy,
+    connect,
+)
 from kvtier.abi.layout import INDEXES_HERE
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.books import Books
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import cache_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
 
 HOST = 16
+TOKENS = SPEC.tokens_per_block
 
 
 @pytest.fixture
@@ -38,6 +52,12 @@ async def stored(client: AsyncClient, name: str, length: int) -> tuple[Cache, li
     keys = chain(name, length)
     assert await cache.put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * length
     return cache, keys
+
+
+async def retained(client: AsyncClient, key: bytes) -> tuple[int, int, int]:
+    """A block's own priority, how long it has it in milliseconds, and until when."""
+    (block,) = (await client.explain(key, past=False)).blocks
+    return block.own_priority, block.duration_ms, block.deadline_ns
 
 
 async def orphaned(client: AsyncClient) -> int:
@@ -60,6 +80,25 @@ async def test_blocks_in_memory_survive_a_kill(daemon: SupervisedDaemon) -> None
         assert (now.epoch, now.boot) == (before.epoch + 2, before.boot + 2)
         async with await connect(daemon.address) as other:
             assert (await other.open_cache("c")).info.options == options
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+@pytest.mark.parametrize("end", ["kill", "upgrade"])
+async def test_a_retention_given_after_the_commit_survives(daemon: SupervisedDaemon, end: str) -> None:
+    """By ``set_retention``, and by an acquire, whose clock starts at the release; and events say the same."""
+    async with await connect(daemon.address) as client:
+        cache, keys = await stored(client, "kept", 4)
+        await cache.set_retention(keys[1:2], 80, 3600.0)
+        retention = Retention((TokenRange(2 * TOKENS, 3 * TOKENS, 70, 1800.0),))
+        async with cache.acquire(keys, tier=Tier.HOST, retention=retention):
+            pass
+        before = [await retained(client, key) for key in keys]
+        assert [priority for priority, _, _ in before] == [35, 80, 70, 35]
+        assert [deadline > 0 for _, _, deadline in before] == [False, True, True, False]
+        await asyncio.to_thread(daemon.kill if end == "kill" else daemon.upgrade)
+        assert [await retained(client, key) for key in keys] == before
+        async with Books(client) as books:
+            await books.agree(cache)
     assert await asyncio.to_thread(daemon.stop) == 0
 
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord
-from kvtierd.core.ids import KEY_BYTES, SessionId, SlotId
+from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
+from kvtierd.core.ids import KEY_BYTES, Key, SessionId, SlotId
 from kvtierd.core.outcome import Content as Noted
 from tests.simulation.violation import Violation
 
@@ -58,10 +58,29 @@ class Memory:
 
     def note(self, noted: Noted, order: int) -> None:
         """What the slot holds from its next generation on, or that it holds nothing to be found again."""
-        (_, _, slot), key, parent, traits = noted
+        (_, _, slot), key, _, _ = noted
         if key is None:
             self._records[slot] = 0
-            return
+        else:
+            self._record(noted, key, self.generations[slot] + 1, order)
+
+    def restate(self, noted: Noted) -> None:
+        """What the slot holds has other traits."""
+        (_, _, slot), key, _, _ = noted
+        generation = self.generations[slot]
+        if key is None or self._found_in(slot) != key:
+            raise Violation(f"{self.name} slot {slot} is restated as another block's")
+        self._record(noted, key, generation, order_of(self._records.reshape(-1).data, slot))
+
+    def _found_in(self, slot: SlotId) -> Key | None:
+        """Which block a daemon that adopts the memory would find there."""
+        found = SlotContents.read(
+            self._records[slot : slot + 1], np.array(self.generations[slot : slot + 1], np.uint64)
+        )
+        return Key(found.keys[0]) if found.keys else None
+
+    def _record(self, noted: Noted, key: Key, generation: int, order: int) -> None:
+        (_, _, slot), _, parent, traits = noted
         packed = SlotRecord(
             key=key,
             parent=parent,
@@ -69,7 +88,7 @@ class Memory:
             duration_ms=traits.duration_ms,
             deadline_ns=traits.deadline_ns,
             event_hash=traits.label.event_hash if traits.label is not None else b"",
-            generation=self.generations[slot] + 1,
+            generation=generation,
             order=order,
         ).pack()
         self._records[slot, : len(packed)] = np.frombuffer(packed, np.uint8)

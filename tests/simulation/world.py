@@ -638,6 +638,9 @@ class World:
         for ref in outcome.end_write:
             store()
             self.sites[ref.group].memories[ref.tier].end_write(ref.slot)
+        for content in outcome.restated:
+            store()
+            self.sites[content.ref.group].memories[content.ref.tier].restate(content)
         store()
         self._about = frozenset()
         granted = [self._granted(grant, before, outcome, expired) for grant in outcome.grants]

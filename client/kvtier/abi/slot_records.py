@@ -8,7 +8,7 @@ never written::
       64   32  event_hash          zero-padded
       96  u64  generation          the even one for which the record holds
      104  u64  deadline_ns         wall time at which its priority falls; 0 = its clock stands
-     112  u64  order               rises with every record that the daemon writes for the cache
+     112  u64  order               rises with every slot that is written in the cache
      120  u32  duration_ms
      124  u8   flags               bit 0: it has a parent
      125  u8   priority            its own
@@ -20,6 +20,10 @@ never written::
 The record is written before the slot's generation becomes the one that it names, and the generation turns odd before
 the slot's bytes change; so a record whose generation is the slot's, and even, tells the truth, and one that was torn
 by the writer's end fails its sum or names another generation.
+
+What is given to a block later, its priority, duration and deadline, is written over the record of a READY slot, in one
+copy, with the same generation and order. Nobody reads it meanwhile: its reader is the daemon that comes after the
+writer's end. Torn by that end it fails its sum, and the block is forgotten: what is found is never untrue.
 """
 
 from __future__ import annotations
@@ -60,6 +64,7 @@ _FIELDS: Final = np.dtype(
         ("zero", "u1"),
     ]
 )
+_ORDER: Final = struct.Struct("<112xQ")
 _AT_ONCE: Final = 16384
 """Rows that are copied at a time."""
 
@@ -91,6 +96,12 @@ class SlotRecord(NamedTuple):
             len(self.event_hash),
         )
         return body + _CRC.pack(zlib.crc32(body))
+
+
+def order_of(records: memoryview, slot: int) -> int:
+    """``order`` of a slot's record, as it stands. ``records``: bytes, ``SLOT_RECORD_BYTES`` a slot."""
+    order: int = _ORDER.unpack_from(records, slot * SLOT_RECORD_BYTES)[0]
+    return order
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,7 +17,7 @@ from kvtierd.core.candidates import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, Ca
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.evict import EVICTORS
-from kvtierd.core.ids import BITS, DISK, BlockId, Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, BlockId, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
 from kvtierd.core.pins import Pins
@@ -432,6 +432,15 @@ class GroupState:
         """A new priority of its own, and for how long (0: for ever); see ``core/retention.py``."""
         self._priorities.give(block, priority, cause)
         self.clocks.give(block, duration_ms)
+
+    def stamp(self, now: int) -> None:
+        """The end of a call: clocks that were started in it run from ``now``, and records of slots follow what has
+        changed of retention."""
+        self.clocks.stamp(now)
+        for block in self.clocks.take_changed():
+            for tier, copy in ((DEVICE, block.on_device), (HOST, block.on_host)):
+                if copy is not None and copy.valid:
+                    self.recorder.restate(self.ref(tier, copy.slot), block)
 
     def expire(self, now: int) -> None:
         """Ends retentions whose deadline has passed, a bounded slice of them; :meth:`Clocks.due` says if there are

@@ -561,7 +561,7 @@ class BlockManager:
     def _take(self, now: int) -> Outcome:
         states = [window.state for window in self.windows.values()]
         for state in states:
-            state.clocks.stamp(now)
+            state.stamp(now)
         again = any(window.room.again for window in self.windows.values())
         again = again or any(state.clocks.due(now) or state.placing_is_due for state in states)
         outcome = self._recorder.take(now, self._capacity, again=again)

@@ -2,7 +2,8 @@
 
 Every mutating call of the core returns one :class:`Outcome`. The caller carries out all of it in the same loop turn,
 with no ``await`` between the call and the last of it, in this order: ``begin_write``, ``owners``, ``events``,
-``moves``, ``contents``, ``end_write``, then (what ``events`` say of) the key index, ``grants`` and ``refusals``.
+``moves``, ``contents``, ``end_write``, ``restated``, then (what ``events`` say of) the key index, ``grants`` and
+``refusals``.
 
 What there is one of for each block is a named tuple: a frozen dataclass takes four times as long to make.
 """
@@ -158,6 +159,8 @@ class Outcome:
     contents: tuple[Content, ...] = ()
     """Of all in ``end_write``, and of slots that lost their block while held or copied."""
     end_write: tuple[SlotRef, ...] = ()
+    restated: tuple[Content, ...] = ()
+    """Of slots that hold what they held, but for the block's retention."""
     owners: tuple[Ownership, ...] = ()
     events: tuple[Event, ...] = ()
     again: bool = False

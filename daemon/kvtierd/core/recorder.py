@@ -60,6 +60,7 @@ class Recorder:
     def _reset(self) -> None:
         self._begins: dict[SlotRef, None] = {}
         self._ends: dict[SlotRef, Block] = {}
+        self._restated: dict[SlotRef, Block] = {}
         self._disowned: dict[SlotRef, Block] = {}
         self._owners: dict[SlotRef, SessionId | None] = {}
         self._events: list[tuple[_Header, list[BlockChange]]] = []
@@ -86,6 +87,11 @@ class Recorder:
         """The slot's bytes stand for those who hold or copy them; they are the block's no more."""
         if self._ends.get(ref) is None:
             self._disowned[ref] = block
+
+    def restate(self, ref: SlotRef, block: Block) -> None:
+        """The slot's bytes are the block's, whose traits have changed."""
+        if ref not in self._ends:
+            self._restated[ref] = block
 
     def owner(self, ref: SlotRef, session: SessionId | None) -> None:
         self._owners[ref] = session
@@ -154,6 +160,7 @@ class Recorder:
                 *(Content(ref, None, None, block.traits) for ref, block in self._disowned.items()),
             ),
             end_write=tuple(self._ends),
+            restated=tuple(_contents(self._restated)),
             owners=tuple(rows(Ownership, self._owners, self._owners.values())),
             events=tuple(self._event(header, changes, now, capacity) for header, changes in self._events),
             again=again,
@@ -179,7 +186,7 @@ class Recorder:
 
 
 def _contents(ends: dict[SlotRef, Block]) -> Iterator[Content]:
-    """What slots hold that are some blocks' from now on."""
+    """What slots hold that are some blocks'."""
     if not ends:
         return iter(())
     blocks = ends.values()

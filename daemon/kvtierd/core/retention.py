@@ -13,8 +13,9 @@ The rules, which are TensorRT-LLM's wherever it has one:
   with its prefix before it, and one ``updated`` event of cause ``expired`` says so; where a child holds it up, nothing
   visible has changed, nothing moves and nothing is said.
 - A duration given with priority 35 says nothing, and is dropped.
-- Durations and running clocks survive on disk; a record is brought up to date within about a second. A block whose
-  clock stood then starts it when it is found at start.
+- Durations and running clocks survive on disk; a record is brought up to date within about a second. In memory that
+  another daemon takes over they survive too, and a record is brought up to date at once. A block whose clock stood then
+  starts it when it is found at start.
 
 Deadlines are kept to the caller's tick, not to the nanosecond.
 """
@@ -43,7 +44,7 @@ class Clocks:
     Clocks that were started run from the end of the call, where :meth:`stamp` is told the time.
     """
 
-    __slots__ = ("_heap", "_restated", "_running", "_started")
+    __slots__ = ("_changed", "_heap", "_restated", "_running", "_started")
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Block]] = []
@@ -51,6 +52,8 @@ class Clocks:
         self._started: dict[Block, None] = {}
         self._restated: dict[Block, None] = {}
         """Blocks on disk whose record there is out of date."""
+        self._changed: dict[Block, None] = {}
+        """Blocks whose retention has changed in this call."""
 
     def give(self, block: Block, duration_ms: int) -> None:
         """A new duration for the block; its clock starts if nobody holds it. Its own priority is set already."""
@@ -79,6 +82,7 @@ class Clocks:
         if block.duration_ms and deadline_ns:
             del self._started[block]
             self._run(block, deadline_ns)
+            del self._changed[block]  # its records say so, or are about to
 
     def stamp(self, now: int) -> None:
         """The end of a call: clocks that were started in it run from ``now``."""
@@ -99,6 +103,13 @@ class Clocks:
             self._note(block)
         return block
 
+    def take_changed(self) -> list[Block]:
+        """At the end of a call, after :meth:`stamp`: blocks whose retention has changed in it."""
+        if not self._changed:
+            return []
+        changed, self._changed = list(self._changed), {}
+        return changed
+
     def take_restated(self) -> list[Block]:
         """Blocks whose retention has changed since the last call, or since they got on disk, whichever is later."""
         taken: list[Block] = []
@@ -113,6 +124,7 @@ class Clocks:
         return taken
 
     def _note(self, block: Block) -> None:
+        self._changed[block] = None
         if block.copy(DISK) is not None:
             self._restated[block] = None
 

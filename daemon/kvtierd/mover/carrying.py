@@ -93,6 +93,7 @@ class Carrier:
             self.edges.submit(runtime, move)
         runtime.note(outcome.contents)
         runtime.end_write(outcome.end_write)
+        runtime.restate(outcome.restated)
         follow(runtime.arena, outcome)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)

@@ -62,6 +62,12 @@ class CacheRuntime:
             for content in contents:
                 self.arena.note(content)
 
+    def restate(self, contents: Iterable[Content]) -> None:
+        """What slots hold has other traits from now on."""
+        if self.arena.keeps_records:
+            for content in contents:
+                self.arena.restate(content)
+
     def end_write(self, refs: Iterable[SlotRef]) -> None:
         """The slots' bytes are READY."""
         end = self.arena.end_write

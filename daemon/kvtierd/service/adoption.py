@@ -121,7 +121,8 @@ def _merged(in_memory: dict[Key, Recovered], disk: Sequence[Recovered]) -> list[
         if copies is None:
             alone.append(one)
         elif copies.parent == one.parent:
-            in_memory[one.key] = one._replace(device=copies.device, host=copies.host)
+            # The disk learns of a new retention later than memory, and has all of the label.
+            in_memory[one.key] = copies._replace(slot=one.slot, traits=copies.traits._replace(label=one.traits.label))
         else:
             del in_memory[one.key]
             alone.append(one)

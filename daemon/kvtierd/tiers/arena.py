@@ -21,7 +21,7 @@ from kvtier.abi import attach
 from kvtier.abi.errors import AbiError
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_generation, is_ready, write_state
 from kvtier.abi.records import INDEX_SEED_BYTES
-from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord
+from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
 from kvtierd.core.outcome import Content
@@ -240,12 +240,27 @@ class Arena:
 
     def note(self, content: Content) -> None:
         """What the slot holds from its next generation on, or that it holds nothing to be found again."""
-        (group, tier, slot), key, parent, traits = content
-        start = slot * SLOT_RECORD_BYTES
+        (group, tier, slot), key, _, _ = content
         if key is None:
+            start = slot * SLOT_RECORD_BYTES
             self._records[tier, group][start : start + SLOT_RECORD_BYTES] = bytes(SLOT_RECORD_BYTES)
             return
         self._order += 1
+        self._record(content, key, self._generation_words[tier, group][slot] + 1, self._order)
+
+    def restate(self, content: Content) -> None:
+        """What a READY slot holds has other traits. Its generation and its place in the order of use stay.
+
+        Raises AssertionError where the slot is not READY, or its block is not said.
+        """
+        (group, tier, slot), key, _, _ = content
+        generation: int = self._generation_words[tier, group][slot]
+        if key is None or not is_ready(generation):
+            raise AssertionError(f"restated: {tier} group {group} slot {slot}, generation {generation}, is no block's")
+        self._record(content, key, generation, order_of(self._records[tier, group], slot))
+
+    def _record(self, content: Content, key: bytes, generation: int, order: int) -> None:
+        (group, tier, slot), _, parent, traits = content
         packed = SlotRecord(
             key=key,
             parent=parent,
@@ -253,9 +268,10 @@ class Arena:
             duration_ms=traits.duration_ms,
             deadline_ns=traits.deadline_ns,
             event_hash=traits.label.event_hash if traits.label is not None else b"",
-            generation=self._generation_words[tier, group][slot] + 1,
-            order=self._order,
+            generation=generation,
+            order=order,
         ).pack()
+        start = slot * SLOT_RECORD_BYTES
         self._records[tier, group][start : start + len(packed)] = packed
 
     def contents(self, tier: Tier, group: GroupId) -> SlotContents:

@@ -102,6 +102,27 @@ def test_what_a_slot_holds_is_told_before_its_generation_says_so(core: BlockMana
     assert (content.key, content.parent, content.traits.priority, content.traits.duration_ms) == (key("a"), None, 50, 9)
 
 
+def test_a_new_retention_is_told_of_every_slot_of_memory_that_has_the_block(core: BlockManager) -> None:
+    opened(core, found("a", None, device=0, host=0, disk=0))
+    _, outcome = core.set_retention(NEW, GROUP, [key("a")], [80], [9], now=1_000_000)
+    assert [content.ref.tier for content in outcome.restated] == [Tier.DEVICE, Tier.HOST]
+    assert {content.traits for content in outcome.restated} == {Traits(80, 9, 10_000_000)}
+    assert not outcome.contents
+    outcome = core.tick(now=10_000_000)
+    assert {content.traits for content in outcome.restated} == {Traits(35)}, "and that it has ended"
+
+
+def test_a_clock_that_starts_at_the_release_is_told_of(core: BlockManager) -> None:
+    opened(core)
+    _, outcome = core.reserve(NEW, GROUP, Tier.HOST, 1, now=1)
+    grant = outcome.grants[0]
+    assert grant.lease is not None
+    _, outcome = core.commit(NEW, grant.lease, [CommitItem(grant.slots[0], key("a"), None, 50, 9)], now=2)
+    assert not outcome.restated, "its contents say all of it"
+    outcome = core.release(NEW, [grant.lease], now=3)
+    assert [content.traits.deadline_ns for content in outcome.restated] == [3 + 9_000_000]
+
+
 def test_a_block_dropped_while_held_is_disowned(core: BlockManager) -> None:
     """Its bytes stand until the release; a restart meanwhile must not bring it back."""
     opened(core, found("a", None, host=0, disk=0))
