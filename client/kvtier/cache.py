@@ -321,9 +321,11 @@ class Cache:
         """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
 
         ``blocks``: one array or torch tensor a key, of any dtype, shape and device, with exactly :attr:`block_bytes`,
-        or one whose first axis is the block. ``parent``: key of the block before the first one (None: it is a root). A
-        chain of more than half a tier goes in pieces of a quarter, each copied while the one before it is committed and
-        released; where a piece's parent was evicted meanwhile, it and the rest are PARENT_MISSING and not stored.
+        or one whose first axis is the block. ``parent``: key of the block before the first one (None: it is a root).
+        Where nobody holds that one, making room for these may take it: then all are PARENT_MISSING. An
+        :meth:`acquire` of what the put goes under holds it. A chain of more than half a tier goes in pieces of a
+        quarter, each copied while the one before it is committed and released; where a piece's parent was evicted
+        meanwhile, as by another put, it and the rest are PARENT_MISSING and not stored.
         ``retention``: instead of ``priorities``. ``prompt``: what the keys are of, for a cache that tells more than
         keys in its events (see :meth:`prompt`). ``timeout`` is for each piece. Where the cache is not mapped, the bytes
         go through a stream.

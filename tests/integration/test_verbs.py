@@ -209,6 +209,21 @@ async def test_a_held_block_is_not_evicted(cache: Cache) -> None:
         assert_bytes(KEYS, [np.concatenate(lease.view(index)) for index in range(4)])
 
 
+async def test_a_put_may_take_the_room_of_a_parent_that_nobody_holds(client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
+    keys, later = chain("held-parent", 4), chain("later", 2)
+    for hold in (False, True):
+        await cache.put(keys[:2], blocks(keys[:2]))
+        await cache.put(later, blocks(later))
+        if hold:
+            async with cache.acquire(keys[:2], min_blocks=2):
+                assert await cache.put(keys[2:], blocks(keys[2:]), parent=keys[1]) == [BlockResult.OK] * 2
+        else:
+            results = await cache.put(keys[2:], blocks(keys[2:]), parent=keys[1])
+            assert results == [BlockResult.PARENT_MISSING] * 2
+            assert (await cache.match(keys)).blocks == 0
+
+
 async def test_move_up_is_a_prefetch_and_down_a_demotion(cache: Cache) -> None:
     await put(cache, KEYS, Tier.HOST)
     assert await cache.move([*KEYS, *chain("absent", 1)], Tier.DEVICE) == [OK] * 4 + [BlockResult.NOT_FOUND]
