@@ -117,6 +117,21 @@ async def test_it_ends_at_a_cursor_at_a_time_and_with_what_existed(
     assert ids("--since", "+1h", "--no-follow") == []
 
 
+async def test_who_may_watch_and_nothing_else_may_end_it_with_what_exists_or_at_a_time(
+    start_daemon: StartDaemon,
+) -> None:
+    rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["watch"]}'
+    daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)
+    async with await connect(daemon.address) as client:
+        for name in ("shared", "secret"):
+            await stored(await client.open_cache(name, SPEC, budgets=sizes(host=4)), "one")
+        until = iso(time.time())
+    for more in (["--no-follow"], ["--until", until], ["--no-follow", "--cache", "shared"]):
+        command = ["watch", "--address", daemon.tcp_address, "--insecure", "--oldest", "--json"]
+        found = lines(kvtier(*command, *more).stdout)
+        assert {each["cache"] for each in found} == {"shared"}, more
+
+
 def iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f"{seconds % 1:.6f}"[1:] + "Z"
 

@@ -7,13 +7,12 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Final, TextIO
 
-from kvtier.aio import AsyncClient
 from kvtier.cli.watch_moments import Instant, Moment
 from kvtier.cli.watch_output import Output
 from kvtier.errors import DaemonUnavailable
@@ -41,8 +40,9 @@ class Bounds:
 class Ending:
     """Judges items in their order. Ids rise over all epochs, so the id alone says what comes before a cursor."""
 
-    def __init__(self, client: AsyncClient, bounds: Bounds) -> None:
-        self._client = client
+    def __init__(self, watch_now: Callable[[], Watch], bounds: Bounds) -> None:
+        """``watch_now``: a watch that begins now, of what the user may watch."""
+        self._watch_now = watch_now
         self._left = bounds.limit
         self._until = bounds.until
         self._last: int | None = bounds.until.id if isinstance(bounds.until, Cursor) else None
@@ -72,11 +72,14 @@ class Ending:
         return self._last is not None and watch.cursor is not None and watch.cursor.id >= self._last
 
     async def _end_at_newest(self) -> None:
+        """Asks anew instead of taking what the watch says: its last batch may have been on the way for long."""
         try:
-            newest = (await self._client.stats()).last_event_id
+            async with self._watch_now() as watch:
+                now = watch.cursor
         except DaemonUnavailable:
             return  # the watch waits for it; asked again with the next item
-        self._last = newest if self._last is None else min(self._last, newest)
+        if now is not None:
+            self._last = now.id if self._last is None else min(self._last, now.id)
 
 
 class Stopped(BaseException):
