@@ -82,7 +82,7 @@ class AdminService:
             boot=self._identity.boot,
             start_time_ns=self._start_time_ns,
             last_event_id=self._engine.last_event,
-            watchers=self._hub.watchers,
+            watchers=len(self._hub.watchers),
             caches=[self._cache(cache, stats[cache.id]) for cache in caches],
             sessions=[self._session(one, caches, held.get(one.id, 0)) for one in seen.values()],
             problems=self._health.problems(caches),

@@ -5,7 +5,6 @@ Ids rise over all epochs, so they alone say where something is. What is nowhere 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,14 +13,12 @@ from typing import Final
 
 from kvtierd.event_log import EventLog, LoggedRun
 from kvtierd.service.hub import MESSAGE_BYTES, EventHub, Run, without_events_up_to
+from kvtierd.service.turns import Turns
 
 SLOW: Final = "slow"
 UNCLEAN_STOP: Final = "unclean-stop"
 COMPACTED: Final = "compacted"
 NOT_LOGGED: Final = "not-logged"
-
-CATCH_UP_S: Final = 0.005
-"""From one message of past events to the next, whoever they are for."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +50,8 @@ class History:
         self.hub: Final = hub
         self.log: Final = log
         self.number: Final = number
-        self._turns: Final = asyncio.Lock()
-        self._next_turn = 0.0
+        self.turns: Final = Turns()
+        """Of those who read what is past."""
 
     @property
     def oldest(self) -> int:
@@ -84,15 +81,6 @@ class History:
             run = self.hub.after(cursor)
             return None if run is None else Passage(epoch, run)
         return await self._older(epoch, cursor)
-
-    async def turn(self) -> None:
-        """A watcher that is behind waits for its turn to be sent more: a message of past events costs the daemon about
-        a millisecond, so however many catch up at once, they take a fifth of its time. One that is sent something, or
-        has left, keeps nobody waiting."""
-        loop = asyncio.get_running_loop()
-        async with self._turns:
-            await asyncio.sleep(max(0.0, self._next_turn - loop.time()))
-            self._next_turn = loop.time() + CATCH_UP_S
 
     async def _older(self, epoch: int, cursor: int) -> Passage | Loss:
         """The ring has it no more."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -104,7 +104,8 @@ class EventHub:
     ) -> None:
         self.epoch: Final = epoch
         self.epoch_first: Final = epoch_first
-        self.watchers = 0
+        self.watchers: Sized = ()
+        """Those who follow it."""
         self.published: Final[Counter[tuple[EventType, Cause]]] = Counter()
         """Events of this life by type and cause."""
         self._faces = faces
@@ -151,7 +152,7 @@ class EventHub:
         self._published = events[-1].id
         if self._packing is None:
             loop = asyncio.get_running_loop()
-            apart = max(BUSY_S, SHARE_S * self.watchers)
+            apart = max(BUSY_S, SHARE_S * len(self.watchers))
             self._packing = loop.call_at(max(loop.time() + LINGER_S, self._woken + apart), self._pack_some)
 
     def after(self, cursor: int) -> Run | None:

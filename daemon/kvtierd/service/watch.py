@@ -17,6 +17,9 @@ COVER_SHARE_S: Final = 0.02
 """Ids that were filtered away are covered once it is quiet for so long, and so long for each watcher: a message to one
 costs some 0.1 ms, so where hidden events trickle in, all of these together take half a percent of the loop."""
 
+PAST_S: Final = 0.001
+"""What a message of past events costs the loop: most of it is to read it and to send it."""
+
 
 class Watcher:
     """Follows the events from a place on. ``cursor``: the last id that this watcher has been told of, or need not be;
@@ -78,8 +81,10 @@ class Watcher:
                 yield self._gap(found)
                 continue
             if found.run.last < behind:
-                await self._history.turn()
-            body = self._look_at(found.run)
+                async with self._history.turns.turn(PAST_S):
+                    body = self._look_at(found.run)
+            else:
+                body = self._look_at(found.run)
             ends = snapshot_end is not None and snapshot_end <= self._cursor
             if body or ends or loop.time() >= quiet_until:
                 yield self._batch(snapshot_end=ends) + body
@@ -94,7 +99,7 @@ class Watcher:
         may wait."""
         if self._covered == self._cursor:
             return quiet_until
-        apart = max(COVER_S, COVER_SHARE_S * self._hub.watchers)
+        apart = max(COVER_S, COVER_SHARE_S * len(self._hub.watchers))
         return min(quiet_until, asyncio.get_running_loop().time() + apart)
 
     async def _news(self, until: float) -> bool:

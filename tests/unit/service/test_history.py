@@ -18,7 +18,7 @@ from kvtierd.event_log import EventLog, LoggedRun
 from kvtierd.event_log.store import EventStore
 from kvtierd.service.event_filter import EventFilter
 from kvtierd.service.faces import CacheFace
-from kvtierd.service.history import CATCH_UP_S, History, Loss
+from kvtierd.service.history import History, Loss
 from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.watch import Watcher
 from kvtierd.tiers.base import TierIOError
@@ -315,18 +315,3 @@ async def test_a_watcher_covers_the_end_of_an_epoch_before_it_tells_of_the_next(
     (gap,) = [batch for batch in got if batch.HasField("gap")]
     assert (gap.epoch, gap.first_id, gap.last_id) == (2, 1001, 1000)
     assert (gap.gap.epoch, gap.gap.first_id, gap.gap.last_id) == (1, 101, 1000)
-
-
-async def test_those_who_catch_up_take_turns_and_who_has_left_keeps_nobody_waiting() -> None:
-    history = History(EventHub(1, 0, 1, FACES, Limits(MB, RING_EVENTS)), None)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    waiting = [asyncio.create_task(history.turn()) for _ in range(200)]
-    last = asyncio.create_task(history.turn())
-    await waiting[0]
-    for task in waiting[3:]:
-        task.cancel()
-    await last
-    took = loop.time() - began
-    assert took >= 3 * CATCH_UP_S, "three others had a turn before it"
-    assert all(task.done() for task in waiting)

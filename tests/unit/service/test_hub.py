@@ -74,7 +74,7 @@ async def test_published_ids_are_known_at_once_and_readable_a_little_later() -> 
 @pytest.mark.parametrize(("watchers", "apart_s"), [(1, BUSY_S), (20, 20 * SHARE_S)])
 async def test_under_load_watchers_are_woken_the_less_often_the_more_there_are(watchers: int, apart_s: float) -> None:
     ring, loop, wakes, last = hub(), asyncio.get_running_loop(), 0, 0
-    ring.watchers = watchers
+    ring.watchers = range(watchers)
 
     async def watch() -> None:
         nonlocal wakes

@@ -387,7 +387,7 @@ async def test_watchers_may_leave_in_any_way_at_any_time(
             if number % 2:
                 watch.call.cancel()
     await busy
-    await eventually(lambda: daemon._hub.watchers == 0)
+    await eventually(lambda: len(daemon._hub.watchers) == 0)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -395,7 +395,7 @@ async def test_watchers_are_counted(daemon: Daemon, client: Client) -> None:
     watches = [Watch(client) for _ in range(3)]
     for watch in watches:
         await watch.next()
-    assert daemon._hub.watchers == 3
+    assert len(daemon._hub.watchers) == 3
     for watch in watches:
         watch.call.cancel()
-    await eventually(lambda: daemon._hub.watchers == 0)
+    await eventually(lambda: len(daemon._hub.watchers) == 0)

@@ -1,0 +1,102 @@
+"""Those who read the past take turns: the share of the loop that all of them have together, by a clock of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from kvtierd.service.turns import SHARE, Turns
+
+LEAST_S = 0.0002
+
+
+class Clock(selectors.SelectSelector):
+    """Time passes where the loop would wait, and where it is told that something takes time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now += max(0.0, timeout or 0.0)
+        return super().select(0)
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._clock = clock
+
+    def time(self) -> float:
+        return self._clock.now
+
+
+def run(clock: Clock, main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=lambda: Loop(clock)) as runner:
+        runner.run(main)
+
+
+async def hold(clock: Clock, turns: Turns, took_s: float) -> None:
+    async with turns.turn(LEAST_S):
+        clock.now += took_s
+
+
+@pytest.mark.parametrize("took_s", [0.0, 0.00005, 0.001, 0.03])
+@pytest.mark.parametrize("readers", [1, 300])
+def test_all_of_them_together_have_a_bounded_share_however_long_a_turn_takes(took_s: float, readers: int) -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        turns, began = Turns(), clock.now
+
+        async def read() -> None:
+            for _ in range(10):
+                await hold(clock, turns, took_s)
+
+        await asyncio.gather(*(read() for _ in range(readers)))
+        count, counted_s = 10 * readers, max(took_s, LEAST_S)
+        all_of_it = clock.now - began
+        assert all_of_it >= (count - 1) * SHARE * counted_s * 0.999
+        assert all_of_it <= count * SHARE * counted_s * 1.001, "and they are not kept waiting for longer"
+
+    run(clock, main())
+
+
+def test_they_come_in_order_and_who_has_left_keeps_nobody_waiting() -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        turns, done = Turns(), list[int]()
+
+        async def read(number: int) -> None:
+            await hold(clock, turns, 0.001)
+            done.append(number)
+
+        began = clock.now
+        tasks = [asyncio.create_task(read(number)) for number in range(200)]
+        await tasks[0]
+        for task in tasks[3:-1]:
+            task.cancel()
+        await tasks[-1]
+        assert done == [0, 1, 2, 199]
+        assert clock.now - began == pytest.approx(3 * SHARE * 0.001 + 0.001)
+
+    run(clock, main())
+
+
+def test_who_comes_after_a_quiet_time_does_not_wait() -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        turns = Turns()
+        await hold(clock, turns, 0.001)
+        await asyncio.sleep(1)
+        before = clock.now
+        await hold(clock, turns, 0.001)
+        assert clock.now - before == pytest.approx(0.001)
+
+    run(clock, main())
