@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.binding import UNHEARD, Binder, send
+from kvtier.binding import UNHEARD, Binder
 from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost, RetryableError
 from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
-from kvtier.session import Deadline, Link
+from kvtier.session import ANSWER_GRACE_S, Deadline, Link
 from kvtier.stock import Stock
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2
@@ -210,7 +210,7 @@ class Holdings:
             if link.session != lease.binding.session:
                 message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
                 raise LeaseLost(message, reason="LEASE_LOST")
-            return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
+            return await link.commits.commit(request, seconds + ANSWER_GRACE_S)
 
         if request.release:
             self._ending.add(lease)

@@ -14,7 +14,7 @@ from kvtier import errors
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2, common_pb2
 
-_DETAILS_KEY: Final = "grpc-status-details-bin"
+DETAILS_KEY: Final = "grpc-status-details-bin"
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,7 +34,7 @@ def fault_of(error: AioRpcError) -> Fault:
     """Reads the ``kvtier.v1.ErrorDetail`` of a failed call; an empty one where the failure is gRPC's own."""
     detail = common_pb2.ErrorDetail()
     for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS_KEY:
+        if key == DETAILS_KEY:
             status = status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode())
             for packed in status.details:
                 if packed.Is(common_pb2.ErrorDetail.DESCRIPTOR):

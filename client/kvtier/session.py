@@ -22,6 +22,7 @@ import grpc
 from grpc.aio import AioRpcError
 
 from kvtier.abi import attach as protocol
+from kvtier.commits import CommitStream
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -117,10 +118,16 @@ class Link:
     attach: Connection
     channel: grpc.aio.Channel
     stubs: Stubs
+    commits: CommitStream
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        return ((protocol.SESSION_METADATA_KEY, self.welcome.token),)
+        return metadata_of(self.welcome)
+
+
+def metadata_of(welcome: protocol.Welcome) -> tuple[tuple[str, str], ...]:
+    """Of each call in the session."""
+    return ((protocol.SESSION_METADATA_KEY, welcome.token),)
 
 
 class Follower(Protocol):
@@ -294,6 +301,7 @@ class Session:
             await asyncio.wait([self._keeper])
         self._linked.set()
         if self._link is not None:
+            self._link.commits.close()
             self._lent.clear()  # whose memory goes with this client, as what it leases now does
             self._settle()
             await self._link.attach.say_bye()
@@ -309,6 +317,8 @@ class Session:
             raise self._fatal
 
     def _set_link(self, link: Link) -> None:
+        if self._link is not None:
+            self._link.commits.close()
         if self._link is not None and self._link.session != link.session:
             self._forgotten_by_daemon[self._link.session] = self._link.welcome.token
             for follower in list(self.followers):
@@ -347,7 +357,9 @@ class Session:
         if old is not None and old.channel is not channel:
             self.spawn(_close_channel(old.channel))
         number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
-        return Link(number, attached.welcome, attached.connection, channel, Stubs.over(channel))
+        stubs = Stubs.over(channel)
+        commits = CommitStream(stubs.blocks, metadata_of(attached.welcome))
+        return Link(number, attached.welcome, attached.connection, channel, stubs, commits)
 
     async def _hello(self, old: Link | None) -> Attached:
         if old is None:

@@ -23,6 +23,7 @@ from kvtier.v1 import (
     caches_pb2,
     common_pb2,
     events_pb2,
+    explain_pb2,
     session_pb2,
     session_pb2_grpc,
     transfer_pb2,
@@ -192,6 +193,7 @@ def every_call(stubs: Stubs) -> dict[str, tuple[object, object]]:
         "Blocks.Touch": (wire.Touch, blocks_pb2.TouchRequest(cache_id=1, keys=bytes(32))),
         "Blocks.Reserve": (wire.Reserve, blocks_pb2.ReserveRequest(cache_id=1, tier=HOST, count=1)),
         "Blocks.Commit": (wire.Commit, blocks_pb2.CommitRequest(cache_id=1, lease_id=1)),
+        "Blocks.Commits": (wire.Commits, [blocks_pb2.CommitRequest(cache_id=1, lease_id=1)]),
         "Blocks.Acquire": (wire.Acquire, acquire),
         "Blocks.Release": (wire.Release, blocks_pb2.ReleaseRequest(cache_id=1, lease_ids=[1])),
         "Blocks.Move": (wire.Move, blocks_pb2.MoveRequest(cache_id=1, to=DISK, keys=bytes(32))),
@@ -201,6 +203,8 @@ def every_call(stubs: Stubs) -> dict[str, tuple[object, object]]:
         "Blocks.Reset": (wire.Reset, blocks_pb2.ResetRequest(cache_id=1)),
         "Blocks.List": (wire.List, blocks_pb2.ListBlocksRequest(cache_id=1)),
         "Events.Watch": (stubs.events.Watch, events_pb2.WatchRequest()),
+        "Events.Drain": (stubs.events.Drain, events_pb2.DrainRequest(name="stranger")),
+        "Admin.Explain": (admin.Explain, explain_pb2.ExplainRequest(key=bytes(32))),
         "Admin.Stats": (admin.Stats, admin_pb2.StatsRequest()),
         "Admin.Leases": (admin.Leases, admin_pb2.LeasesRequest()),
         "Admin.Kick": (admin.Kick, admin_pb2.KickRequest(session_id=1)),
@@ -230,7 +234,9 @@ async def test_everything_else_wants_a_session(
 ) -> None:
     for method, (call, request) in every_call(Stubs.over(channel)).items():
         answer = call(request, metadata=metadata, timeout=10)  # type: ignore[operator]
-        fault = await refusal(answer.read() if isinstance(answer, grpc.aio.UnaryStreamCall) else answer)
+        fault = await refusal(
+            answer.read() if isinstance(answer, grpc.aio.UnaryStreamCall | grpc.aio.StreamStreamCall) else answer
+        )
         assert (method, fault.code, fault.reason) == (method, Code.UNAUTHENTICATED, reason)
 
 

@@ -24,6 +24,7 @@ from kvtier.v1 import transfer_pb2
 from kvtierd.service.access import NEEDS, Access
 from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
+from kvtierd.service.series import Answer, Series
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
@@ -35,6 +36,9 @@ UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_p
 
 NEVER_WAIT: Final = frozenset({"kvtier.v1.Blocks.Commit", "kvtier.v1.Blocks.Release"})
 """Verbs on the way of every put and get that end in the turn in which they begin."""
+
+SERIES: Final = {"Commits": "Commit"}
+"""Streams of the requests of another method of their service, which never waits."""
 
 MAX_DRAINED: Final = 128
 """Messages of a refused upload that are read and thrown away before it is told."""
@@ -71,11 +75,13 @@ class Dispatcher:
         self._sessions: Final = sessions
         self._access: Final = access
         self._translate: Final = translate
+        self._series: Final = Series(sessions, translate)
         self._stopping = False
 
     def stop(self) -> None:
         """Every unary call is refused from now on: what is behind the verbs is being taken away."""
         self._stopping = True
+        self._series.stop()
 
     def handler(
         self,
@@ -92,19 +98,29 @@ class Dispatcher:
         one stands in no table of rights.
         """
         streams, uploads = streams or {}, uploads or {}
-        if {*verbs, *streams, *uploads} != set(service.methods_by_name):
+        series = {name: of for name, of in SERIES.items() if of in verbs}
+        if {*verbs, *streams, *uploads, *series} != set(service.methods_by_name):
             raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")
         if uploads and pace is None:
             raise ValueError(f"{service.full_name}: uploads need a pace")
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.unary_unary_rpc_method_handler(
-                self._unary(service.methods_by_name[name], verb), response_serializer=_serialise
-            )
-            for name, verb in verbs.items()
-        } | {
-            name: grpc.unary_stream_rpc_method_handler(self._stream(service.methods_by_name[name], verb, pace))
-            for name, verb in streams.items()
-        }
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = (
+            {
+                name: grpc.unary_unary_rpc_method_handler(
+                    self._unary(self._answering(service.methods_by_name[name], verb)), response_serializer=_serialise
+                )
+                for name, verb in verbs.items()
+            }
+            | {
+                name: grpc.unary_stream_rpc_method_handler(self._stream(service.methods_by_name[name], verb, pace))
+                for name, verb in streams.items()
+            }
+            | {
+                name: grpc.stream_stream_rpc_method_handler(
+                    self._series.of(self._answering(service.methods_by_name[of], verbs[of]))
+                )
+                for name, of in series.items()
+            }
+        )
         if pace is not None:
             handlers |= {
                 name: grpc.stream_unary_rpc_method_handler(
@@ -114,25 +130,31 @@ class Dispatcher:
             }
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
-    def _unary(self, method: MethodDescriptor, verb: Verb) -> Callable[[bytes, _Context], Awaitable[Message]]:
+    def _answering(self, method: MethodDescriptor, verb: Verb) -> Answer:
         parse = _parser(method)
         mutates = "seq" in method.input_type.fields_by_name
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
         waits = method.full_name not in NEVER_WAIT
 
+        async def answer(raw: bytes, context: _Context) -> Message:
+            if self._stopping:
+                raise shutting_down()
+            session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
+            request = parse(raw)
+            self._access.require(session, needs, request)
+            if not mutates or not request.seq:
+                return await verb(session, request)
+            digest = xxhash.xxh3_128_digest(name + raw)
+            run = lambda: _run(verb, session, request)  # noqa: E731
+            return await session.replies.answer(request.seq, digest, run, waits=waits)
+
+        return answer
+
+    def _unary(self, answer: Answer) -> Answer:
         async def call(raw: bytes, context: _Context) -> Message:
             try:
-                if self._stopping:
-                    raise shutting_down()
-                session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
-                request = parse(raw)
-                self._access.require(session, needs, request)
-                if not mutates or not request.seq:
-                    return await verb(session, request)
-                digest = xxhash.xxh3_128_digest(name + raw)
-                run = lambda: _run(verb, session, request)  # noqa: E731
-                return await session.replies.answer(request.seq, digest, run, waits=waits)
+                return await answer(raw, context)
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())

@@ -41,12 +41,16 @@ class CallRefused(Exception):
         self.message = message
         self.detail = detail
 
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+    def status(self) -> bytes:
+        """A serialised google.rpc.Status."""
         packed = any_pb2.Any()
         packed.Pack(self.detail)
         number: int = self.code.value[0]
-        status = status_pb2.Status(code=number, message=self.message, details=[packed])
-        return ((STATUS_KEY, status.SerializeToString()),)
+        serialised: bytes = status_pb2.Status(code=number, message=self.message, details=[packed]).SerializeToString()
+        return serialised
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return ((STATUS_KEY, self.status()),)
 
 
 def refused(code: grpc.StatusCode, reason: str, message: str) -> CallRefused:
