@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvtier import AsyncClient, Tier
-from kvtier.stats import CacheStats, EdgeStats, SessionStats, TierStats
+from kvtier.stats import CacheStats, DaemonStats, EdgeStats, EventLogStats, SessionStats, TierStats
+from kvtier.v1 import admin_pb2
+from tests.integration.raw import RawClient
+
+
+async def state(raw: RawClient) -> bytes:
+    """All that a call could have changed: slots, blocks, leases, counters, and the last event's id. Not what changes by
+    itself: the uptime, and what of the events is on disk yet."""
+    stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
+    stats.ClearField("uptime_ns")
+    stats.ClearField("event_log")
+    return stats.SerializeToString(deterministic=True)
+
+
+async def state_seen_by(client: AsyncClient) -> DaemonStats:
+    """The same, as a client has it."""
+    return replace(await client.stats(), uptime_ns=0, event_log=EventLogStats())
 
 
 async def cache_stats(client: AsyncClient, name: str) -> CacheStats:

@@ -16,11 +16,12 @@ from google.protobuf.message import Message
 
 from kvtier import Tier
 from kvtier.types import ROOT_PARENT
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
+from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import spec_to_wire
 from tests.integration.blocks import SLOT_BYTES, SPEC, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import RawClient, attached
+from tests.integration.seeing import state
 
 Code = grpc.StatusCode
 BAD, MISSING, NOT_NOW = Code.INVALID_ARGUMENT, Code.NOT_FOUND, Code.FAILED_PRECONDITION
@@ -93,12 +94,6 @@ async def scene(daemon: DaemonProcess) -> AsyncIterator[Scene]:
 
 async def release(raw: RawClient, cache: int, *leases: int) -> None:
     await raw.call(raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=leases))
-
-
-async def state(raw: RawClient) -> bytes:
-    """All that a call could have changed: slots, blocks, leases, counters, and the last event's id."""
-    stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
-    return stats.SerializeToString(deterministic=True)
 
 
 Build = Callable[[Scene], Message]

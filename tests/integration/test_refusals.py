@@ -15,23 +15,17 @@ from kvtier import AsyncClient, Cache, DeadlineExceeded, InvalidArgument, PoolSp
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.tables import MAX_SLOTS
 from kvtier.rpc_errors import Fault
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2
+from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import RawClient
-from tests.integration.seeing import tier_stats
+from tests.integration.seeing import state, state_seen_by, tier_stats
 from tests.integration.waiting import eventually
 
 Code = grpc.StatusCode
 KEYS = chain("stored", 3)
 NEW = chain("new", 2)
 PACKED, PACKED_NEW = b"".join(KEYS), b"".join(NEW)
-
-
-async def state(raw: RawClient) -> bytes:
-    """All that a call could have changed."""
-    stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
-    return stats.SerializeToString(deterministic=True)
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
@@ -168,12 +162,12 @@ async def test_refused_through_the_client(
     client: AsyncClient, cache: Cache, case: tuple[Callable[[Cache], Any], str]
 ) -> None:
     call, field = case
-    before = await client.stats()
+    before = await state_seen_by(client)
     with pytest.raises(InvalidArgument) as refused:
         await call(cache)
     assert refused.value.field == field
     assert refused.value.limit
-    assert await client.stats() == before
+    assert await state_seen_by(client) == before
     assert (await tier_stats(client, cache.name, Tier.HOST)).free == 4
 
 

@@ -17,20 +17,12 @@ from kvtier.wire import budgets_to_wire, spec_to_wire
 from tests.integration.blocks import SPEC, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import RawClient, attached, commit_request
-from tests.integration.seeing import tier_stats
+from tests.integration.seeing import state, tier_stats
 from tests.integration.waiting import eventually
 
 HOST, DISK = common_pb2.TIER_HOST, common_pb2.TIER_DISK
 KEYS = chain("repeated", 2)
 PACKED = b"".join(KEYS)
-
-
-async def state(raw: RawClient) -> bytes:
-    """All that a call could change."""
-    stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
-    for changes_by_itself in ("uptime_ns", "event_log"):  # what of the events is on disk yet
-        stats.ClearField(changes_by_itself)
-    return stats.SerializeToString(deterministic=True)
 
 
 async def nothing_moves(raw: RawClient) -> None:
