@@ -18,7 +18,8 @@ from kvtierd.core.group import GroupState
 from kvtierd.core.ids import DISK, Tier
 
 LOOKED_AT: Final = 128
-"""Entries of lists that the answers for one block may take, all tiers together: less than a millisecond."""
+"""Entries of lists that the answers for one block may take, all tiers together: one answer must not hold
+up the loop, however deep a block stands."""
 
 
 class Precision(IntEnum):
