@@ -7,11 +7,17 @@ client is. Each message is one UTF-8 JSON object of at most 64 KiB with exactly 
     <- {"ok": true, "token": <hex>, "session_id": n, "resumed": bool, "epoch": n, "boot": n, "pid": n}
     -> {"op": "map", "cache_id": n, "write": bool}
     <- {"ok": true, "fds": ["control", "host", "device"]}    and those descriptors, in that order, by SCM_RIGHTS
+    or <- {"ok": true, "fds": ["control", "host", "cuda"], "cuda": {"uuid": <32 hex digits>, "bytes": n}}
+    or <- {"ok": true, "fds": ["control", "host"], "unmapped": {"device": "<why not>"}}
     either <- {"ok": false, "reason": "...", "message": "..."}
     -> {"op": "forget", "token": <of a session of an earlier life>}    its memory is not touched any more; not answered
     -> {"op": "bye"}    ends the session with all that it holds; the daemon hangs up
 
 The token goes as metadata on every gRPC call. After a refused hello the daemon closes the connection.
+
+``cuda`` is memory of the GPU with that uuid, ``bytes`` long: a handle for ``cuMemImportFromShareableHandle`` instead of
+something to mmap. Such a handle has no read-only form, so a map without ``write`` does not get it. ``unmapped`` says
+for which of the cache's tiers no descriptor came, and why; both fields are absent where they have nothing to say.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 VERSION: Final = 1
@@ -38,10 +44,14 @@ MAX_SOCKET_PATH: Final = 107
 CONTROL: Final = "control"
 HOST: Final = "host"
 DEVICE: Final = "device"
-SEGMENTS: Final = (CONTROL, HOST, DEVICE)
-"""Names of the descriptors, in the order they are sent. Segments that a cache lacks are left out."""
+CUDA: Final = "cuda"
+SEGMENTS: Final = (CONTROL, HOST, DEVICE, CUDA)
+"""Names of the descriptors, in the order they are sent. Segments that a cache lacks are left out: of its device tier it
+has at most one, ``device`` (shared memory that stands in for a GPU's) or ``cuda``."""
+DATA_TIERS: Final = (HOST, DEVICE)
+"""Names of the tiers whose slots a client can map."""
 
-_TOKEN: Final = re.compile(r"[0-9a-f]{32}")
+_HEX: Final = re.compile(r"[0-9a-f]{32}")
 _MAX_U64: Final = 2**64 - 1
 
 
@@ -98,10 +108,23 @@ class Welcome:
 
 
 @dataclass(slots=True, frozen=True)
+class CudaMemory:
+    """What a descriptor named ``cuda`` is a handle of: so many bytes of the GPU whose uuid, 32 hex digits, this is."""
+
+    uuid: str
+    nbytes: int
+
+
+@dataclass(slots=True, frozen=True)
 class Mapped:
-    """Names of the descriptors that came with the message, in their order."""
+    """Names of the descriptors that came with the message, in their order.
+
+    ``cuda``: of the descriptor of that name. ``unmapped``: by tier why it did not come, where the cache has the tier.
+    """
 
     fds: tuple[str, ...]
+    cuda: CudaMemory | None = None
+    unmapped: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
@@ -150,9 +173,15 @@ def _fields(message: Request | Reply) -> dict[str, Any]:
         case Welcome():
             return {"ok": True} | {name: getattr(message, name) for name in _WELCOME_FIELDS}
         case Mapped():
-            return {"ok": True, "fds": list(message.fds)}
+            return {"ok": True, "fds": list(message.fds)} | _said_of_data(message)
         case Failure():
             return {"ok": False, "reason": message.reason, "message": message.message}
+
+
+def _said_of_data(message: Mapped) -> dict[str, Any]:
+    cuda = message.cuda
+    said: dict[str, Any] = {} if cuda is None else {"cuda": {"uuid": cuda.uuid, "bytes": cuda.nbytes}}
+    return said | ({"unmapped": dict(message.unmapped)} if message.unmapped else {})
 
 
 def decode_request(data: bytes) -> Request:
@@ -187,7 +216,23 @@ def decode_welcome(data: bytes) -> Welcome | Failure:
 def decode_mapped(data: bytes) -> Mapped | Failure:
     """The client's side: the answer to a map. Raises :class:`AttachProtocolError`."""
     fields, failure = _reply(data)
-    return failure or Mapped(fds=tuple(_checked(fields, _MAPPED_FIELDS)["fds"]))
+    if failure is not None:
+        return failure
+    checked = _checked(fields, _MAPPED_FIELDS, optional=("cuda", "unmapped"))
+    fds, unmapped = tuple(checked["fds"]), checked.get("unmapped", {})
+    cuda = _cuda_memory(checked["cuda"]) if "cuda" in checked else None
+    if (cuda is not None) != (CUDA in fds):
+        raise AttachProtocolError("BAD_FIELD", "field cuda must come with the descriptor cuda, and only with it")
+    came = {DEVICE if name == CUDA else name for name in fds}
+    for tier in unmapped:
+        if tier in came:
+            raise AttachProtocolError("BAD_FIELD", f"field unmapped names {tier}, of which a descriptor came")
+    return Mapped(fds, cuda, unmapped)
+
+
+def _cuda_memory(said: dict[str, Any]) -> CudaMemory:
+    fields = _checked(said, _CUDA_FIELDS)
+    return CudaMemory(fields["uuid"], fields["bytes"])
 
 
 def _reply(data: bytes) -> tuple[dict[str, Any], Failure | None]:
@@ -212,12 +257,22 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_token(value: object) -> bool:
-    return isinstance(value, str) and _TOKEN.fullmatch(value) is not None
+def _is_hex(value: object) -> bool:
+    return isinstance(value, str) and _HEX.fullmatch(value) is not None
 
 
 def _are_segments(value: object) -> bool:
-    return isinstance(value, list) and value[:1] == [CONTROL] and value == [s for s in SEGMENTS if s in value]
+    if not isinstance(value, list) or value[:1] != [CONTROL] or value != [s for s in SEGMENTS if s in value]:
+        return False
+    return not (DEVICE in value and CUDA in value)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_reasons(value: object) -> bool:
+    return isinstance(value, dict) and all(tier in DATA_TIERS and _is_text(why) for tier, why in value.items())
 
 
 @dataclass(slots=True, frozen=True)
@@ -227,23 +282,27 @@ class _Kind:
 
 
 _U64: Final = _Kind(_is_u64, f"an integer from 0 to {_MAX_U64}")
+_SIZE: Final = _Kind(lambda value: _is_u64(value) and value != 0, f"an integer from 1 to {_MAX_U64}")
 _BOOL: Final = _Kind(_is_bool, "true or false")
 _TEXT: Final = _Kind(_is_text, "text")
-_TOKEN_KIND: Final = _Kind(_is_token, "32 lower-case hex digits")
-_FDS: Final = _Kind(_are_segments, "control, then host and device where the cache has them")
+_HEX_KIND: Final = _Kind(_is_hex, "32 lower-case hex digits")
+_FDS: Final = _Kind(_are_segments, "control, then host and either device or cuda where the cache has them")
+_OBJECT: Final = _Kind(_is_object, "an object")
+_REASONS: Final = _Kind(_are_reasons, f"an object with a text for {' or '.join(DATA_TIERS)}")
 
-_HELLO_FIELDS: Final[Mapping[str, _Kind]] = {"version": _U64, "token": _TOKEN_KIND}
+_HELLO_FIELDS: Final[Mapping[str, _Kind]] = {"version": _U64, "token": _HEX_KIND}
 _MAP_FIELDS: Final[Mapping[str, _Kind]] = {"cache_id": _U64, "write": _BOOL}
-_FORGET_FIELDS: Final[Mapping[str, _Kind]] = {"token": _TOKEN_KIND}
+_FORGET_FIELDS: Final[Mapping[str, _Kind]] = {"token": _HEX_KIND}
 _WELCOME_FIELDS: Final[Mapping[str, _Kind]] = {
-    "token": _TOKEN_KIND,
+    "token": _HEX_KIND,
     "session_id": _U64,
     "resumed": _BOOL,
     "epoch": _U64,
     "boot": _U64,
     "pid": _U64,
 }
-_MAPPED_FIELDS: Final[Mapping[str, _Kind]] = {"fds": _FDS}
+_MAPPED_FIELDS: Final[Mapping[str, _Kind]] = {"fds": _FDS, "cuda": _OBJECT, "unmapped": _REASONS}
+_CUDA_FIELDS: Final[Mapping[str, _Kind]] = {"uuid": _HEX_KIND, "bytes": _SIZE}
 _FAILURE_FIELDS: Final[Mapping[str, _Kind]] = {"reason": _TEXT, "message": _TEXT}
 
 

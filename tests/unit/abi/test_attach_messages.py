@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.abi import attach
-from kvtier.abi.attach import AddressError, AttachProtocolError, Bye, Failure, Hello, Map, Mapped, Welcome
+from kvtier.abi.attach import AddressError, AttachProtocolError, Bye, CudaMemory, Failure, Hello, Map, Mapped, Welcome
 
 TOKEN = "0123456789abcdef" * 2
+UUID = "fedcba9876543210" * 2
 
 
 @pytest.mark.parametrize(
@@ -32,11 +33,30 @@ def test_replies_arrive_as_sent() -> None:
         assert attach.decode_mapped(attach.encode(Mapped(fds))) == Mapped(fds)
 
 
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        Mapped(("control", "cuda"), CudaMemory(UUID, 1 << 21)),
+        Mapped(("control", "host", "cuda"), CudaMemory(UUID, 2**63)),
+        Mapped(("control", "host"), unmapped={"device": "a CUDA handle has no read-only form"}),
+        Mapped(("control", "cuda"), CudaMemory(UUID, 1), {"host": "not made yet"}),
+    ],
+)
+def test_what_came_of_a_gpu_and_what_did_not_arrives_as_sent(mapped: Mapped) -> None:
+    assert attach.decode_mapped(attach.encode(mapped)) == mapped
+
+
 def test_messages_look_as_documented() -> None:
     assert json.loads(attach.encode(Hello())) == {"op": "hello", "version": 1}
     assert json.loads(attach.encode(Map(4, write=False))) == {"op": "map", "cache_id": 4, "write": False}
     assert json.loads(attach.encode(Bye())) == {"op": "bye"}
     assert json.loads(attach.encode(Mapped(("control",)))) == {"ok": True, "fds": ["control"]}
+    assert json.loads(attach.encode(Mapped(("control", "cuda"), CudaMemory(UUID, 4096), {"host": "w"}))) == {
+        "ok": True,
+        "fds": ["control", "cuda"],
+        "cuda": {"uuid": UUID, "bytes": 4096},
+        "unmapped": {"host": "w"},
+    }
     assert json.loads(attach.encode(Failure("R", "m"))) == {"ok": False, "reason": "R", "message": "m"}
 
 
@@ -91,6 +111,21 @@ def test_bad_requests_are_refused_with_a_reason(sent: bytes, reason: str, says: 
         {"ok": True, "fds": ["control", ["host"]]},
         {"ok": True, "fds": "control"},
         {"ok": True, "fds": ["control"], "more": 1},
+        {"ok": True, "fds": ["control", "device", "cuda"], "cuda": {"uuid": UUID, "bytes": 1}},
+        {"ok": True, "fds": ["control", "cuda"]},
+        {"ok": True, "fds": ["control", "device"], "cuda": {"uuid": UUID, "bytes": 1}},
+        {"ok": True, "fds": ["control", "cuda"], "cuda": None},
+        {"ok": True, "fds": ["control", "cuda"], "cuda": [UUID, 1]},
+        {"ok": True, "fds": ["control", "cuda"], "cuda": {"uuid": UUID}},
+        {"ok": True, "fds": ["control", "cuda"], "cuda": {"uuid": UUID.upper(), "bytes": 1}},
+        {"ok": True, "fds": ["control", "cuda"], "cuda": {"uuid": UUID[:-1], "bytes": 1}},
+        {"ok": True, "fds": ["control", "cuda"], "cuda": {"uuid": UUID, "bytes": 0}},
+        {"ok": True, "fds": ["control", "cuda"], "cuda": {"uuid": UUID, "bytes": 1, "name": "x"}},
+        {"ok": True, "fds": ["control", "cuda"], "cuda": {"uuid": UUID, "bytes": 1}, "unmapped": {"device": "w"}},
+        {"ok": True, "fds": ["control", "host"], "unmapped": {"host": "w"}},
+        {"ok": True, "fds": ["control"], "unmapped": {"disk": "w"}},
+        {"ok": True, "fds": ["control"], "unmapped": {"device": 5}},
+        {"ok": True, "fds": ["control"], "unmapped": ["device"]},
         {"ok": False, "reason": "R"},
         {"ok": False, "reason": 5, "message": "m"},
     ],

@@ -56,7 +56,7 @@ def test_a_client_needs_only_the_control_descriptor(arena: Arena) -> None:
     arena.set_owner(Tier.DEVICE, GROUP, slot, SessionId(99))
     arena.set_state(ArenaState.SERVING)
     fds = arena.fds(write=False)
-    assert tuple(fds) == attach.SEGMENTS
+    assert tuple(fds) == (attach.CONTROL, attach.HOST, attach.DEVICE)
     said = run_client(
         """
         from kvtier.abi.layout import *
