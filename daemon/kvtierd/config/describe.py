@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from kvtierd.config.keys import ENV_PREFIX, KEYS, SECTIONS, Config
-from kvtierd.config.kinds import LIVE, Kind
+from kvtierd.config.kinds import LIVE, FreeShare, Kind
 
 _NAMES: Final[Mapping[Any, str]] = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _REFERENCE_HEAD: Final = f"""\
@@ -156,6 +156,8 @@ def as_json(config: Config, sources: Mapping[str, object]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, FreeShare):
+        return str(value)
     return int(value) if isinstance(value, ByteSize) else to_jsonable_python(value)
 
 

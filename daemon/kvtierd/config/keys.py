@@ -6,6 +6,7 @@ in the sentence, they are told from the field. ``LIVE`` marks what a reload can 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -14,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
-from kvtierd.config.kinds import LIVE, Duration, Size, show_size
+from kvtierd.config.kinds import LIVE, MOST_BYTES, Duration, FreeShare, Size, SizeOrShare, show_size
 from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import Tier
 from kvtierd.core.policy import DEFAULT_THRESHOLD, NEVER, Policy, WritePolicy
@@ -23,10 +24,20 @@ from kvtierd.tcp import TcpListener, host_and_port, is_loopback
 
 ENV_PREFIX: Final = "KVTIERD_"
 
-TierBytes = Annotated[Size, Field(ge=0, le=1 << 50)]
+TierBytes = Annotated[Size, Field(ge=0, le=MOST_BYTES)]
 RingBytes = Annotated[Size, Field(ge=1 << 16, le=1 << 36)]
 LogBytes = Annotated[Size, Field(ge=0, le=1 << 40)]
 LEAST_LOG_BYTES: Final = 1 << 20
+
+
+STAND_IN: Final = "stand-in"
+_CUDA_DEVICE: Final = re.compile(r"cuda(:\d{1,3})?|GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
+
+
+def _device(name: str) -> str:
+    if name != STAND_IN and _CUDA_DEVICE.fullmatch(name) is None:
+        raise ValueError("must be stand-in, cuda, cuda:<number> or GPU-<uuid> as nvidia-smi -L shows it")
+    return name
 
 
 class _Section(BaseModel):
@@ -82,21 +93,51 @@ class TierKeys(_Section):
     A tier exists if its size is above 0. Any non-empty subset will do.
     """
 
-    device_bytes: TierBytes = Field(ByteSize(0), description="Size of the device tier.")
+    device: Annotated[str, AfterValidator(_device)] = Field(
+        STAND_IN,
+        description="Where the device tier is: `cuda`, `cuda:1` or `GPU-<uuid>` for memory of that GPU, `stand-in` for "
+        "shared memory in its place.",
+    )
+    device_bytes: SizeOrShare = Field(
+        ByteSize(0),
+        description="Size of the device tier. On a GPU it can be a share of the memory that is free at the start, such "
+        "as `80%`.",
+    )
     host_bytes: TierBytes = Field(ByteSize(0), description="Size of the host tier.")
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
 
     @model_validator(mode="after")
     def _some_tier(self) -> Self:
-        if not self.tier_bytes:
+        if not self.tiers:
             raise ValueError("no tier is configured: set device_bytes, host_bytes or disk_bytes above 0")
         return self
 
+    @model_validator(mode="after")
+    def _share_of_a_gpu(self) -> Self:
+        if isinstance(self.device_bytes, FreeShare) and self.device == STAND_IN:
+            raise ValueError(f"device_bytes = {self.device_bytes}: must be bytes, unless device is a GPU such as cuda")
+        return self
+
     @property
-    def tier_bytes(self) -> dict[Tier, int]:
-        """Sizes of the tiers that exist, the highest first."""
-        sizes = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
-        return {tier: int(size) for tier, size in sizes.items() if size > 0}
+    def tiers(self) -> tuple[Tier, ...]:
+        """Those that exist, the highest first."""
+        return tuple(tier for tier, size in self._sizes().items() if size != 0)
+
+    def tier_bytes(self, device_free: int = 0) -> dict[Tier, int]:
+        """Sizes of the tiers that exist, the highest first. ``device_free``: bytes that the GPU has free, of which the
+        device tier can be a share."""
+        sizes = {tier: size for tier, size in self._sizes().items() if size != 0}
+        return {
+            tier: size.of(device_free) if isinstance(size, FreeShare) else int(size) for tier, size in sizes.items()
+        }
+
+    def _sizes(self) -> dict[Tier, ByteSize | FreeShare]:
+        return {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
+
+    @property
+    def cuda_device(self) -> str | None:
+        """The GPU that the device tier is on; None where there is no such tier, or a stand-in for it."""
+        return self.device if self.device != STAND_IN and Tier.DEVICE in self.tiers else None
 
 
 class AccessKeys(_Section):

@@ -1,4 +1,4 @@
-"""Kinds of values: sizes, durations, and the mark of a key that can change while the daemon runs."""
+"""Kinds of values: sizes, shares, durations, and the mark of a key that can change while the daemon runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, Self, cast
 
-from pydantic import BeforeValidator, ByteSize, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from annotated_types import Ge, Le
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticKnownError
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,12 +37,40 @@ class Live:
 LIVE: Final = Live()
 
 _SIZE_SAYS: Final = "must be bytes, 0 or more, or text such as 8GiB"
+_SIZE_TEXT: Final = re.compile(r"\s*\d*\.?\d+\s*[a-z]*\s*", re.IGNORECASE)
 _SIZE_UNITS: Final = (("PiB", 1 << 50), ("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+_SIZE_OR_SHARE_SAYS: Final = (
+    "must be bytes, 0 or more, or text such as 8GiB; or a share of what is free, above 0% to 100%, such as 80%"
+)
+_PERCENT: Final = re.compile(r"(\d{1,3}(?:\.\d{1,6})?)\s*%")
 
 _DURATION_SAYS: Final = "must be seconds, 0 or more, or text such as 30s, 5min or 1h30min"
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION_PART: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|h|d)")
 _DURATION: Final = re.compile(rf"(?:{_DURATION_PART.pattern}\s*)+")
+
+
+@dataclass(slots=True, frozen=True)
+class FreeShare:
+    """So many hundredths of what is free when the daemon starts: above 0, at most 100."""
+
+    percent: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """``80%``, ``62.5 %``. Raises ValueError."""
+        found = _PERCENT.fullmatch(text.strip())
+        if found is None or not 0 < float(found[1]) <= 100:
+            raise ValueError(_SIZE_OR_SHARE_SAYS)
+        return cls(float(found[1]))
+
+    def of(self, free: int) -> int:
+        """Bytes, of ``free`` ones."""
+        return int(free * self.percent / 100)
+
+    def __str__(self) -> str:
+        return f"{self.percent:.6f}".rstrip("0").rstrip(".") + "%"
 
 
 def show_size(size: float) -> str:
@@ -53,13 +91,31 @@ def show_duration(seconds: float) -> str:
 
 
 def _size(value: object, parse: ValidatorFunctionWrapHandler) -> ByteSize:
-    """Pydantic's own takes ``true`` for a byte, and its messages leave open what would be right."""
-    if isinstance(value, bool):
+    """Pydantic's own takes ``true`` for a byte and ``80%`` for 80, and its messages leave open what would be right."""
+    if isinstance(value, bool) or (isinstance(value, str) and _SIZE_TEXT.fullmatch(value) is None):
         raise ValueError(_SIZE_SAYS)
     try:
         return cast(ByteSize, parse(value))
     except ValidationError as error:
         raise ValueError(_SIZE_SAYS) from error
+
+
+def _size_or_share(value: object) -> ByteSize | FreeShare:
+    if isinstance(value, FreeShare):
+        return value
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        return FreeShare.parse(value)
+    try:
+        size = _SIZE.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(_SIZE_OR_SHARE_SAYS) from error
+    if not 0 <= size <= MOST_BYTES:
+        raise PydanticKnownError("less_than_equal", {"le": MOST_BYTES})
+    return size
+
+
+def _show_size_or_share(value: int | FreeShare) -> str:
+    return str(value) if isinstance(value, FreeShare) else show_size(value)
 
 
 def _duration(value: object) -> float:
@@ -84,6 +140,20 @@ def _seconds(text: str) -> float:
 
 Size = Annotated[ByteSize, WrapValidator(_size), Kind("size", show_size)]
 """Bytes, or text such as ``8GiB``, ``500MB``. No range of its own: ``Annotated[Size, Field(ge=…, le=…)]``."""
+
+MOST_BYTES: Final = 1 << 50
+"""Of a tier."""
+
+_SIZE: Final[TypeAdapter[ByteSize]] = TypeAdapter(Size)
+
+SizeOrShare = Annotated[
+    ByteSize | FreeShare,
+    Ge(0),
+    Le(MOST_BYTES),
+    PlainValidator(_size_or_share),
+    Kind("size or share", _show_size_or_share),
+]
+"""A size of a tier, or text such as ``80%``. The bounds are told from here, and checked by the validator."""
 
 Duration = Annotated[float, BeforeValidator(_duration), Kind("duration", show_duration)]
 """Seconds, or text such as ``30s``, ``5min``, ``1h30min``, ``250ms``; finite."""

@@ -82,7 +82,7 @@ class _Directories:
             opened.callback(state.close, None)
             run = RuntimeDir.open(config.runtime_dir)
             opened.callback(run.close)
-            disk = DiskRoot.open(config.disk_path) if Tier.DISK in config.tier_bytes else None
+            disk = DiskRoot.open(config.disk_path) if Tier.DISK in config.tiers else None
             if disk is not None:
                 opened.callback(disk.close)
             remembered = RememberedSlots(config.state_dir / "caches")
@@ -128,7 +128,7 @@ class Daemon:
             arrived=moves.moved,
         )
         stores = Stores(
-            Budgets(config.tier_bytes),
+            Budgets(config.tier_bytes()),
             directories.remembered,
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
@@ -260,7 +260,7 @@ class Daemon:
 
     def _services(self) -> Services:
         epoch, live = self._identity.epoch, self.live
-        tiers = tuple(live.now.tier_bytes)
+        tiers = live.now.tiers
         describe = self._translator.detail
         caps = Caps(self._engine, lambda: CapLimits(live.now.max_reserved_fraction, live.now.max_session_leases))
         blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe, caps)

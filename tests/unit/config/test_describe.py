@@ -63,6 +63,16 @@ def test_the_effective_configuration_is_a_file_that_says_the_same(tmp_path: Path
     assert tomllib.loads(ended.out)["wait_seconds"] == "90s"
 
 
+def test_a_share_is_printed_as_it_was_given(tmp_path: Path, kvtierd: Run) -> None:
+    ended = kvtierd("--print-config", "--device", "cuda", "--device-bytes", "80%")
+    assert tomllib.loads(ended.out)["device_bytes"] == "80%"
+    again = tmp_path / "kvtierd.toml"
+    again.write_text(ended.out)
+    assert load(again, {}) == load(None, {"device": "cuda", "device_bytes": "80%"})
+    ended = kvtierd("--print-config", "--json", "--device", "cuda", "--device-bytes", "80%")
+    assert json.loads(ended.out)["device_bytes"]["value"] == "80%"
+
+
 def test_every_value_names_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtierd: Run) -> None:
     file = tmp_path / "kvtierd.toml"
     file.write_text("\n# how long\nwait_seconds = 5\nmax_sessions = 7\n")

@@ -5,10 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from kvtierd.config.kinds import Duration, Size, show_duration, show_size
+from kvtierd.config.kinds import Duration, FreeShare, Size, SizeOrShare, show_duration, show_size
 
 DURATION = TypeAdapter[float](Duration)
 SIZE = TypeAdapter[int](Size)
+SIZE_OR_SHARE = TypeAdapter[object](SizeOrShare)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,18 @@ def test_a_duration_is_written_so_that_it_is_read_back(seconds: float) -> None:
     assert DURATION.validate_python(show_duration(seconds)) == pytest.approx(seconds, rel=1e-5)
 
 
+@pytest.mark.parametrize("said", ["80%", "8GiB, or so", "8GiB 4", "1e9", "0x10", "", True, "-1"])
+def test_what_is_no_size_is_refused_with_what_would_be(said: object) -> None:
+    with pytest.raises(ValidationError, match="must be bytes, 0 or more, or text such as 8GiB"):
+        SIZE.validate_python(said)
+
+
 @given(st.integers(0, 1 << 50))
 def test_a_size_is_written_so_that_it_is_read_back(size: int) -> None:
     assert SIZE.validate_python(show_size(size)) == size
+
+
+@given(st.integers(1, 10**8).map(lambda millionths: FreeShare(millionths / 10**6)))
+def test_a_share_is_written_so_that_it_is_read_back(share: FreeShare) -> None:
+    assert SIZE_OR_SHARE.validate_python(str(share)) == share
+    assert 0 <= share.of(80 << 30) <= 80 << 30

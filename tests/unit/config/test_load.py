@@ -16,11 +16,30 @@ def toml(directory: Path, text: str) -> Path:
 
 def test_sizes_are_bytes_or_text() -> None:
     config = load(None, {"device_bytes": "1GiB", "host_bytes": 4096, "disk_bytes": "2 GB"})
-    assert config.tier_bytes == {Tier.DEVICE: 1 << 30, Tier.HOST: 4096, Tier.DISK: 2 * 10**9}
+    assert config.tier_bytes() == {Tier.DEVICE: 1 << 30, Tier.HOST: 4096, Tier.DISK: 2 * 10**9}
 
 
 def test_a_tier_of_size_0_does_not_exist() -> None:
-    assert load(None, {"host_bytes": "1MiB", "disk_bytes": 0}).tier_bytes == {Tier.HOST: 1 << 20}
+    assert load(None, {"host_bytes": "1MiB", "disk_bytes": 0}).tier_bytes() == {Tier.HOST: 1 << 20}
+
+
+def test_a_gpus_tier_can_be_a_share_of_what_is_free_there() -> None:
+    config = load(None, {"device": "cuda:1", "device_bytes": "62.5%", "host_bytes": 4096})
+    assert config.tiers == (Tier.DEVICE, Tier.HOST)
+    assert config.tier_bytes(device_free=1 << 30) == {Tier.DEVICE: 5 << 27, Tier.HOST: 4096}
+    assert config.cuda_device == "cuda:1"
+
+
+def test_a_stand_in_cannot_be_a_share_of_anything() -> None:
+    with pytest.raises(ConfigError, match="device_bytes = 80%: must be bytes, unless device is a GPU"):
+        load(None, {"device_bytes": "80%"})
+
+
+def test_no_gpu_is_asked_for_without_a_device_tier() -> None:
+    uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+    assert load(None, {"device": uuid, "device_bytes": 1}).cuda_device == uuid
+    assert load(None, {"device": uuid, "host_bytes": 1}).cuda_device is None
+    assert load(None, {"device_bytes": 1}).cuda_device is None
 
 
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +47,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeyp
     monkeypatch.setenv("KVTIERD_HOST_BYTES", "2MiB")
     monkeypatch.setenv("KVTIERD_DISK_BYTES", "2MiB")
     config = load(file, {"disk_bytes": "3MiB"})
-    assert [size >> 20 for size in config.tier_bytes.values()] == [1, 2, 3]
+    assert [size >> 20 for size in config.tier_bytes().values()] == [1, 2, 3]
 
 
 def test_lists_in_the_environment_are_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +67,15 @@ def test_the_disk_is_in_the_state_directory_unless_said_otherwise(tmp_path: Path
         ("host_bytes = -1", "host_bytes = -1: "),
         ('host_bytes = "many"', "host_bytes = 'many': must be bytes, 0 or more, or text such as 8GiB"),
         ("host_bytes = 1152921504606846976", "host_bytes = 1152921504606846976: must be 0 to 1PiB"),
+        ('device_bytes = "0%"', "device_bytes = '0%': must be bytes, 0 or more, or text such as 8GiB; or a share"),
+        ('device_bytes = "101%"', "device_bytes = '101%': must be bytes"),
+        ('device_bytes = "-5%"', "device_bytes = '-5%': must be bytes"),
+        ('host_bytes = "80%"', "host_bytes = '80%': must be bytes, 0 or more, or text such as 8GiB"),
+        ('device = "cuda"\ndevice_bytes = "1PB 80%"', "device_bytes = '1PB 80%': must be bytes"),
+        ("device_bytes = 1152921504606846976", "device_bytes = 1152921504606846976: must be 0 to 1PiB"),
+        ('device = "gpu"\nhost_bytes = 1', "device = 'gpu': must be stand-in, cuda, cuda:<number> or GPU-<uuid>"),
+        ('device = "cuda:-1"\nhost_bytes = 1', "device = 'cuda:-1': must be stand-in"),
+        ('device = "GPU-12345678"\nhost_bytes = 1', "device = 'GPU-12345678': must be stand-in"),
         ('host_bytes = "1GiB"\nmax_sessions = 0', "max_sessions = 0: must be 1 to 65536"),
         ('host_bytes = "1GiB"\nallow_uids = [-1]', "allow_uids[0] = -1"),
         ('host_bytes = "1GiB"\nlog_level = "loud"', "log_level = 'loud'"),
