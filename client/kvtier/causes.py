@@ -51,7 +51,8 @@ MEANINGS: Final[Mapping[Cause, Meaning]] = {
         "A block that it stands on was dropped or lost; without that nobody could reach it.",
     ),
     Cause.LOST: Meaning(
-        "", "The daemon ended without a clean stop, and the block was not found again at the next start."
+        "the device of a tier was lost, and the copies there with it",
+        "It was lost with the device that alone held it, or with the memory of a daemon that ended uncleanly.",
     ),
     Cause.SHUTDOWN: Meaning(gone="The daemon was stopped, and the block was only in memory that ended with it."),
     Cause.RECOVERED: Meaning("found again at a start: on disk, or in memory that was kept"),

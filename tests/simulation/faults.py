@@ -25,7 +25,7 @@ from kvtierd.core.group import GroupState
 from kvtierd.core.holding import Holding
 from kvtierd.core.ids import Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import MoveResult
+from kvtierd.core.outcome import MoveResult, SlotRef
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.priorities import Priorities
 from kvtierd.core.recorder import Recorder, Transfer
@@ -325,6 +325,14 @@ def _back_between_slices(right: Method) -> Method:
     return lose_tier
 
 
+def _keeps_what_is_held_even(right: Method) -> Method:
+    def begin_write(recorder: Recorder, ref: SlotRef) -> None:
+        if ref not in recorder._disowned:
+            right(recorder, ref)
+
+    return begin_write
+
+
 def _forgets_readers(right: Method) -> Method:
     def left(*arguments: object) -> list[LeftLease]:
         leases: list[LeftLease] = right(*arguments)
@@ -438,6 +446,8 @@ FAULTS: Final = {
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
         Fault("part_released_whole", ((Holding, "release_first", _lets_go_of_all),)),
         Fault("tier_back_between_slices", ((loss, "lose_tier", _back_between_slices),)),
+        Fault("lost_bytes_look_ready", ((Recorder, "begin_write", _keeps_what_is_held_even),)),
+        Fault("lost_tier_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),
         Fault("orphans_adopted", ((adoption, "reachable", _reaches_all),)),

@@ -15,7 +15,7 @@ from kvtierd.core.ahead import AHEAD_NS
 from kvtierd.core.check import check
 from kvtierd.core.errors import StillHeld, TierOffline
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, CommitItem
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
 from kvtierd.core.policy import MAX_PRIORITY, GroupShape, WritePolicy
@@ -41,7 +41,7 @@ from tests.simulation.violation import require
 
 CACHE: Final = CacheId(1)
 DRAIN_BOUND: Final = 2000
-LOSSES: Final = (Cause.CORRUPT, Cause.IO_ERROR, Cause.ANCESTOR)
+LOSSES: Final = (Cause.CORRUPT, Cause.IO_ERROR, Cause.LOST, Cause.ANCESTOR)
 
 
 class World:
@@ -89,6 +89,7 @@ class World:
         self.memory_tiers = tuple(next(iter(sites)).memories)
         self.clients = clients
         self.offline: set[Tier] = set()
+        self.losing: Tier | None = None
         self.core = BlockManager(CACHE, shapes, self._sequencer, self.setup.policy)
         on_disk = {site.group: site.disk.recover() if site.disk else [] for site in sites}
         adopted = Adopted(on_disk)
@@ -435,24 +436,45 @@ class World:
         return [tier for tier in self.tiers if any(held == tier.bit and to is not tier for to, held in sole)]
 
     def lose(self, tier: Tier, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """``meanwhile``: what others do between two slices."""
+        """``meanwhile``: what others do between two slices. Of memory all bytes are gone before the core is told."""
         self.offline.add(tier)
+        self.losing = tier
+        self.clients.lose(tier)
+        waited = [request.id for request in self.clients.requests.values() if request.tier is tier]
         for site in self.sites.values():
             site.mover.lose(tier)
+            if tier in site.memories:
+                site.memories[tier].lose()
+        cause = Cause.IO_ERROR if tier is Tier.DISK else Cause.LOST
         following = None
         while True:
-            following, outcome = self.core.lose_tier(tier, Cause.IO_ERROR, self.now, following)
+            following, outcome = self.core.lose_tier(tier, cause, self.now, following)
+            refused = {refusal.ticket for refusal in outcome.refusals}
+            require(refused.issuperset(waited), f"somebody still waits for {tier}, which is lost")
+            waited.clear()
             self._carry_out(outcome)
             if following is None:
                 break
             before = self.steps
             meanwhile()
             self.seen["called while a tier was being lost"] += self.steps - before
+        self.losing = None
+        self._verify_lost(tier)
         changes = [change for site in self.sites.values() for change in site.mirror.blocks.values()]
         require(not any(change.residency & tier.bit for change in changes), f"{tier} is lost and said to hold blocks")
 
+    def _verify_lost(self, tier: Tier) -> None:
+        """Whoever still has a slot of it finds out that its bytes are nothing."""
+        for site in self.sites.values():
+            memory = site.memories.get(tier)
+            ready = memory is not None and any(map(memory.ready, map(SlotId, range(site.slots[tier]))))
+            require(not ready, f"{tier} is lost and shows an even generation")
+
     def restore(self, tier: Tier) -> None:
         self.offline.discard(tier)
+        for site in self.sites.values():
+            if tier in site.memories:
+                site.memories[tier].lost = False
         if tier is Tier.DISK:
             self._empty_disks()
         self._carry_out(self.core.restore_tier(tier, self.now))
@@ -715,6 +737,8 @@ class World:
         require(self.last_id == self._sequencer.last, "an event id was given out and its event was not")
         for site in self.sites.values():
             site.verify(self.core, self.now, lossy=self.lossy)
+        for tier in self.offline - {self.losing}:
+            self._verify_lost(tier)
         self._note_holds()
         self.clients.verify(self.core.lease_records())
 

@@ -150,9 +150,9 @@ class AcrossGroups:
         self._let_go(ticket)
 
     def lose_tier(self, tier: Tier) -> None:
-        """What waits for room there waits in vain."""
+        """What waits for room there, or for copies to get there, waits in vain."""
         for ticket in list(self.tickets.values()):
-            if ticket.tier is tier and ticket.waiting:
+            if ticket.tier is tier:
                 self._refuse(ticket, RefusalReason.TIER_OFFLINE)
 
     # -- going on ----------------------------------------------------------------------------------------------------

@@ -292,7 +292,10 @@ class GroupState:
             self._end_pin(tier, copy)
             self.clocks.start(block)
         if (copy.holds or copy.reads) and tier is not DISK:
-            self.recorder.disown(self.ref(tier, copy.slot), block)
+            ref = self.ref(tier, copy.slot)
+            self.recorder.disown(ref, block)
+            if tier in self.offline:  # the bytes are gone: who holds or reads the slot is to find out
+                self.recorder.begin_write(ref)
         if copy.listed:
             self._candidates[tier].put(block, copy, 0)
         if tier is DISK and block.indexed and block.parent is not None:

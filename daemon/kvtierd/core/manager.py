@@ -530,13 +530,16 @@ class BlockManager:
     ) -> tuple[TierLoss | None, Outcome]:
         """The tier's bytes are gone and its slots out of use; what is leased there is unreachable and ends at release.
 
-        From the first call on nothing is given out there; what stood there goes a slice a call: for the next one,
-        ``following`` is what this one returns, None at the end.
+        From the first call on nothing is given out there, and who waited for that is refused; what stood there goes a
+        slice a call: for the next one, ``following`` is what this one returns, None at the end.
         """
         self.across.lose_tier(tier)
+        for window, ticket in list(self.tickets.values()):
+            if ticket.tier is tier:
+                window.refuse_offline(ticket)
         left = dict(following or {group: _NEWEST for group, w in self.windows.items() if tier in w.state.slots})
         for group, before in list(left.items()):
-            left[group] = self.windows[group].lose_tier(tier, cause, before, LOSS_SLICE)
+            left[group] = loss.lose_tier(self.windows[group].state, tier, cause, before, LOSS_SLICE)
             if not left[group]:
                 del left[group]
         self._pump_all(now)

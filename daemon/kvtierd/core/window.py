@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, takewhile
 from typing import Final, assert_never
 
-from kvtierd.core import loss
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import COPY_IN, FILLING, Block, Copy
@@ -521,12 +520,7 @@ class WindowManager:
         blocks = recover(state, recovered)
         self.background.recovered(blocks)
 
-    def lose_tier(self, tier: Tier, cause: Cause, before: int, limit: int) -> int:
-        """See :func:`kvtierd.core.loss.lose_tier`; what waits for room there is refused."""
-        following = loss.lose_tier(self.state, tier, cause, before, limit)
-        while self._queues[tier]:
-            ticket = self._queues[tier].popleft()
-            if isinstance(ticket, FetchTicket):
-                self.let_go(ticket)
-            self._refuse(ticket, RefusalReason.TIER_OFFLINE)
-        return following
+    def refuse_offline(self, ticket: Ticket) -> None:
+        """Its tier is out of service. Copies that are on their way for it end by themselves, and count for nothing."""
+        self.withdraw(ticket)
+        self._refuse(ticket, RefusalReason.TIER_OFFLINE)

@@ -307,12 +307,13 @@ class Engine:
         if cache is not None and cache.runtime.disk is not None:
             await asyncio.to_thread(cache.runtime.disk.sync)
 
-    async def lose_tier(self, cache_id: CacheId, tier: Tier) -> None:
-        """The tier has failed: all that stands there goes, in slices, so that others have their turn in between."""
+    async def lose_tier(self, cache_id: CacheId, tier: Tier, cause: Cause) -> None:
+        """The tier has failed: all that stands there goes, in slices, so that others have their turn in between.
+        Nothing is given out there from the moment of the call on."""
         cache = self._find(cache_id)
         following = None
         while True:
-            following, outcome = cache.manager.lose_tier(tier, Cause.IO_ERROR, self._clock(), following)
+            following, outcome = cache.manager.lose_tier(tier, cause, self._clock(), following)
             self._carrier.apply(cache, outcome)
             if following is None:
                 return

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvtierd.core.events import Cause
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.errors import MoverError
@@ -108,7 +109,7 @@ class FailingDisks:
         except TierIOError as error:
             health.lost = str(error)
             _log.warning("disk tier given up name=%s why=%r", cache.name, health.lost)
-            await self._engine.lose_tier(cache.id, Tier.DISK)
+            await self._engine.lose_tier(cache.id, Tier.DISK, Cause.IO_ERROR)
         else:
             health.since = None
 

@@ -222,10 +222,10 @@ class Bench:
     def cancel(self, ticket: TicketId) -> None:
         self.apply(self.core.cancel(ticket, self.now))
 
-    def lose(self, tier: Tier) -> None:
+    def lose(self, tier: Tier, cause: Cause = Cause.IO_ERROR) -> None:
         following = None
         while True:
-            following, outcome = self.core.lose_tier(tier, Cause.IO_ERROR, self.now, following)
+            following, outcome = self.core.lose_tier(tier, cause, self.now, following)
             self.apply(outcome)
             if following is None:
                 return

@@ -47,6 +47,21 @@ def test_a_leased_block_becomes_unreachable_at_once_and_free_at_release() -> Non
     assert bench.states(DEVICE) == {SlotState.QUARANTINED: 2}
 
 
+def test_who_holds_or_copies_lost_bytes_finds_out_at_once() -> None:
+    bench = Bench(device=2, host=2)
+    bench.store("a")
+    bench.put("b")
+    bench.reserve(DEVICE, 1)
+    assert [(move.src, move.dst) for move in bench.moves] == [(DEVICE, HOST)], "b is being copied"
+    _, outcome = bench.core.lose_tier(DEVICE, Cause.LOST, bench.now)
+    assert {ref.slot for ref in outcome.begin_write} == {0, 1}
+    assert {content.key for content in outcome.contents} == {None}
+    assert {(event.type, event.cause) for event in outcome.events} == {(EventType.REMOVED, Cause.LOST)}
+    bench.apply(outcome)
+    bench.land()
+    assert bench.stored() == "", "what was copied after its source was lost is nothing"
+
+
 def test_nothing_is_given_out_there() -> None:
     bench = Bench(device=1, host=2)
     grant = bench.blank(DEVICE, 1)
@@ -71,15 +86,35 @@ def test_who_waits_for_room_there_is_refused() -> None:
     assert bench.refusals[move].reason is RefusalReason.TIER_OFFLINE
 
 
-def test_a_copy_on_its_way_there_counts_for_nothing() -> None:
-    bench = Bench(device=1, host=1)
+def test_who_waits_for_copies_to_get_there_is_refused_at_once_and_they_count_for_nothing() -> None:
+    bench = Bench(device=2, host=2)
     bench.put("a", HOST)
-    (ticket,) = bench.acquire("a")
+    bench.put("b", HOST)
+    (acquire,) = bench.acquire("a")
+    move = bench.move("b", DEVICE)
+    assert len(bench.moves) == 2
     bench.lose(DEVICE)
+    assert bench.refusals[acquire].reason is RefusalReason.TIER_OFFLINE
+    assert bench.refusals[move].reason is RefusalReason.TIER_OFFLINE
+    assert bench.states(DEVICE) == {SlotState.RETIRING: 2}, "the copies still write there"
     bench.land()
-    assert ticket in bench.refusals
+    assert bench.where("b") == {HOST}
     assert bench.where("a") == {HOST}
-    assert bench.states(DEVICE) == {SlotState.QUARANTINED: 1}
+    assert bench.states(DEVICE) == {SlotState.QUARANTINED: 2}
+
+
+def test_what_is_pinned_or_leased_there_is_let_go_of_like_anything_else() -> None:
+    bench = Bench(device=3, host=1)
+    lease = bench.store("a")
+    bench.pin("a")
+    blank = bench.blank(DEVICE, 1)
+    bench.lose(DEVICE)
+    bench.lose(DEVICE)
+    assert bench.core.pinned_slots() == 0
+    assert blank.lease is not None
+    bench.release(lease, blank.lease)
+    assert bench.states(DEVICE) == {SlotState.QUARANTINED: 3}
+    assert bench.core.lease_records() == []
 
 
 def test_a_demotion_out_of_it_is_too_late() -> None:
