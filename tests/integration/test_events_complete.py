@@ -26,7 +26,7 @@ from tests.integration.stored import stored_in
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_cache_life import cooled
 from tests.integration.test_disk_faults import flip_a_bit
-from tests.integration.waiting import eventually
+from tests.integration.waiting import PATIENCE_S, eventually
 
 DEVICE, HOST, DISK = Tier
 EVERY: Final = DEVICE.bit | HOST.bit | DISK.bit
@@ -65,6 +65,14 @@ async def put(cache: Cache, name: str, count: int = 1, *, tier: Tier = DEVICE, p
     keys = chain(f"{cache.name} {name}", count)
     assert set(await cache.put(keys, blocks(keys), tier=tier, priorities=priorities)) == {BlockResult.OK}
     return keys
+
+
+async def insist(cache: Cache, name: str, count: int, *, tier: Tier, priorities: int) -> None:
+    """Until all of it is stored: what is put in pieces may lose the first to the next where slots are few."""
+    keys = chain(f"{cache.name} {name}", count)
+    async with asyncio.timeout(PATIENCE_S):
+        while BlockResult.PARENT_MISSING in await cache.put(keys, blocks(keys), tier=tier, priorities=priorities):
+            pass
 
 
 async def move(cache: Cache, keys: Sequence[bytes], to: Tier) -> None:
@@ -198,9 +206,9 @@ async def test_room_is_made_in_every_tier(start_daemon: StartDaemon, tiers: tupl
     async with kept(start_daemon(**SLOTS)) as (client, books):
         few = {str(tier): 4 for tier in tiers}
         cache = await client.open_cache("c", SPEC, budgets=sizes(**few))
-        longest = 3 if len(tiers) > 1 else 1  # a put that is stored in pieces may lose the first to the next
+        longest = 3 if len(tiers) > 1 else 1
         for number in range(4 * len(tiers) + 4):
-            await put(cache, str(number), 1 + number % longest, tier=tiers[0], priorities=35 + number % 2)
+            await insist(cache, str(number), 1 + number % longest, tier=tiers[0], priorities=35 + number % 2)
         await books.agree(cache)
         for src, dst in pairwise(tiers):
             assert Cause.CAPACITY in await books.causes(moved(src, dst)), (src, dst)

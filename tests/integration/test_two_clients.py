@@ -20,6 +20,7 @@ from tests.integration.waiting import eventually
 
 OK, EXISTS = BlockResult.OK, BlockResult.EXISTS
 KEYS = chain("shared", 4)
+MOST_TURNS = 40
 
 T = TypeVar("T")
 
@@ -118,8 +119,9 @@ async def test_who_asks_first_is_served_first(start_daemon: StartDaemon) -> None
 
 async def test_many_writers_of_few_slots_all_get_through(start_daemon: StartDaemon) -> None:
     """Six clients on four device slots: refusals are the order of the day, wrong bytes and stuck slots are not."""
-    daemon = start_daemon("--chaos-seed", "2", device=4, host=6, disk=64)
+    daemon = start_daemon("--chaos-seed", "2", device=4, host=6, disk=512)
     refusals = 0
+    stored: set[bytes] = set()
 
     async def insist(step: Callable[[], Awaitable[T]]) -> T:
         nonlocal refusals
@@ -133,8 +135,11 @@ async def test_many_writers_of_few_slots_all_get_through(start_daemon: StartDaem
     async def work(index: int) -> None:
         async with await connect(daemon.address) as client:
             cache = await client.open_cache("busy", SPEC)
-            for turn in range(3):
+            turn = 0
+            while turn < 3 or (turn < MOST_TURNS and not refusals):  # on a slow machine they may miss each other
                 keys = chain(f"writer {index % 4} turn {turn}", 3)
+                turn += 1
+                stored.update(keys)
                 await insist(lambda keys=keys: cache.put(keys, blocks(keys)))  # type: ignore[misc]
                 assert_bytes(keys, await insist(lambda keys=keys: cache.get(keys)))  # type: ignore[misc]
 
@@ -146,4 +151,4 @@ async def test_many_writers_of_few_slots_all_get_through(start_daemon: StartDaem
             lambda stats: not any(tier.filling or tier.retiring for tier in stats.tiers),
         )
         assert [(tier.held, tier.blank) for tier in stats.tiers] == [(0, 0)] * 3
-        assert stats.blocks == 36
+        assert stats.blocks == len(stored)

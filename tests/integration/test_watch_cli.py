@@ -277,6 +277,9 @@ async def test_a_restart_is_reported_and_survived(start_daemon: StartDaemon, unc
             keys = await stored(await client.open_cache("c", SPEC), "after", 1)
             while (found := await next_line(process))["type"] != "stored" or keys[0].hex() not in json.dumps(found):
                 pass
+            async with asyncio.timeout(DEADLINE_S):
+                while keys[0].hex()[:8] not in (line := await asyncio.to_thread(_line, people)):
+                    said += line
             people.send_signal(signal.SIGINT)
             said += (await asyncio.to_thread(people.communicate, timeout=DEADLINE_S))[0]
     assert re.search(r"^away +the daemon does not answer", said, re.MULTILINE)
