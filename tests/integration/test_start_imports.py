@@ -13,7 +13,7 @@ from kvtier import connect
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
 from tests.integration.daemon import StartDaemon
 
-NOT_NEEDED = ("torch", "prometheus_client", "rich")
+NOT_NEEDED = ("torch", "cuda", "prometheus_client", "rich")
 _TRAP = """
 with open({mark!r}, "a") as mark:
     mark.write({name!r} + "\\n")

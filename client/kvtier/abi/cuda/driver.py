@@ -1,0 +1,309 @@
+"""The driver calls of one device, with ints for addresses and handles, and an exception for every failure.
+
+Everything here may be called from any thread. A thread that called :meth:`Driver.bind` keeps the device's context
+current, which makes each of its calls cheaper: for threads of kvtier's own. On any other thread a call sets the context
+and takes it away again, so that an application's choice of device, and its graph captures, stay as they were.
+
+A call may report an error of work that was given to the device earlier.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final, NewType
+
+from kvtier.abi.cuda.errors import NOT_READY, CudaError, CudaLost, CudaUnsupported, error_of
+from kvtier.abi.cuda.opening import Features, described, find, load_bindings
+
+Address = NewType("Address", int)
+"""Of device memory, or of host memory, in the one address space that CUDA shares with the process."""
+Stream = NewType("Stream", int)
+Event = NewType("Event", int)
+Handle = NewType("Handle", int)
+"""Of memory that has no address yet."""
+
+Copy = tuple[Address, Address, int]
+"""Destination, source, bytes."""
+
+_HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class Direction(enum.Enum):
+    """Of a copy by rows, whose call wants to be told. The other calls see it by the addresses."""
+
+    TO_HOST = enum.auto()
+    TO_DEVICE = enum.auto()
+    ON_DEVICE = enum.auto()
+
+
+class _ThisThread(threading.local):
+    bound = False
+
+
+class Driver:
+    """One device and its primary context, which is kept until :meth:`close`.
+
+    Every call raises :class:`~kvtier.abi.cuda.errors.CudaError` or one of its kinds.
+
+    ``ordinal`` counts the devices that this process sees, ``uuid`` has 16 bytes and is the same in every process.
+    """
+
+    ordinal: Final[int]
+    uuid: Final[bytes]
+    name: Final[str]
+    features: Final[Features]
+
+    @classmethod
+    def open(cls, device: str) -> Driver:
+        """``device``: ``cuda``, ``cuda:1`` or ``GPU-<uuid>``.
+
+        Raises :class:`~kvtier.abi.cuda.errors.CudaUnavailable`, which says what is missing, and ``ValueError`` for a
+        text that names no device.
+        """
+        return cls(load_bindings(), device)
+
+    def __init__(self, bindings: Any, device: str) -> None:
+        found = find(bindings, device)
+        self._cuda = bindings
+        self._thread = _ThisThread()
+        self._device = found.handle
+        self.ordinal = found.ordinal
+        self.uuid = found.uuid
+        self.name = found.name
+        self.features = found.features
+        self._source_in_stream_order = bindings.CUmemcpyAttributes()
+        self._source_in_stream_order.srcAccessOrder = bindings.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._fd = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._context = self._plain(bindings.cuDevicePrimaryCtxRetain, self._device)
+
+    def close(self) -> None:
+        """Gives the context back. Streams, events and plain memory end with it unless someone else uses it, too."""
+        with suppress(CudaLost):  # a context that is lost ends with the process
+            self._plain(self._cuda.cuDevicePrimaryCtxRelease, self._device)
+
+    def bind(self) -> None:
+        """Makes the context current on this thread, for good. For threads that nobody else makes CUDA calls on."""
+        if not self._thread.bound:
+            self._plain(self._cuda.cuCtxSetCurrent, self._context)
+            # Else a query while some other thread captures a graph would be refused, and would spoil the capture.
+            self._plain(self._cuda.cuThreadExchangeStreamCaptureMode, self._relaxed)
+            self._thread.bound = True
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device. Not all that is free can be had."""
+        free, total = self._call(self._cuda.cuMemGetInfo)
+        return free, total
+
+    # Memory that has a handle, an address range and a mapping of the one at the other. ---------------------------
+
+    def granularity(self) -> int:
+        """Bytes, a power of two: what addresses and sizes of such memory are multiples of."""
+        minimum = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._call(self._cuda.cuMemGetAllocationGranularity, self._properties(), minimum))
+
+    def create(self, nbytes: int) -> Handle:
+        """Memory of a multiple of :meth:`granularity`, which can be exported where ``features.posix_fd``."""
+        return Handle(int(self._call(self._cuda.cuMemCreate, nbytes, self._properties(), 0)))
+
+    def release(self, handle: Handle) -> None:
+        """Ends the handle. The memory lives on while it is mapped or exported."""
+        self._call(self._cuda.cuMemRelease, handle)
+
+    def reserve(self, nbytes: int) -> Address:
+        """An address range at a multiple of :meth:`granularity`."""
+        return Address(int(self._call(self._cuda.cuMemAddressReserve, nbytes, self.granularity(), 0, 0)))
+
+    def unreserve(self, address: Address, nbytes: int) -> None:
+        """Gives back a whole range that nothing is mapped to any more."""
+        self._call(self._cuda.cuMemAddressFree, address, nbytes)
+
+    def map(self, address: Address, nbytes: int, handle: Handle) -> None:
+        """Puts the memory's first ``nbytes`` at a reserved address. Not to be touched before :meth:`allow`."""
+        self._call(self._cuda.cuMemMap, address, nbytes, 0, handle, 0)
+
+    def unmap(self, address: Address, nbytes: int) -> None:
+        """Ends a mapping, the whole of it. Nothing may be copying to or from it."""
+        self._call(self._cuda.cuMemUnmap, address, nbytes)
+
+    def allow(self, address: Address, nbytes: int) -> None:
+        """Lets this device read and write what is mapped there."""
+        access = self._cuda.CUmemAccessDesc()
+        access.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.ordinal
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call(self._cuda.cuMemSetAccess, address, nbytes, [access], 1)
+
+    def export_fd(self, handle: Handle) -> int:
+        """A new file descriptor of the memory, the caller's to close. It keeps the memory alive, in any process."""
+        fd = int(self._call(self._cuda.cuMemExportToShareableHandle, handle, self._fd, 0))
+        os.set_inheritable(fd, False)
+        return fd
+
+    def import_fd(self, fd: int) -> Handle:
+        """The memory behind a descriptor that some process exported. The descriptor stays the caller's to close."""
+        return Handle(int(self._call(self._cuda.cuMemImportFromShareableHandle, fd, self._fd)))
+
+    def _properties(self) -> Any:
+        wanted = self._cuda.CUmemAllocationProp()
+        wanted.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        wanted.location.id = self.ordinal
+        if self.features.posix_fd:
+            wanted.requestedHandleTypes = self._fd
+        return wanted
+
+    # Memory without a handle, and memory of the host. -------------------------------------------------------------
+
+    def alloc(self, nbytes: int) -> Address:
+        """Device memory that no other process can have."""
+        return Address(int(self._call(self._cuda.cuMemAlloc, nbytes)))
+
+    def free(self, address: Address) -> None:
+        self._call(self._cuda.cuMemFree, address)
+
+    def register(self, address: Address, nbytes: int) -> None:
+        """Page-locks memory of this process: copies of it then are asynchronous, and faster. Whole pages, none of
+        them registered yet. No copy may reach beyond what one call registered."""
+        if address % _HOST_PAGE or nbytes % _HOST_PAGE or nbytes <= 0:
+            raise ValueError(f"{nbytes} bytes at {address:#x}: must be whole pages of {_HOST_PAGE} bytes")
+        self._call(self._cuda.cuMemHostRegister, address, nbytes, self._cuda.CU_MEMHOSTREGISTER_PORTABLE)
+
+    def unregister(self, address: Address) -> None:
+        """``address``: what :meth:`register` was given. Nothing may be copying to or from it."""
+        self._call(self._cuda.cuMemHostUnregister, address)
+
+    def alloc_host(self, nbytes: int) -> Address:
+        """New page-locked memory of this process."""
+        return Address(int(self._call(self._cuda.cuMemHostAlloc, nbytes, self._cuda.CU_MEMHOSTALLOC_PORTABLE)))
+
+    def free_host(self, address: Address) -> None:
+        self._call(self._cuda.cuMemFreeHost, address)
+
+    # Streams and events. ------------------------------------------------------------------------------------------
+
+    def stream(self) -> Stream:
+        """A stream that waits for no other, the default stream included."""
+        flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return Stream(int(self._call(self._cuda.cuStreamCreate, flags)))
+
+    def drop_stream(self, stream: Stream) -> None:
+        """What the stream was given is still done."""
+        self._call(self._cuda.cuStreamDestroy, stream)
+
+    def event(self) -> Event:
+        """An event without a time, :meth:`done` until it is recorded."""
+        return Event(int(self._call(self._cuda.cuEventCreate, self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+
+    def drop_event(self, event: Event) -> None:
+        self._call(self._cuda.cuEventDestroy, event)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        """From now on the event stands for what the stream has been given so far."""
+        self._call(self._cuda.cuEventRecord, event, stream)
+
+    def done(self, event: Event) -> bool:
+        """Whether all is done that the event stands for. Does not wait."""
+        if not self._thread.bound:
+            return bool(self._visiting(self._done, event))
+        return self._done(event)
+
+    def _done(self, event: Event) -> bool:
+        code = self._cuda.cuEventQuery(event)[0]
+        if not code:
+            return True
+        if code == NOT_READY:
+            return False
+        raise self._error("cuEventQuery", int(code))
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What the stream is given from now on starts after what the event stands for now."""
+        self._call(self._cuda.cuStreamWaitEvent, stream, event, 0)
+
+    # Copies. The call returns at once; source and destination stay as they are until an event after it is done. ----
+
+    def copy(self, dst: Address, src: Address, nbytes: int, stream: Stream) -> None:
+        self._call(self._cuda.cuMemcpyAsync, dst, src, nbytes, stream)
+
+    def copy_rows(
+        self,
+        dst: Address,
+        dst_stride: int,
+        src: Address,
+        src_stride: int,
+        nbytes: int,
+        rows: int,
+        stream: Stream,
+        *,
+        direction: Direction,
+    ) -> None:
+        """``rows`` copies of ``nbytes``, each a stride after the one before. Strides are at least ``nbytes`` and at
+        most ``features.max_pitch``."""
+        kinds = self._cuda.CUmemorytype
+        plan = self._cuda.CUDA_MEMCPY2D()
+        if direction is Direction.TO_DEVICE:
+            plan.srcMemoryType, plan.srcHost = kinds.CU_MEMORYTYPE_HOST, src
+        else:
+            plan.srcMemoryType, plan.srcDevice = kinds.CU_MEMORYTYPE_DEVICE, src
+        if direction is Direction.TO_HOST:
+            plan.dstMemoryType, plan.dstHost = kinds.CU_MEMORYTYPE_HOST, dst
+        else:
+            plan.dstMemoryType, plan.dstDevice = kinds.CU_MEMORYTYPE_DEVICE, dst
+        plan.srcPitch, plan.dstPitch = src_stride, dst_stride
+        plan.WidthInBytes, plan.Height = nbytes, rows
+        self._call(self._cuda.cuMemcpy2DAsync, plan, stream)
+
+    def copy_batch(self, copies: Sequence[Copy], stream: Stream) -> None:
+        """All of them in one call, in no order among themselves. Only where ``features.batch_copy``."""
+        pointer = self._cuda.CUdeviceptr
+        self._call(
+            self._cuda.cuMemcpyBatchAsync,
+            [pointer(dst) for dst, _, _ in copies],
+            [pointer(src) for _, src, _ in copies],
+            [nbytes for _, _, nbytes in copies],
+            len(copies),
+            [self._source_in_stream_order],
+            [0],
+            1,
+            stream,
+        )
+
+    def fill(self, address: Address, byte: int, nbytes: int, stream: Stream) -> None:
+        """Sets device memory to one byte value."""
+        self._call(self._cuda.cuMemsetD8Async, address, byte, nbytes, stream)
+
+    # How a call is made. ------------------------------------------------------------------------------------------
+
+    def _call(self, call: Any, *arguments: Any) -> Any:
+        if not self._thread.bound:
+            return self._visiting(self._plain, call, *arguments)
+        return self._plain(call, *arguments)
+
+    def _plain(self, call: Any, *arguments: Any) -> Any:
+        try:
+            result = call(*arguments)
+        except RuntimeError as error:
+            raise CudaUnsupported(call.__name__, 0, "not found", str(error)) from error
+        except KeyError as error:  # a code that the bindings do not know
+            raise self._error(call.__name__, int(error.args[0])) from error
+        if result[0]:
+            raise self._error(call.__name__, int(result[0]))
+        return result[1:] if len(result) > 2 else result[-1]
+
+    def _visiting(self, action: Any, *arguments: Any) -> Any:
+        self._plain(self._cuda.cuCtxPushCurrent, self._context)
+        try:
+            mode = self._plain(self._cuda.cuThreadExchangeStreamCaptureMode, self._relaxed)
+            try:
+                return action(*arguments)
+            finally:
+                self._plain(self._cuda.cuThreadExchangeStreamCaptureMode, mode)
+        finally:
+            self._plain(self._cuda.cuCtxPopCurrent)
+
+    def _error(self, call: str, code: int) -> CudaError:
+        return error_of(call, code, *described(self._cuda, code))

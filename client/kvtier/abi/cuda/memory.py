@@ -1,0 +1,124 @@
+"""One allocation of device memory, at an address of this process."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import ExitStack, suppress
+from typing import Final
+
+from kvtier.abi.cuda.driver import Address, Driver, Handle
+from kvtier.abi.cuda.errors import CudaLost, CudaUnsupported
+
+
+class DeviceMemory:
+    """``nbytes`` of device memory at ``address``, until :meth:`close`, or until nothing refers to this object.
+
+    ``fd`` is a descriptor of the memory for other processes; this object closes it. Where it is ``None``, ``why_not``
+    says why other processes cannot have the memory.
+    """
+
+    driver: Final[Driver]
+    address: Final[Address]
+    nbytes: Final[int]
+    fd: Final[int | None]
+    why_not: Final[str | None]
+
+    def __init__(
+        self, driver: Driver, address: Address, nbytes: int, undo: ExitStack, *, fd: int | None, why_not: str | None
+    ) -> None:
+        self.driver = driver
+        self.address = address
+        self.nbytes = nbytes
+        self.fd = fd
+        self.why_not = why_not
+        self._close = weakref.finalize(self, _ended, undo)
+        self._close.atexit = False  # the memory ends with the process anyway, and copies may still be under way
+
+    @classmethod
+    def create(cls, driver: Driver, nbytes: int) -> DeviceMemory:
+        """New memory, its bytes not set, that other processes can have where the device allows it.
+
+        Raises :class:`~kvtier.abi.cuda.errors.CudaOutOfMemory`, or another ``CudaError``. Nothing is kept then.
+        """
+        _checked(nbytes)
+        why_not = _why_not_shared(driver)
+        if why_not is None:
+            try:
+                return cls._shared(driver, nbytes)
+            except CudaUnsupported as error:
+                # The device says that it can and this machine does not let it: a container, a virtual machine.
+                why_not = str(error)
+        with ExitStack() as undo:
+            address = driver.alloc(nbytes)
+            undo.callback(driver.free, address)
+            return cls(driver, address, nbytes, undo.pop_all(), fd=None, why_not=why_not)
+
+    @classmethod
+    def _shared(cls, driver: Driver, nbytes: int) -> DeviceMemory:
+        with ExitStack() as undo, ExitStack() as until_mapped:
+            handle = driver.create(_rounded(driver, nbytes))
+            until_mapped.callback(driver.release, handle)
+            fd = driver.export_fd(handle)
+            undo.callback(os.close, fd)
+            address = _mapped(driver, handle, nbytes, undo)
+            until_mapped.close()
+            return cls(driver, address, nbytes, undo.pop_all(), fd=fd, why_not=None)
+
+    @classmethod
+    def from_fd(cls, driver: Driver, fd: int, nbytes: int, *, keep: bool = False) -> DeviceMemory:
+        """The memory of ``nbytes`` behind a descriptor, which stays the caller's. With ``keep`` this object has a
+        copy of the descriptor, to hand on.
+
+        ``driver`` must be open on the device that the memory is of. Raises ``CudaError``. Nothing is kept then.
+        """
+        _checked(nbytes)
+        with ExitStack() as undo, ExitStack() as until_mapped:
+            handle = driver.import_fd(fd)
+            until_mapped.callback(driver.release, handle)
+            address = _mapped(driver, handle, nbytes, undo)
+            until_mapped.close()
+            kept = None
+            if keep:
+                kept = os.dup(fd)
+                undo.callback(os.close, kept)
+            why_not = None if keep else "the memory belongs to another process"
+            return cls(driver, address, nbytes, undo.pop_all(), fd=kept, why_not=why_not)
+
+    def close(self) -> None:
+        """Gives the memory back. Nothing may be copying to or from it, and no view of it may be used after. Once is
+        enough, more does nothing."""
+        self._close()
+
+
+def _why_not_shared(driver: Driver) -> str | None:
+    if not driver.features.vmm:
+        return f"{driver.name} has no virtual memory management"
+    if not driver.features.posix_fd:
+        return f"{driver.name} cannot export memory as a file descriptor"
+    return None
+
+
+def _mapped(driver: Driver, handle: Handle, nbytes: int, undo: ExitStack) -> Address:
+    size = _rounded(driver, nbytes)
+    address = driver.reserve(size)
+    undo.callback(driver.unreserve, address, size)
+    driver.map(address, size, handle)
+    undo.callback(driver.unmap, address, size)
+    driver.allow(address, size)
+    return address
+
+
+def _rounded(driver: Driver, nbytes: int) -> int:
+    granularity = driver.granularity()
+    return -(-nbytes // granularity) * granularity
+
+
+def _checked(nbytes: int) -> None:
+    if nbytes <= 0:
+        raise ValueError(f"device memory of {nbytes} bytes: must be at least 1")
+
+
+def _ended(undo: ExitStack) -> None:
+    with suppress(CudaLost):  # of a lost device nothing can be given back before the process ends
+        undo.close()

@@ -1,0 +1,66 @@
+"""Bytes of device memory, as torch and others take them in: without a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.abi.cuda.driver import Address
+from kvtier.abi.cuda.memory import DeviceMemory
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceView:
+    """``nbytes`` bytes from ``offset`` of a :class:`~kvtier.abi.cuda.memory.DeviceMemory`, which lives as long as a
+    view of it, or a tensor made from one, does.
+
+    Raises ``ValueError`` for a range that is not in the memory.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "address", "nbytes", "readonly")
+
+    def __init__(self, memory: DeviceMemory, offset: int, nbytes: int, *, readonly: bool = False) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > memory.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes}: the memory has {memory.nbytes}")
+        self._memory: Final = memory
+        self.address: Final = Address(memory.address + offset)
+        self.nbytes: Final = nbytes
+        self.readonly: Final = readonly
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3: one dimension of uint8, in no stream's order: whoever lent the bytes has seen to it that they
+        are there."""
+        return self._interface(self.readonly)
+
+    def tensor(self) -> torch.Tensor:
+        """A uint8 tensor of these bytes, on the device. torch knows no tensor that cannot be written to, so one of
+        a read-only view is the caller's word not to."""
+        import torch
+
+        return torch.as_tensor(_Writable(self), device=f"cuda:{self._memory.driver.ordinal}")
+
+    def _interface(self, readonly: bool) -> dict[str, Any]:
+        return {
+            "shape": (self.nbytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "data": (self.address if self.nbytes else 0, readonly),
+            "stream": None,
+            "version": 3,
+        }
+
+
+class _Writable:
+    """A view as torch takes it, which refuses one that says that it is read-only. torch keeps this object, and so the
+    memory, while the tensor's storage lives."""
+
+    __slots__ = ("_view",)
+
+    def __init__(self, view: DeviceView) -> None:
+        self._view = view
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self._view._interface(readonly=False)

@@ -1,0 +1,47 @@
+"""Daemons, clients and unit tests on the fake of NVIDIA's bindings in ``tests/fakes``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+FAKES: Final = Path(__file__).parent / "fakes"
+VARIABLE: Final = "KVTIER_FAKE_CUDA"
+_numbers = itertools.count()
+
+
+def fake_environment(environment: Mapping[str, str] = os.environ, **settings: Any) -> dict[str, str]:
+    """``environment`` for a process that finds the fake where it looks for NVIDIA's bindings. ``settings``: the
+    fields of ``Settings`` in ``tests/fakes/cuda/bindings/_settings.py``."""
+    paths = [str(FAKES), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: _json(settings)}
+
+
+def load_fake(**settings: Any) -> ModuleType:
+    """A fake ``cuda.bindings.driver`` in this process, with a state of its own."""
+    name = f"fake_cuda_{next(_numbers)}"
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(FAKES / "cuda")]
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = _json(settings)
+    try:
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        return importlib.import_module(f"{name}.bindings.driver")
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def _json(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, default=os.fspath)

@@ -1,0 +1,58 @@
+"""How the fake behaves, from the JSON object in ``KVTIER_FAKE_CUDA``. Each field has a default."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+VARIABLE: Final = "KVTIER_FAKE_CUDA"
+FEATURES: Final = ("vmm", "posix_fd", "batch_copy")
+
+
+@dataclass(slots=True)
+class Failure:
+    """``call`` answers ``code`` from its call number ``after`` on (0: the first), ``times`` times (0: for ever)."""
+
+    call: str
+    code: str
+    after: int = 0
+    times: int = 1
+
+
+@dataclass(slots=True)
+class Settings:
+    """``max_delay_ms``: how late a stream may do what it was given, chosen anew for every piece from ``seed``.
+
+    ``memory``: bytes of each of ``devices`` devices, counted in each process by itself. ``bindings``: 12 or 13, where
+    their forms differ. ``features_off``: of FEATURES. ``lost``: a path; while a file is there every call answers the
+    code that is its text, LAUNCH_FAILED where it has none, and for ever after in a process that has seen it.
+    ``record``: a path to which every call is added as a line of JSON, and what was not given back when the process
+    ended.
+    """
+
+    seed: int = 0
+    max_delay_ms: float = 1.0
+    memory: int = 1 << 30
+    devices: int = 1
+    driver_version: int = 13000
+    bindings: int = 13
+    features_off: tuple[str, ...] = ()
+    fail: list[Failure] = field(default_factory=list)
+    lost: Path | None = None
+    record: Path | None = None
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.features_off) - set(FEATURES):
+            raise ValueError(f"{VARIABLE}: features_off {sorted(unknown)}: must be of {FEATURES}")
+
+
+def read_settings() -> Settings:
+    fields = json.loads(os.environ.get(VARIABLE) or "{}")
+    fields["fail"] = [Failure(**failure) for failure in fields.get("fail", ())]
+    for name in ("lost", "record"):
+        if fields.get(name):
+            fields[name] = Path(fields[name])
+    return Settings(**fields)

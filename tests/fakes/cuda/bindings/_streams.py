@@ -1,0 +1,83 @@
+"""Streams as threads: each does what it was given in order, but late, and at its own pace."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+Work = Callable[[], object]
+
+
+class Mark:
+    """A point in a stream. ``reached`` is set when all before it is done."""
+
+    __slots__ = ("reached",)
+
+    def __init__(self, *, reached: bool = False) -> None:
+        self.reached = threading.Event()
+        if reached:
+            self.reached.set()
+
+
+class FakeStream:
+    """``failed`` is called with what a piece of work raises; nothing more is done then, by this stream."""
+
+    def __init__(self, context: int, seed: int, max_delay_s: float, failed: Callable[[Exception], None]) -> None:
+        self.context = context
+        self._random = random.Random(seed)
+        self._max_delay_s = max_delay_s
+        self._failed = failed
+        self._work: deque[Work | Mark | None] = deque()
+        self._given = threading.Condition()
+        threading.Thread(target=self._run, name=f"fake-cuda-{seed}", daemon=True).start()
+
+    def give(self, work: Work) -> None:
+        with self._given:
+            self._work.append(work)
+            self._given.notify()
+
+    def mark(self) -> Mark:
+        mark = Mark()
+        with self._given:
+            self._work.append(mark)
+            self._given.notify()
+        return mark
+
+    def end(self) -> None:
+        """When all has been done."""
+        with self._given:
+            self._work.append(None)
+            self._given.notify()
+
+    def _run(self) -> None:
+        broken = False
+        while True:
+            with self._given:
+                while not self._work:
+                    self._given.wait()
+                work = self._work.popleft()
+            if work is None:
+                return
+            if isinstance(work, Mark):
+                work.reached.set()
+                continue
+            if broken:
+                continue
+            if self._max_delay_s and self._random.random() < 0.7:
+                time.sleep(self._random.uniform(0, self._max_delay_s))
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the device is lost by it
+                broken = True
+                self._failed(error)
+
+
+class FakeEvent:
+    """Stands for a mark of some stream; for none before it was recorded."""
+
+    def __init__(self, context: int) -> None:
+        self.context = context
+        self.mark = Mark(reached=True)

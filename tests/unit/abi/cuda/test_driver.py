@@ -1,0 +1,314 @@
+"""The driver's calls, on the fake: bytes arrive, memory is shared, and errors are of the right kind."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvtier.abi.cuda.driver import Address, Direction, Driver, Event, Stream
+from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory, CudaUnavailable
+from kvtier.abi.cuda.memory import DeviceMemory
+from tests.fake_cuda import fake_environment, load_fake
+
+SIZE = 3 << 20
+
+
+@pytest.fixture
+def fake() -> ModuleType:
+    return load_fake(max_delay_ms=2, devices=2)
+
+
+@pytest.fixture
+def driver(fake: ModuleType) -> Iterator[Driver]:
+    driver = Driver(fake, "cuda")
+    driver.bind()
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def memory(driver: Driver) -> Iterator[DeviceMemory]:
+    memory = DeviceMemory.create(driver, SIZE)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def host(driver: Driver) -> Iterator[Address]:
+    """Two registrations side by side, of one MiB each."""
+    pages = mmap.mmap(-1, 2 << 20)
+    start = Address(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
+    driver.register(start, 1 << 20)
+    driver.register(Address(start + (1 << 20)), 1 << 20)
+    yield start
+    driver.unregister(start)
+    driver.unregister(Address(start + (1 << 20)))
+
+
+def settle(driver: Driver, stream: Stream) -> None:
+    event = driver.event()
+    driver.record(event, stream)
+    until(lambda: driver.done(event))
+    driver.drop_event(event)
+
+
+def until(true: Callable[[], bool]) -> None:
+    while not true():
+        time.sleep(0.0002)
+
+
+def written(address: int, data: bytes) -> None:
+    ctypes.memmove(address, data, len(data))
+
+
+def test_bytes_go_to_the_device_and_come_back(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+    stream = driver.stream()
+    data = os.urandom(1 << 20)
+    written(host, data)
+    driver.copy(memory.address, host, 1 << 20, stream)
+    driver.copy(Address(host + (1 << 20)), memory.address, 1 << 20, stream)
+    settle(driver, stream)
+    assert ctypes.string_at(host + (1 << 20), 1 << 20) == data
+    driver.drop_stream(stream)
+
+
+def test_rows_are_gathered_and_scattered(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+    stream = driver.stream()
+    data = os.urandom(4096)
+    written(host, data)
+    driver.copy_rows(memory.address, 8192, host, 1024, 512, 4, stream, direction=Direction.TO_DEVICE)
+    driver.copy_rows(Address(host + 65536), 512, memory.address, 8192, 512, 4, stream, direction=Direction.TO_HOST)
+    settle(driver, stream)
+    assert ctypes.string_at(host + 65536, 2048) == b"".join(data[n : n + 512] for n in range(0, 4096, 1024))
+
+
+def test_a_batch_is_copied(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+    stream = driver.stream()
+    data = os.urandom(65536)
+    written(host, data)
+    there = [(Address(memory.address + 2 * n), Address(host + n), 4096) for n in range(0, 65536, 4096)]
+    back = [(Address(src + (1 << 20)), dst, nbytes) for dst, src, nbytes in there]
+    driver.copy_batch(there, stream)
+    driver.copy_batch(back, stream)
+    settle(driver, stream)
+    assert ctypes.string_at(host + (1 << 20), 65536) == data
+
+
+def test_a_stream_waits_for_an_event_of_another(
+    fake: ModuleType, driver: Driver, memory: DeviceMemory, host: Address
+) -> None:
+    first, second = driver.stream(), driver.stream()
+    go = threading.Event()
+    fake.fake_work(first, go.wait)
+    driver.fill(memory.address, 0x11, 4096, first)
+    event = driver.event()
+    driver.record(event, first)
+    driver.wait(second, event)
+    driver.copy(host, memory.address, 4096, second)
+    assert not driver.done(event)
+    go.set()
+    settle(driver, second)
+    assert ctypes.string_at(host, 4096) == b"\x11" * 4096
+
+
+def test_an_event_is_done_before_it_was_recorded(driver: Driver) -> None:
+    assert driver.done(driver.event())
+
+
+def test_another_process_has_the_same_memory(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+    script = """
+import ctypes, sys
+from cuda.bindings import driver as fake
+from kvtier.abi.cuda.driver import Driver
+from kvtier.abi.cuda.memory import DeviceMemory
+driver = Driver.open(sys.argv[2])
+memory = DeviceMemory.from_fd(driver, int(sys.argv[1]), int(sys.argv[3]))
+stream, event = driver.stream(), driver.event()
+driver.fill(memory.address, 0x5C, memory.nbytes, stream)
+driver.record(event, stream)
+while not driver.done(event):
+    pass
+memory.close()
+"""
+    assert memory.fd is not None
+    device = f"GPU-{driver.uuid.hex()}"
+    arguments = [sys.executable, "-c", script, str(memory.fd), device, str(memory.nbytes)]
+    subprocess.run(arguments, check=True, pass_fds=[memory.fd], env=fake_environment(devices=2), timeout=60)
+    stream = driver.stream()
+    driver.copy(host, Address(memory.address + memory.nbytes - 4096), 4096, stream)
+    settle(driver, stream)
+    assert ctypes.string_at(host, 4096) == b"\x5c" * 4096
+
+
+def test_imported_memory_outlives_its_maker(driver: Driver, host: Address) -> None:
+    first = DeviceMemory.create(driver, SIZE)
+    stream = driver.stream()
+    driver.fill(first.address, 0x21, 4096, stream)
+    settle(driver, stream)
+    assert first.fd is not None
+    second = DeviceMemory.from_fd(driver, first.fd, SIZE, keep=True)
+    first.close()
+    driver.copy(host, second.address, 4096, stream)
+    settle(driver, stream)
+    assert ctypes.string_at(host, 4096) == b"\x21" * 4096
+    assert second.fd is not None
+    third = DeviceMemory.from_fd(driver, second.fd, SIZE)
+    assert (third.fd, third.why_not) == (None, "the memory belongs to another process")
+    second.close()
+    third.close()
+
+
+@pytest.mark.parametrize("off", ["vmm", "posix_fd"])
+def test_memory_that_cannot_be_shared_says_why(off: str) -> None:
+    driver = Driver(load_fake(features_off=[off]), "cuda")
+    memory = DeviceMemory.create(driver, SIZE)
+    assert memory.fd is None
+    assert memory.why_not is not None
+    memory.close()
+
+
+def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    for step in ("cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"):
+        fake = load_fake(fail=[{"call": step, "code": "CUDA_ERROR_OUT_OF_MEMORY"}])
+        driver = Driver(fake, "cuda")
+        before = set(os.listdir("/proc/self/fd"))
+        free = driver.memory()
+        with pytest.raises(CudaOutOfMemory, match=step):
+            DeviceMemory.create(driver, SIZE)
+        assert fake.fake_left() == {"contexts": 1}
+        assert driver.memory() == free
+        assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_too_much_is_out_of_memory() -> None:
+    driver = Driver(load_fake(memory=8 << 20), "cuda")
+    memory = DeviceMemory.create(driver, 7 << 20)
+    assert driver.memory() == (0, 8 << 20)
+    with pytest.raises(CudaOutOfMemory):
+        DeviceMemory.create(driver, 1)
+    memory.close()
+    assert driver.memory() == (8 << 20, 8 << 20)
+
+
+def test_no_copy_spans_two_registrations(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+    with pytest.raises(CudaError, match="cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE"):
+        driver.copy(memory.address, Address(host + (1 << 20) - 512), 1024, driver.stream())
+
+
+def test_a_thread_that_is_not_bound_works_and_keeps_its_own_context(fake: ModuleType, driver: Driver) -> None:
+    other = Driver(fake, "cuda:1")
+    seen: list[object] = []
+
+    def work() -> None:
+        other.bind()
+        event = driver.event()
+        driver.record(event, driver.stream())
+        until(lambda: driver.done(event))
+        seen.append(int(fake.cuCtxPopCurrent()[1]))
+        seen.append(fake.cuCtxPopCurrent()[1])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [0xC0_0001, None]
+
+
+def test_a_lost_device_fails_every_call(tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    driver = Driver(load_fake(lost=lost), "cuda")
+    memory = DeviceMemory.create(driver, SIZE)
+    stream, event = driver.stream(), driver.event()
+    lost.write_text("CUDA_ERROR_ECC_UNCORRECTABLE")
+    for call in (
+        lambda: driver.copy(memory.address, Address(memory.address + 4096), 4096, stream),
+        lambda: driver.record(event, stream),
+        lambda: driver.done(event),
+        lambda: DeviceMemory.create(driver, SIZE),
+    ):
+        with pytest.raises(CudaLost, match="ECC"):
+            call()
+    memory.close()
+
+
+def test_work_on_memory_that_is_gone_loses_the_device(fake: ModuleType, driver: Driver) -> None:
+    memory = DeviceMemory.create(driver, SIZE)
+    stream, event = driver.stream(), driver.event()
+    go = threading.Event()
+    fake.fake_work(stream, go.wait)
+    driver.fill(memory.address, 1, SIZE, stream)
+    driver.record(event, stream)
+    memory.close()
+    go.set()
+    with pytest.raises(CudaLost, match="ILLEGAL_ADDRESS"):
+        until(lambda: driver.done(event))
+
+
+def test_a_device_is_found_by_its_uuid_wherever_it_stands(
+    fake: ModuleType, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = Driver(fake, "cuda:1")
+    assert second.uuid != driver.uuid
+    name = f"GPU-{second.uuid.hex()}"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert Driver(fake, name).ordinal == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(CudaUnavailable, match=r"cuda:0 GPU-.*\(CUDA_VISIBLE_DEVICES=0\)"):
+        Driver(fake, name)
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "GPU-00000000-0000-0000-0000-000000000000"])
+def test_a_device_that_is_not_there(fake: ModuleType, device: str) -> None:
+    with pytest.raises(CudaUnavailable, match=device):
+        Driver(fake, device)
+
+
+def test_a_name_that_is_none(fake: ModuleType) -> None:
+    with pytest.raises(ValueError, match="must be cuda, cuda:N or GPU-<uuid>"):
+        Driver(fake, "gpu0")
+
+
+def test_without_a_driver_it_says_what_is_missing() -> None:
+    """The real bindings, which are here, on this machine, whose driver may not be."""
+    script = """
+import sys
+from kvtier.abi.cuda.driver import Driver
+from kvtier.abi.cuda.errors import CudaUnavailable
+sys.modules["cuda"] = None
+try:
+    Driver.open("cuda")
+except CudaUnavailable as error:
+    print(error)
+"""
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "pip install 'kvtier[cuda]'" in out
+
+
+def test_the_fake_comes_before_nvidias(tmp_path: Path) -> None:
+    script = "import cuda.bindings.driver as d; print(d.__file__)"
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        (folder / "cuda" / "bindings").mkdir(parents=True)  # a namespace package, as NVIDIA's distributions make it
+    environment = fake_environment({"PYTHONPATH": str(tmp_path / "a")})
+    out = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment, timeout=60
+    ).stdout
+    assert out.strip().endswith("tests/fakes/cuda/bindings/driver.py")
+
+
+def test_events_and_streams_are_destroyed_once(driver: Driver) -> None:
+    event, stream = driver.event(), driver.stream()
+    driver.drop_event(event)
+    driver.drop_stream(stream)
+    with pytest.raises(CudaError, match="cuEventDestroy: CUDA_ERROR_INVALID_HANDLE"):
+        driver.drop_event(Event(event))
+    with pytest.raises(CudaError, match="cuStreamDestroy: CUDA_ERROR_INVALID_HANDLE"):
+        driver.drop_stream(stream)
