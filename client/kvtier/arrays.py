@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 MAX_PIECE: Final = 16_384
 """Keys that the daemon takes in one call."""
+_LAST_BYTES: Final = 8 << 20
+"""At least so much, and a quarter, of what one put stores at once is left for a second commit: to copy it takes about
+as long as the daemon is busy with the first."""
+_MOST_LAST_BYTES: Final = 64 << 20
+"""Since the first commit's time runs while they are copied."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,6 +66,10 @@ class Way(Protocol):
     @property
     def fills_ahead(self) -> bool: ...
 
+    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        """All of it. Raises :class:`LeaseLost` where the daemon restarts meanwhile."""
+        ...
+
     async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
         """All that can be done before the pieces that come before it are stored. Commit it, or give it up."""
         ...
@@ -85,14 +95,47 @@ class Mapped:
         cache, count = self._cache, len(piece.chain)
         lease = await self._holdings.reserve_to_put(cache, tier, count, timeout)
         try:
-            pools, slots = lease.arena.pools(tier, cache.group), lease.slots[:count]
-            work = lambda: transfer.into_slots(pools, slots, piece.blocks)  # noqa: E731
-            nbytes = count * cache.block_bytes
-            request = await transfer.run_beside(work, nbytes, lambda: self._holdings.to_store(lease, piece))
+            async with self._filling(lease, [piece]) as steps:
+                await steps.made(0)
+                requests = self._holdings.to_store(lease, [piece])
         except BaseException:
             await cache.release(lease)
             raise
-        return _FilledSlots(lease, request, timeout, self._holdings)
+        return _FilledSlots(lease, requests, timeout, self._holdings)
+
+    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        holdings = self._holdings
+        parts = self._parts(piece) if holdings.puts == 0 else [piece]
+        holdings.puts += 1
+        try:
+            async with (
+                await holdings.reserve_to_put(self._cache, tier, len(piece.chain), timeout) as lease,
+                self._filling(lease, parts) as steps,
+            ):
+                await steps.made(0)
+                requests = holdings.to_store(lease, parts)
+                await steps.made(1)
+                return await holdings.store(lease, requests, timeout, lambda number: steps.made(number + 1))
+        finally:
+            holdings.puts -= 1
+
+    def _parts(self, piece: Piece) -> list[Piece]:
+        """Two, where the daemon can commit the first while the second is copied. Where other puts go on meanwhile, it
+        has enough to do."""
+        count, nbytes = len(piece.chain), len(piece.chain) * self._cache.block_bytes
+        last = min(max(nbytes // 4, _LAST_BYTES), _MOST_LAST_BYTES) // self._cache.block_bytes
+        if nbytes < 2 * _LAST_BYTES or not 0 < last < count:
+            return [piece]
+        return [piece.part(0, count - last), piece.part(count - last, count)]
+
+    def _filling(self, lease: WriteLease, parts: Sequence[Piece]) -> transfer.Steps:
+        """Copies the parts, one after another, into the first slots of the lease."""
+        pools, copies, start = lease.arena.pools(lease.tier, self._cache.group), [], 0
+        for part in parts:
+            end = start + len(part.chain)
+            copies.append(partial(transfer.into_slots, pools, lease.slots[start:end], part.blocks))
+            start = end
+        return transfer.Steps(copies, start * self._cache.block_bytes)
 
     async def get(
         self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
@@ -112,13 +155,13 @@ class Mapped:
 @dataclass(slots=True, frozen=True)
 class _FilledSlots:
     lease: WriteLease
-    request: blocks_pb2.CommitRequest
+    requests: Sequence[blocks_pb2.CommitRequest]
     timeout: float | None
     holdings: Holdings
 
     async def commit(self) -> list[BlockResult]:
         async with self.lease:
-            return await self.holdings.store(self.lease, self.request, self.timeout)
+            return await self.holdings.store(self.lease, self.requests, self.timeout)
 
     async def give_up(self) -> None:
         await self.lease.release()
@@ -141,11 +184,13 @@ async def put(
         try:
             return await filled.commit()
         except LeaseLost:
-            # The daemon restarted under us; the caller's arrays are still good.
             return await (await way.fill(tier, piece, timeout)).commit()
 
     if count <= most:
-        results += await store(await way.fill(tier, whole, timeout), whole)
+        try:
+            results += await way.store(tier, whole, timeout)
+        except LeaseLost:
+            results += await way.store(tier, whole, timeout)  # the caller's arrays are still good
         return results
     ahead = way.fills_ahead and most > 1
     step = most // 2 if ahead else most  # two at a time: one is filled while the one before it is stored

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -57,16 +57,25 @@ class CommitStream:
 
         Who is cancelled leaves the stream as it is: the commit may be done all the same.
         """
+        (answer,) = await self.commit_in_turn([request], seconds)
+        return answer
+
+    async def commit_in_turn(
+        self,
+        requests: Sequence[blocks_pb2.CommitRequest],
+        seconds: float,
+        may_go: Callable[[int], Awaitable[None]] | None = None,
+    ) -> list[blocks_pb2.CommitResponse]:
+        """Commits of which each takes for granted that those before it are done. None waits for another's answer, but
+        for ``may_go``, which is awaited with the number, from 1 on, of each but the first."""
         until = asyncio.get_running_loop().time() + seconds
-        answer = None if self._ended else await self._streamed(request, until)
-        if answer is None:
-            left = max(0.0, until - asyncio.get_running_loop().time())
-            return await self._blocks.Commit(request, timeout=left, metadata=self._metadata)
-        if answer.WhichOneof("outcome") == "done":
-            return answer.done
-        status = status_pb2.Status.FromString(answer.refused)
-        trailing = Metadata((DETAILS_KEY, answer.refused))
-        raise AioRpcError(_CODES[status.code], Metadata(), trailing, status.message)
+        calls: list[_Call | None] = []
+        for number, request in enumerate(requests):
+            if number and may_go is not None:
+                await may_go(number)
+            calls.append(None if self._ended else self._begin(request))
+        # One after another, since those that the stream did not bring through are repeated here.
+        return [await self._end(request, call, until) for request, call in zip(requests, calls, strict=True)]
 
     def close(self) -> None:
         """Whoever waits for an answer goes on by unary calls."""
@@ -81,19 +90,35 @@ class CommitStream:
         self._sent.clear()
         self._unsent.clear()
 
-    async def _streamed(self, request: blocks_pb2.CommitRequest, until: float) -> blocks_pb2.CommitAnswer | None:
+    def _begin(self, request: blocks_pb2.CommitRequest) -> _Call:
         if self._stream is None:
             self._stream = self._blocks.Commits(metadata=self._metadata)
             self._tasks = asyncio.create_task(self._send()), asyncio.create_task(self._receive())
         call = _Call(request)
         self._unsent.append(call)
         self._more.set()
-        try:
-            async with asyncio.timeout_at(until):
-                return await call.told
-        except TimeoutError:
-            message = "the daemon has not answered on the stream of commits"
-            raise AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, Metadata(), Metadata(), message) from None
+        return call
+
+    async def _end(
+        self, request: blocks_pb2.CommitRequest, call: _Call | None, until: float
+    ) -> blocks_pb2.CommitResponse:
+        """The answer, asked for by a unary call where the stream brings none."""
+        answer = None
+        if call is not None:
+            try:
+                async with asyncio.timeout_at(until):
+                    answer = await call.told
+            except TimeoutError:
+                message = "the daemon has not answered on the stream of commits"
+                raise AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, Metadata(), Metadata(), message) from None
+        if answer is None:
+            left = max(0.0, until - asyncio.get_running_loop().time())
+            return await self._blocks.Commit(request, timeout=left, metadata=self._metadata)
+        if answer.WhichOneof("outcome") == "done":
+            return answer.done
+        status = status_pb2.Status.FromString(answer.refused)
+        trailing = Metadata((DETAILS_KEY, answer.refused))
+        raise AioRpcError(_CODES[status.code], Metadata(), trailing, status.message)
 
     async def _send(self) -> None:
         # Not by the callers: gRPC ends a stream where a write is cancelled, and takes one write at a time.

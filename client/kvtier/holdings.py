@@ -46,6 +46,8 @@ class Holdings:
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
         self._stock: Final = Stock(self._return)
         self._returning: set[asyncio.Future[None]] = set()
+        self.puts = 0
+        """Under way."""
         binder.make_way = self._make_way
 
     async def reserve(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
@@ -148,23 +150,42 @@ class Holdings:
     ) -> list[BlockResult]:
         """See :meth:`WriteLease.commit`, the way to call it."""
         request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
-        return await self._commit(lease, request, timeout, 0)
+        return await self._commit(lease, [request], None, timeout, 0)
 
-    def to_store(self, lease: WriteLease, piece: Piece) -> blocks_pb2.CommitRequest:
-        """What :meth:`store` is given to commit a chain in the first slots of a lease. Raises
-        :class:`InvalidArgument`."""
-        indices, kept = range(len(piece.chain)), piece.kept
-        return self._request(
-            lease, b"".join(piece.chain), indices, piece.parent, None, None, kept, piece.prompt, release=True
-        )
+    def to_store(self, lease: WriteLease, parts: Sequence[Piece]) -> list[blocks_pb2.CommitRequest]:
+        """What :meth:`store` is given to commit the parts of a chain in the first slots of a lease, which ends with the
+        last. Raises :class:`InvalidArgument`."""
+        requests, start = [], 0
+        for part in parts:
+            end = start + len(part.chain)
+            requests.append(
+                self._request(
+                    lease,
+                    b"".join(part.chain),
+                    range(start, end),
+                    part.parent,
+                    None,
+                    None,
+                    part.kept,
+                    part.prompt,
+                    release=part is parts[-1],
+                )
+            )
+            start = end
+        return requests
 
     async def store(
-        self, lease: WriteLease, request: blocks_pb2.CommitRequest, timeout: float | None
+        self,
+        lease: WriteLease,
+        requests: Sequence[blocks_pb2.CommitRequest],
+        timeout: float | None,
+        filled: Callable[[int], Awaitable[None]] | None = None,
     ) -> list[BlockResult]:
-        """Commits a chain and ends the lease; there may be more such calls."""
+        """Commits the parts of a chain and ends the lease; there may be more such puts. The bytes of the first part are
+        in their slots; ``filled`` waits until those of the part of a number, from 1 on, are."""
         lease.require_live()
-        asked = self._stock.ask(lease.cache, lease.tier, len(request.slots))
-        return await self._commit(lease, request, timeout, asked)
+        asked = self._stock.ask(lease.cache, lease.tier, sum(len(request.slots) for request in requests))
+        return await self._commit(lease, requests, filled, timeout, asked)
 
     def _request(
         self,
@@ -199,37 +220,45 @@ class Holdings:
         )
 
     async def _commit(
-        self, lease: WriteLease, request: blocks_pb2.CommitRequest, timeout: float | None, asked: int
+        self,
+        lease: WriteLease,
+        requests: Sequence[blocks_pb2.CommitRequest],
+        filled: Callable[[int], Awaitable[None]] | None,
+        timeout: float | None,
+        asked: int,
     ) -> list[BlockResult]:
-        """``asked``: how many slots for the next put the stock has asked for. What comes of it, it is told in any
-        case."""
+        """``asked``: how many slots for the next put the stock has asked for, which the first of the commits brings
+        along. What comes of it, the stock is told in any case."""
         deadline = self._deadline(timeout)
-        request.seq, request.reserve_next = self._session.next_seq(), asked
+        for request in requests:
+            request.seq = self._session.next_seq()
+        requests[0].reserve_next = asked
+        release = requests[-1].release
 
-        async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
+        async def attempt(link: Link, seconds: float) -> list[blocks_pb2.CommitResponse]:
             if link.session != lease.binding.session:
                 message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
                 raise LeaseLost(message, reason="LEASE_LOST")
-            return await link.commits.commit(request, seconds + ANSWER_GRACE_S)
+            return await link.commits.commit_in_turn(requests, seconds + ANSWER_GRACE_S, filled)
 
-        if request.release:
+        if release:
             self._ending.add(lease)
         ahead = None
         try:
             await self._binder.ahead()
             try:
-                reply = await self._session.call(attempt, deadline)
-                ahead = self._leased_ahead(lease, reply)
+                replies = await self._session.call(attempt, deadline)
+                ahead = self._leased_ahead(lease, replies[0])
             except UNHEARD:
                 if asked:
-                    self._binder.give_back(lease.binding, lambda stubs: stubs.blocks.Commit, request, _next_lease)
+                    self._binder.give_back(lease.binding, lambda stubs: stubs.blocks.Commit, requests[0], _next_lease)
                 raise
         finally:
             self._stock.add(lease.cache, lease.tier, asked, ahead)
-        if request.release:
+        if release:
             self._forget([lease])
             self._ending.discard(lease)
-        return list(map(_RESULTS.__getitem__, reply.results))
+        return [_RESULTS[result] for reply in replies for result in reply.results]
 
     async def release(self, leases: Iterable[Lease], timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release`."""

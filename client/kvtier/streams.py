@@ -52,7 +52,7 @@ class Streamed:
     async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
         return _Unsent(self, tier, piece, timeout)
 
-    async def put(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
         """Sends a piece and has it stored."""
         keys = b"".join(piece.chain)
         parents = packed_keys([ROOT_PARENT if piece.parent is None else piece.parent, *piece.chain[:-1]], "parent")
@@ -128,7 +128,7 @@ class _Unsent:
     timeout: float | None
 
     async def commit(self) -> list[BlockResult]:
-        return await self.way.put(self.tier, self.piece, self.timeout)
+        return await self.way.store(self.tier, self.piece, self.timeout)
 
     async def give_up(self) -> None:
         """There is nothing to give back."""

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ copy_in: ContextVar[Callable[[Callable[[], None]], asyncio.Future[None]] | None]
 """Where copies of this task run, whatever their size. None: here, or in a thread of the loop's executor."""
 
 Block: TypeAlias = "NDArray[Any] | torch.Tensor"
-T = TypeVar("T")
 Blocks: TypeAlias = "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor]"
 """n blocks: one array or tensor whose first axis is the block, or a sequence of n of them. Any dtype and shape."""
 
@@ -116,42 +115,67 @@ async def run(copy: Callable[[], None], nbytes: int) -> None:
     A cancelled caller still waits for the thread to end, however often it is cancelled: the memory that it reads or
     writes is the caller's, or held by a lease that must not be released before.
     """
-    copying = _begun(copy, nbytes)
-    if copying is not None:
-        await _to_the_end(copying)
-
-
-async def run_beside(copy: Callable[[], None], nbytes: int, meanwhile: Callable[[], T]) -> T:
-    """The same, and meanwhile something else here, whose value it returns.
-
-    Not before the thread copies: it could not begin while this one has the interpreter's lock.
-    """
-    loop = asyncio.get_running_loop()
-    begun = loop.create_future()
-
-    def tell_and_copy() -> None:
-        loop.call_soon_threadsafe(_wake, begun)
+    if _fits_here(nbytes):
         copy()
-
-    copying = _begun(tell_and_copy, nbytes)
-    if copying is None:
-        return meanwhile()
-    copying.add_done_callback(partial(_wake, begun))  # it may end before it has begun
-    try:
-        await begun
-        return meanwhile()
-    finally:
-        await _to_the_end(copying)
+    else:
+        await _to_the_end(_begun(copy))
 
 
-def _begun(copy: Callable[[], None], nbytes: int) -> asyncio.Future[None] | None:
-    """None: it has ended already."""
+class Steps:
+    """Copies that are made one after another, in a thread where they would hold up the loop: what is done meanwhile
+    stands in the body of ``async with``, which ends when the last copy has, as :func:`run` does."""
+
+    def __init__(self, copies: Sequence[Callable[[], None]], nbytes: int) -> None:
+        """``nbytes``: of all of them."""
+        loop = asyncio.get_running_loop()
+        self._loop: Final = loop
+        self._copies: Final = copies
+        self._nbytes: Final = nbytes
+        self._passed: Final = [loop.create_future() for _ in copies]
+        """As many copies as come before it in the list have been made."""
+        self._copying: asyncio.Future[None] | None = None
+
+    async def made(self, count: int) -> None:
+        """Waits until so many copies have been made; 0: until the thread is at work. What is to be done here while it
+        copies waits for that, since it could not begin while this one has the interpreter's lock."""
+        if self._copying is None:
+            return
+        if count < len(self._copies) and not self._copying.done():
+            await self._passed[count]
+        if count == len(self._copies) or self._copying.done():
+            await _to_the_end(self._copying)
+
+    async def __aenter__(self) -> Self:
+        if _fits_here(self._nbytes):
+            for copy in self._copies:
+                copy()
+        else:
+            self._copying = _begun(self._make)
+            self._copying.add_done_callback(self._wake_all)  # where one fails, those after it are never made
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.made(len(self._copies))
+
+    def _make(self) -> None:
+        for passed, copy in zip(self._passed, self._copies, strict=True):
+            self._loop.call_soon_threadsafe(_wake, passed)
+            copy()
+
+    def _wake_all(self, _: object) -> None:
+        for passed in self._passed:
+            _wake(passed)
+
+
+def _fits_here(nbytes: int) -> bool:
+    """Whether a copy is made at once, on the loop."""
+    return copy_in.get() is None and nbytes <= INLINE_BYTES
+
+
+def _begun(copy: Callable[[], None]) -> asyncio.Future[None]:
     elsewhere = copy_in.get()
     if elsewhere is not None:
         return elsewhere(copy)
-    if nbytes <= INLINE_BYTES:
-        copy()
-        return None
     # Not a task (asyncio.to_thread): those are cancelled, their threads forgotten, when a loop is torn down.
     return asyncio.get_running_loop().run_in_executor(None, copy)
 

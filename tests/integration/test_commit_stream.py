@@ -125,6 +125,31 @@ async def test_a_daemon_without_the_stream_is_asked_for_it_once(
         assert (stubs.streams, stubs.unary) == (1, 3)
 
 
+@pytest.mark.parametrize("bend", [lambda stream: stream, Deaf])
+async def test_commits_in_turn_are_done_in_turn_over_whatever_way(
+    raw: RawClient, name: str, bend: Callable[[Any], Any]
+) -> None:
+    """The second is of a block under the first's."""
+    commits = over(Blocks(raw, bend), raw)
+    whole = await reserved(raw, (await raw.open(name, budgets=sizes(host=4))).cache_id, chain(name, 2), 1)
+    parts = [blocks_pb2.CommitRequest(), blocks_pb2.CommitRequest()]
+    for index, part in enumerate(parts):
+        part.CopyFrom(whole)
+        own = slice(index * 32, index * 32 + 32)
+        part.slots[:], part.keys, part.parents = whole.slots[index : index + 1], whole.keys[own], whole.parents[own]
+        part.release, part.seq = index == 1, index + 1
+    waited: list[int] = []
+
+    async def may_go(number: int) -> None:
+        waited.append(number)
+        await asyncio.sleep(0)
+
+    replies = await commits.commit_in_turn(parts, PATIENCE_S, may_go)
+    assert [reply.results for reply in replies] == [OK, OK]
+    assert waited == [1]
+    commits.close()
+
+
 async def test_who_goes_away_leaves_the_stream_to_the_others(raw: RawClient, name: str) -> None:
     stubs = Blocks(raw)
     commits = over(stubs, raw)

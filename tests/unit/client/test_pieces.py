@@ -40,6 +40,9 @@ class Noted:
         self.third = asyncio.Event()
         """The commit of block 3 has begun."""
 
+    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        return await (await self.fill(tier, piece, timeout)).commit()
+
     async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
         first = KEYS.index(piece.chain[0])
         assert piece.parent == (KEYS[first - 1] if first else None)

@@ -122,32 +122,52 @@ async def test_a_copy_has_ended_when_its_caller_goes_on_however_often_it_is_canc
 
 async def test_something_else_is_done_while_the_thread_copies() -> None:
     done, seen = threading.Event(), []
-    await transfer.run_beside(lambda: seen.append(done.wait(10)), transfer.INLINE_BYTES + 1, done.set)
+    async with transfer.Steps([lambda: seen.append(done.wait(10))], transfer.INLINE_BYTES + 1) as steps:
+        await steps.made(0)
+        done.set()
     assert seen == [True]
+
+
+async def test_a_step_is_told_before_the_next_has_ended() -> None:
+    go, made = threading.Event(), []
+
+    def first() -> None:
+        made.append(1)
+
+    def second() -> None:
+        assert go.wait(10)
+        made.append(2)
+
+    async with transfer.Steps([first, second], transfer.INLINE_BYTES + 1) as steps:
+        await steps.made(1)
+        assert made == [1]
+        go.set()
+        await steps.made(2)
+        assert made == [1, 2]
 
 
 @pytest.mark.parametrize("nbytes", [1, transfer.INLINE_BYTES + 1])
 async def test_an_error_beside_a_copy_is_raised_when_that_has_ended(nbytes: int) -> None:
     copied: list[bool] = []
 
-    def fail() -> None:
-        raise LookupError("beside")
-
     def copy() -> None:
         time.sleep(0.01)  # longer than it takes to fail
         copied.append(True)
 
     with pytest.raises(LookupError):
-        await transfer.run_beside(copy, nbytes, fail)
+        async with transfer.Steps([copy], nbytes):
+            raise LookupError("beside")
     assert copied == [True]
 
 
-async def test_a_copy_that_fails_is_told_though_what_was_beside_it_did_not() -> None:
+@pytest.mark.parametrize("made", [0, 1, 2])
+async def test_a_copy_that_fails_is_told_though_what_was_beside_it_did_not(made: int) -> None:
     def fail() -> None:
         raise LookupError("copy")
 
     with pytest.raises(LookupError):
-        await transfer.run_beside(fail, transfer.INLINE_BYTES + 1, lambda: None)
+        async with transfer.Steps([fail, fail], transfer.INLINE_BYTES + 1) as steps:
+            await steps.made(made)
 
 
 def test_a_loop_that_is_torn_down_waits_for_a_copy_before_the_slots_are_given_back() -> None:
