@@ -2,12 +2,16 @@
 
 SHELL := /bin/bash
 PYTHON := .venv/bin/python
+# The one that torch is installed for, on a host with a GPU.
+GPU_PYTHON ?= python3
 
 .PHONY: help
 help:
 	@echo "make demo       real LLM traffic through three tiers, from nothing to a table"
 	@echo "make test       every check and the default tests"
 	@echo "make test-long  the tests that take longer, too"
+	@echo "make gpu-test   the tests that need a GPU: no network, no .venv, what gpu-wheels carried"
+	@echo "make gpu-wheels into .whl, what a host with a GPU lacks for gpu-test"
 	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
 	@echo "make format     ruff format and ruff's safe fixes"
 	@echo "make stubs      regenerate client/kvtier/v1 from proto/"
@@ -55,6 +59,15 @@ test: check
 test-long: check
 	KVTIER_LONG=1 $(PYTHON) -m pytest -m "not gpu" -o faulthandler_timeout=3600
 
+# On the host with the GPU. GPU_TESTS: arguments of pytest.
+.PHONY: gpu-test
+gpu-test:
+	@$(GPU_PYTHON) .ci/gpu_test.py $(GPU_TESTS)
+
+.PHONY: gpu-wheels
+gpu-wheels: .venv/.stamp
+	@$(PYTHON) .ci/gpu_wheels.py
+
 .PHONY: demo
 demo: .venv/.stamp
 	@$(PYTHON) examples/demo.py
@@ -65,5 +78,5 @@ screenshot: .venv/.stamp
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv-stubs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-stubs .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client daemon tests examples .ci -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import devices
+
+devices.prepare()
+
 # No deadline: the machines that run this are small and shared. In CI the examples are the same each time, so that a red
 # run there is about the change.
 settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,6 +35,13 @@ def _compiled_once() -> Iterator[None]:
             patch.delenv("PYTHONDONTWRITEBYTECODE")
             patch.setenv("PYTHONPYCACHEPREFIX", directory)
         yield
+
+
+@pytest.fixture
+def stand_in() -> None:
+    """For tests of what only the device's stand-in does: it poisons what is freed, and is late when it is told to."""
+    if devices.ON_CUDA:
+        pytest.skip(f"only the stand-in does this, and the device is {devices.DEVICE}")
 
 
 @pytest.fixture

@@ -43,9 +43,11 @@ NOBODY = 65534
 class Actor:
     """A part being played, from the moment it says so. SIGKILLed at the end, if not before."""
 
-    def __init__(self, part: str, *, pass_fds: Sequence[int] = (), **script: Any) -> None:
+    def __init__(
+        self, part: str, *, module: str = "tests.integration.actors", pass_fds: Sequence[int] = (), **script: Any
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.actors", part],
+            [sys.executable, "-m", module, part],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=tuple(pass_fds),
@@ -57,10 +59,10 @@ class Actor:
         self._process.stdin.write(json.dumps(script) + "\n")
         self._process.stdin.flush()
 
-    def says(self) -> dict[str, Any]:
+    def says(self, within: float = PATIENCE_S * 2) -> dict[str, Any]:
         """What it prints; waits for it."""
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], PATIENCE_S * 2)
+        readable, _, _ = select.select([self._process.stdout], [], [], within)
         line = self._process.stdout.readline() if readable else ""
         assert line, f"the actor says nothing; exit status {self._process.poll()}"
         answer: dict[str, Any] = json.loads(line)

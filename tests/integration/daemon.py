@@ -13,6 +13,7 @@ from typing import Protocol
 
 from kvtier import CacheSpec, Tier
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET
+from tests import devices
 from tests.integration.waiting import PATIENCE_S
 
 STOP_S = 40.0
@@ -32,7 +33,8 @@ class StartFor(Protocol):
 
 
 class DaemonProcess:
-    """Runs ``kvtierd --debug-checks`` with state, disk tier and sockets below ``home``, whose path must be short.
+    """Runs ``kvtierd --debug-checks`` with state, disk tier and sockets below ``home``, whose path must be short, and
+    with the device tier that :mod:`tests.devices` says.
 
     Start, stop and kill it as often as you like: the directories stay. Blocking, so that plain tests can use it, too.
     """
@@ -86,6 +88,7 @@ class DaemonProcess:
             *("--state-dir", str(self.state_dir)),
             *("--disk-dir", str(self.disk_dir)),
             *(part for tier, size in self.sizes.items() for part in (f"--{tier}-bytes", str(size))),
+            *(devices.flags() if Tier.DEVICE in self.sizes else ()),
             *self.flags,
         ]
 

@@ -8,6 +8,8 @@ from collections import Counter
 from types import TracebackType
 from typing import Final, Self
 
+import numpy as np
+
 from kvtier import (
     BlockResult,
     Cache,
@@ -20,6 +22,7 @@ from kvtier import (
     connect,
 )
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain
+from tests.integration.touching import bytes_in, scribble_into
 
 CHAIN_BLOCKS: Final = 12
 _CALL_S: Final = 20.0
@@ -113,16 +116,15 @@ class Load:
         async with cache.acquire(self._some_keys(), self._some_tier()) as lease:
             await asyncio.sleep(self._rng.uniform(0, _HOLD_S))
             for index, key in enumerate(lease.keys):
-                parts = b"".join(part.tobytes() for part in lease.view(index))
-                assert parts == block(key).tobytes(), f"wrong bytes under a lease in the {lease.tier} tier"
+                right = np.array_equal(bytes_in(lease.view(index)), block(key))
+                assert right, f"wrong bytes under a lease in the {lease.tier} tier"
             assert lease.unchanged()
 
     async def _reserve_in_vain(self, cache: Cache) -> None:
         """Takes slots, scribbles into them and gives them back without a commit."""
         async with cache.reserve(self._rng.randint(1, 4), self._some_tier()) as lease:
             for index in range(len(lease)):
-                for part in lease.view(index):
-                    part.fill(0xEE)
+                scribble_into(lease.view(index))
 
     async def _move(self, cache: Cache) -> None:
         await cache.move(self._some_keys(), self._rng.choice(tuple(Tier)))

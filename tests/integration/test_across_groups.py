@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvtier import (
@@ -33,6 +32,7 @@ from tests.integration.blocks import chain
 from tests.integration.daemon import DaemonProcess, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import tier_stats
+from tests.integration.touching import bytes_in
 
 KEYS = chain("across", 24)
 """Windows of 64 and 100 tokens are covered by 4 and 7 blocks of 16."""
@@ -141,7 +141,7 @@ async def test_what_is_acquired_is_held_in_every_group_and_released_at_once(clie
         assert lease.unchanged()
         for group, part in enumerate(lease.groups):
             assert part.keys == tuple(KEYS[part.first_block :])
-            views = [np.concatenate(part.view(index)) for index in range(part.blocks)]
+            views = [bytes_in(part.view(index)) for index in range(part.blocks)]
             assert_content(VSWA, group, part.keys, views)
         assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 35
     assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
@@ -157,7 +157,7 @@ async def test_what_a_sequence_leaves_behind_its_window_is_given_back(client: As
         assert (window.blocks, (await tier_stats(client, cache.name, Tier.DEVICE)).held) == (4, 32)
         with pytest.raises(LeaseError, match="trimmed"):
             window.view(2)
-        assert_content(VSWA, 2, window.keys[3:4], [np.concatenate(window.view(3))])
+        assert_content(VSWA, 2, window.keys[3:4], [bytes_in(window.view(3))])
         await window.trim(1)
         with pytest.raises(InvalidArgument, match="1 to 2"):
             await window.trim(3)
@@ -274,7 +274,7 @@ async def check_acquire(cache: Cache, keys: list[bytes]) -> None:
         for group, part in enumerate(lease.groups):
             needed = keys[first_block(group, lease.blocks) : lease.blocks]
             assert list(part.keys) == needed
-            assert_content(VSWA, group, needed, [np.concatenate(part.view(index)) for index in range(part.blocks)])
+            assert_content(VSWA, group, needed, [bytes_in(part.view(index)) for index in range(part.blocks)])
 
 
 # -- stored in all groups or in none -----------------------------------------------------------------------------------

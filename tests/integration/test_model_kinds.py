@@ -11,6 +11,7 @@ from kvtier import BlockResult, Cache, CacheSpec, InvalidArgument, SpecMismatch,
 from tests.integration.blocks import chain
 from tests.integration.daemon import StartFor
 from tests.integration.models import MODELS, SCALES, VSWA, assert_content, by_hand, content, groups_of
+from tests.integration.touching import write_into
 
 SLOTS = {"device": 6, "host": 8, "disk": 24}
 KEYS = chain("models", 16)
@@ -59,10 +60,7 @@ async def test_views_are_the_pools_of_a_block(start_for: StartFor, spec: CacheSp
                 assert [part.nbytes for part in parts] == [
                     spec.pool_bytes(group.group, pool) for pool in range(len(spec.groups[group.group].pools))
                 ]
-                start = 0
-                for part in parts:
-                    part[:] = data[start : start + part.size]
-                    start += part.size
+                write_into(parts, data)
                 await lease.commit(KEYS[:1])
             assert_content(spec, group.group, KEYS[:1], await group.get(KEYS[:1]))
 

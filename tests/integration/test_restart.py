@@ -26,6 +26,7 @@ from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
 from tests.integration.stuck import stuck_disk
+from tests.integration.touching import scribble_into
 from tests.integration.trial import trial
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -131,7 +132,7 @@ async def test_leases_die_with_their_daemon(daemon: DaemonProcess, cleanly: bool
     async with await connect(daemon.address) as client:
         cache = await filled(client)
         written, read = await cache.reserve(3), await cache.acquire(ON_DISK[:2], Tier.HOST)
-        views = [part for index in range(3) for part in written.view(index)]
+        views = [written.view(index) for index in range(3)]
         stop = daemon.stop if cleanly else daemon.kill
         await asyncio.to_thread(stop)
         await asyncio.to_thread(daemon.start)
@@ -144,7 +145,7 @@ async def test_leases_die_with_their_daemon(daemon: DaemonProcess, cleanly: bool
         # A writer that has not noticed scribbles into memory that is nobody's any more.
         await cache.put(IN_MEMORY, blocks(IN_MEMORY))
         for view in views:
-            view.fill(0xEE)
+            scribble_into(view)
         assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
         assert (await tier_stats(client, "c", Tier.DEVICE)).held == 0
 

@@ -21,6 +21,7 @@ from kvtier.events import WatchItem
 from kvtier.types import BlockResult, Cause, EventType, Tier
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
+from tests.integration.touching import bytes_in, write_into
 from tests.integration.waiting import PATIENCE_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart_sync.py"
@@ -60,16 +61,13 @@ def test_every_verb(calls: Client, cache: sync.Cache) -> None:
         assert [len(page.blocks) for page in cache.pages(page_blocks=3)] == [3, 1]
         with cache.acquire(keys[:2]) as lease:
             assert (lease.blocks, lease.matched, lease.unchanged()) == (2, 2, True)
-            assert np.array_equal(np.concatenate(lease.view(1)), block(keys[1]))
+            assert np.array_equal(bytes_in(lease.view(1)), block(keys[1]))
             assert held(calls) == 2
         with cache.acquire_many([keys[:1], keys], min_blocks=1) as leases:
             assert [lease.blocks for lease in leases] == [1, 4]
         tail = chain("verbs", 5)[4:]
         with cache.reserve(1) as blank:
-            start = 0
-            for part in blank.view(0):
-                part[:] = block(tail[0])[start : start + len(part)]
-                start += len(part)
+            write_into(blank.view(0), block(tail[0]))
             assert blank.commit(tail, parent=keys[3]) == [BlockResult.OK]
         assert cache.drop(tail).dropped == 1
         seen = until_removed(watch)

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-import numpy as np
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull, connect
@@ -16,6 +15,7 @@ from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.touching import bytes_in, write_into
 from tests.integration.waiting import eventually
 
 OK, EXISTS = BlockResult.OK, BlockResult.EXISTS
@@ -40,7 +40,7 @@ async def test_one_reads_what_the_other_committed(cache: Cache, other: AsyncClie
     await cache.put(KEYS, blocks(KEYS))
     theirs = await other.open_cache(cache.name, SPEC, write=False)
     async with theirs.acquire(KEYS, min_blocks=4) as lease:
-        assert_bytes(KEYS, [np.concatenate(lease.view(index)) for index in range(4)])
+        assert_bytes(KEYS, [bytes_in(lease.view(index)) for index in range(4)])
         # One hold more changes nothing for who holds it already.
         assert_bytes(KEYS, await cache.get(KEYS))
         assert lease.unchanged()
@@ -49,10 +49,8 @@ async def test_one_reads_what_the_other_committed(cache: Cache, other: AsyncClie
 async def test_a_held_chain_is_read_while_its_owner_still_holds_it(cache: Cache, other: AsyncClient) -> None:
     theirs = await other.open_cache(cache.name, SPEC)
     async with cache.reserve(4) as lease:
-        pools = lease.arena.pools(lease.tier, 0)
-        for slot, data in zip(lease.slots, blocks(KEYS), strict=True):
-            pools[0][slot] = data[: pools[0].shape[1]]
-            pools[1][slot] = data[pools[0].shape[1] :]
+        for index, data in enumerate(blocks(KEYS)):
+            write_into(lease.view(index), data)
         assert (await theirs.match(KEYS)).blocks == 0, "bytes of an uncommitted slot were offered"
         await lease.commit(KEYS)
         assert_bytes(KEYS, await theirs.get(KEYS))

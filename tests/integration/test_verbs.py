@@ -9,6 +9,7 @@ from kvtier import AsyncClient, BlockResult, Cache, InvalidArgument, LeaseError,
 from kvtier.errors import CallerError, ClientClosed
 from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.touching import bytes_in, write_into
 
 OK = BlockResult.OK
 KEYS = chain("verbs", 4)
@@ -94,7 +95,7 @@ async def test_locate_names_the_slots_that_hold_the_bytes(cache: Cache) -> None:
     assert in_host.host_slot is not None
     assert (on_device.host_slot, in_host.device_slot, nowhere.device_slot, nowhere.host_slot) == (None,) * 4
     view = cache.arena.view(Tier.DEVICE, 0, on_device.device_slot, write=False)
-    assert_bytes(KEYS[:1], [np.concatenate(view)])
+    assert_bytes(KEYS[:1], [bytes_in(view)])
     slots = np.array([on_device.device_slot], dtype=np.intp)
     assert on_device.device_generation == cache.arena.generations(Tier.DEVICE, 0, slots)[0]
 
@@ -102,10 +103,7 @@ async def test_locate_names_the_slots_that_hold_the_bytes(cache: Cache) -> None:
 async def test_reserve_fills_and_commits_a_chain_of_one_call(cache: Cache) -> None:
     async with cache.reserve(4, Tier.HOST) as lease:
         for index, data in enumerate(blocks(KEYS)):
-            start = 0
-            for part in lease.view(index):
-                part[:] = data[start : start + part.size]
-                start += part.size
+            write_into(lease.view(index), data)
         assert await lease.commit(KEYS, priorities=[10, 20, 30, 40]) == [OK] * 4
         assert not lease.view(0)[0].flags.writeable
     assert_bytes(KEYS, await cache.get(KEYS, tier=Tier.HOST))
@@ -157,7 +155,7 @@ async def test_acquire_makes_a_chain_ready_wherever_it_was(cache: Cache, tier: T
     async with cache.acquire([*KEYS, *chain("more", 1)], tier, min_blocks=4) as lease:
         assert (lease.keys, lease.matched, lease.found_in) == (tuple(KEYS), 4, bytes([stored_in.bit] * 4))
         assert lease.unchanged()
-        assert_bytes(KEYS, [np.concatenate(lease.view(index)) for index in range(4)])
+        assert_bytes(KEYS, [bytes_in(lease.view(index)) for index in range(4)])
     # A promotion from the host frees the source; the disk keeps its copy; a look from below leaves the device's alone.
     promoted = (stored_in, tier) == (Tier.HOST, Tier.DEVICE)
     assert set((await cache.match(KEYS)).residency) == {tier.bit if promoted else tier.bit | stored_in.bit}
@@ -172,7 +170,7 @@ async def test_acquire_of_several_chains_claims_every_match_first(client: AsyncC
     async with cache.acquire_many([*chains, chain("absent", 3)], Tier.DEVICE) as leases:
         assert [lease.blocks for lease in leases] == [2, 2, 2, 2, 0]
         for keys, lease in zip(chains, leases, strict=False):
-            assert_bytes(keys, [np.concatenate(lease.view(index)) for index in range(2)])
+            assert_bytes(keys, [bytes_in(lease.view(index)) for index in range(2)])
         assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 8
     stats = await cache_stats(client, cache.name)
     assert (stats.hits_host, stats.misses) == (8, 3)
@@ -206,7 +204,7 @@ async def test_a_held_block_is_not_evicted(cache: Cache) -> None:
         crowd = chain("crowd", 64)
         await cache.put(crowd, blocks(crowd), tier=Tier.HOST)
         assert lease.unchanged()
-        assert_bytes(KEYS, [np.concatenate(lease.view(index)) for index in range(4)])
+        assert_bytes(KEYS, [bytes_in(lease.view(index)) for index in range(4)])
 
 
 async def test_a_put_may_take_the_room_of_a_parent_that_nobody_holds(client: AsyncClient, name: str) -> None:

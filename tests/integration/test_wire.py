@@ -32,6 +32,7 @@ from kvtier.wire import budgets_to_wire, spec_to_wire
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import AttachSocket, RawClient, channel_to, close_all, refusal
+from tests.integration.touching import bytes_in, write_into
 
 Code = grpc.StatusCode
 DEVICE, HOST, DISK = common_pb2.TIER_DEVICE, common_pb2.TIER_HOST, common_pb2.TIER_DISK
@@ -78,10 +79,7 @@ async def test_a_block_from_open_to_close_by_hand(raw: RawClient, name: str) -> 
     odd = arena.generations(Tier.HOST, 0, np.array(reserved.slots))
     assert set(odd % 2) == {1}
     for slot, key in zip(reserved.slots, keys, strict=False):
-        start = 0
-        for part in arena.view(Tier.HOST, 0, slot, write=True):
-            part[:] = block(key)[start : start + part.size]
-            start += part.size
+        write_into(arena.view(Tier.HOST, 0, slot, write=True), block(key))
     commit = blocks_pb2.CommitRequest(
         cache_id=cache,
         lease_id=reserved.lease_id,
@@ -122,7 +120,7 @@ async def test_a_block_from_open_to_close_by_hand(raw: RawClient, name: str) -> 
     assert (chain_found.matched, chain_found.found_in) == (2, bytes([Tier.HOST.bit] * 2))
     assert (chain_absent.lease_id, chain_absent.matched, chain_absent.refusal) == (0, 0, "")
     views = [arena.view(Tier.DEVICE, 0, slot, write=False) for slot in chain_found.slots]
-    assert_bytes(keys, [np.concatenate(view) for view in views])
+    assert_bytes(keys, [bytes_in(view) for view in views])
     now = arena.generations(Tier.DEVICE, 0, np.array(chain_found.slots))
     assert list(chain_found.generations) == list(now)
 

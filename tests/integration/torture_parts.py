@@ -35,6 +35,7 @@ from kvtier.answers import ReadCounts
 from kvtier.lease import WriteLease
 from kvtier.stock import Stock
 from tests.integration.torture_blocks import CHAIN_BLOCKS, CHAINS, GARBAGE, SPEC, block, chain, fault_in
+from tests.integration.touching import bytes_in, scribble_into, write_into
 
 COUNTERS: Final = (
     "turns",  # operations that have ended, one way or another
@@ -223,7 +224,7 @@ async def _read_and_hold(part: Part) -> None:
                 with part.turn(holds=True):
                     async with cache.acquire(part.some_chain()) as lease:
                         await asyncio.sleep(part.rng.uniform(0, _HOLD_S))
-                        seen = [np.concatenate(lease.view(index)) for index in range(len(lease))]
+                        seen = [bytes_in(lease.view(index)) for index in range(len(lease))]
                         part.compare("a read lease", lease.keys, seen)
                         if not lease.unchanged():
                             part.wrong("a slot under a read lease has changed")
@@ -278,12 +279,8 @@ def fill(part: Part) -> None:
                 keys = part.some_chain()
                 with cache.reserve(len(keys)) as lease:
                     for index, key in enumerate(keys):
-                        views, start = lease.view(index), 0
-                        for view in views:
-                            view.fill(GARBAGE)
-                        for view in views:
-                            view[:] = block(key)[start : start + len(view)]
-                            start += len(view)
+                        scribble_into(lease.view(index), GARBAGE)
+                        write_into(lease.view(index), block(key))
                     if part.rng.random() < 0.8:
                         part.has_put(lease.commit(keys, priorities=part.rng.choice(_PRIORITIES)))
 

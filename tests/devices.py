@@ -1,0 +1,44 @@
+"""Whose memory the device tier of the tests' daemons is: a property of the whole test session, told by the environment.
+
+``KVTIER_TEST_DEVICE`` unset, or "stand-in": shared memory. "fake": CUDA, with NVIDIA's bindings played by
+``tests/fakes``, which go before the real ones wherever Python looks, in every process of the session: pytest's own is a
+client, too. Anything else: a GPU, named as the daemon's key ``device`` names it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+VARIABLE: Final = "KVTIER_TEST_DEVICE"
+STAND_IN: Final = "stand-in"
+FAKE: Final = "fake"
+FAKES: Final = Path(__file__).parent / "fakes"
+
+DEVICE: Final = os.environ.get(VARIABLE) or STAND_IN
+ON_CUDA: Final = DEVICE != STAND_IN
+"""Slots of the device are reached through CUDA's driver, be it NVIDIA's or the fake."""
+ON_FAKE: Final = DEVICE == FAKE
+
+
+def flags() -> tuple[str, ...]:
+    """Of the command line of a daemon that has a device tier."""
+    if not ON_CUDA:
+        return ()
+    return "--device", "cuda" if ON_FAKE else DEVICE
+
+
+def with_fakes(environment: dict[str, str]) -> dict[str, str]:
+    """An environment whose Python finds the fakes first."""
+    rest = environment.get("PYTHONPATH")
+    return environment | {"PYTHONPATH": os.pathsep.join([str(FAKES), *([rest] if rest else [])])}
+
+
+def prepare() -> None:
+    """To be called before anything imports ``cuda``: this process, and all that it starts, find what the session is to
+    run on."""
+    if ON_FAKE:
+        sys.path.insert(0, str(FAKES))
+        os.environ |= with_fakes(dict(os.environ))

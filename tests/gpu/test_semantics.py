@@ -1,0 +1,64 @@
+"""What kvtier does, it does on this device: the integration tests that say so, run on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+
+from tests import devices
+from tests.sessions import Sessions
+
+pytestmark = pytest.mark.gpu
+
+MODULES: Final = (
+    # Those that take longest first.
+    "test_events_complete",
+    "test_mirror",
+    "test_torture",
+    "test_crash",
+    "test_restart",
+    "test_reads_without_calls",
+    "test_supervise",
+    "test_across_groups",
+    "test_write_policies",
+    "test_dead_clients",
+    "test_transfer",
+    "test_cache_life",
+    "test_verbs",
+    "test_edges",
+    "test_model_kinds",
+    "test_two_clients",
+    "test_lost_disk",
+    "test_disk_faults",
+    "test_tier_subsets",
+    "test_retention_verbs",
+    "test_repeated_calls",
+    "test_refusals",
+    "test_reserve_next",
+    "test_stock",
+    "test_caps",
+    "test_cache_options",
+    "test_commit_and_release",
+    "test_commit_stream",
+    "test_consumer",
+    "test_sync_client",
+    "test_tensors",
+)
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[Sessions]:
+    jobs = max(1, (os.cpu_count() or 1) * 3 // 4)
+    with Sessions(devices.DEVICE, dict.fromkeys(MODULES, ""), jobs) as sessions:
+        yield sessions
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_it_means_the_same_here(sessions: Sessions, module: str, tell: list[str]) -> None:
+    outcome = sessions.outcome(module)
+    outcome.assert_passed()
+    tell.append(f"{outcome.tests - len(outcome.skipped)} passed, {len(outcome.skipped)} skipped")
+    tell.extend(sorted(set(outcome.skipped)))
