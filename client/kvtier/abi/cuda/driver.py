@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, NewType
 
-from kvtier.abi.cuda.errors import NOT_READY, CudaError, CudaLost, CudaUnsupported, error_of
+from kvtier.abi.cuda.errors import NOT_READY, CudaError, CudaLost, CudaUnavailable, CudaUnsupported, error_of
 from kvtier.abi.cuda.opening import Features, described, find, load_bindings
 
 Address = NewType("Address", int)
@@ -79,7 +79,11 @@ class Driver:
         self._source_in_stream_order.srcAccessOrder = bindings.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         self._relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._fd = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        self._context = self._plain(bindings.cuDevicePrimaryCtxRetain, self._device)
+        try:
+            self._context = self._plain(bindings.cuDevicePrimaryCtxRetain, self._device)
+        except CudaError as error:
+            # The device is full, or in a mode that lets one process in, or none.
+            raise CudaUnavailable(f"device {device} ({self.name}) takes no context of this process: {error}") from error
 
     def close(self) -> None:
         """Gives the context back. Streams, events and plain memory end with it unless someone else uses it, too."""

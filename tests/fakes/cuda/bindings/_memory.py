@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -34,12 +35,11 @@ def _mmap(address: int, size: int, protection: int, flags: int, fd: int) -> int:
 
 @dataclass(slots=True)
 class _Physical:
-    """Memory on the device. ``imported``: of another process, so not counted here."""
+    """Memory on the device."""
 
     fd: int
     size: int
     exportable: bool
-    imported: bool
     handle: bool = True
     mappings: int = 0
 
@@ -110,6 +110,9 @@ class Memory:
         self._registered: _Ranges[_Range] = _Ranges()
         self._of_host: dict[int, mmap.mmap] = {}
         self._used = 0
+        self._holders: Counter[int] = (
+            Counter()
+        )  # by inode: of a process's own memory, and what it imported of another's
 
     def free_bytes(self) -> int:
         return self._limit - self._used
@@ -119,11 +122,11 @@ class Memory:
     def create(self, size: int, exportable: bool) -> int:
         if size <= 0 or size % GRANULARITY:
             raise invalid(f"size {size} is not a multiple of {GRANULARITY}")
-        self._take(size)
+        self._check_room(size)
         fd = os.memfd_create(_NAME)
         os.ftruncate(fd, size)
         _fill(fd, size)
-        return self._new_handle(_Physical(fd, size, exportable, imported=False))
+        return self._new_handle(_Physical(fd, size, exportable))
 
     def release(self, handle: int) -> None:
         physical = self._physical(handle)
@@ -144,11 +147,15 @@ class Memory:
             raise invalid(f"descriptor {fd}: {error}") from error
         if _NAME not in name:
             raise invalid(f"descriptor {fd} is {name}, not device memory")
-        return self._new_handle(_Physical(os.dup(fd), os.fstat(fd).st_size, exportable=True, imported=True))
+        return self._new_handle(_Physical(os.dup(fd), os.fstat(fd).st_size, exportable=True))
 
     def _new_handle(self, physical: _Physical) -> int:
         handle = next(self._numbers)
         self._handles[handle] = physical
+        inode = os.fstat(physical.fd).st_ino
+        if not self._holders[inode]:
+            self._used += physical.size
+        self._holders[inode] += 1
         return handle
 
     def _physical(self, handle: int) -> _Physical:
@@ -159,14 +166,17 @@ class Memory:
 
     def _drop(self, physical: _Physical) -> None:
         if not physical.handle and not physical.mappings:
+            self._leave(os.fstat(physical.fd).st_ino, physical.size)
             os.close(physical.fd)
-            if not physical.imported:
-                self._used -= physical.size
 
-    def _take(self, size: int) -> None:
+    def _leave(self, inode: int, size: int) -> None:
+        self._holders[inode] -= 1
+        if not self._holders[inode]:
+            self._used -= size
+
+    def _check_room(self, size: int) -> None:
         if size > self.free_bytes():
             raise Refusal(CUresult.CUDA_ERROR_OUT_OF_MEMORY, f"{size} bytes of {self.free_bytes()} that are free")
-        self._used += size
 
     # Addresses. ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +247,8 @@ class Memory:
     def alloc(self, size: int) -> int:
         if size <= 0:
             raise invalid("0 bytes")
-        self._take(size)
+        self._check_room(size)
+        self._used += size
         memory = mmap.mmap(-1, size)
         memory.write(_FRESH * min(size, _FILLED))
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -29,8 +29,8 @@ class Settings:
     ``memory``: bytes of each of ``devices`` devices, counted in each process by itself. ``bindings``: 12 or 13, where
     their forms differ. ``features_off``: of FEATURES. ``lost``: a path; while a file is there every call answers the
     code that is its text, LAUNCH_FAILED where it has none, and for ever after in a process that has seen it.
-    ``record``: a path to which every call is added as a line of JSON, and what was not given back when the process
-    ended.
+    ``hold``: a path; while a file is there streams begin nothing, as behind a long kernel. ``record``: a path to which
+    every call is added as a line of JSON, and what was not given back when the process ended.
     """
 
     seed: int = 0
@@ -42,6 +42,7 @@ class Settings:
     features_off: tuple[str, ...] = ()
     fail: list[Failure] = field(default_factory=list)
     lost: Path | None = None
+    hold: Path | None = None
     record: Path | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class Settings:
 def read_settings() -> Settings:
     fields = json.loads(os.environ.get(VARIABLE) or "{}")
     fields["fail"] = [Failure(**failure) for failure in fields.get("fail", ())]
-    for name in ("lost", "record"):
+    for name in ("lost", "hold", "record"):
         if fields.get(name):
             fields[name] = Path(fields[name])
     return Settings(**fields)

@@ -6,6 +6,7 @@ import atexit
 import itertools
 import json
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from ._enums import CUresult
 from ._memory import Memory
+from ._races import Race, Races
 from ._refusal import Refusal, invalid
 from ._settings import Settings, read_settings
 from ._streams import FakeEvent, FakeStream
@@ -32,6 +34,7 @@ class State:
         self.settings = settings
         self.lock = threading.RLock()
         self.memory = Memory(settings.memory)
+        self.races = Races()
         self.thread = _Thread()
         self.pid = os.getpid()
         self.started = False
@@ -70,12 +73,13 @@ class State:
 
     def new_stream(self) -> int:
         number = next(self._numbers)
-        self.streams[number] = self._stream(self.context())
+        self.streams[number] = self._stream(number, self.context())
         return number
 
-    def _stream(self, context: int) -> FakeStream:
+    def _stream(self, number: int, context: int) -> FakeStream:
+        settings = self.settings
         seed = next(self._seeds)
-        return FakeStream(context, seed, self.settings.max_delay_ms / 1000, self._broke)
+        return FakeStream(number, context, seed, settings.max_delay_ms / 1000, settings.hold, self._broke)
 
     def new_event(self) -> int:
         number = next(self._numbers)
@@ -87,7 +91,7 @@ class State:
         context = self.context()
         if number in (*LEGACY, PER_THREAD):
             if context not in self._defaults:
-                self._defaults[context] = self._stream(context)
+                self._defaults[context] = self._stream(next(self._numbers), context)
             return self._defaults[context]
         stream = self.streams.get(number)
         if stream is None:
@@ -112,6 +116,8 @@ class State:
                 answer = function(*arguments)
         except Refusal as refusal:
             self._note(name, arguments, refusal.code, refusal.why)
+            if isinstance(refusal, Race):
+                print(f"fake CUDA: {name}: {refusal.why}", file=sys.stderr, flush=True)
             return (refusal.code, *(None,) * outputs)
         self._note(name, arguments, CUresult.CUDA_SUCCESS)
         if not outputs:

@@ -7,6 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+
+from ._races import Clock
 
 Work = Callable[[], object]
 
@@ -23,10 +26,21 @@ class Mark:
 
 
 class FakeStream:
-    """``failed`` is called with what a piece of work raises; nothing more is done then, by this stream."""
+    """``failed`` is called with what a piece of work raises; nothing more is done then, by this stream. While a file
+    ``hold`` is there, no work is begun."""
 
-    def __init__(self, context: int, seed: int, max_delay_s: float, failed: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        context: int,
+        seed: int,
+        max_delay_s: float,
+        hold: Path | None,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.number = number
         self.context = context
+        self._hold = hold
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
         self._failed = failed
@@ -68,6 +82,8 @@ class FakeStream:
                 continue
             if self._max_delay_s and self._random.random() < 0.7:
                 time.sleep(self._random.uniform(0, self._max_delay_s))
+            while self._hold is not None and self._hold.exists():
+                time.sleep(0.001)
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - whatever it is, the device is lost by it
@@ -81,3 +97,4 @@ class FakeEvent:
     def __init__(self, context: int) -> None:
         self.context = context
         self.mark = Mark(reached=True)
+        self.clock: Clock = {}

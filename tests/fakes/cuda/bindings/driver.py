@@ -26,8 +26,10 @@ from ._enums import (
 from ._enums import CUmemcpySrcAccessOrder as _Order
 from ._enums import CUmemLocationType as _Location
 from ._memory import GRANULARITY
+from ._races import check_batch
 from ._refusal import Refusal, invalid
 from ._state import LEGACY, STATE, uuid
+from ._streams import FakeStream
 from ._structs import (
     CUDA_MEMCPY2D,
     CUcontext,
@@ -47,6 +49,10 @@ CU_MEMHOSTALLOC_PORTABLE: Final = 1
 CU_MEMHOSTREGISTER_PORTABLE: Final = 1
 _MAX_PITCH: Final = 2**31 - 1
 _CONTEXT: Final = 0xC0_0000
+_BATCH_COPY: Final = 12080 if STATE.settings.bindings == 12 else 13000
+"""The driver's version that brought the call in the form of the bindings."""
+_PIECE: Final = 256 << 10
+"""Bytes between which a copy lets others have their turn, so that one that races is seen half done."""
 
 _Function = Callable[..., Any]
 _memory = STATE.memory
@@ -249,6 +255,7 @@ def cuMemImportFromShareableHandle(
     osHandle: int, shHandleType: CUmemAllocationHandleType
 ) -> CUmemGenericAllocationHandle:
     _check_handle_type(shHandleType)
+    _pointer(osHandle)
     return CUmemGenericAllocationHandle(_memory.import_(osHandle))
 
 
@@ -267,12 +274,14 @@ def cuMemFree(dptr: CUdeviceptr | int) -> None:
 @_entry()
 def cuMemHostRegister(p: int, bytesize: int, Flags: int) -> None:
     STATE.context()
+    _pointer(p)
     _memory.register(p, bytesize)
 
 
 @_entry()
 def cuMemHostUnregister(p: int) -> None:
     STATE.context()
+    _pointer(p)
     _memory.unregister(p)
 
 
@@ -285,7 +294,13 @@ def cuMemHostAlloc(bytesize: int, Flags: int) -> int:
 @_entry()
 def cuMemFreeHost(p: int) -> None:
     STATE.context()
+    _pointer(p)
     _memory.free_host(p)
+
+
+def _pointer(value: int) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"Provided argument is of type {type(value)} but expected int")
 
 
 def _zero(flags: int) -> None:
@@ -328,7 +343,9 @@ def cuStreamCreate(Flags: int) -> CUstream:
 def cuStreamDestroy(hStream: CUstream | int) -> None:
     if int(hStream) in (*LEGACY, 2):
         raise invalid("a default stream")
-    STATE.stream(int(hStream)).end()
+    stream = STATE.stream(int(hStream))
+    stream.end()
+    STATE.races.gone(stream.number)
     del STATE.streams[int(hStream)]
 
 
@@ -349,18 +366,24 @@ def cuEventRecord(hEvent: CUevent | int, hStream: CUstream | int) -> None:
     if event.context != stream.context:
         raise Refusal(CUresult.CUDA_ERROR_INVALID_HANDLE, "event and stream are of different contexts")
     event.mark = stream.mark()
+    event.clock = STATE.races.recorded(stream.number)
 
 
 @_entry()
 def cuEventQuery(hEvent: CUevent | int) -> None:
-    if not STATE.event(int(hEvent)).mark.reached.is_set():
+    event = STATE.event(int(hEvent))
+    if not event.mark.reached.is_set():
         raise Refusal(CUresult.CUDA_ERROR_NOT_READY, "")
+    STATE.races.saw(event.clock)
 
 
 @_entry()
 def cuStreamWaitEvent(hStream: CUstream | int, hEvent: CUevent | int, Flags: int) -> None:
-    mark = STATE.event(int(hEvent)).mark
-    STATE.stream(int(hStream)).give(mark.reached.wait)
+    if Flags:
+        raise invalid("Flags must be 0")
+    event, stream = STATE.event(int(hEvent)), STATE.stream(int(hStream))
+    stream.give(event.mark.reached.wait)
+    STATE.races.waited(stream.number, event.clock)
 
 
 def fake_work(stream: int, work: Callable[[], Any]) -> None:
@@ -380,9 +403,7 @@ def fake_left() -> dict[str, int]:
 
 @_entry()
 def cuMemcpyAsync(dst: CUdeviceptr | int, src: CUdeviceptr | int, ByteCount: int, hStream: CUstream | int) -> None:
-    copies = [(int(dst), int(src), ByteCount)]
-    kinds = _kinds(copies)
-    STATE.stream(int(hStream)).give(lambda: _copy(copies, kinds))
+    _give_copies(STATE.stream(int(hStream)), [(int(dst), int(src), ByteCount)] if ByteCount else [])
 
 
 @_entry()
@@ -394,11 +415,10 @@ def cuMemcpy2DAsync(pCopy: CUDA_MEMCPY2D, hStream: CUstream | int) -> None:
         if not width <= pitch <= _MAX_PITCH:
             raise invalid(f"pitch {pitch} of rows of {width} bytes")
     copies = [(dst + row * pCopy.dstPitch, src + row * pCopy.srcPitch, width) for row in range(rows)]
-    kinds = _kinds(copies)
-    for kind in kinds:
-        if (kind[0] == "device", kind[1] == "device") != (dst_kind, src_kind):
+    for to, start, nbytes in copies:
+        if (_memory.kind(to, nbytes) == "device", _memory.kind(start, nbytes) == "device") != (dst_kind, src_kind):
             raise invalid("a memory type does not fit its address")
-    STATE.stream(int(hStream)).give(lambda: _copy(copies, kinds))
+    _give_copies(STATE.stream(int(hStream)), copies)
 
 
 @_entry(int(STATE.settings.bindings == 12))
@@ -412,10 +432,11 @@ def cuMemcpyBatchAsync(
     numAttrs: int,
     hStream: CUstream | int,
 ) -> int:
-    if "batch_copy" in STATE.settings.features_off:
+    if STATE.settings.driver_version < _BATCH_COPY:
         raise RuntimeError('Function "cuMemcpyBatchAsync" not found')
-    if not all(isinstance(pointer, CUdeviceptr) for pointer in (*dsts, *srcs)):
-        raise TypeError("Argument 'dsts' or 'srcs' is not instance of type (expected list of CUdeviceptr)")
+    for values, kind in ((dsts, CUdeviceptr), (srcs, CUdeviceptr), (sizes, int), (attrs, CUmemcpyAttributes)):
+        if not all(isinstance(value, kind) for value in values):
+            raise TypeError(f"an argument is not a list of {kind.__name__}")
     if int(hStream) in LEGACY:
         raise invalid("the legacy stream")
     if not count or not len(dsts) == len(srcs) == len(sizes) == count or not all(sizes):
@@ -425,12 +446,13 @@ def cuMemcpyBatchAsync(
     if attrs[0].srcAccessOrder is not _Order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM:
         raise invalid("srcAccessOrder is not set")
     copies = [(int(dst), int(src), nbytes) for dst, src, nbytes in zip(dsts, srcs, sizes, strict=True)]
-    kinds = _kinds(copies)
-    STATE.stream(int(hStream)).give(lambda: _copy(copies[::-1], kinds[::-1]))
+    _give_copies(STATE.stream(int(hStream)), copies)
     return 2**64 - 1
 
 
-if STATE.settings.bindings == 12:
+if "batch_copy" in STATE.settings.features_off:
+    del cuMemcpyBatchAsync  # as in bindings before 12.8
+elif STATE.settings.bindings == 12:
     cuMemcpyBatchAsync.__doc__ = "Returns\n-------\nCUresult\nfailIdx : int"
 
 
@@ -451,7 +473,9 @@ def cuMemsetD8Async(dstDevice: CUdeviceptr | int, uc: int, N: int, hStream: CUst
                 raise invalid(f"memory at {address:#x} changed under a fill")
             ctypes.memset(address, uc, N)
 
-    STATE.stream(int(hStream)).give(fill)
+    stream = STATE.stream(int(hStream))
+    STATE.races.given(stream.number, (), [(address, address + N)])
+    stream.give(fill)
 
 
 def _side(kind: CUmemorytype | None, host: int, device: CUdeviceptr | int) -> tuple[int, bool]:
@@ -462,16 +486,23 @@ def _side(kind: CUmemorytype | None, host: int, device: CUdeviceptr | int) -> tu
     raise invalid(f"memory type {kind!r}")
 
 
-def _kinds(copies: list[tuple[int, int, int]]) -> list[tuple[str, str]]:
-    return [(_memory.kind(dst, nbytes), _memory.kind(src, nbytes)) for dst, src, nbytes in copies]
+def _give_copies(stream: FakeStream, copies: list[tuple[int, int, int]]) -> None:
+    if not copies:
+        return
+    kinds = [(_memory.kind(dst, nbytes), _memory.kind(src, nbytes)) for dst, src, nbytes in copies]
+    check_batch(copies)
+    reads = [(src, src + nbytes) for _, src, nbytes in copies]
+    STATE.races.given(stream.number, reads, [(dst, dst + nbytes) for dst, _, nbytes in copies])
+    stream.give(lambda: _copy(copies[::-1], kinds[::-1]))
 
 
 def _copy(copies: list[tuple[int, int, int]], kinds: list[tuple[str, str]]) -> None:
     for (dst, src, nbytes), kind in zip(copies, kinds, strict=True):
-        # With the lock, so that no range goes away under the copy; a real device would fault, or worse.
-        with STATE.lock:
-            if STATE.is_lost():
-                return
-            if (_memory.kind(dst, nbytes), _memory.kind(src, nbytes)) != kind:
-                raise invalid(f"memory at {dst:#x} or {src:#x} changed under a copy")
-            ctypes.memmove(dst, src, nbytes)
+        for done in range(0, nbytes, _PIECE):
+            # With the lock, so that no range goes away under the copy; a real device would fault, or worse.
+            with STATE.lock:
+                if STATE.is_lost():
+                    return
+                if (_memory.kind(dst, nbytes), _memory.kind(src, nbytes)) != kind:
+                    raise invalid(f"memory at {dst:#x} or {src:#x} changed under a copy")
+                ctypes.memmove(dst + done, src + done, min(_PIECE, nbytes - done))

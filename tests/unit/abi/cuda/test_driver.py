@@ -272,6 +272,22 @@ def test_a_device_that_is_not_there(fake: ModuleType, device: str) -> None:
         Driver(fake, device)
 
 
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        ("cuInit", "CUDA_ERROR_NO_DEVICE"),
+        ("cuInit", "CUDA_ERROR_NOT_INITIALIZED"),
+        ("cuInit", "CUDA_ERROR_UNKNOWN"),
+        ("cuDeviceGetUuid", "CUDA_ERROR_UNKNOWN"),
+        ("cuDevicePrimaryCtxRetain", "CUDA_ERROR_OUT_OF_MEMORY"),
+        ("cuDevicePrimaryCtxRetain", "CUDA_ERROR_DEVICE_UNAVAILABLE"),
+    ],
+)
+def test_a_device_that_does_not_open(call: str, code: str) -> None:
+    with pytest.raises(CudaUnavailable):
+        Driver(load_fake(fail=[{"call": call, "code": code}]), "cuda")
+
+
 def test_a_name_that_is_none(fake: ModuleType) -> None:
     with pytest.raises(ValueError, match="must be cuda, cuda:N or GPU-<uuid>"):
         Driver(fake, "gpu0")

@@ -1,0 +1,308 @@
+"""The fake refuses what CUDA's documentation forbids, so that a test on it fails where a GPU would go wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.abi.cuda.driver import Address, Direction, Driver, Stream
+from kvtier.abi.cuda.errors import CudaError, CudaUnsupported
+from kvtier.abi.cuda.memory import DeviceMemory
+from tests.fake_cuda import fake_environment, load_fake
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fake() -> ModuleType:
+    return load_fake(max_delay_ms=0)
+
+
+@pytest.fixture
+def driver(fake: ModuleType) -> Driver:
+    driver = Driver(fake, "cuda")
+    driver.bind()
+    return driver
+
+
+@pytest.fixture
+def at(driver: Driver) -> Iterator[Address]:
+    memory = DeviceMemory.create(driver, 8 * MIB)
+    yield memory.address
+    memory.close()
+
+
+def refused(name: str = "INVALID_VALUE") -> Any:
+    return pytest.raises(CudaError, match=f"CUDA_ERROR_{name}")
+
+
+def plus(address: int, offset: int) -> Address:
+    return Address(address + offset)
+
+
+def finish(driver: Driver, stream: Stream) -> None:
+    event = driver.event()
+    driver.record(event, stream)
+    while not driver.done(event):
+        pass
+
+
+def test_sizes_and_addresses_are_multiples_of_the_granularity(driver: Driver) -> None:
+    granularity = driver.granularity()
+    with refused():
+        driver.create(granularity + 4096)
+    handle, address = driver.create(granularity), driver.reserve(2 * granularity)
+    assert address % granularity == 0
+    with refused():
+        driver.map(address, 4096, handle)
+    with refused():
+        driver.map(address, 2 * granularity, handle)  # more than the memory has
+    with refused():
+        driver.map(plus(address, 2 * granularity), granularity, handle)  # not reserved
+
+
+def test_memory_is_mapped_and_allowed_before_it_is_touched(driver: Driver, at: Address) -> None:
+    size = driver.granularity()
+    stream = driver.stream()
+    handle, address = driver.create(size), driver.reserve(size)
+    with refused():
+        driver.copy(address, at, 4096, stream)
+    driver.map(address, size, handle)
+    with refused():
+        driver.copy(address, at, 4096, stream)
+    driver.allow(address, size)
+    driver.copy(address, at, 4096, stream)
+    with refused():
+        driver.copy(address, at, size + 1, stream)
+
+
+def test_a_range_is_given_back_after_its_mapping_and_once(driver: Driver) -> None:
+    size = driver.granularity()
+    handle, address = driver.create(size), driver.reserve(size)
+    driver.map(address, size, handle)
+    driver.release(handle)
+    with refused():
+        driver.release(handle)
+    with refused():
+        driver.unreserve(address, size)
+    driver.unmap(address, size)
+    with refused():
+        driver.unmap(address, size)
+    driver.unreserve(address, size)
+    with refused():
+        driver.unreserve(address, size)
+
+
+def test_plain_and_host_memory_is_given_back_once(driver: Driver) -> None:
+    plain, pinned = driver.alloc(4096), driver.alloc_host(4096)
+    driver.free(plain)
+    driver.free_host(pinned)
+    with refused():
+        driver.free(plain)
+    with refused():
+        driver.free_host(pinned)
+    with refused("HOST_MEMORY_NOT_REGISTERED"):
+        driver.unregister(pinned)
+
+
+def test_memory_is_registered_once(driver: Driver) -> None:
+    pages = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    start = Address(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
+    driver.register(start, 2 * mmap.PAGESIZE)
+    with refused("HOST_MEMORY_ALREADY_REGISTERED"):
+        driver.register(plus(start, mmap.PAGESIZE), 2 * mmap.PAGESIZE)
+    with refused("HOST_MEMORY_NOT_REGISTERED"):
+        driver.unregister(plus(start, mmap.PAGESIZE))
+    with pytest.raises(ValueError, match="must be whole pages"):
+        driver.register(plus(start, 2 * mmap.PAGESIZE), 100)
+    driver.unregister(start)
+
+
+def test_a_thread_without_a_context_is_refused(fake: ModuleType, driver: Driver) -> None:
+    stream = driver.stream()
+    codes: list[Any] = []
+    work: tuple[Callable[[], Any], ...] = (
+        lambda: fake.cuMemAlloc(4096),
+        lambda: fake.cuStreamCreate(1),
+        lambda: fake.cuEventCreate(2),
+        lambda: fake.cuMemcpyAsync(1, 2, 3, stream),
+    )
+    thread = threading.Thread(target=lambda: codes.extend(call()[0].name for call in work))
+    thread.start()
+    thread.join()
+    assert codes == ["CUDA_ERROR_INVALID_CONTEXT"] * len(work)
+
+
+def test_what_a_batch_may_not_be(fake: ModuleType, driver: Driver, at: Address) -> None:
+    stream = driver.stream()
+    for stream_, copies in (
+        (stream, []),
+        (stream, [(at, plus(at, MIB), 0)]),
+        (Stream(0), [(at, plus(at, MIB), 4096)]),
+        (stream, [(at, plus(at, MIB), 4096), (plus(at, 4095), plus(at, 2 * MIB), 4096)]),
+        (stream, [(at, plus(at, MIB), 4096), (plus(at, 2 * MIB), at, 4096)]),
+    ):
+        with refused():
+            driver.copy_batch(copies, stream_)
+    with pytest.raises(TypeError):
+        driver.copy_batch([(at, plus(at, MIB), np.int64(4096))], stream)  # type: ignore[list-item]
+    driver.copy_batch([(at, plus(at, MIB), 4096), (plus(at, 4096), plus(at, MIB), 4096)], stream)
+
+
+def test_rows_fit_their_strides(driver: Driver, at: Address) -> None:
+    stream = driver.stream()
+    there = plus(at, 4 * MIB)
+    for dst_stride, src_stride in ((512, 1024), (1024, 512), (1024, 2**31)):
+        with refused():
+            driver.copy_rows(there, dst_stride, at, src_stride, 1024, 2, stream, direction=Direction.ON_DEVICE)
+    with refused():  # both are on the device
+        driver.copy_rows(there, 1024, at, 1024, 1024, 2, stream, direction=Direction.TO_HOST)
+
+
+class TestRaces:
+    """Two streams and the same bytes, in every way that they may not be ordered, and in every way that they may."""
+
+    @pytest.fixture
+    def streams(self, driver: Driver) -> tuple[Stream, Stream]:
+        return driver.stream(), driver.stream()
+
+    @pytest.mark.parametrize(
+        ("first", "second"),
+        [((0, MIB), (2 * MIB, 0)), ((0, MIB), (0, 2 * MIB)), ((MIB, 0), (0, 2 * MIB))],
+        ids=["read after write", "write after write", "write after read"],
+    )
+    def test_the_second_needs_a_wait(
+        self,
+        driver: Driver,
+        at: Address,
+        streams: tuple[Stream, Stream],
+        first: tuple[int, int],
+        second: tuple[int, int],
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        driver.copy(plus(at, first[0]), plus(at, first[1]), 4096, streams[0])
+        event = driver.event()
+        driver.record(event, streams[0])
+        with refused():
+            driver.copy(plus(at, second[0] + 4095), plus(at, second[1] + 4095), 4096, streams[1])
+        assert "unordered with earlier work" in capfd.readouterr().err
+        driver.wait(streams[1], event)
+        driver.copy(plus(at, second[0] + 4095), plus(at, second[1] + 4095), 4096, streams[1])
+
+    def test_an_event_covers_only_what_came_before_it(
+        self, driver: Driver, at: Address, streams: tuple[Stream, Stream]
+    ) -> None:
+        event = driver.event()
+        driver.record(event, streams[0])
+        driver.fill(at, 1, 4096, streams[0])
+        driver.wait(streams[1], event)
+        with refused():
+            driver.fill(at, 2, 4096, streams[1])
+
+    def test_what_the_host_saw_done_needs_no_wait(
+        self, driver: Driver, at: Address, streams: tuple[Stream, Stream]
+    ) -> None:
+        driver.fill(at, 1, 4096, streams[0])
+        finish(driver, streams[0])
+        driver.fill(at, 2, 4096, streams[1])
+
+    def test_one_stream_and_readers_and_other_bytes_need_none(
+        self, driver: Driver, at: Address, streams: tuple[Stream, Stream]
+    ) -> None:
+        driver.fill(at, 1, 4096, streams[0])
+        driver.fill(at, 2, 4096, streams[0])
+        driver.copy(plus(at, MIB), plus(at, 3 * MIB), 4096, streams[0])
+        driver.copy(plus(at, 2 * MIB), plus(at, 3 * MIB), 4096, streams[1])
+        driver.fill(plus(at, 4096), 2, 4096, streams[1])
+
+    def test_waits_add_up(self, driver: Driver, at: Address, streams: tuple[Stream, Stream]) -> None:
+        third = driver.stream()
+        driver.fill(at, 1, 4096, streams[0])
+        for before, after in ((streams[0], streams[1]), (streams[1], third)):
+            event = driver.event()
+            driver.record(event, before)
+            driver.wait(after, event)
+        driver.fill(at, 2, 4096, third)
+
+
+def test_held_streams_do_nothing_until_they_are_let_go(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    driver = Driver(load_fake(hold=hold, max_delay_ms=0), "cuda")
+    memory = DeviceMemory.create(driver, 4096)
+    stream, event = driver.stream(), driver.event()
+    driver.fill(memory.address, 7, 4096, stream)
+    driver.record(event, stream)
+    assert not driver.done(event)
+    assert ctypes.string_at(memory.address, 1) != b"\x07"
+    hold.unlink()
+    while not driver.done(event):
+        pass
+    assert ctypes.string_at(memory.address, 1) == b"\x07"
+
+
+def test_a_call_fails_as_often_as_asked(driver: Driver) -> None:
+    fake = load_fake(fail=[{"call": "cuEventCreate", "code": "CUDA_ERROR_OUT_OF_MEMORY", "after": 1, "times": 2}])
+    driver = Driver(fake, "cuda")
+    outcomes = []
+    for _ in range(5):
+        try:
+            driver.event()
+            outcomes.append(True)
+        except CudaError:
+            outcomes.append(False)
+    assert outcomes == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "has"),
+    [
+        ({"features_off": ["batch_copy"]}, False),
+        ({"bindings": 12, "driver_version": 12080}, True),
+        ({"bindings": 12, "driver_version": 12060}, False),
+        ({"bindings": 13, "driver_version": 13000}, True),
+        ({"bindings": 13, "driver_version": 12090}, False),
+    ],
+)
+def test_batches_need_a_driver_that_knows_the_form_of_the_bindings(settings: dict[str, Any], has: bool) -> None:
+    driver = Driver(load_fake(max_delay_ms=0, **settings), "cuda")
+    assert driver.features.batch_copy is has
+    memory, stream = DeviceMemory.create(driver, 8192), driver.stream()
+    copies = [(plus(memory.address, 4096), memory.address, 4096)]
+    if has:
+        driver.copy_batch(copies, stream)
+        finish(driver, stream)
+    else:
+        with pytest.raises((CudaUnsupported, AttributeError), match="cuMemcpyBatchAsync"):
+            driver.copy_batch(copies, stream)
+
+
+def test_calls_and_leaks_are_written_down(tmp_path: Path) -> None:
+    record = tmp_path / "calls"
+    script = """
+from kvtier.abi.cuda.driver import Driver
+driver = Driver.open("cuda")
+driver.stream(), driver.alloc(4096)
+try:
+    driver.free(1)
+except Exception as error:
+    print(error)
+"""
+    environment = fake_environment(record=record)
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=60)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert lines[-1]["left"] == {"allocations": 1, "streams": 1, "contexts": 1}
+    (freed,) = [line for line in lines if line.get("call") == "cuMemFree"]
+    assert (freed["arguments"], freed["code"]) == ([1], "CUDA_ERROR_INVALID_VALUE")
+    assert "was not allocated" in freed["why"]
