@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvtierd.core.ids import GroupId, Key, SlotId
+from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.core.outcome import Move, MoveItem
-from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Batch, Faults, Finish, Piece, destination, items_of
+from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk import DiskRead, DiskWrite
 
 
 def write(batch: Batch) -> Finish:
-    """Stores blocks and retires slots, all in one transaction. Raises ``TierIOError`` if nothing was stored.
+    """Stores blocks and retires slots, all in one transaction. Raises ``TierIOError`` if nothing was stored."""
+    runtime = batch[0].runtime
+    parts = {
+        place: runtime.memory(move.src).padded_parts(move.group, item.src)
+        for place, (move, item) in enumerate(items_of(batch))
+        if item.dst is not None
+    }
+    return store(batch, parts)
+
+
+def store(batch: Batch, parts: Mapping[int, Sequence[Bytes]]) -> Finish:
+    """The same with the records of the blocks, by their places in the batch; what has none fails.
 
     While one batch is made durable, the bytes of the next are written.
     """
-    runtime = batch[0].runtime
+    disk = batch[0].runtime.store
     writes: list[DiskWrite] = []
     places: list[int] = []
     retires = []
+    failed: set[int] = set()
     for place, (move, item) in enumerate(items_of(batch)):
         if item.dst is None:
             retires.append((move.group, item.key, item.src))
-            continue
-        parts = runtime.memory(move.src).padded_parts(move.group, item.src)
-        writes.append(DiskWrite(move.group, item.dst, item.key, item.parent, item.traits, parts))
-        places.append(place)
-    begun = runtime.store.begin(writes)
+        elif place in parts:
+            writes.append(DiskWrite(move.group, item.dst, item.key, item.parent, item.traits, parts[place]))
+            places.append(place)
+        else:
+            failed.add(place)
+    begun = disk.begin(writes)
 
     def finish() -> Faults:
-        failed = runtime.store.finish(begun, retires)
-        return Faults(failed=frozenset(places[index] for index in failed))
+        unstored = disk.finish(begun, retires)
+        return Faults(failed=frozenset(failed.union(places[index] for index in unstored)))
 
     return finish
 
@@ -39,16 +52,24 @@ def write(batch: Batch) -> Finish:
 def read(batch: Batch) -> Faults:
     """Reads blocks into memory and verifies them."""
     runtime = batch[0].runtime
-    report = runtime.store.read([_read_of(runtime, move, item) for move, item in items_of(batch)])
+    items = items_of(batch)
+    return fetch(batch, [runtime.memory(_target(m)).padded_parts(m.group, destination(item)) for m, item in items])
+
+
+def fetch(batch: Batch, parts: Sequence[Sequence[Bytes]]) -> Faults:
+    """The same into these records, one an item."""
+    reads = [
+        DiskRead(move.group, item.src, item.key, into)
+        for (move, item), into in zip(items_of(batch), parts, strict=True)
+    ]
+    report = batch[0].runtime.store.read(reads)
     return Faults(failed=report.failed, corrupt=report.corrupt)
 
 
-def _read_of(runtime: CacheRuntime, move: Move, item: MoveItem) -> DiskRead:
+def _target(move: Move) -> Tier:
     if move.dst is None:
         raise ValueError("a reader cannot retire slots")
-    return DiskRead(
-        move.group, item.src, item.key, runtime.memory(move.dst).padded_parts(move.group, destination(item))
-    )
+    return move.dst
 
 
 def independent(batch: Batch, piece: Piece) -> bool:

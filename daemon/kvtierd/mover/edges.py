@@ -14,7 +14,7 @@ from typing import Final
 
 from kvtierd.core.ids import CacheId, MoveId, Tier
 from kvtierd.core.outcome import Move, MoveResult
-from kvtierd.mover import diskio, streams
+from kvtierd.mover import diskio, ways
 from kvtierd.mover.lanes import Lane
 from kvtierd.mover.mailbox import Mailbox
 from kvtierd.mover.runtime import CacheRuntime
@@ -22,15 +22,15 @@ from kvtierd.mover.work import Edge, Piece, Report
 from kvtierd.mover.worker import Crew
 
 LANES: Final = (
-    Lane("device-to-host", ((Tier.DEVICE, Tier.HOST),), threads=1, batch_blocks=256, carry_out=streams.copy),
-    Lane("host-to-device", ((Tier.HOST, Tier.DEVICE),), threads=1, batch_blocks=256, carry_out=streams.copy),
+    Lane("device-to-host", ((Tier.DEVICE, Tier.HOST),), threads=1, batch_blocks=256, carry_out=ways.copy, halves=True),
+    Lane("host-to-device", ((Tier.HOST, Tier.DEVICE),), threads=1, batch_blocks=256, carry_out=ways.copy, halves=True),
     Lane(
         "disk-writer",
         ((Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.DISK), (Tier.DISK, None)),
         threads=1,  # what is queued first is committed first: ancestors before descendants, deletions before reuse
         batch_blocks=32,
         batch_bytes=8 << 20,
-        carry_out=diskio.write,
+        carry_out=ways.write,
         may_join=diskio.independent,
         halves=True,
     ),
@@ -39,7 +39,8 @@ LANES: Final = (
         ((Tier.DISK, Tier.HOST), (Tier.DISK, Tier.DEVICE)),
         threads=2,  # two reach what the disk can give
         batch_blocks=32,
-        carry_out=diskio.read,
+        carry_out=ways.read,
+        halves=True,
     ),
 )
 
@@ -111,7 +112,7 @@ class Edges:
         """Queues a move. Its slots belong to the mover until its result is delivered."""
         edge = (move.src, move.dst)
         lane, crew = self._routes[edge]
-        pieces = list(_cut(runtime, move, lane.batch_blocks))
+        pieces = list(_cut(runtime, move, lane.blocks_at_once(runtime, move)))
         self._journeys[runtime.id, move.id] = _Journey(runtime, move, len(pieces))
         self._in_flight[runtime.id] += 1
         self._queued[edge] += len(move.items)

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvtierd.core.ids import DEVICE
+from kvtierd.core.outcome import Move
+from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Batch, CarryOut, Edge, Piece
 
 RETIRES_PER_COPY: Final = 4
@@ -31,6 +34,13 @@ class Lane:
     halves: bool = False
     batch_bytes: int = 0
 
+    def blocks_at_once(self, runtime: CacheRuntime, move: Move) -> int:
+        """How many items of a move a piece may have, so that it is no more than a batch."""
+        if runtime.cuda is None or DEVICE not in (move.src, move.dst):
+            return self.batch_blocks
+        fit = runtime.cuda.batch_bytes // runtime.spec.record_bytes(move.group)
+        return max(1, min(self.batch_blocks, fit))
+
     def joins(self, batch: Batch, piece: Piece) -> bool:
         """Whether ``piece``, which comes next in the queue, may be carried out together with ``batch``."""
         members = [*batch, piece]
@@ -39,8 +49,15 @@ class Lane:
         retires = sum(len(member.items) for member in members if member.move.dst is None)
         nbytes = sum(len(member.items) * _slot_bytes(member) for member in copying)
         small = copies <= self.batch_blocks or nbytes <= self.batch_bytes
-        fits = small and retires <= self.batch_blocks * RETIRES_PER_COPY
+        fits = small and retires <= self.batch_blocks * RETIRES_PER_COPY and _fits_device(members)
         return fits and batch[0].runtime is piece.runtime and self.may_join(batch, piece)
+
+
+def _fits_device(members: Batch) -> bool:
+    """Whether a GPU's part of it is small enough not to keep others waiting."""
+    cuda = members[0].runtime.cuda
+    touching = [member for member in members if DEVICE in (member.move.src, member.move.dst)]
+    return cuda is None or sum(len(member.items) * _slot_bytes(member) for member in touching) <= cuda.batch_bytes
 
 
 def _slot_bytes(piece: Piece) -> int:

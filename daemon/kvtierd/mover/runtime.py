@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import DEVICE, CacheId, GroupId, Tier
@@ -15,10 +16,14 @@ from kvtierd.tiers.device import Chaos, StandInDevice
 from kvtierd.tiers.disk import DiskStore
 from kvtierd.tiers.host import HostStore
 
+if TYPE_CHECKING:
+    from kvtierd.mover.cuda.copies import CudaCopies  # whose batches have this module's runtimes
+
 
 @dataclass(slots=True, frozen=True, eq=False)
 class CacheRuntime:
-    """One cache's core, shared memory and stores. A store is None where the cache has no such tier.
+    """One cache's core, shared memory and stores. A store is None where the cache has no such tier. ``cuda``: who
+    copies where the device tier is a GPU's memory.
 
     Only the loop thread touches ``manager`` and ``arena``; worker threads touch the stores.
     """
@@ -31,6 +36,7 @@ class CacheRuntime:
     host: HostStore | None = None
     device: StandInDevice | None = None
     disk: DiskStore | None = None
+    cuda: CudaCopies | None = None
 
     @property
     def chaos(self) -> Chaos | None:

@@ -56,7 +56,11 @@ Finish = Callable[[], Faults]
 
 CarryOut = Callable[[Batch], Faults | Finish]
 """Does a batch's work, in a worker thread; or only its first half, and returns the rest. An exception means that every
-item failed."""
+item failed, unless it is :class:`Unaccounted`."""
+
+
+class Unaccounted(Exception):
+    """Nobody can say whether hardware still works on a batch. It is never reported: its slots are never used again."""
 
 
 def items_of(batch: Batch) -> Iterator[tuple[Move, MoveItem]]:

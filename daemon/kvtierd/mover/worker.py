@@ -16,7 +16,7 @@ from queue import Empty, Queue, SimpleQueue
 from typing import Final, TypeVar
 
 from kvtierd.mover.lanes import Lane
-from kvtierd.mover.work import Batch, Faults, Finish, Piece, Report, reports_of
+from kvtierd.mover.work import Batch, Faults, Finish, Piece, Report, Unaccounted, reports_of
 from kvtierd.tiers.device import Chaos
 
 FAILURE_SHOWN_S: Final = 60.0
@@ -78,15 +78,25 @@ class Hand:
     def _work(self) -> None:
         raise NotImplementedError
 
-    def _attempt(self, batch: Batch, work: Callable[[], Outcome]) -> Outcome | Faults:
+    def _attempt(self, batch: Batch, work: Callable[[], Outcome]) -> Outcome | Faults | None:
+        """None: the batch is not to be reported."""
         try:
             return work()
+        except Unaccounted as error:
+            self._note(error)
+            return None
         except Exception as error:  # noqa: BLE001 - whatever went wrong, the batch failed and the thread goes on
-            self.failure = (time.monotonic_ns(), f"{type(error).__name__}: {error}")
-            _log.exception("a batch failed worker=%s", self.name)
+            self._note(error)
             return Faults(failed=frozenset(range(sum(len(piece.items) for piece in batch))))
 
-    def _report(self, batch: Batch, faults: Faults, started_ns: int) -> None:
+    def _note(self, error: Exception) -> None:
+        self.failure = (time.monotonic_ns(), f"{type(error).__name__}: {error}")
+        _log.error("a batch failed worker=%s", self.name, exc_info=error)
+
+    def _report(self, batch: Batch, faults: Faults | None, started_ns: int) -> None:
+        if faults is None:
+            self.busy_since_ns = None
+            return
         ended_ns = time.monotonic_ns()
         self._simulate_latency(batch[0].runtime.chaos)
         self.busy_since_ns = None
@@ -174,8 +184,8 @@ class Worker(Hand):
         started_ns = self.busy_since_ns = time.monotonic_ns()
         self._simulate_latency(batch[0].runtime.chaos)
         done = self._attempt(batch, partial(self._lane.carry_out, batch))
-        if self._finisher is None or isinstance(done, Faults):
-            self._report(batch, done if isinstance(done, Faults) else self._attempt(batch, done), started_ns)
+        if self._finisher is None or done is None or isinstance(done, Faults):
+            self._report(batch, self._attempt(batch, done) if callable(done) else done, started_ns)
             return
         self.busy_since_ns = None
         self._finisher.put(batch, done, started_ns)

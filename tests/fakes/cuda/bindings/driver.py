@@ -503,6 +503,11 @@ def _copy(copies: list[tuple[int, int, int]], kinds: list[tuple[str, str]]) -> N
             with STATE.lock:
                 if STATE.is_lost():
                     return
-                if (_memory.kind(dst, nbytes), _memory.kind(src, nbytes)) != kind:
+                if not _as_it_was(kind, (_memory.kind(dst, nbytes), _memory.kind(src, nbytes))):
                     raise invalid(f"memory at {dst:#x} or {src:#x} changed under a copy")
                 ctypes.memmove(dst + done, src + done, min(_PIECE, nbytes - done))
+
+
+def _as_it_was(then: tuple[str, str], now: tuple[str, str]) -> bool:
+    """Of pageable memory the driver is done when the call returns, so it may be page-locked meanwhile."""
+    return all(new == old or (old, new) == ("pageable", "pinned") for old, new in zip(then, now, strict=True))

@@ -1,0 +1,22 @@
+"""Waiting for the device without blocking in it: a call that waits cannot be given up, and nobody sees it hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+SPIN_S: Final = 100e-6
+"""A block of a megabyte is there before this, and a sleep would last as long as its copy."""
+SHORTEST_S: Final = 50e-6
+LONGEST_S: Final = 1e-3
+_SHARE: Final = 8
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Asks all the time at first, then after sleeps of an eighth of the time waited so far, within bounds."""
+    began = time.perf_counter()
+    while not done():
+        waited = time.perf_counter() - began
+        if waited > SPIN_S:
+            time.sleep(min(LONGEST_S, max(SHORTEST_S, waited / _SHARE)))

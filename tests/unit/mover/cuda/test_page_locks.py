@@ -1,0 +1,139 @@
+"""Host memory is page-locked chunk by chunk behind the back of those who use it, and all of it undone."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier.abi.cuda.driver import Address, Driver
+from kvtierd.mover.cuda.pagelocks import CHUNK_BYTES, Chunk, PageLocks, chunks_of, in_turn, slots_together
+from tests.fake_cuda import load_fake
+
+PAGE = 4096
+
+
+@pytest.fixture
+def pages() -> mmap.mmap:
+    return mmap.mmap(-1, 16 * PAGE)
+
+
+@pytest.fixture
+def chunks(pages: mmap.mmap) -> list[Chunk]:
+    """Of two groups in turn: the first has chunks at 0, 2, 4, the second at 8 and 10 (in pages)."""
+    start = np.frombuffer(pages, np.uint8).ctypes.data
+    return [Chunk(start + first * PAGE, 2 * PAGE) for first in (0, 8, 2, 10, 4)]
+
+
+class Slow(Driver):
+    """Locks no chunk before it may; counts."""
+
+    def __init__(self, bindings: Any) -> None:
+        super().__init__(bindings, "cuda")
+        self.may = threading.Semaphore(0)
+
+    def register(self, address: Address, nbytes: int) -> None:
+        assert self.may.acquire(timeout=30)
+        super().register(address, nbytes)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+@pytest.fixture
+def fake() -> ModuleType:
+    return load_fake(max_delay_ms=0)
+
+
+@pytest.fixture
+def driver(fake: ModuleType) -> Iterator[Slow]:
+    driver = Slow(fake)
+    yield driver
+    driver.close()
+    assert fake.fake_left() == {}
+
+
+def test_what_is_ready_is_known_chunk_by_chunk_and_all_is_undone(driver: Slow, chunks: list[Chunk]) -> None:
+    locks = PageLocks("cache", driver, chunks)
+    locks.start()
+    assert not locks.covers(chunks[0].address)
+    driver.may.release(3)
+    until(lambda: locks.nbytes == 3 * 2 * PAGE)
+    assert [locks.covers(chunk.address) for chunk in chunks] == [True, True, True, False, False]
+    assert locks.covers(chunks[1].address + 2 * PAGE - 1)
+
+    driver.may.release(2)
+    until(lambda: locks.complete)
+    assert locks.covers(chunks[4].address)
+    assert locks.nbytes == locks.total == 10 * PAGE
+    assert locks.problem is None
+    assert locks.close()
+    assert locks.nbytes == 0
+
+
+def test_a_close_in_the_middle_ends_it_and_undoes_what_was_done(driver: Slow, chunks: list[Chunk]) -> None:
+    locks = PageLocks("cache", driver, chunks)
+    locks.start()
+    driver.may.release(1)
+    until(lambda: locks.nbytes > 0)
+    closing = threading.Thread(target=locks.close)
+    closing.start()
+    driver.may.release(1)  # the chunk that was in hand
+    closing.join(30)
+    assert not closing.is_alive()
+    assert locks.nbytes == 0
+
+
+def test_what_was_never_begun_is_closed(driver: Slow, chunks: list[Chunk]) -> None:
+    assert PageLocks("cache", driver, chunks).close()
+    assert PageLocks("none", driver, []).close()
+
+
+def test_memory_that_cannot_be_locked_stays_as_it_is_and_says_so(chunks: list[Chunk]) -> None:
+    failure = {"call": "cuMemHostRegister", "code": "CUDA_ERROR_OUT_OF_MEMORY", "after": 2, "times": 0}
+    fake = load_fake(fail=[failure])
+    driver = Driver(fake, "cuda")
+    locks = PageLocks("cache", driver, chunks)
+    locks.start()
+    until(lambda: locks.problem is not None)
+    assert locks.problem is not None
+    assert locks.problem.startswith(
+        f"{4 * PAGE} of {10 * PAGE} bytes of host memory are page-locked: cuMemHostRegister"
+    )
+    assert [locks.covers(chunk.address) for chunk in chunks] == [True, True, False, False, False]
+    assert locks.close()
+    driver.close()
+    assert fake.fake_left() == {}
+
+
+def test_memory_that_cannot_be_unlocked_must_stay_mapped(chunks: list[Chunk]) -> None:
+    failure = {"call": "cuMemHostUnregister", "code": "CUDA_ERROR_UNKNOWN", "after": 1}
+    driver = Driver(load_fake(fail=[failure]), "cuda")
+    locks = PageLocks("cache", driver, chunks)
+    locks.start()
+    until(lambda: locks.complete)
+    assert not locks.close()
+    assert locks.nbytes == 4 * 2 * PAGE
+    assert locks.close()
+
+
+def test_chunks_are_whole_slots_and_come_group_by_group_in_turn() -> None:
+    small, large = 12 * PAGE, CHUNK_BYTES + PAGE
+    assert slots_together(small) * small <= CHUNK_BYTES < (slots_together(small) + 1) * small
+    assert slots_together(large) == 1
+    first = list(chunks_of(0, 3000, small))
+    assert sum(chunk.nbytes for chunk in first) == 3000 * small
+    assert all(chunk.address % small == 0 for chunk in first)
+    second = list(chunks_of(1 << 40, 2, large))
+    assert in_turn([iter(first), iter(second)])[:4] == [first[0], second[0], first[1], second[1]]
+    assert list(chunks_of(0, 0, small)) == []

@@ -1,0 +1,224 @@
+"""Batches on streams that are late and overtake each other: what is settled has arrived, whatever failed."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from kvtier.abi.cuda.driver import Direction, Driver
+from kvtier.abi.cuda.errors import CudaError, CudaLost
+from kvtier.abi.cuda.memory import DeviceMemory
+from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.mover.cuda.hazards import Hazards, Spot, spot
+from kvtierd.mover.cuda.pagelocks import Chunk, PageLocks
+from kvtierd.mover.cuda.plan import Rows
+from kvtierd.mover.cuda.traffic import Traffic
+from kvtierd.mover.work import Unaccounted
+from kvtierd.tiers.base import Bytes, TierIOError
+from tests.fake_cuda import load_fake
+from tests.fakes.cuda.bindings._settings import Failure
+
+DOWN, UP = Direction.TO_HOST, Direction.TO_DEVICE
+SLOT = 4096
+SLOTS = 64
+
+
+class Pool:
+    """What can be lost."""
+
+    def __init__(self) -> None:
+        self.lost: str | None = None
+
+    def lose(self, why: str) -> None:
+        self.lost = self.lost or why
+
+
+class Rig:
+    """Host and device memory of as many slots, side by side."""
+
+    def __init__(self, **settings: object) -> None:
+        self.fake: ModuleType = load_fake(**settings)
+        self.driver = Driver(self.fake, "cuda")
+        self.memory = DeviceMemory.create(self.driver, SLOT * SLOTS)
+        self.host: Bytes = np.frombuffer(mmap.mmap(-1, SLOT * SLOTS), dtype=np.uint8)
+        self.locks = PageLocks("rig", self.driver, [Chunk(self.host.ctypes.data, SLOT * SLOTS)])
+        self.pool = Pool()
+        self.traffic = Traffic(self.driver, self.pool, self.locks)
+
+    def on_host(self, slot: int) -> int:
+        return self.host.ctypes.data + slot * SLOT
+
+    def on_device(self, slot: int) -> int:
+        return self.memory.address + slot * SLOT
+
+    def up(self, src: int, dst: int, slots: int = 1) -> Callable[[], None]:
+        """Begins a copy of host slots to the device; the answer settles it."""
+        pieces = [Rows(self.on_device(dst + number), self.on_host(src + number), SLOT) for number in range(slots)]
+        return self._go(UP, pieces, at(Tier.HOST, src, slots), at(Tier.DEVICE, dst, slots))
+
+    def down(self, src: int, dst: int, slots: int = 1) -> Callable[[], None]:
+        pieces = [Rows(self.on_host(dst + number), self.on_device(src + number), SLOT) for number in range(slots)]
+        return self._go(DOWN, pieces, at(Tier.DEVICE, src, slots), at(Tier.HOST, dst, slots))
+
+    def _go(self, way: Direction, pieces: list[Rows], reads: list[Spot], writes: list[Spot]) -> Callable[[], None]:
+        passage = self.traffic.issue(way, pieces, reads, writes)
+        return lambda: self.traffic.settle(passage)
+
+    def fill(self, slot: int, value: int) -> None:
+        self.host[slot * SLOT : (slot + 1) * SLOT] = value
+
+    def value(self, slot: int) -> int:
+        """Which value all bytes of a host slot have."""
+        values = np.unique(self.host[slot * SLOT : (slot + 1) * SLOT])
+        assert len(values) == 1
+        return int(values[0])
+
+    def close(self) -> None:
+        assert self.traffic.close()
+        assert self.locks.close()
+        self.memory.close()
+        self.driver.close()
+        assert self.fake.fake_left() == {}
+
+
+def at(tier: Tier, first: int, slots: int) -> list[Spot]:
+    return [spot(tier, GroupId(0), SlotId(first + number)) for number in range(slots)]
+
+
+@pytest.fixture(params=[13000, 12060], ids=["batches", "one-by-one"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Drivers with and without a call for whole batches."""
+    rig = Rig(max_delay_ms=3, seed=7, driver_version=request.param)
+    rig.locks.start()
+    yield rig
+    rig.close()
+
+
+def test_what_went_up_comes_down_again(rig: Rig) -> None:
+    for slot in range(20):
+        rig.fill(slot, slot + 1)
+    rig.up(0, 30, slots=20)()
+    rig.down(30, 40, slots=20)()
+    assert [rig.value(40 + slot) for slot in range(20)] == list(range(1, 21))
+    assert rig.traffic.under_way == 0
+
+
+def test_rows_are_copied_where_the_slots_have_gaps(rig: Rig) -> None:
+    for slot in range(6):
+        rig.fill(slot, slot + 1)
+    rig.up(0, 0, slots=6)()
+    rows = Rows(rig.on_host(32), rig.on_device(1), SLOT, 3, 3 * SLOT, 2 * SLOT)
+    passage = rig.traffic.issue(DOWN, [rows], at(Tier.DEVICE, 1, 5), at(Tier.HOST, 32, 7))
+    rig.traffic.settle(passage)
+    assert [rig.value(32 + slot) for slot in range(7)] == [2, 0, 0, 4, 0, 0, 6]
+
+
+def test_streams_wait_for_each_other_at_the_slots_that_they_share(rig: Rig) -> None:
+    """Nobody settles in between. Without the waits this reads what was there before, or writes over what is read."""
+    for turn in range(1, 25):
+        rig.fill(0, turn)
+        up = rig.up(0, 5)
+        down = rig.down(5, 1)  # read after write, of slot 5
+        rig.fill(2, 100 + turn)
+        again = rig.up(2, 5)  # write after read
+        last = rig.down(5, 3)
+        for settle in (up, down, again, last):
+            settle()
+        assert (rig.value(1), rig.value(3)) == (turn, 100 + turn)
+
+
+def test_without_that_wait_two_streams_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that the test above is to find, planted: the fake knows that nothing orders the two."""
+    monkeypatch.setattr(Hazards, "order", lambda *arguments: None)
+    rig, gate = Rig(), threading.Event()
+    rig.fake.fake_work(rig.traffic._ways[UP].stream, gate.wait)
+    up, down = rig.up(0, 5), rig.down(5, 1)
+    with pytest.raises(CudaError, match="INVALID_VALUE"):
+        down()
+    gate.set()
+    up()
+    rig.close()
+
+
+def test_a_failing_copy_fails_its_batch_once_nothing_of_it_runs_and_no_other(rig: Rig) -> None:
+    call = "cuMemcpyAsync" if not rig.driver.features.batch_copy else "cuMemcpyBatchAsync"
+    rig.fill(0, 3)
+    good = rig.up(0, 0)
+    rig.fake.STATE.settings.fail.append(_next(rig.fake, call, "CUDA_ERROR_INVALID_VALUE"))
+    if rig.driver.features.batch_copy:
+        until_locked(rig.locks)
+    bad = rig.up(0, 8, slots=2)
+    with pytest.raises(CudaError, match="INVALID_VALUE"):
+        bad()
+    good()
+    assert rig.pool.lost is None
+    rig.down(0, 1)()
+    assert rig.value(1) == 3
+
+
+def test_what_is_closed_takes_nothing_more() -> None:
+    rig = Rig()
+    rig.close()
+    with pytest.raises(TierIOError, match="closed"):
+        rig.up(0, 0)
+
+
+def test_a_close_waits_for_nobody_and_frees_nothing_under_a_copy() -> None:
+    rig = Rig()
+    gate = threading.Event()
+    stream = rig.traffic._ways[UP].stream
+    rig.fake.fake_work(stream, gate.wait)
+    settle = rig.up(0, 0)
+    assert not rig.traffic.close()
+    gate.set()
+    settle()
+    rig.close()
+
+
+def test_a_lost_device_fails_what_was_under_way_and_takes_nothing_more() -> None:
+    rig = Rig()
+    gate = threading.Event()
+    rig.fake.fake_work(rig.traffic._ways[UP].stream, gate.wait)
+    first, second = rig.up(0, 0), rig.up(1, 1)
+    rig.fake.STATE._lost = rig.fake.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    gate.set()
+    for settle in (first, second):
+        with pytest.raises(CudaLost, match="ILLEGAL_ADDRESS"):
+            settle()
+    assert rig.pool.lost is not None
+    assert "ILLEGAL_ADDRESS" in rig.pool.lost
+    assert rig.traffic.under_way == 0
+    with pytest.raises(CudaLost):
+        rig.down(0, 0)()
+    assert rig.traffic.close()
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
+def test_a_batch_of_which_nobody_can_say_whether_it_runs_is_never_over(call: str) -> None:
+    rig = Rig(fail=[{"call": call, "code": "CUDA_ERROR_INVALID_VALUE", "times": 0}])
+    with pytest.raises(Unaccounted):
+        rig.up(0, 0)()
+    assert rig.pool.lost is not None
+    assert rig.traffic.under_way == 1
+    assert not rig.traffic.close()
+
+
+def test_events_are_used_again(rig: Rig) -> None:
+    for turn in range(30):
+        rig.up(turn, turn)()
+    assert rig.fake.fake_left()["events"] == 1
+
+
+def until_locked(locks: PageLocks) -> None:
+    while not locks.complete:
+        assert locks.problem is None
+
+
+def _next(fake: ModuleType, call: str, code: str) -> Failure:
+    """The next call of this name fails."""
+    return Failure(call, code, after=fake.STATE._calls[call])
