@@ -6,6 +6,7 @@ event, generations and owners into the recorder in the same step, so no caller c
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable
 from itertools import repeat
 from operator import attrgetter
@@ -42,6 +43,8 @@ EXPIRY_SLICE: Final = 64
 """Blocks that one call's expiries may move: a fraction of a millisecond."""
 UNPLACED_MOST: Final = 4096
 """Blocks whose placing is put off although room will be wanted soon; who wants it first waits for so many."""
+FORGOTTEN_A_REMOVAL: Final = 4
+"""More than a removal adds to what waits to be placed, so it comes back to its bound: twice the blocks there are."""
 _SOON: Final = 4
 """Room will be wanted soon where less than one slot in so many is free."""
 
@@ -62,7 +65,7 @@ class GroupState:
         self._candidates = {tier: Candidates(tier, lowest=not self.below[tier]) for tier in self.tiers}
         self.evictor = EVICTORS[policy.eviction](shape.slots[self.tiers[-1]])
         self._places = tuple((tier, COPY_IN[tier], self._candidates[tier]) for tier in self.tiers)
-        self._unsure: list[Block] = []
+        self._unsure: deque[Block] = deque()
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
         self.residencies = Residencies()
@@ -125,6 +128,16 @@ class GroupState:
         unsure = self._unsure
         while unsure:
             self._place(unsure.pop())
+
+    def _forget_some_gone(self) -> None:
+        """Of what waits to be placed some leaves whose blocks are gone, the oldest first; what lives goes to the end."""
+        unsure = self._unsure
+        for _ in range(min(FORGOTTEN_A_REMOVAL, len(unsure))):
+            block = unsure.popleft()
+            if block.indexed:
+                unsure.append(block)
+            else:
+                block.unsure = False
 
     def _place(self, block: Block) -> None:
         """Puts the block on exactly the candidate lists where it belongs."""
@@ -518,7 +531,7 @@ class GroupState:
 
     def remove(self, block: Block, cause: Cause, *, with_parent: bool = False) -> None:
         """Takes a block without indexed children out of the index and gives up its copies. ``with_parent``: its parent
-        goes next, so no priority falls that anybody could see."""
+        goes in the same call, so no priority falls that anybody could see, and it is on no list any more."""
         if block.first_child is not None:
             raise InvariantViolation(f"block {block.id} is removed before its children")
         for tier in self.tiers:
@@ -529,7 +542,7 @@ class GroupState:
                 self.placings[tier] += 1
         self.index.remove(block)
         if len(self._unsure) > 2 * len(self.index) + 64:
-            self.place_some(4)  # more than a removal adds, so the list comes back to its bound
+            self._forget_some_gone()
         self.evictor.leave(block)
         self.clocks.stop(block)
         self.reused.discard(block)
@@ -540,7 +553,7 @@ class GroupState:
             block.parent.remove_child(block)
             if not with_parent:
                 self._priorities.carry_up(block.parent, block.priority, None, cause)
-            self.reconsider(block.parent)
+                self.reconsider(block.parent)
 
     def remove_subtree(self, block: Block, cause: Cause, below: Cause) -> int:
         """Removes a block and everything under it, children first. Returns how many."""

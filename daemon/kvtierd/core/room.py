@@ -72,8 +72,9 @@ class Room:
         self._left = 0
         """How many slots this round may still vacate or fill."""
         self.working = False
-        self._chooses = False
-        """All candidates were placed when this round began."""
+        self._chooses: bool | None = False
+        """Whether all candidates have been placed in this round, so that victims may be chosen; None: they will be
+        looked at when the first is wanted."""
         self._kept_waiting = False
         """A round could not make room for want of that, so the next one follows at once."""
         self._unplaced = 0
@@ -84,14 +85,16 @@ class Room:
         self.again = False
 
     def begin(self, now: int, *, working: bool, places: bool) -> None:
-        """``places``: candidates are placed, so the round may choose victims; always where it is ``working``."""
+        """``places``: the round may choose victims once candidates are placed; always where it is ``working``."""
         self._promised = dict.fromkeys(self._state.tiers, 0)
         self._coming = dict.fromkeys(self._state.tiers, 0)
         self._now = now
         self.working = working
         self._left = self._state.policy.victims_a_call if working else 0
         self._postponed = self._got_on = False
-        self._chooses = places and self._place()
+        self._chooses = None if places else False
+        if places and self._state.placing_is_due:
+            self._chooses = self._place()
 
     def _place(self) -> bool:
         """Whether all candidates are placed. While somebody waits for that, more than have come since the last round:
@@ -105,6 +108,8 @@ class Room:
 
     def may_choose(self) -> bool:
         """Whether victims may be chosen in this round. Where not, the round says that another one would get on."""
+        if self._chooses is None:
+            self._chooses = self._place()
         if not self._chooses:
             self._kept_waiting = True
             self.postpone()

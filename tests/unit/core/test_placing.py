@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvtierd.core import group
 from kvtierd.core.block import Block
+from kvtierd.core.candidates import Candidates
 from kvtierd.core.evict import Ranked
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import BlockId
@@ -91,14 +92,28 @@ def test_a_tier_that_fills_up_has_its_blocks_placed_before_room_is_wanted(monkey
     assert turns.at_once() <= PLACED_A_ROUND
 
 
-def test_what_is_forgotten_unplaced_does_not_pile_up() -> None:
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_what_is_forgotten_unplaced_does_not_pile_up(newest_first: bool) -> None:
     turns = Turns(SLOTS)
     turns.fill(SLOTS)
     turns.unplaced.clear()
-    for number in range(SLOTS):
+    for number in reversed(range(SLOTS)) if newest_first else range(SLOTS):
         turns.apply(turns.core.drop(ALICE, GROUP, [key(str(number))], turns.now)[1])
+        assert turns.state.unplaced <= 2 * len(turns.state.index) + SLOTS // 2
     assert turns.state.unplaced <= 64
     assert turns.at_once() <= PLACED_A_ROUND
+
+
+def test_what_comes_and_goes_in_chains_is_put_on_no_list_that_nobody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[Block] = []
+    monkeypatch.setattr(Candidates, "put", lambda self, block, copy, lists: listed.append(block))
+    turns = Turns(SLOTS)
+    for number in range(SLOTS):
+        turns.put_one(number, number - 1 if number % 32 else None)
+        if number % 32 == 31:
+            turns.apply(turns.core.drop(ALICE, GROUP, [key(str(number - 31))], turns.now)[1])
+    assert not listed
+    assert turns.state.unplaced <= 64 + 4 * 32
 
 
 @given(st.lists(st.tuples(st.sampled_from(["offer", "leave", "victim", "take"]), st.integers(0, 40)), max_size=400))
