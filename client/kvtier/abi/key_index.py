@@ -16,8 +16,9 @@ An entry::
       48  u32      host_slot
       52  u32      device_slot
 
-Slot and generation mean something only where the tier's bit is set. A block stands in one of the two buckets that
-``key_mix`` names, or in neither: what fits in neither is counted in the header's ``unindexed``. Nothing else is probed.
+Slot and generation mean something only where the tier's bit is set, and nothing does in an empty place. A block stands
+in one of the two buckets that ``key_mix`` names, or in neither: what fits in neither is counted in the header's
+``unindexed``. Nothing else is probed.
 
 **Reading.** Sequence, the bucket, sequence again: where it was odd or has changed, once more, and after three times the
 block's place is *unsure*: ask the daemon. A key counts only if all of it is equal. What is found was so at one moment
@@ -25,7 +26,8 @@ between the call and its answer; to use a slot without a lease, copy its bytes a
 entry's. What is not found is a miss, or not there yet: no proof of anything, and *unsure* where ``unindexed`` is not 0.
 
 **Writing.** The daemon only: sequence odd, the bytes, sequence even, the sequence by single aligned stores. Loads and
-stores stay in this order on x86-64; on other machines there is no index.
+stores stay in this order on x86-64; on other machines there is no index. That a block is gone is a store of one byte,
+its tier bits: before it the block is there and after it is not, so the sequence stays as it is.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class GroupState:
             self._place(unsure.pop())
 
     def _forget_some_gone(self) -> None:
-        """Of what waits to be placed some leaves whose blocks are gone, the oldest first; what lives goes to the end."""
+        """Of what waits to be placed some whose blocks are gone, the oldest first; what lives goes to the end."""
         unsure = self._unsure
         for _ in range(min(FORGOTTEN_A_REMOVAL, len(unsure))):
             block = unsure.popleft()

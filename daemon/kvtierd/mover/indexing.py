@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from kvtier.abi.key_index import Entry
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import RECOVERED, STORED
-from kvtierd.core.ids import HOST, GroupId, Tier
+from kvtierd.core.events import RECOVERED, REMOVED, STORED
+from kvtierd.core.ids import HOST, GroupId, Key, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Outcome
 from kvtierd.tiers.arena import Arena
@@ -31,14 +33,23 @@ def follow(arena: Arena, outcome: Outcome) -> None:
             arrived = host if tier is HOST else device
             arrived[group, key] = slot, generations[tier, group][slot]
     after: dict[Name, int] = {}
+    gone: defaultdict[GroupId, list[Key]] = defaultdict(list)
     for event in outcome.events:
-        if event.cause is not RECOVERED:
-            group = event.group
+        group = event.group
+        if event.type is REMOVED:
+            keys = [change.key for change in event.blocks]
+            gone[group] += keys
+            for key in keys if after else ():
+                after.pop((group, key), None)
+        elif event.cause is not RECOVERED:
             for change in event.blocks:
                 after[group, change.key] = change.residency
-    # What is stored was not there before; what happens to it besides in the same outcome has an event of its own.
-    new = len(outcome.events) == 1 and outcome.events[0].type is STORED
-    index.put_many(after, host, device, new=new)
+    for group, keys in gone.items():
+        index.remove_many(group, keys)
+    if after:
+        # What is stored was not there before; what happens to it besides in the same outcome has an event of its own.
+        new = len(outcome.events) == 1 and outcome.events[0].type is STORED
+        index.put_many(after, host, device, new=new)
     index.show(outcome.events[-1].id)
 
 

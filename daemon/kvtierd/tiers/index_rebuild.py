@@ -21,6 +21,7 @@ from kvtierd.core.manager import Recovered
 
 FILL_FIRST: Final = 6
 """Blocks in a bucket from which on a new one looks at its other bucket, too."""
+_TAGS: Final = slice(TAGS_OFFSET // 4, TAGS_OFFSET // 4 + BUCKET_ENTRIES)
 _SLICE: Final = 256
 """Buckets written at a time: readers find these odd for some 20 us."""
 
@@ -136,12 +137,25 @@ def write(buckets: Buckets, blocks: Many, tags: U64, places: Places) -> None:
     for start, low, high in zip(starts.tolist(), bounds, bounds[1:], strict=False):
         rows = buckets.whole[start : start + _SLICE]
         image = _image(blocks, tags, order[low:high], ordered[low:high] - start * BUCKET_ENTRIES, len(rows))
+        _keep_void(image, rows)
         wrong = np.flatnonzero((image[:, 1:] != rows[:, 1:]).any(axis=1) | (rows[:, 0] % 2 != 0))
         if wrong.size:
             sequences = rows[wrong, 0] | np.uint64(1)
             rows[wrong, 0] = sequences
             rows[wrong, 1:] = image[wrong, 1:]
             rows[wrong, 0] = sequences + np.uint64(1)
+
+
+def _keep_void(image: U64, rows: U64) -> None:
+    """What stands in places that are to be empty means nothing, and is no reason to write a bucket."""
+    empty = image.view("u1")[:, TIERS_OFFSET : TIERS_OFFSET + BUCKET_ENTRIES] == 0
+    at, numbers = np.nonzero(empty & (rows.view("<u4")[:, _TAGS] != 0))
+    for kind, offset in (("<u4", TAGS_OFFSET // 4), ("<u2", GROUPS_OFFSET // 2)):
+        image.view(kind)[at, offset + numbers] = rows.view(kind)[at, offset + numbers]
+    shape = len(rows), BUCKET_ENTRIES, -1
+    image[:, ENTRIES_OFFSET // 8 :].reshape(shape)[at, numbers] = rows[:, ENTRIES_OFFSET // 8 :].reshape(shape)[
+        at, numbers
+    ]
 
 
 def _image(blocks: Many, tags: U64, rows: NDArray[np.intp], places: Places, count: int) -> U64:

@@ -9,7 +9,7 @@ kept here, counted in ``unindexed``, and put in when a place in one of its bucke
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Final
 
@@ -44,7 +44,6 @@ _SURVEYED: Final = 48
 """Below so many keys it costs less to look for each that is absent than to look for all of them at once."""
 _ENTRY_BYTES: Final = ENTRY.size
 _PACK_ENTRY: Final = ENTRY.pack_into
-_NO_ENTRY: Final = bytes(ENTRY.size)
 _NOWHERE: Final = (0, 0)
 
 Name = tuple[GroupId, Key]
@@ -117,6 +116,21 @@ class KeyIndex:
                     self._fill(bucket, number, tag, name, residency, host_place, device_place)
                 else:
                     self._wait(name, first, second, Entry(residency, *host_place, *device_place))
+
+    def remove_many(self, group: GroupId, keys: Sequence[Key]) -> None:
+        """These blocks are gone. Each is there, or has no place, until its tier bits are stored as 0."""
+        if len(keys) < _FEW or self._overflow:
+            for key in keys:
+                self.put(group, key, 0)
+            return
+        buckets, words = self._buckets, np.frombuffer(b"".join(keys), "<u8").reshape(-1, 4)
+        first, second, tags = buckets.mix.many(words, int(group))
+        homes, rows = np.concatenate((first, second)), np.concatenate((tags, tags))[:, None]
+        hits, numbers = np.nonzero(buckets.tags[homes] == rows)
+        at = homes[hits]
+        its = (buckets.entries[at, numbers][:, :4] == words[hits % len(words)]).all(axis=1)
+        its &= buckets.groups[at, numbers] == group
+        buckets.tiers[at[its], numbers[its]] = 0
 
     def _survey_new(self, names: Collection[Name]) -> Iterable[tuple[int, int, int, bool]]:
         """The same of blocks that stand nowhere."""
@@ -201,27 +215,25 @@ class KeyIndex:
 
     def _change(self, start: int, number: int, residency: int, host: Place | None, device: Place | None) -> None:
         before = self._bytes[start + TIERS_OFFSET + number]
+        if not residency:
+            self._bytes[start + TIERS_OFFSET + number] = 0
+            return
         if residency == before and host is None and device is None:
             return
         at = start + ENTRIES_OFFSET + number * ENTRY.size
         word = start // 8
         sequence = self._words[word] | 1
         self._words[word] = sequence
-        if residency:
-            keeps = (residency & _HOST and host is None) or (residency & _DEVICE and device is None)
-            entry = _entry(self._read(at + KEY_BYTES, before) if keeps else ABSENT, residency, host, device)
-            _PLACES.pack_into(
-                self._bytes,
-                at + KEY_BYTES,
-                entry.host_generation,
-                entry.device_generation,
-                entry.host_slot,
-                entry.device_slot,
-            )
-        else:
-            self._bytes[at : at + ENTRY.size] = _NO_ENTRY
-            self._singles[(start + TAGS_OFFSET) // 4 + number] = 0
-            self._halves[(start + GROUPS_OFFSET) // 2 + number] = 0
+        keeps = (residency & _HOST and host is None) or (residency & _DEVICE and device is None)
+        entry = _entry(self._read(at + KEY_BYTES, before) if keeps else ABSENT, residency, host, device)
+        _PLACES.pack_into(
+            self._bytes,
+            at + KEY_BYTES,
+            entry.host_generation,
+            entry.device_generation,
+            entry.host_slot,
+            entry.device_slot,
+        )
         self._bytes[start + TIERS_OFFSET + number] = residency
         self._words[word] = sequence + 1
 

@@ -307,6 +307,13 @@ class AgainstADict(RuleBasedStateMachine):
         self.model |= {name: Entry(HOST_BIT, *where, 0, 0) for name, where in host.items()}
         self.index.writer.put_many(dict.fromkeys(names, HOST_BIT), host, {}, new=True)
 
+    @rule(group=st.sampled_from([FULL, SLIDING]), numbers=st.sets(st.integers(0, 40), max_size=41))
+    def remove(self, group: GroupId, numbers: set[int]) -> None:
+        """Some of which were not there."""
+        for number in numbers:
+            self.model.pop((group, key(number)), None)
+        self.index.writer.remove_many(group, [key(number) for number in numbers])
+
     @invariant()
     def agrees(self) -> None:
         assert self.index.writer.contents() == self.model
