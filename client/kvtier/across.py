@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from kvtier import loading, transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.answers import AcrossMatch, GroupSpan
-from kvtier.arrays import Mapped, Piece, Way
+from kvtier.arrays import Piece, copied_out
 from kvtier.binding import Binder, Binding
-from kvtier.errors import InvalidArgument, KvtierError, StaleRead, TooShort
+from kvtier.errors import InvalidArgument, KvtierError, TooShort
+from kvtier.fences import PASSED, Stream
 from kvtier.holdings import Holdings
 from kvtier.joint import JointPut, Share
 from kvtier.lease import Held, ReadLease
@@ -29,7 +30,6 @@ from kvtier.reading import Reader
 from kvtier.retention import Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, require_timeout
-from kvtier.streams import Streamed
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, cursor_from_wire, packed_keys, split_keys, tier_to_wire
@@ -77,9 +77,10 @@ class AcrossLease:
         """Whether every slot still holds the block that was acquired. To be asked before and after a copy."""
         return all(lease.unchanged() for lease in self.groups)
 
-    async def release(self, *, timeout: float | None = None) -> None:
-        """Gives the slots of all groups back, in one call; nothing, where that was done before."""
-        await self._cache.release(*self.groups, timeout=timeout)
+    async def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Gives the slots of all groups back, in one call; nothing, where that was done before. ``stream``: see
+        :meth:`kvtier.Cache.release`."""
+        await self._cache.release(*self.groups, stream=stream, timeout=timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -213,7 +214,8 @@ class AcrossGroups:
             piece = Piece(chain[first:], sources, chain[first - 1] if first else parent, kept, prompt)
             shares.append(Share(cache, piece))
         place = self._cache.lease_tier(tier)
-        return await JointPut(self._binder.session, self._way, shares, place, timeout).run()
+        way = lambda cache: cache.way(place)  # noqa: E731
+        return await JointPut(self._binder.session, way, shares, place, timeout).run()
 
     async def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
         """The longest prefix that all groups can serve, copied out of a tier into fresh uint8 arrays.
@@ -231,19 +233,18 @@ class AcrossGroups:
             return AcrossBlocks(*found)
         self.reader.count(calls=1)
         try:
-            async with self.acquire(keys, tier, min_blocks=1, timeout=timeout) as lease:
-                rows = {part.cache.group: await _copied(part) for part in lease.groups}
-                return AcrossBlocks(lease.blocks, rows)
+            lease = await self.acquire(keys, tier, min_blocks=1, timeout=timeout)
         except TooShort:
             return AcrossBlocks(0, {group.group: [] for group in self._groups})
+        try:
+            return AcrossBlocks(lease.blocks, {part.cache.group: await _copied(part) for part in lease.groups})
+        finally:
+            await lease.release(stream=PASSED)
 
     def loading(self, packed: bytes, tier: Tier | None) -> loading.AcrossLoading:
         """A get without a call, to be tried. Raises :class:`InvalidArgument`."""
         self._cache.lease_tier(tier)
         return loading.AcrossLoading(self.reader, self._groups, packed, tier)
-
-    def _way(self, cache: Cache) -> Way:
-        return Mapped(cache, self._holdings) if cache.mapped else Streamed(cache, self._binder, self._deadline)
 
     async def _acquire(
         self,
@@ -306,14 +307,10 @@ class AcrossGroups:
 
 async def _copied(lease: ReadLease) -> list[NDArray[Any]]:
     cache = lease.cache
-    if not cache.mapped and lease.blocks:
-        return await cache.stream_get(lease.keys, tier=lease.tier)
-    rows = np.empty((lease.blocks, cache.block_bytes), dtype=np.uint8)
     if not lease.blocks:
         return []
-    pools = lease.arena.pools(lease.tier, cache.group)
-    before = lease.unchanged()
-    await transfer.run(lambda: transfer.out_of_slots(pools, lease.slots, list(rows)), rows.nbytes)
-    if not (before and lease.unchanged()):
-        raise StaleRead("a slot changed under its lease", reason="STALE_READ")
-    return list(rows)
+    if lease.memory is None:
+        return await cache.stream_get(lease.keys, tier=lease.tier)
+    rows = list(np.empty((lease.blocks, cache.block_bytes), dtype=np.uint8))
+    await copied_out(lease, rows)
+    return [*rows]

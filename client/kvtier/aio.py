@@ -16,6 +16,7 @@ from kvtier.cache import Cache
 from kvtier.drains import Drained, Drains
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied
 from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, oldest_event, with_past
+from kvtier.fences import Fence, Stream
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, Mirror
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
@@ -304,9 +305,17 @@ class AsyncClient:
         reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
         return RemovalReport(reply.blocks, {tier_from_wire(each.tier): each.bytes for each in reply.freed})
 
-    async def close(self) -> None:
-        """Says goodbye, which ends the session and its leases. Later calls raise :class:`ClientClosed`."""
-        await self._session.close()
+    async def close(self, *, stream: Stream | None = None) -> None:
+        """Says goodbye, which ends the session and its leases. Later calls raise :class:`ClientClosed`.
+
+        Where leases on a GPU are still held, ``stream`` (see :meth:`kvtier.Cache.fence`) has 5 seconds to do what it
+        was given before; if it does not, no goodbye is said, and their slots go back when this process ends.
+        """
+        await self._session.close(self.work(stream))
+
+    def work(self, stream: Stream | None) -> Fence:
+        """What the goodbye is to wait for: for the synchronous client, whose caller's streams are another thread's."""
+        return self._session.work(stream)
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""The arena of a cache, mapped: slots as numpy arrays, generations beside them.
+"""The arena of a cache, mapped: slots as numpy arrays or as views of a GPU's memory, generations beside them.
 
 Layout and rules: :mod:`kvtier.abi.layout`. A mapping stays readable after its daemon has gone, so an old view never
 faults; whether its bytes still are the block's is what generations, leases and :attr:`Arena.stale` are for.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -20,10 +21,10 @@ from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.records import STATE_OFFSET
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import ArenaState
-from kvtier.errors import DaemonError
-from kvtier.types import Tier
-
-Bytes = NDArray[np.uint8]
+from kvtier.errors import CallerError, DaemonError
+from kvtier.memory import CpuMemory, Memory, View
+from kvtier.tensors import Bytes
+from kvtier.types import MAPPED_TIERS, Tier
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
@@ -32,8 +33,19 @@ _STATE_WORD: Final = STATE_OFFSET // 4
 class Arena:
     """The segments of one cache. There is no ``close``: memory is unmapped when the last array over it is gone."""
 
-    def __init__(self, fds: Mapping[str, int], *, write: bool, spec: CacheSpec) -> None:
+    def __init__(
+        self,
+        fds: Mapping[str, int],
+        *,
+        write: bool,
+        spec: CacheSpec,
+        device: Callable[[ArenaLayout], Memory] | None = None,
+        unmapped: Mapping[Tier, str] = MappingProxyType({}),
+    ) -> None:
         """Maps the descriptors, which stay the caller's. ``write`` as it was asked for over the attach socket.
+
+        ``device``: makes the device tier's memory of what the descriptor ``cuda`` was mapped to. ``unmapped``: why a
+        tier is not mapped that the cache has.
 
         Raises :class:`DaemonError` where the segments are not the arena of a cache with this specification.
         """
@@ -51,29 +63,25 @@ class Arena:
         self.index = IndexReader(self.layout, self._control) if self.layout.index_bytes else None
         """Where its blocks are; None where the daemon keeps no index."""
         self._states = self._control[: layout.HEADER_BYTES].data.cast("I")
-        self._data = {
-            tier: _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier))
+        self._memories: dict[Tier, Memory] = {
+            tier: CpuMemory(self.layout, tier, _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier)))
             for tier, name in _SEGMENTS.items()
             if name in fds
         }
-        groups = range(len(self.layout.groups))
-        self._pools = {
-            (tier, group): tuple(
-                self.layout.pool_view(data, tier, group, pool) for pool in range(len(self.layout.groups[group].pools))
-            )
-            for tier, data in self._data.items()
-            for group in groups
-        }
+        if device is not None:
+            self._memories[Tier.DEVICE] = device(self.layout)
+        self.unmapped: Final[Mapping[Tier, str]] = MappingProxyType(dict(unmapped))
+        """By tier, why its slots are not mapped, though the cache has it."""
         self._generations = {
             (tier, group): self.layout.generations(self._control, tier, group)
-            for tier in self._data
-            for group in groups
+            for tier in MAPPED_TIERS
+            for group in range(len(self.layout.groups))
         }
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Tiers with mapped slots, the fastest first."""
-        return tuple(sorted(self._data))
+        return tuple(sorted(self._memories))
 
     @property
     def current(self) -> bool:
@@ -83,17 +91,34 @@ class Arena:
     def slots(self, tier: Tier, group: int) -> int:
         return self.layout.groups[group].slots[tier]
 
-    def pools(self, tier: Tier, group: int) -> tuple[Bytes, ...]:
-        """All slots, one array a pool: [slots, bytes of a block in that pool]."""
-        return self._pools[tier, group]
+    @property
+    def memories(self) -> Collection[Memory]:
+        """Of the tiers that are mapped."""
+        return self._memories.values()
 
-    def view(self, tier: Tier, group: int, slot: int, *, write: bool) -> list[Bytes]:
-        """A slot's bytes, one array a pool, not copied."""
-        views = [pool[slot] for pool in self._pools[tier, group]]
-        if not write:
-            for view in views:
-                view.flags.writeable = False
-        return views
+    def memory(self, tier: Tier) -> Memory:
+        """Raises :class:`CallerError` (CANNOT_MAP) where the tier's slots are not mapped, with the reason."""
+        memory = self._memories.get(tier)
+        if memory is None:
+            why = self.unmapped.get(tier, f"the cache has no {tier} tier")
+            raise CallerError(f"slots of the {tier} tier are not mapped in this process: {why}", reason="CANNOT_MAP")
+        return memory
+
+    def pools(self, tier: Tier, group: int) -> tuple[View, ...]:
+        """All slots, one view a pool: [slots, bytes of a block in that pool]; see :meth:`kvtier.lease.Lease.view`."""
+        return self.memory(tier).pools(group)
+
+    def view(self, tier: Tier, group: int, slot: int, *, write: bool) -> list[View]:
+        """A slot's bytes, one view a pool, not copied."""
+        return [*self.memory(tier).view(group, slot, write=write)]
+
+    def write(self, tier: Tier, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+        """Copies blocks into slots, and blocks until that is over."""
+        self.memory(tier).write(group, slots, blocks)
+
+    def read(self, tier: Tier, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+        """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
+        self.memory(tier).read(group, slots, blocks)
 
     def generations(self, tier: Tier, group: int, slots: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
         """The slots' generations now: a copy."""

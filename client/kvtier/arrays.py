@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 
 from kvtier import transfer
-from kvtier.arena import Bytes
 from kvtier.errors import LeaseLost, StaleRead, TooShort
-from kvtier.lease import WriteLease
+from kvtier.fences import PASSED
+from kvtier.lease import ReadLease, WriteLease
 from kvtier.retention import BlockRetention
+from kvtier.tensors import Bytes
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 
@@ -99,7 +100,7 @@ class Mapped:
                 await steps.made(0)
                 requests = self._holdings.to_store(lease, [piece])
         except BaseException:
-            await cache.release(lease)
+            await cache.release(lease, stream=PASSED)
             raise
         return _FilledSlots(lease, requests, timeout, self._holdings)
 
@@ -108,14 +109,15 @@ class Mapped:
         parts = self._parts(piece) if holdings.puts == 0 else [piece]
         holdings.puts += 1
         try:
-            async with (
-                await holdings.reserve_to_put(self._cache, tier, len(piece.chain), timeout) as lease,
-                self._filling(lease, parts) as steps,
-            ):
-                await steps.made(0)
-                requests = holdings.to_store(lease, parts)
-                await steps.made(1)
-                return await holdings.store(lease, requests, timeout, lambda number: steps.made(number + 1))
+            lease = await holdings.reserve_to_put(self._cache, tier, len(piece.chain), timeout)
+            try:
+                async with self._filling(lease, parts) as steps:
+                    await steps.made(0)
+                    requests = holdings.to_store(lease, parts)
+                    await steps.made(1)
+                    return await holdings.store(lease, requests, timeout, lambda number: steps.made(number + 1))
+            finally:
+                await self._cache.release(lease, stream=PASSED)
         finally:
             holdings.puts -= 1
 
@@ -130,26 +132,24 @@ class Mapped:
 
     def _filling(self, lease: WriteLease, parts: Sequence[Piece]) -> transfer.Steps:
         """Copies the parts, one after another, into the first slots of the lease."""
-        pools, copies, start = lease.arena.pools(lease.tier, self._cache.group), [], 0
+        memory, copies, start = lease.arena.memory(lease.tier), [], 0
         for part in parts:
             end = start + len(part.chain)
-            copies.append(partial(transfer.into_slots, pools, lease.slots[start:end], part.blocks))
+            copies.append(partial(memory.write, self._cache.group, lease.slots[start:end], part.blocks))
             start = end
-        return transfer.Steps(copies, start * self._cache.block_bytes)
+        return transfer.Steps(copies, start * self._cache.block_bytes, waits=memory.waits)
 
     async def get(
         self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
     ) -> list[Bytes]:
         cache = self._cache
-        async with cache.acquire(chain, tier, min_blocks=1, timeout=timeout) as lease:
-            pools = lease.arena.pools(tier, cache.group)
+        lease = await cache.acquire(chain, tier, min_blocks=1, timeout=timeout)
+        try:
             rows = list(targets or np.empty((lease.blocks, cache.block_bytes), dtype=np.uint8))[: lease.blocks]
-            before = lease.unchanged()
-            nbytes = lease.blocks * cache.block_bytes
-            await transfer.run(lambda: transfer.out_of_slots(pools, lease.slots, rows), nbytes)
-            if not (before and lease.unchanged()):
-                raise StaleRead("a slot changed under its lease", reason="STALE_READ")
+            await copied_out(lease, rows)
             return rows
+        finally:
+            await cache.release(lease, stream=PASSED)
 
 
 @dataclass(slots=True, frozen=True)
@@ -160,11 +160,23 @@ class _FilledSlots:
     holdings: Holdings
 
     async def commit(self) -> list[BlockResult]:
-        async with self.lease:
+        try:
             return await self.holdings.store(self.lease, self.requests, self.timeout)
+        finally:
+            await self.lease.cache.release(self.lease, stream=PASSED)
 
     async def give_up(self) -> None:
-        await self.lease.release()
+        await self.lease.release(stream=PASSED)
+
+
+async def copied_out(lease: ReadLease, rows: Sequence[Bytes]) -> None:
+    """Copies the blocks of a lease into arrays. Raises :class:`StaleRead` where one was not the block to the end."""
+    cache, memory = lease.cache, lease.arena.memory(lease.tier)
+    before = lease.unchanged()
+    nbytes = lease.blocks * cache.block_bytes
+    await transfer.run(lambda: memory.read(cache.group, lease.slots, rows), nbytes, waits=memory.waits)
+    if not (before and lease.unchanged()):
+        raise StaleRead("a slot changed under its lease", reason="STALE_READ")
 
 
 def pieces(cache: Cache, tier: Tier, way: Way) -> int:

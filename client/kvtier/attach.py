@@ -47,6 +47,17 @@ class _Answer:
     fds: list[int]
 
 
+@dataclass(slots=True, frozen=True)
+class Segments:
+    """Descriptors by name, to be closed when they are mapped, and what the daemon said of them."""
+
+    fds: Mapping[str, int]
+    told: protocol.Mapped
+
+    def close(self) -> None:
+        _close_all(list(self.fds.values()))
+
+
 class AttachConnection:
     """One connection. Requests are answered in order. :attr:`closed` is set when either side hangs up."""
 
@@ -85,8 +96,8 @@ class AttachConnection:
         _close_all(answer.fds)
         return _accepted(_decoded(protocol.decode_welcome, answer.data))
 
-    async def map(self, cache_id: int, *, write: bool) -> dict[str, int]:
-        """The cache's segments: descriptors by name, owned by the caller."""
+    async def map(self, cache_id: int, *, write: bool) -> Segments:
+        """The cache's segments, whose descriptors are the caller's then."""
         answer = await self._ask(protocol.Map(cache_id=cache_id, write=write))
         try:
             mapped = _accepted(_decoded(protocol.decode_mapped, answer.data))
@@ -95,7 +106,7 @@ class AttachConnection:
         except KvtierError:
             _close_all(answer.fds)
             raise
-        return dict(zip(mapped.fds, answer.fds, strict=True))
+        return Segments(dict(zip(mapped.fds, answer.fds, strict=True)), mapped)
 
     def forget(self, token: str) -> None:
         """Nothing that the session of this token had is touched any more: see :class:`kvtier.abi.attach.Forget`."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
 from grpc.aio import UnaryUnaryMultiCallable
 
+from kvtier import cuda_memory
+from kvtier.abi import attach
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena
+from kvtier.cuda_memory import CannotMap
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -23,15 +25,18 @@ from kvtier.errors import (
     SpecMismatch,
     TierFull,
 )
+from kvtier.fences import PASSED, Fence, Stream
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
 from kvtier.stats import CacheInfo
+from kvtier.types import MAPPED_TIERS, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
 
 _GIVE_BACK_S: Final = 1.0
 UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
 """After these the daemon may have answered and nobody have heard it."""
+_TIER_OF: Final = {str(tier): tier for tier in Tier}
 _FOLLOW_S: Final = 60.0
 """How long a daemon that has started anew may take to open a cache before reads without calls end."""
 
@@ -89,8 +94,20 @@ class Binder:
         self.ahead: Callable[[], Awaitable[None]] = _nothing
         """What goes to the daemon before any of these calls."""
         session.followers.add(self)
+        self.work: Callable[[Stream | None], Fence] = lambda stream: PASSED
+        """Where this process's own work on what it leases is: see :class:`kvtier.session.Follower`."""
         self.make_way: Callable[[], Awaitable[bool]] = _nothing_to_give
         """Gives back what is held and not needed; says whether there was anything."""
+
+    @property
+    def unmapped(self) -> Mapping[Tier, str]:
+        """By tier that clients can map, why its slots are not mapped here."""
+        binding = self.binding
+        if binding.mapped is not None:
+            return binding.mapped.unmapped
+        why = "the cache was opened without mapping" if self.session.can_map else "memory cannot be mapped over TCP"
+        tiers = {info.tier for group in binding.info.groups for info in group.tiers}
+        return {tier: why for tier in MAPPED_TIERS if tier in tiers}
 
     @property
     def maps(self) -> bool:
@@ -178,12 +195,19 @@ class Binder:
             return self._binding
 
     async def _map(self, link: Link, cache_id: int, spec: CacheSpec) -> Arena:
-        fds = await link.attach.map(cache_id, write=self.write)
+        segments = await link.attach.map(cache_id, write=self.write)
+        told = segments.told
+        unmapped = {_TIER_OF[name]: why for name, why in told.unmapped.items()}
         try:
-            return Arena(fds, write=self.write, spec=spec)
+            device = None
+            if told.cuda is not None:
+                try:
+                    device = await cuda_memory.mapped(segments.fds[attach.CUDA], told.cuda)
+                except CannotMap as error:
+                    unmapped[Tier.DEVICE] = str(error)
+            return Arena(segments.fds, write=self.write, spec=spec, device=device, unmapped=unmapped)
         finally:
-            for fd in fds.values():
-                os.close(fd)
+            segments.close()
 
     async def call(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvtier import arrays, loading, transfer
@@ -15,9 +15,10 @@ from kvtier.abi.keys import PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.across import AcrossGroups
 from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
-from kvtier.arena import Arena, Bytes
+from kvtier.arena import Arena
 from kvtier.binding import Binder, send
 from kvtier.errors import CallerError, InvalidArgument
+from kvtier.fences import Fence, Stream
 from kvtier.holdings import Holdings
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.lookups import Lookups
@@ -28,6 +29,7 @@ from kvtier.retention import Retention, block_retention
 from kvtier.session import Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo
 from kvtier.streams import Streamed
+from kvtier.tensors import Bytes
 from kvtier.types import MAPPED_TIERS, BlockResult, Tier
 from kvtier.upkeep import Upkeep
 from kvtier.v1 import caches_pb2
@@ -108,6 +110,12 @@ class Cache:
         return self._binder.maps
 
     @property
+    def unmapped(self) -> Mapping[Tier, str]:
+        """By tier, why its slots are not mapped, for tiers that clients can map: what goes to and from these goes
+        through streams, and leases there have no views. Empty where all are mapped."""
+        return self._binder.unmapped
+
+    @property
     def arena(self) -> Arena:
         """Its memory, as mapped last. Raises :class:`CallerError` where it is not mapped."""
         return self._binder.binding.arena
@@ -127,10 +135,12 @@ class Cache:
         return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
 
     def lease_tier(self, tier: Tier | None = None) -> Tier:
-        """``tier``, or the fastest one whose slots can be mapped. Raises :class:`InvalidArgument` if there is none."""
+        """``tier``, or the fastest one whose slots are mapped, or else could be. Raises :class:`InvalidArgument` if
+        there is none."""
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
-            return mapped[0]
+            unmapped = self.unmapped
+            return next((each for each in mapped if each not in unmapped), mapped[0])
         if tier is None or tier not in mapped:
             have = " or ".join(str(each) for each in mapped)
             raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
@@ -245,13 +255,29 @@ class Cache:
 
         return Held(lambda: self._holdings.acquire(self, chains, tier, min_blocks, retention, timeout), release)
 
-    async def release(self, *leases: Lease, timeout: float | None = None) -> None:
+    async def release(self, *leases: Lease, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: give the tail of a chain before its head.
 
         Those released before, or lost with their daemon, are passed over. A cancelled caller's release goes on by
         itself.
+
+        Of leases whose slots are memory of a GPU, the call is sent once ``stream`` has done what it was given before
+        it: see :meth:`fence`. Where that takes longer than ``timeout``, or the device fails, nothing is sent, and the
+        leases are held as before: release them again.
+        Raises :class:`kvtier.errors.DeviceError`.
         """
-        await self._holdings.release(leases, timeout)
+        await self._holdings.release(leases, stream, timeout)
+
+    def fence(self, stream: Stream | None = None) -> Fence:
+        """The point that a stream of this process has reached, to be handed as ``stream`` to a commit or release that
+        is to wait for that and no more, though the stream is given other work meanwhile.
+
+        ``stream``: a ``CUstream`` as a number, or an object with ``cuda_stream``, as torch's are. None, here and
+        there: torch's current stream of this thread on the device, if torch has used CUDA, else the legacy default
+        stream. Has passed already where no tier of the cache is memory of a GPU that is mapped here. Raises
+        :class:`InvalidArgument`, :class:`kvtier.errors.DeviceError`.
+        """
+        return self._holdings.fence(stream)
 
     # -- placement -------------------------------------------------------------------------------------------------
 
@@ -333,7 +359,9 @@ class Cache:
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
-        return await self._put(self._way, keys, blocks, parent, tier, priorities, retention, prompt, timeout)
+        return await self._put(
+            self.way(self.lease_tier(tier)), keys, blocks, parent, tier, priorities, retention, prompt, timeout
+        )
 
     async def stream_put(
         self,
@@ -386,7 +414,7 @@ class Cache:
         rows = load.rows
         if not load.done:
             self.reader.count(calls=1)
-            rows += await self._get_rest(self._way, load, len(rows), timeout)
+            rows += await self._get_rest(self.way(load.place), load, len(rows), timeout)
         if verify and rows and self.mapped:  # a stream brings its own checksums
             good = await verified(self._binder, self.group, load.packed, rows, self._deadline(timeout))
             rows = rows[:good]
@@ -412,9 +440,10 @@ class Cache:
             out, await arrays.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
         )
 
-    async def close(self, *, timeout: float | None = None) -> None:
-        """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched."""
-        await self.release_all(timeout=timeout)
+    async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
+        ``stream``: see :meth:`release`."""
+        await self.release_all(stream=stream, timeout=timeout)
         await self.reader.recency.tell()
         if not self._binder.close():
             return
@@ -427,9 +456,9 @@ class Cache:
 
         await self._session.call(attempt, self._deadline(timeout))
 
-    async def release_all(self, *, timeout: float | None = None) -> None:
-        """Gives back every lease that this object granted and that is still held."""
-        await self._holdings.release_all(timeout)
+    async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Gives back every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""
+        await self._holdings.release_all(stream, timeout)
 
     async def open(self, timeout: float | None = None) -> None:
         """Opens it in the daemon and maps its memory. The client does this; later calls do it again where they must."""
@@ -452,9 +481,9 @@ class Cache:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
 
-    @property
-    def _way(self) -> arrays.Way:
-        return arrays.Mapped(self, self._holdings) if self.mapped else self._streamed
+    def way(self, tier: Tier) -> arrays.Way:
+        """How bytes travel to and from slots of a tier."""
+        return arrays.Mapped(self, self._holdings) if tier not in self.unmapped else self._streamed
 
     @property
     def _streamed(self) -> arrays.Way:
@@ -487,17 +516,19 @@ class Cache:
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
 
-    def _require_mapped(self) -> None:
-        if not self.mapped:
-            message = f"cache {self.name} is not mapped: its slots cannot be filled here; put sends the bytes"
+    def _require_mapped(self, tier: Tier) -> None:
+        why = self.unmapped.get(tier)
+        if why is not None:
+            message = f"cache {self.name}: its {tier} tier is not mapped ({why}): slots cannot be filled here; put can"
             raise CallerError(message, reason="CANNOT_MAP")
 
     async def _reserve(self, count: int, tier: Tier | None, timeout: float | None) -> WriteLease:
         if not isinstance(count, int) or not 1 <= count < 2**32:
             raise InvalidArgument("count", count, "1 or more")
         self._require_writable()
-        self._require_mapped()
-        return await self._holdings.reserve(self, self.lease_tier(tier), count, timeout)
+        place = self.lease_tier(tier)
+        self._require_mapped(place)
+        return await self._holdings.reserve(self, place, count, timeout)
 
 
 async def _delivered(out: transfer.Blocks | None, rows: list[Bytes]) -> list[Any]:

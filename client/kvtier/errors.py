@@ -1,7 +1,8 @@
 """What can go wrong, by what the caller can do about it.
 
 ``RetryableError``: nothing is wrong with the call; the same call can succeed later. ``CallerError``: the call is
-wrong and stays wrong. ``DataLoss``: bytes are gone. ``DaemonError``: a bug of kvtier, please report it.
+wrong and stays wrong. ``DeviceError``: this process's GPU failed it. ``DataLoss``: bytes are gone. ``DaemonError``: a
+bug of kvtier, please report it.
 """
 
 from __future__ import annotations
@@ -135,6 +136,17 @@ class CursorOfAnotherHistory(CursorCompacted):
 
 class ClientClosed(CallerError):
     """The client, or the lease's cache, is closed."""
+
+
+class DeviceError(KvtierError):
+    """A call of CUDA failed in this process; what was asked of the daemon was not sent, and leases stay held. ``call``
+    is the entry point, ``code`` the ``CUresult``. Reason DEVICE_LOST: this process can use its GPU no more and must be
+    started anew, after whose end the daemon has its slots back. DEVICE_FAILED: anything else; the message says what."""
+
+    def __init__(self, message: str, *, call: str, code: int, reason: str) -> None:
+        super().__init__(message, reason=reason)
+        self.call = call
+        self.code = code
 
 
 class DataLoss(KvtierError):

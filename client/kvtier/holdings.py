@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.binding import UNHEARD, Binder
-from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost, RetryableError
+from kvtier.errors import DeviceError, InvalidArgument, KvtierError, LeaseError, LeaseLost, RetryableError
+from kvtier.fences import PASSED, Fence, Stream, fence_of, fence_over, passing
 from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
@@ -49,6 +50,7 @@ class Holdings:
         self.puts = 0
         """Under way."""
         binder.make_way = self._make_way
+        binder.work = lambda stream: fence_of(list(self._in_use), stream)
 
     async def reserve(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         """See :meth:`kvtier.Cache.reserve`."""
@@ -146,11 +148,15 @@ class Holdings:
         retention: Retention | BlockRetention | None,
         prompt: Prompt | None,
         release: bool,
+        stream: Stream | None,
         timeout: float | None,
     ) -> list[BlockResult]:
         """See :meth:`WriteLease.commit`, the way to call it."""
+        fence, deadline = fence_of([lease], stream), self._deadline(timeout)
         request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
-        return await self._commit(lease, [request], None, timeout, 0)
+        await passing(fence, deadline)
+        lease.require_live()
+        return await self._commit(lease, [request], None, deadline, 0)
 
     def to_store(self, lease: WriteLease, parts: Sequence[Piece]) -> list[blocks_pb2.CommitRequest]:
         """What :meth:`store` is given to commit the parts of a chain in the first slots of a lease, which ends with the
@@ -185,7 +191,7 @@ class Holdings:
         in their slots; ``filled`` waits until those of the part of a number, from 1 on, are."""
         lease.require_live()
         asked = self._stock.ask(lease.cache, lease.tier, sum(len(request.slots) for request in requests))
-        return await self._commit(lease, requests, filled, timeout, asked)
+        return await self._commit(lease, requests, filled, self._deadline(timeout), asked)
 
     def _request(
         self,
@@ -224,12 +230,11 @@ class Holdings:
         lease: WriteLease,
         requests: Sequence[blocks_pb2.CommitRequest],
         filled: Callable[[int], Awaitable[None]] | None,
-        timeout: float | None,
+        deadline: Deadline,
         asked: int,
     ) -> list[BlockResult]:
         """``asked``: how many slots for the next put the stock has asked for, which the first of the commits brings
         along. What comes of it, the stock is told in any case."""
-        deadline = self._deadline(timeout)
         for request in requests:
             request.seq = self._session.next_seq()
         requests[0].reserve_next = asked
@@ -260,34 +265,38 @@ class Holdings:
             self._ending.discard(lease)
         return [_RESULTS[result] for reply in replies for result in reply.results]
 
-    async def release(self, leases: Iterable[Lease], timeout: float | None) -> None:
+    def fence(self, stream: Stream | None) -> Fence:
+        """See :meth:`kvtier.Cache.fence`."""
+        binding = self._binder.binding
+        memories = [] if binding.mapped is None else binding.mapped.memories
+        return fence_over(memories, stream)
+
+    @property
+    def out(self) -> list[Lease]:
+        """What is not released yet."""
+        return list(self._leases)
+
+    async def release(self, leases: Iterable[Lease], stream: Stream | None, timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release`."""
         live = [lease for lease in leases if not lease.released]
         if not live:
             return
-        self._forget(live)
-        try:
-            await self._to_the_end(self._release(live, self._deadline(timeout)))
-        except RetryableError:
-            for lease in live:
-                lease.released = False
-                self._leases.add(lease)
-            raise
+        fence, deadline = fence_of(live, stream), self._deadline(timeout)
+        for lease in live:
+            lease.released = True
+        self._leases.difference_update(live)
+        await self._to_the_end(self._release(live, fence, deadline))
 
-    async def release_all(self, timeout: float | None) -> None:
+    async def release_all(self, stream: Stream | None, timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release_all`."""
         self._stock.clear()  # which is among the leases
-        await self.release(list(self._leases), timeout)
+        await self.release(self.out, stream, timeout)
 
-    async def trim(self, lease: ReadLease, blocks: int, timeout: float | None) -> None:
+    async def trim(self, lease: ReadLease, blocks: int, stream: Stream | None, timeout: float | None) -> None:
         """See :meth:`ReadLease.trim`, the way to call it."""
+        fence, deadline = fence_of([lease], stream), self._deadline(timeout)
         lease.trimmed += blocks
-        give_back = self._binder.release(lease.binding, [lease.id], self._deadline(timeout), first_blocks=[blocks])
-        try:
-            await self._to_the_end(give_back)
-        except RetryableError:
-            lease.trimmed -= blocks
-            raise
+        await self._to_the_end(self._trim(lease, blocks, fence, deadline))
 
     def _leased_ahead(self, lease: WriteLease, reply: blocks_pb2.CommitResponse) -> WriteLease | None:
         if not reply.next_lease_id:
@@ -300,7 +309,7 @@ class Holdings:
         """Gives back what nobody uses, and does not wait for it."""
         if self._session.closed:
             return  # they ended with it
-        work = asyncio.ensure_future(self.release(leases, None))
+        work = asyncio.ensure_future(self.release(leases, PASSED, None))  # nobody has touched them
         self._returning.add(work)
         work.add_done_callback(self._returning.discard)
         self._session.spawn(_logged(work, "giving back unused slots"))
@@ -324,7 +333,27 @@ class Holdings:
             self._session.spawn(_logged(work, "release after its caller was cancelled"))
             raise
 
-    async def _release(self, leases: Sequence[Lease], deadline: Deadline) -> None:
+    async def _release(self, leases: Sequence[Lease], fence: Fence, deadline: Deadline) -> None:
+        """What of it fails leaves the leases as they were, to be released again."""
+        try:
+            await passing(fence, deadline)
+            self._untouched(leases)
+            await self._tell(leases, deadline)
+        except (RetryableError, DeviceError):
+            for lease in leases:
+                lease.released = False
+            self._leases.update(leases)
+            raise
+
+    async def _trim(self, lease: ReadLease, blocks: int, fence: Fence, deadline: Deadline) -> None:
+        try:
+            await passing(fence, deadline)
+            await self._binder.release(lease.binding, [lease.id], deadline, first_blocks=[blocks])
+        except (RetryableError, DeviceError):
+            lease.trimmed -= blocks
+            raise
+
+    async def _tell(self, leases: Sequence[Lease], deadline: Deadline) -> None:
         for binding in {lease.binding for lease in leases}:
             ids = [lease.id for lease in leases if lease.binding is binding]
             try:
@@ -340,6 +369,11 @@ class Holdings:
         for lease in leases:
             lease.released = True
             self._leases.discard(lease)
+        self._untouched(leases)
+
+    def _untouched(self, leases: Sequence[Lease]) -> None:
+        """Nothing of this process touches their slots any more."""
+        for lease in leases:
             if lease in self._in_use:
                 self._in_use.discard(lease)
                 self._session.give_back(lease.binding.session)

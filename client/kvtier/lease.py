@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 import numpy as np
 
 from kvtier import tensors
-from kvtier.arena import Arena, Bytes
+from kvtier.arena import Arena
 from kvtier.binding import Binding
 from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost
+from kvtier.fences import Stream
+from kvtier.memory import Memory, View
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention
 from kvtier.types import BlockResult, Tier
@@ -52,11 +54,20 @@ class Lease:
     def arena(self) -> Arena:
         return self.binding.arena
 
-    def view(self, index: int) -> list[Bytes]:
-        """The bytes of a slot in place, one 1-D uint8 array a pool, read-only unless the slot is blank.
+    @property
+    def memory(self) -> Memory | None:
+        """What its slots are mapped to; None where they are not mapped."""
+        mapped = self.binding.mapped
+        return mapped.memory(self.tier) if mapped is not None and self.tier in mapped.tiers else None
+
+    def view(self, index: int) -> list[View]:
+        """The bytes of a slot in place, one a pool, read-only unless the slot is blank: 1-D uint8 arrays, or, where
+        the tier is memory of a GPU, a :class:`kvtier.abi.cuda.views.DeviceView` each, which torch, CuPy and others
+        take by its ``__cuda_array_interface__``.
 
         Do not use a view after the release: the slot is somebody else's then. Raises :class:`LeaseError` for a
-        released lease and for a slot that a commit gave back, :class:`LeaseLost` for one that died with its daemon.
+        released lease and for a slot that a commit gave back, :class:`LeaseLost` for one that died with its daemon,
+        :class:`kvtier.errors.CallerError` (CANNOT_MAP) where the tier is not mapped in this process.
         """
         self.require_live()
         if not 0 <= index < len(self.slots):
@@ -64,7 +75,8 @@ class Lease:
         return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._is_blank(index))
 
     def tensors(self, index: int) -> list[torch.Tensor]:
-        """As :meth:`view`, as torch tensors of the cache's dtype, 1-D, not copied. Imports torch.
+        """As :meth:`view`, as torch tensors of the cache's dtype, 1-D, not copied: on the GPU where the tier is its
+        memory. Imports torch.
 
         torch has no read-only tensors. Do not write to one whose slot is not blank: that spoils the block for
         everybody, or, in a cache opened with ``write`` False, ends the process (SIGSEGV).
@@ -79,11 +91,12 @@ class Lease:
             message = "the lease ended with the session it was granted in: the daemon restarted, or it was kicked"
             raise LeaseLost(message, reason="LEASE_LOST")
 
-    async def release(self) -> None:
-        """Gives the slots back. Raises :class:`LeaseError` where that was done before."""
+    async def release(self, *, stream: Stream | None = None) -> None:
+        """Gives the slots back: see :meth:`kvtier.Cache.release`. Raises :class:`LeaseError` where that was done
+        before."""
         if self.released:
             raise LeaseError("the lease is released", reason="RELEASED")
-        await self.cache.release(self)
+        await self.cache.release(self, stream=stream)
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,6 +136,7 @@ class WriteLease(Lease):
         prompt: Prompt | None = None,
         at: Sequence[int] | None = None,
         release: bool = False,
+        stream: Stream | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
         """Makes slots blocks: immutable, reusable, still held by this lease. One result a key.
@@ -134,12 +148,17 @@ class WriteLease(Lease):
         ones in order. ``release``: the lease ends with this call, whatever the results; else a slot whose result is
         PARENT_MISSING or PARENT_CONFLICT stays blank. One whose result is EXISTS has gone back to the daemon.
 
-        Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
+        Where the slots are memory of a GPU, the call is sent once ``stream`` has done what it was given before it: see
+        :meth:`kvtier.Cache.fence` for which streams that can be. Who is cancelled, or runs out of time (``timeout``
+        counts both), before that has happened has sent nothing: the slots are blank and held, and the commit may be
+        made again.
+
+        Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
         self.require_live()
         indices = self.blank if at is None else list(at)
         results = await self._holdings.commit(
-            self, keys, indices, parent, parents, priorities, retention, prompt, release, timeout
+            self, keys, indices, parent, parents, priorities, retention, prompt, release, stream, timeout
         )
         for index, result in zip(indices, results, strict=False):
             self._blank[index] = result in _STAYS_BLANK
@@ -147,7 +166,7 @@ class WriteLease(Lease):
                 self._given_back.add(index)
         return results
 
-    def view(self, index: int) -> list[Bytes]:
+    def view(self, index: int) -> list[View]:
         if index in self._given_back:
             raise LeaseError("the slot is not held any more: its key was stored already", reason="GIVEN_BACK")
         return super().view(index)
@@ -200,18 +219,18 @@ class ReadLease(Lease):
         """How many blocks are held."""
         return len(self.slots) - self.trimmed
 
-    async def trim(self, blocks: int, *, timeout: float | None = None) -> None:
+    async def trim(self, blocks: int, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives back the first ``blocks`` of those held, which a sequence has left behind its window.
 
-        Indices stay what they were. At least one block stays held: :meth:`release` gives back all. Raises
-        :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
+        Indices stay what they were. At least one block stays held: :meth:`release` gives back all. ``stream`` as there.
+        Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
         """
         self.require_live()
         if not 1 <= blocks < self.blocks:
             raise InvalidArgument("blocks", blocks, f"1 to {self.blocks - 1}: of {self.blocks} held, one must stay")
-        await self._holdings.trim(self, blocks, timeout)
+        await self._holdings.trim(self, blocks, stream, timeout)
 
-    def view(self, index: int) -> list[Bytes]:
+    def view(self, index: int) -> list[View]:
         if 0 <= index < self.trimmed:
             raise LeaseError("the slot is not held any more: the lease was trimmed", reason="GIVEN_BACK")
         return super().view(index)

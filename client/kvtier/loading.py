@@ -12,8 +12,8 @@ import numpy as np
 
 from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.arena import Bytes
 from kvtier.reading import Copying, Reader
+from kvtier.tensors import Bytes
 from kvtier.types import Tier
 from kvtier.wire import Keys, packed_keys
 
@@ -27,10 +27,10 @@ _INLINE_BYTES: Final = 4 << 20
 
 async def run(load: Loading | AcrossLoading) -> None:
     """Copies on the loop or, where it takes longer, in a thread."""
-    if load.nbytes <= _INLINE_BYTES:
+    if load.nbytes <= _INLINE_BYTES and not load.waits:
         load.copy()
     else:
-        await transfer.run(load.copy, load.nbytes)
+        await transfer.run(load.copy, load.nbytes, waits=load.waits)
 
 
 class Loading:
@@ -46,6 +46,7 @@ class Loading:
         self._copying: Final = cache.reader.begin(self.packed, cache.group, tier)
         blocks = 0 if self._copying is None else self._copying.blocks
         self.nbytes: Final = blocks * cache.block_bytes
+        self.waits: Final = blocks > 0 and self._copying is not None and self._copying.waits
         self.rows: list[Bytes] = _rows(self.targets, blocks, cache.block_bytes)
 
     def copy(self) -> None:
@@ -68,6 +69,7 @@ class AcrossLoading:
         self._parts: list[tuple[Copying, list[Bytes]]] | None = []
         self.blocks = 0
         self.nbytes = 0
+        self.waits = False
         match = reader.match_across(packed)
         if match is None:
             self._parts = None
@@ -81,6 +83,7 @@ class AcrossLoading:
                 return
             block_bytes = groups[span.group].block_bytes
             self.nbytes += copying.blocks * block_bytes
+            self.waits = self.waits or copying.waits
             self._parts.append((copying, _rows(None, copying.blocks, block_bytes)))
 
     def copy(self) -> None:

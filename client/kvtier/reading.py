@@ -15,15 +15,15 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import transfer
 from kvtier.abi.key_index import Found
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.answers import AcrossMatch, Locations, Match, ReadCounts
-from kvtier.arena import Arena, Bytes
+from kvtier.arena import Arena
 from kvtier.binding import Binder
 from kvtier.chains import Chains, count_leading
 from kvtier.recency import Recency
+from kvtier.tensors import Bytes
 from kvtier.types import Tier
 
 MAX_KEYS: Final = 16_384
@@ -199,6 +199,11 @@ class Copying:
         return bool(self._found.sure[following]) and self._found.residency[following] == 0
 
     @property
+    def waits(self) -> bool:
+        """Whether its copies wait for a device: see :attr:`kvtier.memory.Memory.waits`."""
+        return any(self._mapping.arena.memory(tier).waits for tier in self._tiers)
+
+    @property
     def misses(self) -> int:
         return self.asked - self.blocks if self.at_end else 0
 
@@ -256,10 +261,11 @@ class Copying:
         generations = (found.device_generations if on_device else found.host_generations)[which]
         arena = self._mapping.arena
         try:
-            transfer.out_of_slots(arena.pools(tier, self.group), slots.tolist(), rows)
+            arena.read(tier, self.group, slots.tolist(), rows)
         except IndexError:  # a slot that there is not: the index is damaged, and these blocks are the daemon's to find
             return np.arange(len(rows))
-        # After the bytes: the generation that the index gave is even, and ends before the first of them changes.
+        # After the bytes, all of which have come by now: the generation that the index gave is even, and ends before
+        # the first of them changes.
         changed = arena.generations(tier, self.group, slots) != generations
         if not changed.any():
             return _NONE

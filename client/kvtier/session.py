@@ -9,6 +9,7 @@ deadline.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -28,10 +29,13 @@ from kvtier.errors import (
     ClientClosed,
     DaemonError,
     DaemonUnavailable,
+    DeadlineExceeded,
+    DeviceError,
     InvalidArgument,
     KvtierError,
     RetryableError,
 )
+from kvtier.fences import PASSED, Fence, Stream, Unknown, all_of, passing
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
@@ -46,7 +50,12 @@ _CLOSE_GRACE_S: Final = 2.0
 _HEAL_GRACE_S: Final = 0.5
 """How long :meth:`Session.close` waits for a broken link, so that it can say goodbye."""
 
+_WORK_GRACE_S: Final = 5.0
+"""How long it waits for this process's own work on a GPU, so that it may say goodbye."""
+
 _JITTER: Final = random.Random()
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -133,6 +142,10 @@ def metadata_of(welcome: protocol.Welcome) -> tuple[tuple[str, str], ...]:
 class Follower(Protocol):
     def session_changed(self, session: int) -> None:
         """The daemon has forgotten the last session; this is the new :attr:`Link.session`."""
+        ...
+
+    def work(self, stream: Stream | None) -> Fence:
+        """The point that this process's own work on what it holds has reached. Raises :class:`DeviceError`."""
         ...
 
 
@@ -285,10 +298,22 @@ class Session:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def close(self) -> None:
-        """Hangs up. Background work gets a moment to end."""
+    def work(self, stream: Stream | None) -> Fence:
+        """As :meth:`Follower.work`, of all; where a device cannot tell, what the fence is asked raises."""
+        try:
+            return all_of(follower.work(stream) for follower in list(self.followers) if not self._closed)
+        except DeviceError as error:
+            return Unknown(error)
+
+    async def close(self, work: Fence = PASSED) -> None:
+        """Hangs up. Background work gets a moment to end.
+
+        The goodbye gives back all that is held, so it is only said once ``work`` (see :meth:`work`) is over. Where that
+        takes too long, the daemon has the slots back when this process ends.
+        """
         if self._closed:
             return
+        at_rest = await _over(work)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_GRACE_S)
             for task in late:
@@ -302,9 +327,10 @@ class Session:
         self._linked.set()
         if self._link is not None:
             self._link.commits.close()
-            self._lent.clear()  # whose memory goes with this client, as what it leases now does
-            self._settle()
-            await self._link.attach.say_bye()
+            if at_rest:
+                self._lent.clear()  # whose memory goes with this client, as what it leases now does
+                self._settle()
+                await self._link.attach.say_bye()
             self._link.attach.close()
             await self._link.channel.close()
         for task in self._tasks:
@@ -370,6 +396,16 @@ class Session:
             if error.reason != "UNKNOWN_SESSION":
                 raise
             return await self._transport.attach(None, None)
+
+
+async def _over(work: Fence) -> bool:
+    """Whether the work ends soon."""
+    try:
+        await passing(work, Deadline(_WORK_GRACE_S))
+    except (DeadlineExceeded, DeviceError) as error:
+        _log.warning("leased slots go back to the daemon only when this process ends: %s", error)
+        return False
+    return True
 
 
 async def _close_channel(channel: grpc.aio.Channel) -> None:

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from kvtier.abi import attach as protocol
+from kvtier.attach import Segments
 from kvtier.errors import CallerError, DaemonError
 from kvtier.rpc_errors import error_of, fault_of
 from kvtier.v1 import session_pb2, session_pb2_grpc
@@ -53,7 +54,7 @@ class StreamConnection:
         welcome = protocol.Welcome(said.token, said.session_id, said.resumed, said.epoch, said.boot, said.pid)
         return cls(call, said.heartbeat_ns / 1e9), welcome
 
-    async def map(self, cache_id: int, *, write: bool) -> dict[str, int]:
+    async def map(self, cache_id: int, *, write: bool) -> Segments:
         raise CallerError(f"cache {cache_id}: memory cannot be mapped over TCP", reason="CANNOT_MAP")
 
     def forget(self, token: str) -> None:

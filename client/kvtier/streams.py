@@ -16,11 +16,11 @@ from grpc.aio import StreamUnaryCall
 
 from kvtier import transfer
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
-from kvtier.arena import Bytes
 from kvtier.binding import Binder, Binding
 from kvtier.errors import DaemonError, DamagedTransfer
 from kvtier.rpc_errors import chain_error
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link
+from kvtier.tensors import Bytes
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, tier_to_wire

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.arena import Bytes
-
 if TYPE_CHECKING:
     import torch
+
+    from kvtier.abi.cuda.views import DeviceView
+
+Bytes = NDArray[np.uint8]
 
 _DTYPES: Final = {"float8_e4m3": "float8_e4m3fn"}
 """Where torch has another name for a dtype of :class:`kvtier.CacheSpec`."""
@@ -46,15 +48,15 @@ def fill(tensor: torch.Tensor, data: NDArray[np.uint8]) -> None:
     tensor.detach().copy_(source)
 
 
-def over(view: Bytes, dtype: str) -> torch.Tensor:
-    """A 1-D tensor of ``dtype`` (as a specification names it) over the memory of an array, also a read-only one.
+def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:
+    """A 1-D tensor of ``dtype`` (as a specification names it) over the bytes of a view, also a read-only one.
 
     torch knows no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`.
     """
     import torch
 
-    exposed = np.asarray(_Exposed(view))
-    return torch.from_numpy(exposed).view(getattr(torch, _DTYPES.get(dtype, dtype)))
+    raw = torch.from_numpy(np.asarray(_Exposed(view))) if isinstance(view, np.ndarray) else view.tensor()
+    return raw.view(getattr(torch, _DTYPES.get(dtype, dtype)))
 
 
 class _Exposed:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import tensors
-from kvtier.arena import Bytes
 from kvtier.errors import InvalidArgument
+from kvtier.tensors import Bytes
 
 if TYPE_CHECKING:
     import torch
@@ -109,13 +109,13 @@ def _fill(late: Sequence[tuple[torch.Tensor, Bytes]]) -> None:
         tensors.fill(tensor, row)
 
 
-async def run(copy: Callable[[], None], nbytes: int) -> None:
-    """Runs a copy of ``nbytes``, in a thread where it would hold up the loop.
+async def run(copy: Callable[[], None], nbytes: int, *, waits: bool = False) -> None:
+    """Runs a copy of ``nbytes``, in a thread where it would hold up the loop. ``waits``: it does, however small.
 
     A cancelled caller still waits for the thread to end, however often it is cancelled: the memory that it reads or
     writes is the caller's, or held by a lease that must not be released before.
     """
-    if _fits_here(nbytes):
+    if _fits_here(nbytes, waits):
         copy()
     else:
         await _to_the_end(_begun(copy))
@@ -125,12 +125,12 @@ class Steps:
     """Copies that are made one after another, in a thread where they would hold up the loop: what is done meanwhile
     stands in the body of ``async with``, which ends when the last copy has, as :func:`run` does."""
 
-    def __init__(self, copies: Sequence[Callable[[], None]], nbytes: int) -> None:
-        """``nbytes``: of all of them."""
+    def __init__(self, copies: Sequence[Callable[[], None]], nbytes: int, *, waits: bool = False) -> None:
+        """``nbytes``: of all of them. ``waits``: as for :func:`run`."""
         loop = asyncio.get_running_loop()
         self._loop: Final = loop
         self._copies: Final = copies
-        self._nbytes: Final = nbytes
+        self._here: Final = _fits_here(nbytes, waits)
         self._passed: Final = [loop.create_future() for _ in copies]
         """As many copies as come before it in the list have been made."""
         self._copying: asyncio.Future[None] | None = None
@@ -146,7 +146,7 @@ class Steps:
             await _to_the_end(self._copying)
 
     async def __aenter__(self) -> Self:
-        if _fits_here(self._nbytes):
+        if self._here:
             for copy in self._copies:
                 copy()
         else:
@@ -167,9 +167,9 @@ class Steps:
             _wake(passed)
 
 
-def _fits_here(nbytes: int) -> bool:
+def _fits_here(nbytes: int, waits: bool) -> bool:
     """Whether a copy is made at once, on the loop."""
-    return copy_in.get() is None and nbytes <= INLINE_BYTES
+    return copy_in.get() is None and nbytes <= INLINE_BYTES and not waits
 
 
 def _begun(copy: Callable[[], None]) -> asyncio.Future[None]:

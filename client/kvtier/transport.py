@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import grpc
 
 from kvtier.abi import attach as protocol
-from kvtier.attach import AttachConnection
+from kvtier.attach import AttachConnection, Segments
 from kvtier.errors import InvalidArgument
 from kvtier.stream import StreamConnection
 
@@ -48,8 +48,8 @@ class Connection(Protocol):
 
     closed: asyncio.Event
 
-    async def map(self, cache_id: int, *, write: bool) -> dict[str, int]:
-        """A cache's segments: descriptors by name, owned by the caller."""
+    async def map(self, cache_id: int, *, write: bool) -> Segments:
+        """A cache's segments, whose descriptors are the caller's then."""
         ...
 
     def forget(self, token: str) -> None:

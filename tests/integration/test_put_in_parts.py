@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, Client, Tier, arrays, transfer
-from kvtier.arena import Bytes
 from kvtier.commits import CommitStream
+from kvtier.tensors import Bytes
 from kvtier.v1 import blocks_pb2
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, connect, errors, transfer
 from kvtier.answers import ReadCounts
-from kvtier.arena import Bytes
+from kvtier.tensors import Bytes
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of

@@ -13,13 +13,13 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier import transfer
-from kvtier.arena import Bytes
 from kvtier.bench.bare import Call, bare_server
 from kvtier.bench.place import Place, chains, place, scatter
 from kvtier.bench.result import Paired, Result
 from kvtier.bench.rounds import interleaved, timed
 from kvtier.private import TierSlots
 from kvtier.stock import SHARE
+from kvtier.tensors import Bytes
 from kvtier.types import Tier
 
 BATCH: Final = 64

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.arena import Bytes
 from kvtier.bench.raw_disk import BATCH, RawSlab
+from kvtier.tensors import Bytes
 
 SLOTS: Final = 8 * BATCH
 

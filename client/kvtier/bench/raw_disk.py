@@ -13,7 +13,7 @@ from typing import Final, Self
 
 import numpy as np
 
-from kvtier.arena import Bytes
+from kvtier.tensors import Bytes
 
 BATCH: Final = 32
 """Blocks of one reader's turn, and at least between two calls of ``fdatasync``: the daemon's numbers."""

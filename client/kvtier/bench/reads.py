@@ -23,13 +23,13 @@ from kvtier import sync, transfer
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.keys import KEY_BYTES, chain_keys
 from kvtier.abi.layout import ArenaLayout
-from kvtier.arena import Bytes
 from kvtier.bench.bare import bare_server
 from kvtier.bench.place import BLOCK_STEP, CACHE, Place, chains, place, scatter, spec_of
 from kvtier.bench.result import Result
 from kvtier.bench.rounds import interleaved, timed
 from kvtier.errors import DaemonError
 from kvtier.private import TierSlots
+from kvtier.tensors import Bytes
 from kvtier.types import Tier
 
 BLOCKS: Final = 8_192

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.arena import Bytes
 from kvtier.bench.place import Place, chains, emptied, place, scatter
 from kvtier.bench.raw_disk import RawSlab
 from kvtier.bench.result import Paired, Result
@@ -22,6 +21,7 @@ from kvtier.bench.rounds import interleaved, timed
 from kvtier.errors import InvalidArgument, KvtierError
 from kvtier.lease import Lease
 from kvtier.private import TierSlots
+from kvtier.tensors import Bytes
 from kvtier.types import BlockResult, Tier
 
 ALIGNMENT: Final = 4096

@@ -11,6 +11,7 @@ from kvtier import transfer
 from kvtier.across import AcrossBlocks
 from kvtier.answers import AcrossMatch
 from kvtier.errors import KvtierError
+from kvtier.fences import Stream, fence_of
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
 from kvtier.sync.lease import ReadLease
@@ -62,9 +63,11 @@ class AcrossLease:
         """Whether every slot still holds the block that was acquired. To be asked before and after a copy."""
         return self.inner.unchanged()
 
-    def release(self, *, timeout: float | None = None) -> None:
-        """Gives the slots of all groups back, in one call; nothing, where that was done before."""
-        self._thread.run(lambda: self.inner.release(timeout=timeout))
+    def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Gives the slots of all groups back, in one call; nothing, where that was done before. ``stream``: see
+        :meth:`kvtier.Cache.release`."""
+        fence = fence_of((part for part in self.inner.groups if not part.released), stream)
+        self._thread.run(lambda: self.inner.release(stream=fence, timeout=timeout))
 
     def __enter__(self) -> Self:
         return self

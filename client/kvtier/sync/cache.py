@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -13,6 +13,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
 from kvtier.arena import Arena
 from kvtier.errors import ClientClosed
+from kvtier.fences import Fence, Stream, fence_of
 from kvtier.loading import Loading
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
@@ -73,6 +74,11 @@ class Cache:
     def mapped(self) -> bool:
         """Whether its memory is mapped. If not, put and get go through streams, and leases have no views."""
         return self._inner.mapped
+
+    @property
+    def unmapped(self) -> Mapping[Tier, str]:
+        """By tier, why its slots are not mapped: see :attr:`kvtier.Cache.unmapped`."""
+        return self._inner.unmapped
 
     @property
     def arena(self) -> Arena:
@@ -189,10 +195,15 @@ class Cache:
         leases = self._thread.run(held.take, lambda leases: self._inner.release(*leases))
         return Leases(self._thread, self, leases)
 
-    def release(self, *leases: Lease[Any], timeout: float | None = None) -> None:
+    def release(self, *leases: Lease[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
         held = [lease.inner for lease in leases]
-        self._thread.run(lambda: self._inner.release(*held, timeout=timeout))
+        fence = fence_of((lease for lease in held if not lease.released), stream)
+        self._thread.run(lambda: self._inner.release(*held, stream=fence, timeout=timeout))
+
+    def fence(self, stream: Stream | None = None) -> Fence:
+        """The point that a stream has reached: see :meth:`kvtier.Cache.fence`."""
+        return self._inner.fence(stream)
 
     # -- placement -------------------------------------------------------------------------------------------------
 
@@ -330,13 +341,17 @@ class Cache:
         packed = packed_keys(keys)
         return self._thread.run(lambda: self._inner.stream_get(packed, out, tier=tier, timeout=timeout))
 
-    def close(self, *, timeout: float | None = None) -> None:
-        """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched."""
-        self._thread.run(lambda: self._inner.close(timeout=timeout))
+    def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
+        ``stream``: see :meth:`kvtier.Cache.release`."""
+        fence = self._inner.fence(stream)
+        self._thread.run(lambda: self._inner.close(stream=fence, timeout=timeout))
 
-    def release_all(self, *, timeout: float | None = None) -> None:
-        """Gives back every lease that this object granted and that is still held."""
-        self._thread.run(lambda: self._inner.release_all(timeout=timeout))
+    def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        """Gives back every lease that this object granted and that is still held. ``stream``: see
+        :meth:`kvtier.Cache.release`."""
+        fence = self._inner.fence(stream)
+        self._thread.run(lambda: self._inner.release_all(stream=fence, timeout=timeout))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from kvtier import aio
 from kvtier.abi.spec import CacheSpec
 from kvtier.drains import Drained
 from kvtier.explaining import Explanation
+from kvtier.fences import Stream
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S
 from kvtier.options import CacheOptions
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
@@ -184,11 +185,14 @@ class Client:
         """Forgets a cache, its blocks and its bytes on disk: see :meth:`kvtier.AsyncClient.remove_cache`."""
         return self._thread.run(lambda: self._client.remove_cache(name, force=force, dry_run=dry_run, timeout=timeout))
 
-    def close(self) -> None:
+    def close(self, *, stream: Stream | None = None) -> None:
         """Says goodbye, which ends the session and its leases. Calls under way in other threads, and later ones, raise
-        :class:`ClientClosed`. Closing twice is allowed; in a forked child it does nothing."""
+        :class:`ClientClosed`. Closing twice is allowed; in a forked child it does nothing. ``stream``: see
+        :meth:`kvtier.AsyncClient.close`."""
         _open.discard(self)
-        self._thread.stop(self._client.close)
+        if not self._thread.forked:
+            work = self._client.work(stream)
+            self._thread.stop(lambda: self._client.close(stream=work))
 
     def __enter__(self) -> Self:
         return self

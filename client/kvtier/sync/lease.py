@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import lease as inner
-from kvtier.arena import Arena, Bytes
+from kvtier.arena import Arena
 from kvtier.errors import KvtierError
+from kvtier.fences import Stream, fence_of
+from kvtier.memory import Memory, View
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention
 from kvtier.sync.loop import LoopThread
@@ -60,7 +62,12 @@ class Lease(Generic[L]):
     def __len__(self) -> int:
         return len(self.inner)
 
-    def view(self, index: int) -> list[Bytes]:
+    @property
+    def memory(self) -> Memory | None:
+        """What its slots are mapped to; None where they are not mapped."""
+        return self.inner.memory
+
+    def view(self, index: int) -> list[View]:
         """See :meth:`kvtier.lease.Lease.view`."""
         return self.inner.view(index)
 
@@ -72,9 +79,10 @@ class Lease(Generic[L]):
         """Raises :class:`LeaseError` or :class:`LeaseLost` where the slots are not held any more."""
         self.inner.require_live()
 
-    def release(self) -> None:
-        """Gives the slots back. Raises :class:`LeaseError` where that was done before."""
-        self._thread.run(self.inner.release)
+    def release(self, *, stream: Stream | None = None) -> None:
+        """Gives the slots back: see :meth:`kvtier.lease.Lease.release`."""
+        fence = fence_of([self.inner], stream)
+        self._thread.run(lambda: self.inner.release(stream=fence))
 
     def __enter__(self) -> Self:
         return self
@@ -105,10 +113,11 @@ class WriteLease(Lease[inner.WriteLease]):
         prompt: Prompt | None = None,
         at: Sequence[int] | None = None,
         release: bool = False,
+        stream: Stream | None = None,
         timeout: float | None = None,
     ) -> list[BlockResult]:
         """See :meth:`kvtier.lease.WriteLease.commit`."""
-        packed = packed_keys(keys)
+        packed, fence = packed_keys(keys), fence_of([self.inner], stream)
         return self._thread.run(
             lambda: self.inner.commit(
                 packed,
@@ -119,6 +128,7 @@ class WriteLease(Lease[inner.WriteLease]):
                 prompt=prompt,
                 at=at,
                 release=release,
+                stream=fence,
                 timeout=timeout,
             )
         )
@@ -142,9 +152,10 @@ class ReadLease(Lease[inner.ReadLease]):
         """How many of the first ones have been given back by :meth:`trim`."""
         return self.inner.trimmed
 
-    def trim(self, blocks: int, *, timeout: float | None = None) -> None:
+    def trim(self, blocks: int, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """See :meth:`kvtier.lease.ReadLease.trim`."""
-        self._thread.run(lambda: self.inner.trim(blocks, timeout=timeout))
+        fence = fence_of([self.inner], stream)
+        self._thread.run(lambda: self.inner.trim(blocks, stream=fence, timeout=timeout))
 
     @property
     def generations(self) -> NDArray[np.uint64]:

@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 
 from kvtier import BlockResult, Cache, LeaseLost, Tier
-from kvtier.arena import Bytes
 from kvtier.arrays import Filled, Piece, put
 from kvtier.retention import BlockRetention
+from kvtier.tensors import Bytes
 
 OK, MISSING = BlockResult.OK, BlockResult.PARENT_MISSING
 KEYS = [bytes([number]) * 32 for number in range(10)]

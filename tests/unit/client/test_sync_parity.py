@@ -31,7 +31,8 @@ RENAMED = {
 }
 
 SEAMS = {
-    cache.Cache: {"open", "reader"},  # of its client: the way to call the first is open_cache
+    cache.Cache: {"open", "reader", "way"},  # of its client: the way to call the first is open_cache
+    aio.AsyncClient: {"work"},
     across.AcrossGroups: {"reader", "loading"},
     lease.WriteLease: {"binding"},
     lease.ReadLease: {"binding"},

@@ -1,0 +1,134 @@
+"""The slots of a device tier that is memory of a GPU, mapped by its driver into this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvtier.abi import attach
+from kvtier.abi.cuda.driver import Address, Copy
+from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
+from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.cuda.views import DeviceView
+from kvtier.abi.layout import DEVICE, ArenaLayout
+from kvtier.errors import DaemonError
+from kvtier.fences import Fence
+from kvtier.gpu import Gpu
+from kvtier.tensors import Bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CannotMap(Exception):
+    """The message says why this process cannot have the memory."""
+
+
+async def mapped(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout], CudaMemory]:
+    """Maps the memory behind a descriptor, which stays the caller's. Raises :class:`CannotMap`."""
+    kept = os.dup(fd)
+
+    def open_and_map() -> tuple[Gpu, DeviceMemory]:
+        try:
+            gpu = Gpu.of(told.uuid)
+            return gpu, DeviceMemory.from_fd(gpu.driver, kept, told.nbytes)
+        finally:
+            os.close(kept)
+
+    # In a thread, since CUDA takes seconds to start. Whoever is cancelled leaves it running: it has the descriptor.
+    opening = asyncio.get_running_loop().run_in_executor(None, open_and_map)
+    try:
+        gpu, memory = await asyncio.shield(opening)
+    except (CudaUnavailable, CudaError) as error:
+        raise CannotMap(str(error)) from error
+    return partial(CudaMemory, gpu, memory)
+
+
+class CudaMemory:
+    """Implements :class:`kvtier.memory.Memory`. It is unmapped when the last view of it is gone."""
+
+    waits = True
+
+    def __init__(self, gpu: Gpu, memory: DeviceMemory, layout: ArenaLayout) -> None:
+        """Raises :class:`DaemonError` where it is shorter than the layout says."""
+        if memory.nbytes < layout.device_bytes:
+            message = f"device memory of {memory.nbytes} bytes: the layout says {layout.device_bytes}"
+            raise DaemonError(message, reason="BAD_ARENA")
+        self._gpu = gpu
+        self._pools = [
+            tuple(
+                DevicePool(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)
+                for pool in group.pools
+            )
+            for group in layout.groups
+        ]
+
+    def pools(self, group: int) -> tuple[DevicePool, ...]:
+        return self._pools[group]
+
+    def view(self, group: int, slot: int, *, write: bool) -> list[DeviceView]:
+        return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
+
+    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+        self._gpu.copy([(slot, part, nbytes) for slot, part, nbytes in self._parts(group, slots, blocks)])
+
+    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+        self._gpu.copy([(part, slot, nbytes) for slot, part, nbytes in self._parts(group, slots, blocks)])
+
+    def fence(self, stream: int | None) -> Fence:
+        return self._gpu.fence(stream)
+
+    def _parts(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> list[Copy]:
+        """Where each slot's part in each pool is, where that part of its block is, and its length."""
+        starts = [Address(block.__array_interface__["data"][0]) for block in blocks]
+        parts, done = [], 0
+        for pool in self._pools[group]:
+            nbytes = pool.shape[1]
+            parts += [
+                (pool.address(slot), Address(start + done), nbytes) for slot, start in zip(slots, starts, strict=True)
+            ]
+            done += nbytes
+        return parts
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class DevicePool:
+    """All slots of a group in one pool: ``shape`` is [slots, bytes of a block], ``stride`` the bytes from one slot to
+    the next. Any bytes of it may be somebody else's."""
+
+    memory: DeviceMemory
+    offset: int
+    shape: tuple[int, int]
+    stride: int
+
+    def address(self, slot: int) -> Address:
+        """Raises :class:`IndexError` for a slot that there is not."""
+        if not 0 <= slot < self.shape[0]:
+            raise IndexError(f"slot {slot} of {self.shape[0]}")
+        return Address(self.memory.address + self.offset + slot * self.stride)
+
+    def slot(self, slot: int, *, readonly: bool) -> DeviceView:
+        """Raises :class:`IndexError`, likewise."""
+        return DeviceView(self.memory, self.address(slot) - self.memory.address, self.shape[1], readonly=readonly)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3, as of :class:`kvtier.abi.cuda.views.DeviceView`, in two dimensions."""
+        return {
+            "shape": self.shape,
+            "strides": (self.stride, 1),
+            "typestr": "|u1",
+            "data": (self.address(0) if self.shape[0] else 0, False),
+            "stream": None,
+            "version": 3,
+        }
+
+    def tensor(self) -> torch.Tensor:
+        """A uint8 tensor of the same shape, not copied."""
+        import torch
+
+        return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")

@@ -1,0 +1,142 @@
+"""A GPU as this process's caches use it: copies that are over when they return, and fences in other streams' work.
+
+It is found by its uuid, whatever number it has here, opened once a process in the primary context, which torch and
+others of the process share, and kept open.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+from kvtier.abi.cuda.driver import Copy, Driver, Event, Stream
+from kvtier.abi.cuda.errors import CudaError, CudaLost
+from kvtier.abi.cuda.opening import uuid_name
+from kvtier.errors import DeviceError
+from kvtier.fences import Fence
+
+_LEGACY: Final = Stream(1)
+"""``CU_STREAM_LEGACY``. A 0 means the same to torch, but to the bindings whatever their environment says."""
+_LONGEST_PAUSE_S: Final = 0.001
+
+
+@dataclass(slots=True, frozen=True)
+class _Lane:
+    """What a thread copies with."""
+
+    stream: Stream
+    event: Event
+
+
+class Gpu:
+    """Any thread may use it. What fails raises :class:`DeviceError`."""
+
+    _open: ClassVar[dict[tuple[int, str], Gpu]] = {}
+    _opening: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver: Final = driver
+        # Appending and popping are atomic.
+        self._lanes: Final[deque[_Lane]] = deque()
+        self._events: Final[deque[Event]] = deque()
+
+    @classmethod
+    def of(cls, uuid: str) -> Gpu:
+        """The one with this uuid, 32 hex digits. Takes long the first time.
+
+        Raises :class:`kvtier.abi.cuda.errors.CudaUnavailable`, :class:`CudaError`.
+        """
+        with cls._opening:
+            place = os.getpid(), uuid  # a forked child cannot use its parent's
+            gpu = cls._open.get(place)
+            if gpu is None:
+                gpu = cls._open[place] = cls(Driver.open(uuid_name(bytes.fromhex(uuid))))
+            return gpu
+
+    def fence(self, stream: int | None) -> Fence:
+        """The point that a stream has reached. None: torch's current one of this thread, else the legacy default."""
+        with failing("marking how far a stream has come"):
+            event = self._events.pop() if self._events else self.driver.event()
+            fence = _Recorded(self, event)
+            self.driver.record(event, Stream(self._current() if stream is None else stream) or _LEGACY)
+            return fence
+
+    def done(self, event: Event) -> bool:
+        with failing("asking whether work on the slots is over"):
+            return self.driver.done(event)
+
+    def take_back(self, event: Event) -> None:
+        """Nobody asks for it any more; that it may still be pending does no harm to whoever records it next."""
+        self._events.append(event)
+
+    def copy(self, copies: Iterable[Copy]) -> None:
+        """Copies, in no order; when it returns or raises, nothing is being copied any more."""
+        with failing("copying to or from slots"):
+            lane = self._lanes.pop() if self._lanes else _Lane(self.driver.stream(), self.driver.event())
+            try:
+                for dst, src, nbytes in joined(copies):
+                    self.driver.copy(dst, src, nbytes, lane.stream)
+            finally:
+                self.driver.record(lane.event, lane.stream)
+                self._wait(lane.event)
+            self._lanes.append(lane)
+
+    def _wait(self, event: Event) -> None:
+        pause = 0.0
+        while not self.driver.done(event):
+            time.sleep(pause)
+            pause = min(pause + 20e-6, _LONGEST_PAUSE_S)
+
+    def _current(self) -> int:
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return _LEGACY
+        return int(torch.cuda.current_stream(self.driver.ordinal).cuda_stream)
+
+
+class _Recorded(Fence):
+    def __init__(self, gpu: Gpu, event: Event) -> None:
+        self._gpu = gpu
+        self._event = event
+
+    def passed(self) -> bool:
+        return self._gpu.done(self._event)
+
+    def __del__(self) -> None:
+        self._gpu.take_back(self._event)
+
+
+def joined(copies: Iterable[Copy]) -> Iterator[Copy]:
+    """Fewer copies of the same bytes: those that follow each other at both ends become one."""
+    held: Copy | None = None
+    for copy in copies:
+        if held is not None and (held[0] + held[2], held[1] + held[2]) == copy[:2]:
+            held = held[0], held[1], held[2] + copy[2]
+            continue
+        if held is not None:
+            yield held
+        held = copy
+    if held is not None:
+        yield held
+
+
+@contextmanager
+def failing(doing: str) -> Iterator[None]:
+    """Errors of CUDA as kvtier's, with what to do."""
+    try:
+        yield
+    except CudaLost as error:
+        what = "this process can use its GPU no more: end it, and the daemon has its slots back"
+        raise DeviceError(
+            f"{doing}: {error}; {what}", call=error.call, code=error.code, reason="DEVICE_LOST"
+        ) from error
+    except CudaError as error:
+        message = f"{doing}: {error}"
+        raise DeviceError(message, call=error.call, code=error.code, reason="DEVICE_FAILED") from error

@@ -1,0 +1,241 @@
+"""Commits and releases wait for the caller's own work, and what becomes of the lease where that takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtier import (
+    AsyncClient,
+    BlockResult,
+    Cache,
+    Client,
+    DeadlineExceeded,
+    DeviceError,
+    InvalidArgument,
+    Tier,
+    connect,
+    session,
+)
+from kvtier.lease import ReadLease, WriteLease
+from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.gate import Gate
+from tests.integration.seeing import tier_stats
+from tests.integration.waiting import PATIENCE_S, eventually
+
+KEYS = chain("fenced", 3)
+OK = [BlockResult.OK] * 3
+SOON_S = 0.05
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
+
+
+def fill(lease: WriteLease) -> None:
+    for index, key in enumerate(KEYS):
+        start = 0
+        for part in lease.view(index):
+            part[:] = block(key)[start : start + part.size]
+            start += part.size
+
+
+async def written(cache: Cache) -> WriteLease:
+    lease = await cache.reserve(3, Tier.DEVICE)
+    fill(lease)
+    return lease
+
+
+async def read(cache: Cache) -> ReadLease:
+    assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
+    return await cache.acquire(KEYS, Tier.DEVICE)
+
+
+async def held(client: AsyncClient, cache: Cache) -> tuple[int, int]:
+    """Leased slots of the device tier, as the daemon sees them: blank ones, and all."""
+    stats = await tier_stats(client, cache.name, Tier.DEVICE)
+    return stats.blank, stats.held
+
+
+async def begun(call: Coroutine[Any, Any, Any], gate: Gate) -> asyncio.Task[Any]:
+    """The call, when it waits at the gate."""
+    task = asyncio.create_task(call)
+    assert await asyncio.to_thread(gate.asked.wait, PATIENCE_S)
+    return task
+
+
+async def test_a_commit_is_sent_after_the_work(client: AsyncClient, cache: Cache) -> None:
+    gate, lease = Gate(), await written(cache)
+    task = await begun(lease.commit(KEYS, stream=gate), gate)
+    assert await held(client, cache) == (3, 3)
+    assert (await cache.match(KEYS)).blocks == 0
+    gate.open()
+    assert await task == OK
+    await lease.release()
+    assert_bytes(KEYS, await cache.get(KEYS))
+
+
+async def test_a_release_is_sent_after_the_work(client: AsyncClient, cache: Cache) -> None:
+    gate, lease = Gate(), await read(cache)
+    task = await begun(lease.release(stream=gate), gate)
+    assert await held(client, cache) == (0, 3)
+    gate.open()
+    await task
+    assert await held(client, cache) == (0, 0)
+
+
+async def test_so_is_a_trim(client: AsyncClient, cache: Cache) -> None:
+    gate, lease = Gate(), await read(cache)
+    task = await begun(lease.trim(2, stream=gate), gate)
+    assert await held(client, cache) == (0, 3)
+    gate.open()
+    await task
+    assert await held(client, cache) == (0, 1)
+    await lease.release()
+
+
+async def test_so_is_a_release_across_groups(client: AsyncClient, cache: Cache) -> None:
+    gate = Gate()
+    await (await read(cache)).release()
+    lease = await cache.across.acquire(KEYS, Tier.DEVICE)
+    task = await begun(lease.release(stream=gate), gate)
+    assert await held(client, cache) == (0, 3)
+    gate.open()
+    await task
+    assert await held(client, cache) == (0, 0)
+
+
+async def test_a_commit_whose_time_is_up_has_sent_nothing_and_can_be_made_again(
+    client: AsyncClient, cache: Cache
+) -> None:
+    gate, lease = Gate(), await written(cache)
+    with pytest.raises(DeadlineExceeded, match="nothing was sent") as caught:
+        await lease.commit(KEYS, stream=gate, timeout=SOON_S)
+    assert caught.value.reason == "WORK_UNFINISHED"
+    assert (lease.blank, lease.released) == ([0, 1, 2], False)
+    assert await held(client, cache) == (3, 3)
+    assert await lease.commit(KEYS) == OK
+    await lease.release()
+
+
+async def test_a_commit_that_is_cancelled_meanwhile_has_sent_nothing(client: AsyncClient, cache: Cache) -> None:
+    gate, lease = Gate(), await written(cache)
+    task = await begun(lease.commit(KEYS, stream=gate, release=True), gate)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.open()
+    assert await held(client, cache) == (3, 3)
+    assert await lease.commit(KEYS, release=True) == OK
+
+
+@pytest.mark.parametrize("call", [ReadLease.release, lambda lease, **more: lease.trim(2, **more)], ids=["all", "some"])
+async def test_a_release_whose_time_is_up_has_sent_nothing_and_can_be_made_again(
+    client: AsyncClient, cache: Cache, call: Callable[..., Coroutine[Any, Any, None]]
+) -> None:
+    gate, lease = Gate(), await read(cache)
+    with pytest.raises(DeadlineExceeded, match="they are held"):
+        if call is ReadLease.release:
+            await cache.release(lease, stream=gate, timeout=SOON_S)
+        else:
+            await call(lease, stream=gate, timeout=SOON_S)
+    assert (lease.released, lease.trimmed) == (False, 0)
+    assert await held(client, cache) == (0, 3)
+    assert len(lease.view(0)) == 2
+    await call(lease)
+    await cache.release(lease)
+    assert await held(client, cache) == (0, 0)
+
+
+async def test_a_release_that_is_cancelled_meanwhile_goes_on_by_itself(client: AsyncClient, cache: Cache) -> None:
+    gate, lease = Gate(), await read(cache)
+    task = await begun(lease.release(stream=gate), gate)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await held(client, cache) == (0, 3)
+    gate.open()
+    await eventually(lambda: held(client, cache), lambda now: now == (0, 0))
+
+
+async def test_where_the_device_cannot_tell_nothing_is_sent(client: AsyncClient, cache: Cache) -> None:
+    gate, lease = Gate(), await read(cache)
+    gate.fail(DeviceError("gone", call="cuEventQuery", code=719, reason="DEVICE_LOST"))
+    with pytest.raises(DeviceError):
+        await lease.release(stream=gate)
+    assert not lease.released
+    assert await held(client, cache) == (0, 3)
+    await lease.release()
+
+
+async def test_what_is_no_stream_is_refused(cache: Cache) -> None:
+    lease = await read(cache)
+    for wrong in (-1, 2**64, True, "0", 1.5):
+        with pytest.raises(InvalidArgument, match="stream = "):
+            await lease.release(stream=wrong)  # type: ignore[arg-type]
+    assert not lease.released
+    await lease.release(stream=0)
+
+
+async def test_close_gives_back_after_the_work(client: AsyncClient, cache: Cache) -> None:
+    gate = Gate()
+    await read(cache)
+    task = await begun(cache.close(stream=gate), gate)
+    assert await held(client, cache) == (0, 3)
+    gate.open()
+    await task
+    assert await held(client, cache) == (0, 0)
+
+
+async def test_a_goodbye_is_said_after_the_work(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+    gate, other = Gate(), await connect(daemon.address)
+    await read(await other.open_cache(cache.name, SPEC))
+    task = await begun(other.close(stream=gate), gate)
+    assert await held(client, cache) == (0, 3)
+    gate.open()
+    await task
+    assert await held(client, cache) == (0, 0)
+
+
+async def test_no_goodbye_is_said_to_work_that_does_not_end(
+    client: AsyncClient, daemon: DaemonProcess, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots stay out of circulation until the process, which may still touch them, is gone."""
+    monkeypatch.setattr(session, "_WORK_GRACE_S", SOON_S)
+    other = await connect(daemon.address)
+    await read(await other.open_cache(cache.name, SPEC))
+    await other.close(stream=Gate())
+    assert await held(client, cache) == (0, 3)
+    assert (await cache.drop(KEYS)).results == [BlockResult.HELD] * 3
+
+
+def test_the_synchronous_client_waits_alike(daemon: DaemonProcess, name: str) -> None:
+    with Client(daemon.address) as client, ThreadPoolExecutor(1) as thread:
+        cache = client.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
+        lease = cache.reserve(3, Tier.DEVICE)
+        fill(lease.inner)
+        gate = Gate()
+        with pytest.raises(DeadlineExceeded):
+            lease.commit(KEYS, stream=gate, timeout=SOON_S)
+        committing = thread.submit(lambda: lease.commit(KEYS, stream=gate))
+        assert not committing.done()
+        assert cache.match(KEYS).blocks == 0
+        gate.open()
+        assert committing.result(PATIENCE_S) == OK
+        gate = Gate()
+        releasing = thread.submit(lambda: cache.release(lease, stream=gate))
+        assert gate.asked.wait(PATIENCE_S)
+        assert next(each.held_slots for each in client.stats().sessions if each.session_id == client.session_id) == 3
+        gate.open()
+        releasing.result(PATIENCE_S)
+        assert np.array_equal(np.concatenate(cache.get(KEYS)), np.concatenate(blocks(KEYS)))
+        with cache.acquire(KEYS, Tier.DEVICE) as reading:
+            reading.trim(1, stream=0)
+        cache.close(stream=0)

@@ -1,0 +1,281 @@
+"""Slots in GPU memory, on the fake of NVIDIA's driver: bytes, fences, and what its errors become."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvtier import DeviceError
+from kvtier.abi import attach
+from kvtier.abi.cuda.driver import Address, Copy, Driver
+from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.layout import DEVICE, HOST, ArenaIdentity, ArenaLayout
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.arena import Arena
+from kvtier.cuda_memory import CannotMap, CudaMemory, mapped
+from kvtier.errors import CallerError, DaemonError
+from kvtier.fences import PASSED, fence_over
+from kvtier.gpu import Gpu, joined
+from kvtier.types import Tier
+from kvtierd.tiers.arena import Arena as DaemonArena
+from tests.fake_cuda import load_fake
+
+POOL_BYTES = (6000, 160)
+BLOCK_BYTES = sum(POOL_BYTES)
+SLOTS = 4
+SPEC = CacheSpec(
+    "two-pools", "uint8", 1, groups=(WindowGroupSpec(pools=tuple(PoolSpec(1, 1, n, 1) for n in POOL_BYTES)),)
+)
+LAYOUT = ArenaLayout.plan(SPEC, {(0, DEVICE): SLOTS, (0, HOST): 2})
+
+
+@pytest.fixture
+def fake() -> ModuleType:
+    return load_fake(max_delay_ms=5)
+
+
+@pytest.fixture
+def gpu(fake: ModuleType) -> Gpu:
+    gpu = Gpu(Driver(fake, "cuda"))
+    gpu.driver.bind()  # as an application has its own context current, which the fake's kernels want
+    return gpu
+
+
+@pytest.fixture
+def memory(gpu: Gpu) -> Iterator[CudaMemory]:
+    memory = DeviceMemory.create(gpu.driver, LAYOUT.device_bytes)
+    yield CudaMemory(gpu, memory, LAYOUT)
+    memory.close()
+
+
+def some_blocks(count: int, seed: int = 0) -> list[NDArray[np.uint8]]:
+    return list(np.random.default_rng(seed).integers(0, 256, (count, BLOCK_BYTES), dtype=np.uint8))
+
+
+def empty_blocks(count: int) -> list[NDArray[np.uint8]]:
+    return list(np.zeros((count, BLOCK_BYTES), dtype=np.uint8))
+
+
+def test_what_was_written_is_read_from_the_same_slots(memory: CudaMemory) -> None:
+    blocks = some_blocks(SLOTS)
+    memory.write(0, [2, 0, 1, 3], blocks)
+    found = empty_blocks(2)
+    memory.read(0, [3, 2], found)
+    assert np.array_equal(found, [blocks[3], blocks[0]])
+
+
+def test_views_have_the_addresses_that_the_layout_says(memory: CudaMemory) -> None:
+    pools = memory.pools(0)
+    base = pools[0].memory.address
+    for slot in range(SLOTS):
+        parts = LAYOUT.parts(DEVICE, 0, slot)
+        views = memory.view(0, slot, write=slot % 2 == 0)
+        assert [(view.address - base, view.nbytes) for view in views] == parts
+        assert [view.readonly for view in views] == [slot % 2 == 1] * 2
+    for pool, nbytes in zip(pools, POOL_BYTES, strict=True):
+        interface = pool.__cuda_array_interface__
+        assert (interface["shape"], interface["strides"]) == ((SLOTS, nbytes), (pool.stride, 1))
+        assert interface["data"] == (pool.address(0), False)
+
+
+@pytest.mark.parametrize("slot", [-1, SLOTS])
+def test_a_slot_that_there_is_not(memory: CudaMemory, slot: int) -> None:
+    with pytest.raises(IndexError):
+        memory.read(0, [0, slot], empty_blocks(2))
+
+
+def test_a_segment_shorter_than_its_layout_is_refused(gpu: Gpu) -> None:
+    memory = DeviceMemory.create(gpu.driver, LAYOUT.device_bytes - 1)
+    with pytest.raises(DaemonError, match="the layout says"):
+        CudaMemory(gpu, memory, LAYOUT)
+
+
+def test_a_fence_has_passed_when_the_stream_has(fake: ModuleType, gpu: Gpu, memory: CudaMemory) -> None:
+    go, stream = threading.Event(), int(gpu.driver.stream())
+    fake.fake_work(stream, go.wait)
+    fence, other = fence_over([memory], stream), memory.fence(int(gpu.driver.stream()))
+    assert not fence.passed()
+    while not other.passed():
+        pass
+    assert not fence.passed(), "it stands for one stream's work, not for the device's"
+    go.set()
+    while not fence.passed():
+        pass
+    assert fence_over([memory], fence) is fence
+
+
+def test_events_of_fences_are_used_again(fake: ModuleType, memory: CudaMemory) -> None:
+    for _ in range(20):
+        memory.fence(None)
+    assert fake.fake_left()["events"] == 1
+    both = memory.fence(None), memory.fence(None)
+    assert fake.fake_left()["events"] == 2
+    del both
+
+
+def test_the_default_is_the_legacy_stream_or_torchs_current_one(
+    fake: ModuleType, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, stream = threading.Event(), int(gpu.driver.stream())
+    fake.fake_work(stream, go.wait)
+    idle = gpu.fence(None)
+    while not idle.passed():
+        pass
+    asked: list[int] = []
+
+    def current_stream(device: int) -> SimpleNamespace:
+        asked.append(device)
+        return SimpleNamespace(cuda_stream=stream)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    assert not gpu.fence(None).passed()
+    assert asked == [gpu.driver.ordinal]
+    go.set()
+
+
+def test_a_stream_of_nobodys_is_an_error_with_the_call_in_it(memory: CudaMemory) -> None:
+    with pytest.raises(DeviceError, match=r"how far a stream.*cuEventRecord.*INVALID_HANDLE") as caught:
+        memory.fence(0xDEAD)
+    assert (caught.value.reason, caught.value.call, caught.value.code) == ("DEVICE_FAILED", "cuEventRecord", 400)
+
+
+def test_after_a_failed_copy_nothing_is_being_copied(fake: ModuleType) -> None:
+    """The third of eight is refused; the two before it, which come late, must be over when the error is raised."""
+    fake = load_fake(max_delay_ms=20, fail=[{"call": "cuMemcpyAsync", "code": "CUDA_ERROR_INVALID_VALUE", "after": 2}])
+    gpu = Gpu(Driver(fake, "cuda"))
+    memory = CudaMemory(gpu, DeviceMemory.create(gpu.driver, LAYOUT.device_bytes), LAYOUT)
+    blocks = some_blocks(SLOTS)
+    with pytest.raises(DeviceError, match="copying to or from slots"):
+        memory.write(0, range(SLOTS), blocks)
+    for block in blocks:
+        block[:] = 0
+    found = empty_blocks(2)
+    memory.read(0, [0, 1], found)
+    assert np.array_equal([row[:6000] for row in found], [row[:6000] for row in some_blocks(2)])
+
+
+def test_a_lost_device_says_what_to_do(tmp_path: Path) -> None:
+    lost = tmp_path / "lost"
+    gpu = Gpu(Driver(load_fake(lost=lost), "cuda"))
+    memory = CudaMemory(gpu, DeviceMemory.create(gpu.driver, LAYOUT.device_bytes), LAYOUT)
+    fence = memory.fence(None)
+    lost.write_text("CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(DeviceError, match="end it, and the daemon has its slots back") as caught:
+        fence.passed()
+    assert caught.value.reason == "DEVICE_LOST"
+    with pytest.raises(DeviceError):
+        memory.read(0, [0], empty_blocks(1))
+
+
+def test_memory_is_unmapped_when_the_last_view_is_gone(fake: ModuleType, gpu: Gpu) -> None:
+    memory = CudaMemory(gpu, DeviceMemory.create(gpu.driver, LAYOUT.device_bytes), LAYOUT)
+    view = memory.view(0, 1, write=True)[0]
+    del memory
+    assert fake.fake_left()["mappings"] == 1
+    del view
+    assert "mappings" not in fake.fake_left()
+
+
+# -- of an arena ----------------------------------------------------------------------------------------------------
+
+
+def arena_with(device: CudaMemory | None, why: str = "") -> Arena:
+    daemon = DaemonArena.create("client", LAYOUT, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=2, pid=3))
+    fds = {name: fd for name, fd in daemon.fds(write=True).items() if name != attach.DEVICE}
+    made = None if device is None else lambda layout: device
+    arena = Arena(fds, write=True, spec=SPEC, device=made, unmapped={Tier.DEVICE: why} if why else {})
+    daemon.close()
+    return arena
+
+
+def test_an_arena_shows_both_kinds_of_memory(memory: CudaMemory) -> None:
+    arena = arena_with(memory)
+    assert arena.tiers == (Tier.DEVICE, Tier.HOST)
+    blocks = some_blocks(1)
+    for tier in arena.tiers:
+        found = empty_blocks(1)
+        arena.write(tier, 0, [1], blocks)
+        arena.read(tier, 0, [1], found)
+        assert np.array_equal(found, blocks)
+    assert fence_over([arena.memory(Tier.HOST)], 1) is PASSED
+
+
+def test_of_a_tier_that_cannot_be_mapped_the_arena_says_why() -> None:
+    arena = arena_with(None, "no such device here")
+    assert arena.tiers == (Tier.HOST,)
+    assert dict(arena.unmapped) == {Tier.DEVICE: "no such device here"}
+    for ask in (lambda: arena.view(Tier.DEVICE, 0, 0, write=False), lambda: arena.pools(Tier.DEVICE, 0)):
+        with pytest.raises(CallerError, match="device tier are not mapped in this process: no such device") as caught:
+            ask()
+        assert caught.value.reason == "CANNOT_MAP"
+    assert len(arena.generations(Tier.DEVICE, 0, np.arange(SLOTS))) == SLOTS
+
+
+async def test_a_device_that_is_not_there_is_a_reason_and_no_descriptor_is_left() -> None:
+    fd = os.memfd_create("cuda")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(CannotMap, match=r".+"):
+        await mapped(fd, attach.CudaMemory("0" * 32, LAYOUT.device_bytes))
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(fd)
+
+
+async def test_opening_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    go, fd = threading.Event(), os.memfd_create("cuda")
+
+    def slow(uuid: str) -> Gpu:
+        assert go.wait(10)
+        raise DaemonError("opened", reason="")
+
+    monkeypatch.setattr(Gpu, "of", slow)
+    opening = asyncio.create_task(mapped(fd, attach.CudaMemory("0" * 32, 1)))
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(DaemonError, match="opened"):
+        await opening
+    os.close(fd)
+
+
+def test_a_device_is_opened_once_a_process(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(Gpu, "_open", {})
+
+    def open_device(device: str) -> Driver:
+        opened.append(device)
+        return Driver(fake, device)
+
+    monkeypatch.setattr(Driver, "open", open_device)
+    uuid = Driver(fake, "cuda").uuid.hex()
+    assert Gpu.of(uuid) is Gpu.of(uuid)
+    assert len(opened) == 1
+    assert opened[0].startswith("GPU-")
+
+
+# -- copies that join -----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(100, 140), st.integers(1, 5))))
+def test_joined_copies_move_the_same_bytes(copies: list[tuple[int, int, int]]) -> None:
+    def moved(some: list[Copy]) -> list[tuple[int, int]]:
+        return [(dst + byte, src + byte) for dst, src, nbytes in some for byte in range(nbytes)]
+
+    given_copies: list[Copy] = [(Address(dst), Address(src), nbytes) for dst, src, nbytes in copies]
+    assert moved(list(joined(given_copies))) == moved(given_copies)
+
+
+def test_copies_that_follow_each_other_become_one() -> None:
+    row = [(Address(n * 8), Address(1000 + n * 8), 8) for n in range(5)]
+    assert list(joined(row)) == [(0, 1000, 40)]
+    assert len(list(joined(row[::-1]))) == 5
