@@ -33,11 +33,11 @@ _HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class Direction(enum.Enum):
-    """Of a copy by rows, whose call wants to be told. The other calls see it by the addresses."""
+    """Of a copy by rows, whose call wants to be told; the other calls see it by the addresses. Not within a device:
+    there the driver may refuse strides that it has not chosen itself."""
 
     TO_HOST = enum.auto()
     TO_DEVICE = enum.auto()
-    ON_DEVICE = enum.auto()
 
 
 class _ThisThread(threading.local):
@@ -251,18 +251,17 @@ class Driver:
         plan = self._cuda.CUDA_MEMCPY2D()
         if direction is Direction.TO_DEVICE:
             plan.srcMemoryType, plan.srcHost = kinds.CU_MEMORYTYPE_HOST, src
+            plan.dstMemoryType, plan.dstDevice = kinds.CU_MEMORYTYPE_DEVICE, dst
         else:
             plan.srcMemoryType, plan.srcDevice = kinds.CU_MEMORYTYPE_DEVICE, src
-        if direction is Direction.TO_HOST:
             plan.dstMemoryType, plan.dstHost = kinds.CU_MEMORYTYPE_HOST, dst
-        else:
-            plan.dstMemoryType, plan.dstDevice = kinds.CU_MEMORYTYPE_DEVICE, dst
         plan.srcPitch, plan.dstPitch = src_stride, dst_stride
         plan.WidthInBytes, plan.Height = nbytes, rows
         self._call(self._cuda.cuMemcpy2DAsync, plan, stream)
 
     def copy_batch(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """All of them in one call, in no order among themselves. Only where ``features.batch_copy``."""
+        """All of them, of at least one byte each, in one call and in no order among themselves: none may touch what
+        another writes. Host memory must be page-locked. Only where ``features.batch_copy``."""
         pointer = self._cuda.CUdeviceptr
         self._call(
             self._cuda.cuMemcpyBatchAsync,

@@ -30,7 +30,7 @@ class CudaLost(CudaError):
 
 
 class CudaUnsupported(CudaError):
-    """Device, driver or machine cannot do this, however often it is asked."""
+    """Device, driver or machine cannot do this as they are set up, however often it is asked."""
 
 
 class CudaUnavailable(RuntimeError):
@@ -42,48 +42,49 @@ NOT_INITIALIZED: Final = 3
 NO_DEVICE: Final = 100
 NOT_READY: Final = 600
 
-_LOST: Final = frozenset(
-    {
-        46,  # DEVICE_UNAVAILABLE
-        214,  # ECC_UNCORRECTABLE
-        220,  # NVLINK_UNCORRECTABLE
-        226,  # CONTAINED
-        700,  # ILLEGAL_ADDRESS
-        702,  # LAUNCH_TIMEOUT
-        709,  # CONTEXT_IS_DESTROYED
-        710,  # ASSERT
-        714,  # HARDWARE_STACK_ERROR
-        715,  # ILLEGAL_INSTRUCTION
-        716,  # MISALIGNED_ADDRESS
-        717,  # INVALID_ADDRESS_SPACE
-        718,  # INVALID_PC
-        719,  # LAUNCH_FAILED
-        721,  # TENSOR_MEMORY_LEAK
-        805,  # MPS_CONNECTION_FAILED
-        806,  # MPS_RPC_FAILURE
-        807,  # MPS_SERVER_NOT_READY
-        810,  # MPS_CLIENT_TERMINATED
-        999,  # UNKNOWN
-    }
-)
-_UNSUPPORTED: Final = frozenset(
-    {
-        34,  # STUB_LIBRARY
-        36,  # CALL_REQUIRES_NEWER_DRIVER
-        800,  # NOT_PERMITTED
-        801,  # NOT_SUPPORTED
-        803,  # SYSTEM_DRIVER_MISMATCH
-        804,  # COMPAT_NOT_SUPPORTED_ON_DEVICE
-    }
-)
+LOST: Final = {
+    46: "DEVICE_UNAVAILABLE",
+    214: "ECC_UNCORRECTABLE",
+    220: "NVLINK_UNCORRECTABLE",
+    226: "CONTAINED",
+    700: "ILLEGAL_ADDRESS",
+    702: "LAUNCH_TIMEOUT",
+    709: "CONTEXT_IS_DESTROYED",
+    710: "ASSERT",
+    714: "HARDWARE_STACK_ERROR",
+    715: "ILLEGAL_INSTRUCTION",
+    716: "MISALIGNED_ADDRESS",
+    717: "INVALID_ADDRESS_SPACE",
+    718: "INVALID_PC",
+    719: "LAUNCH_FAILED",
+    721: "TENSOR_MEMORY_LEAK",
+    805: "MPS_CONNECTION_FAILED",
+    806: "MPS_RPC_FAILURE",
+    807: "MPS_SERVER_NOT_READY",
+    810: "MPS_CLIENT_TERMINATED",
+    911: "EXTERNAL_DEVICE",
+    999: "UNKNOWN",
+}
+"""Those of which NVIDIA says that the process must end, that the context cannot be used any more, or that the hardware
+or the server in front of it failed; and UNKNOWN, which is what a device answers that has fallen off its bus."""
+
+UNSUPPORTED: Final = {
+    34: "STUB_LIBRARY",
+    36: "CALL_REQUIRES_NEWER_DRIVER",
+    800: "NOT_PERMITTED",
+    801: "NOT_SUPPORTED",
+    802: "SYSTEM_NOT_READY",
+    803: "SYSTEM_DRIVER_MISMATCH",
+    804: "COMPAT_NOT_SUPPORTED_ON_DEVICE",
+}
 
 
 def error_of(call: str, code: int, name: str, text: str) -> CudaError:
     """The error of the kind that ``code`` stands for."""
     if code == OUT_OF_MEMORY:
         return CudaOutOfMemory(call, code, name, text)
-    if code in _LOST:
+    if code in LOST:
         return CudaLost(call, code, name, text)
-    if code in _UNSUPPORTED:
+    if code in UNSUPPORTED:
         return CudaUnsupported(call, code, name, text)
     return CudaError(call, code, name, text)

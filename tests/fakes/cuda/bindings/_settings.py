@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 VARIABLE: Final = "KVTIER_FAKE_CUDA"
-FEATURES: Final = ("vmm", "posix_fd", "batch_copy")
+FEATURES: Final = ("vmm", "posix_fd", "batch_copy", "registered_address")
 
 
 @dataclass(slots=True)

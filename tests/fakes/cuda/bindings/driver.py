@@ -66,6 +66,7 @@ def _entry(outputs: int = 0, *, after_loss: bool = False) -> Callable[[_Function
         def entry(*arguments: Any) -> Any:
             return STATE.call(function, arguments, outputs, after_loss)
 
+        entry.outputs = outputs  # type: ignore[attr-defined]
         return entry
 
     return wrap
@@ -119,6 +120,8 @@ def cuDeviceGetAttribute(attrib: CUdevice_attribute, dev: CUdevice | int) -> int
             return _MAX_PITCH
         case "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED":
             return int("vmm" not in off)
+        case "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM":
+            return int("registered_address" not in off)
         case "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED":
             return int("posix_fd" not in off)
         case _:
@@ -236,7 +239,7 @@ def cuMemSetAccess(ptr: CUdeviceptr | int, size: int, desc: list[CUmemAccessDesc
     if count != 1 or len(desc) != 1:
         raise invalid("the fake knows one descriptor")
     _check_location(desc[0].location)
-    if desc[0].flags is not CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE:
+    if desc[0].flags != CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE:
         raise Refusal(CUresult.CUDA_ERROR_NOT_SUPPORTED, "the fake knows PROT_READWRITE")
     _memory.allow(int(ptr), size)
 
@@ -319,13 +322,13 @@ def _check_properties(prop: CUmemAllocationProp) -> None:
 
 
 def _check_location(location: CUmemLocation) -> None:
-    if location.type is not _Location.CU_MEM_LOCATION_TYPE_DEVICE:
+    if location.type != _Location.CU_MEM_LOCATION_TYPE_DEVICE:
         raise invalid("location is not a device")
     _number_of(location.id)
 
 
 def _check_handle_type(kind: CUmemAllocationHandleType) -> None:
-    if kind is not CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
+    if kind != CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
         raise invalid(f"handle type {kind!r}")
     if "posix_fd" in STATE.settings.features_off:
         raise Refusal(CUresult.CUDA_ERROR_NOT_SUPPORTED, "no handles of this type")
@@ -434,21 +437,26 @@ def cuMemcpyBatchAsync(
 ) -> int:
     if STATE.settings.driver_version < _BATCH_COPY:
         raise RuntimeError('Function "cuMemcpyBatchAsync" not found')
-    for values, kind in ((dsts, CUdeviceptr), (srcs, CUdeviceptr), (sizes, int), (attrs, CUmemcpyAttributes)):
-        if not all(isinstance(value, kind) for value in values):
-            raise TypeError(f"an argument is not a list of {kind.__name__}")
+    for values, kind in ((dsts, "CUdeviceptr"), (srcs, "CUdeviceptr"), (sizes, "int"), (attrs, "CUmemcpyAttributes")):
+        if not all(type(value).__name__ == kind for value in values):
+            raise TypeError(f"an argument is not a list of {kind}")
     if int(hStream) in LEGACY:
         raise invalid("the legacy stream")
     if not count or not len(dsts) == len(srcs) == len(sizes) == count or not all(sizes):
         raise invalid(f"{count} copies: lists of {len(dsts)}, {len(srcs)} and {len(sizes)}, no size of 0")
     if numAttrs != 1 or attrsIdxs != [0] or len(attrs) != 1:
         raise invalid("the fake knows one attribute, of all copies")
-    if attrs[0].srcAccessOrder is not _Order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM:
+    if attrs[0].srcAccessOrder != _Order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM:
         raise invalid("srcAccessOrder is not set")
     copies = [(int(dst), int(src), nbytes) for dst, src, nbytes in zip(dsts, srcs, sizes, strict=True)]
+    if any("pageable" in (_memory.kind(dst, nbytes), _memory.kind(src, nbytes)) for dst, src, nbytes in copies):
+        raise invalid("pageable memory, of which NVIDIA does not say that a batch takes it everywhere")
     _give_copies(STATE.stream(int(hStream)), copies)
     return 2**64 - 1
 
+
+if STATE.settings.bindings == 12:
+    cuDeviceGetUuid_v2 = cuDeviceGetUuid
 
 if "batch_copy" in STATE.settings.features_off:
     del cuMemcpyBatchAsync  # as in bindings before 12.8
@@ -469,8 +477,7 @@ def cuMemsetD8Async(dstDevice: CUdeviceptr | int, uc: int, N: int, hStream: CUst
         with STATE.lock:
             if STATE.is_lost():
                 return
-            if _memory.kind(address, N) != kind:
-                raise invalid(f"memory at {address:#x} changed under a fill")
+            _check_unchanged(address, N, kind)
             ctypes.memset(address, uc, N)
 
     stream = STATE.stream(int(hStream))
@@ -479,9 +486,9 @@ def cuMemsetD8Async(dstDevice: CUdeviceptr | int, uc: int, N: int, hStream: CUst
 
 
 def _side(kind: CUmemorytype | None, host: int, device: CUdeviceptr | int) -> tuple[int, bool]:
-    if kind is CUmemorytype.CU_MEMORYTYPE_HOST:
+    if kind == CUmemorytype.CU_MEMORYTYPE_HOST:
         return host, False
-    if kind is CUmemorytype.CU_MEMORYTYPE_DEVICE:
+    if kind == CUmemorytype.CU_MEMORYTYPE_DEVICE:
         return int(device), True
     raise invalid(f"memory type {kind!r}")
 
@@ -503,11 +510,12 @@ def _copy(copies: list[tuple[int, int, int]], kinds: list[tuple[str, str]]) -> N
             with STATE.lock:
                 if STATE.is_lost():
                     return
-                if not _as_it_was(kind, (_memory.kind(dst, nbytes), _memory.kind(src, nbytes))):
-                    raise invalid(f"memory at {dst:#x} or {src:#x} changed under a copy")
+                _check_unchanged(dst, nbytes, kind[0])
+                _check_unchanged(src, nbytes, kind[1])
                 ctypes.memmove(dst + done, src + done, min(_PIECE, nbytes - done))
 
 
-def _as_it_was(then: tuple[str, str], now: tuple[str, str]) -> bool:
-    """Of pageable memory the driver is done when the call returns, so it may be page-locked meanwhile."""
-    return all(new == old or (old, new) == ("pageable", "pinned") for old, new in zip(then, now, strict=True))
+def _check_unchanged(address: int, nbytes: int, kind: str) -> None:
+    # Pageable memory is copied by the processor, which does not mind that it is page-locked meanwhile.
+    if kind != "pageable" and _memory.kind(address, nbytes) != kind:
+        raise invalid(f"memory at {address:#x} went away under a copy")

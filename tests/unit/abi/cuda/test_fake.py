@@ -161,13 +161,26 @@ def test_what_a_batch_may_not_be(fake: ModuleType, driver: Driver, at: Address) 
 
 
 def test_rows_fit_their_strides(driver: Driver, at: Address) -> None:
-    stream = driver.stream()
-    there = plus(at, 4 * MIB)
+    stream, host = driver.stream(), driver.alloc_host(MIB)
     for dst_stride, src_stride in ((512, 1024), (1024, 512), (1024, 2**31)):
         with refused():
-            driver.copy_rows(there, dst_stride, at, src_stride, 1024, 2, stream, direction=Direction.ON_DEVICE)
-    with refused():  # both are on the device
-        driver.copy_rows(there, 1024, at, 1024, 1024, 2, stream, direction=Direction.TO_HOST)
+            driver.copy_rows(at, dst_stride, host, src_stride, 1024, 2, stream, direction=Direction.TO_DEVICE)
+    with refused():  # the other way round
+        driver.copy_rows(at, 1024, host, 1024, 1024, 2, stream, direction=Direction.TO_HOST)
+
+
+def test_pageable_memory_is_copied_but_not_in_a_batch(driver: Driver, at: Address) -> None:
+    stream = driver.stream()
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    host = Address(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
+    driver.copy(at, host, 4096, stream)
+    with refused():
+        driver.copy_batch([(at, host, 4096)], stream)
+    driver.register(host, mmap.PAGESIZE)
+    driver.copy_batch([(at, host, 4096)], stream)
+    with refused():  # in part registered, in part not
+        driver.copy(at, host, mmap.PAGESIZE + 1, stream)
+    finish(driver, stream)
 
 
 class TestRaces:
@@ -269,6 +282,7 @@ def test_a_call_fails_as_often_as_asked(driver: Driver) -> None:
     ("settings", "has"),
     [
         ({"features_off": ["batch_copy"]}, False),
+        ({"features_off": ["registered_address"]}, False),
         ({"bindings": 12, "driver_version": 12080}, True),
         ({"bindings": 12, "driver_version": 12060}, False),
         ({"bindings": 13, "driver_version": 13000}, True),
@@ -280,7 +294,7 @@ def test_batches_need_a_driver_that_knows_the_form_of_the_bindings(settings: dic
     assert driver.features.batch_copy is has
     memory, stream = DeviceMemory.create(driver, 8192), driver.stream()
     copies = [(plus(memory.address, 4096), memory.address, 4096)]
-    if has:
+    if has or "registered_address" in settings.get("features_off", ()):
         driver.copy_batch(copies, stream)
         finish(driver, stream)
     else:

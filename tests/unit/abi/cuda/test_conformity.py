@@ -1,0 +1,219 @@
+"""What the fake says of NVIDIA's bindings is so in the real ones, which can be imported without a GPU.
+
+kvtier's code is tested on the fake, so what it uses is there; here the fake is held to the real package: names,
+arguments, numbers of answers, values, fields. And every call of the driver class gets through the real wrapper's checks
+of its arguments, up to the point where that looks for NVIDIA's driver. Both hold for 12.9 and for 13.0.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import inspect
+import re
+from enum import EnumType
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cuda.bindings
+import pytest
+from cuda.bindings import driver as real
+
+from kvtier.abi.cuda import errors
+from kvtier.abi.cuda.driver import Address, Direction, Driver
+from kvtier.abi.cuda.errors import CudaUnavailable
+from kvtier.abi.cuda.memory import DeviceMemory
+from tests.fake_cuda import load_fake
+
+ROOT = Path(__file__).parents[4]
+CODE = sorted((ROOT / "client/kvtier/abi/cuda").glob("*.py"))
+MAJOR = int(cuda.bindings.__version__.split(".")[0])
+
+FAKE = load_fake(bindings=MAJOR, max_delay_ms=0)
+CALLS = sorted(name for name in vars(FAKE) if re.match(r"cu[A-Z]", name))
+ENUMS = sorted(name for name, value in vars(FAKE).items() if isinstance(value, EnumType) and name.startswith("CU"))
+STRUCTS = ("CUDA_MEMCPY2D", "CUmemAccessDesc", "CUmemAllocationProp", "CUmemLocation", "CUmemcpyAttributes", "CUuuid")
+NUMBERS = ("CUcontext", "CUdevice", "CUdeviceptr", "CUevent", "CUmemGenericAllocationHandle", "CUstream")
+
+
+def used_in_code(pattern: str) -> set[str]:
+    return {name for page in CODE for name in re.findall(pattern, page.read_text())}
+
+
+def arguments_of(call: str) -> list[str]:
+    """Names of the real one's, out of the signature that it embeds in its documentation."""
+    signature = getattr(real, call).__doc__.split("\n")[0].removeprefix(call).strip("()")
+    signature = re.sub(r"\[.*?\]+", "", signature)
+    return [part.split(":")[0].split()[-1] for part in signature.split(",") if part.strip()]
+
+
+def outputs_of(call: str) -> int:
+    answers = re.search(r"Returns\n-+\n(.*?)(?:\n\n|\Z)", getattr(real, call).__doc__, re.DOTALL)
+    assert answers is not None
+    return len(re.findall(r"^\w+(?: :.*)?$", answers[1], re.MULTILINE)) - 1
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_has_these_arguments_and_answers(call: str) -> None:
+    fake = getattr(FAKE, call)
+    assert list(inspect.signature(fake).parameters) == arguments_of(call)
+    assert getattr(fake, "outputs", 1) == outputs_of(call)
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_a_number_has_this_value(name: str) -> None:
+    members = getattr(FAKE, name).__members__
+    assert {member: int(getattr(getattr(real, name), member)) for member in members} == {
+        member: int(value) for member, value in members.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["CU_MEMHOSTALLOC_PORTABLE", "CU_MEMHOSTREGISTER_PORTABLE"])
+def test_a_flag_has_this_value(name: str) -> None:
+    assert getattr(real, name) == getattr(FAKE, name)
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_a_structure_has_these_fields(name: str) -> None:
+    fields = set(getattr(FAKE, name).__dataclass_fields__)
+    assert fields <= {field for field in dir(getattr(real, name)()) if not field.startswith("_")}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_handle_is_made_of_an_int_and_becomes_one(name: str) -> None:
+    assert int(getattr(real, name)(0x1234)) == int(getattr(FAKE, name)(0x1234)) == 0x1234
+
+
+def test_an_answer_without_an_error_is_false_and_equal_to_its_number() -> None:
+    assert not real.CUresult.CUDA_SUCCESS
+    assert real.CUresult.CUDA_ERROR_NOT_READY == errors.NOT_READY == 600
+
+
+def test_the_code_uses_nothing_that_the_fake_lacks() -> None:
+    known = set(vars(FAKE)) | {member for name in ENUMS for member in getattr(FAKE, name).__members__}
+    attributes = {f"CU_DEVICE_ATTRIBUTE_{name}" for name in used_in_code(r'attribute\("(\w+)"\)')}
+    names = used_in_code(r"\b(?:cu[A-Z]|CU_|CUDA_MEMCPY|CU[a-z])\w+") - {"CU_DEVICE_ATTRIBUTE_"}
+    assert attributes
+    assert {"cuMemMap", "cuMemcpyBatchAsync", "CUmemAccessDesc"} <= names
+    assert (names | attributes) - known <= ({"cuDeviceGetUuid_v2"} if MAJOR > 12 else set()) | {"CUresult"}
+
+
+def test_only_one_package_knows_nvidias_calls() -> None:
+    theirs = re.compile(r"\bcuda\.bindings\b|\.cu[A-Z]\w+\(")
+    pages = [page for folder in ("client", "daemon") for page in (ROOT / folder).rglob("*.py")]
+    assert {page for page in pages if theirs.search(page.read_text())} <= set(CODE)
+
+
+# What errors mean. --------------------------------------------------------------------------------------------------
+
+
+def documented_errors() -> dict[int, tuple[str, str]]:
+    """Name, and what NVIDIA says, of every CUresult: from the source that comes with the package."""
+    source = (Path(real.__file__).parent / "driver.pyx").read_text()
+    source = source[source.index("class CUresult(") :]
+    found = re.findall(
+        r"((?:^ +#:.*\n)+)\s*CUDA_ERROR_(\w+) = ", source[: source.index("_dict_CUresult")], re.MULTILINE
+    )
+    texts = {name: re.sub(r"\s*#:\s*", " ", text) for text, name in found}
+    return {int(code): (code.name.removeprefix("CUDA_ERROR_"), texts.get(code.name[11:], "")) for code in real.CUresult}
+
+
+def test_errors_that_end_the_process_are_a_lost_device() -> None:
+    documented = documented_errors()
+    final = re.compile(r"process must be terminated|cannot be used anymore|uncorrectable|device is unavailable")
+    named = {code: name for code, (name, text) in documented.items() if final.search(text)}
+    assert len(named) >= 14
+    assert named.items() <= errors.LOST.items()
+
+
+def test_errors_are_what_they_are_called() -> None:
+    documented = documented_errors()
+    known = {code: name for code, name in (errors.LOST | errors.UNSUPPORTED).items() if code in documented}
+    assert {code: documented[code][0] for code in known} == known
+    assert (errors.LOST | errors.UNSUPPORTED).keys() - known <= ({36} if MAJOR == 12 else set())
+    assert documented[errors.OUT_OF_MEMORY][0] == "OUT_OF_MEMORY"
+    assert documented[errors.NOT_INITIALIZED][0] == "NOT_INITIALIZED"
+    assert documented[errors.NO_DEVICE][0] == "NO_DEVICE"
+    assert not errors.LOST.keys() & errors.UNSUPPORTED.keys()
+
+
+def test_what_is_not_supported_says_so() -> None:
+    documented = documented_errors()
+    refusal = re.compile(r"not (?:permitted|supported|yet ready|support)|newer CUDA driver|stub library|mismatch")
+    assert [
+        name for code, (name, text) in documented.items() if code in errors.UNSUPPORTED and not refusal.search(text)
+    ] == []
+
+
+# Arguments, as far as the real wrappers check them. -----------------------------------------------------------------
+
+
+class _ThroughTheRealOne:
+    """The real bindings, whose calls check their arguments, find no driver, and are answered by the fake."""
+
+    def __init__(self, fake: ModuleType) -> None:
+        self.passed: set[str] = set()
+        self._fake = fake
+
+    def __getattr__(self, name: str) -> Any:
+        if not re.match(r"cu[A-Z]", name):
+            return getattr(real, name)
+        checked, answering = getattr(real, name), getattr(self._fake, name)
+
+        def call(*arguments: Any) -> Any:
+            with pytest.raises(RuntimeError, match=r"libcuda\.so|not found"):
+                checked(*arguments)
+            self.passed.add(name)
+            return answering(*arguments)
+
+        call.__name__ = name
+        call.__doc__ = checked.__doc__
+        return call
+
+
+needs_no_driver = pytest.mark.skipif(
+    ctypes.util.find_library("cuda") is not None, reason="NVIDIA's driver is here: the calls would be made"
+)
+
+
+@needs_no_driver
+def test_the_real_wrappers_take_every_call() -> None:
+    fake = load_fake(bindings=MAJOR, driver_version=13000, max_delay_ms=0)
+    through = _ThroughTheRealOne(fake)
+    driver = Driver(through, "cuda")
+    driver.bind()
+    driver.memory()
+    memory = DeviceMemory.create(driver, 1 << 20)
+    assert memory.fd is not None
+    imported = DeviceMemory.from_fd(driver, memory.fd, 1 << 20)
+    plain, host, stream, event = driver.alloc(8192), driver.alloc_host(8192), driver.stream(), driver.event()
+    pages = DeviceMemory.create(Driver(load_fake(), "cuda"), 8192)  # any memory of this process
+    driver.register(pages.address, 8192)
+    driver.fill(plain, 0, 8192, stream)
+    driver.copy(host, plain, 4096, stream)
+    driver.copy_rows(memory.address, 4096, host, 2048, 1024, 2, stream, direction=Direction.TO_DEVICE)
+    driver.copy_rows(host, 2048, memory.address, 4096, 1024, 2, stream, direction=Direction.TO_HOST)
+    driver.copy_batch([(memory.address, host, 4096), (Address(memory.address + 4096), host, 4096)], stream)
+    driver.record(event, stream)
+    driver.wait(stream, event)
+    while not driver.done(event):
+        pass
+    driver.unregister(pages.address)
+    driver.drop_event(event)
+    driver.drop_stream(stream)
+    driver.free(plain)
+    driver.free_host(host)
+    imported.close()
+    memory.close()
+    driver.close()
+    visiting = Driver(through, "cuda")
+    visiting.drop_event(visiting.event())
+    visiting.close()
+    superseded = {"cuDeviceGetUuid"} if MAJOR == 12 else set()
+    assert set(CALLS) - through.passed == {"cuGetErrorString"} | superseded
+
+
+@needs_no_driver
+def test_without_a_driver_it_says_so() -> None:
+    with pytest.raises(CudaUnavailable, match="NVIDIA's driver is not here"):
+        Driver.open("cuda")
