@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -291,8 +292,9 @@ class Driver:
             result = call(*arguments)
         except RuntimeError as error:
             raise CudaUnsupported(call.__name__, 0, "not found", str(error)) from error
-        except KeyError as error:  # a code that the bindings do not know
-            raise self._error(call.__name__, int(error.args[0])) from error
+        except (KeyError, ValueError) as error:  # a code that the bindings do not know
+            code = re.search(r"\d+", str(error))
+            raise self._error(call.__name__, int(code[0]) if code else 0) from error
         if result[0]:
             raise self._error(call.__name__, int(result[0]))
         return result[1:] if len(result) > 2 else result[-1]

@@ -142,7 +142,10 @@ def _uuid(bindings: Any, handle: Any) -> bytes:
 
 
 def _asked(bindings: Any, call: str, *arguments: Any) -> Any:
-    code, answer = getattr(bindings, call)(*arguments)
+    try:
+        code, answer = getattr(bindings, call)(*arguments)
+    except RuntimeError as error:
+        raise CudaUnavailable(f"NVIDIA's driver is too old for the bindings ({error}): install a newer one") from error
     if code:
         raise CudaUnavailable(f"{call}: {_said(bindings, int(code))}")
     return answer

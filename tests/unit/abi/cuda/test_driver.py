@@ -320,6 +320,29 @@ def test_the_fake_comes_before_nvidias(tmp_path: Path) -> None:
     assert out.strip().endswith("tests/fakes/cuda/bindings/driver.py")
 
 
+@pytest.mark.parametrize("raised", [KeyError(1234), ValueError("1234 is not a valid CUresult")])
+def test_an_error_that_the_bindings_are_too_old_for(
+    fake: ModuleType, driver: Driver, raised: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What their wrappers do with a code that is not in their table."""
+
+    def cuEventCreate(Flags: int) -> None:
+        raise raised
+
+    monkeypatch.setattr(fake, "cuEventCreate", cuEventCreate)
+    with pytest.raises(CudaError, match=r"cuEventCreate: unknown \(1234\)"):
+        driver.event()
+
+
+def test_a_driver_that_is_too_old_for_the_bindings(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cuDeviceGetUuid(dev: int) -> None:
+        raise RuntimeError('Function "cuDeviceGetUuid_v2" not found')
+
+    monkeypatch.setattr(fake, "cuDeviceGetUuid", cuDeviceGetUuid)
+    with pytest.raises(CudaUnavailable, match="too old"):
+        Driver(fake, "cuda")
+
+
 def test_events_and_streams_are_destroyed_once(driver: Driver) -> None:
     event, stream = driver.event(), driver.stream()
     driver.drop_event(event)
