@@ -28,7 +28,7 @@ def kvtierd(*arguments: str | Path, env: Mapping[str, str] | None = None) -> sub
 
 def refused(daemon: DaemonProcess, *flags: str | Path, status: int = 1) -> str:
     """What a daemon that must not start says, one line a fault."""
-    ended = _run([*daemon.command(), *map(str, flags)])
+    ended = _run([*daemon.command(), *map(str, flags)], daemon.variables)
     assert ended.returncode == status, ended
     return message(ended)
 

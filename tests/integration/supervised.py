@@ -40,7 +40,11 @@ class SupervisedDaemon:
     def start(self) -> None:
         with (self.plain.home / "kvtierd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                self.plain.command(), stdout=subprocess.PIPE, stderr=log, env=environment(), text=True
+                self.plain.command(),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment(self.plain.variables),
+                text=True,
             )
         self.await_ready()
 

@@ -6,7 +6,6 @@ in the sentence, they are told from the field. ``LIVE`` marks what a reload can 
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -15,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
+from kvtier.abi.cuda.opening import is_device_name
 from kvtierd.config.kinds import LIVE, MOST_BYTES, Duration, FreeShare, Size, SizeOrShare, show_size
 from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import Tier
@@ -31,11 +31,10 @@ LEAST_LOG_BYTES: Final = 1 << 20
 
 
 STAND_IN: Final = "stand-in"
-_CUDA_DEVICE: Final = re.compile(r"cuda(:\d{1,3})?|GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 
 
 def _device(name: str) -> str:
-    if name != STAND_IN and _CUDA_DEVICE.fullmatch(name) is None:
+    if name != STAND_IN and not is_device_name(name):
         raise ValueError("must be stand-in, cuda, cuda:<number> or GPU-<uuid> as nvidia-smi -L shows it")
     return name
 

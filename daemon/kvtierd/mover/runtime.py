@@ -12,6 +12,7 @@ from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Content, Ownership, SlotRef
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import MemoryStore
+from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.device import Chaos, StandInDevice
 from kvtierd.tiers.disk import DiskStore
 from kvtierd.tiers.host import HostStore
@@ -34,13 +35,13 @@ class CacheRuntime:
     manager: BlockManager
     arena: Arena
     host: HostStore | None = None
-    device: StandInDevice | None = None
+    device: StandInDevice | CudaDevice | None = None
     disk: DiskStore | None = None
     cuda: CudaCopies | None = None
 
     @property
     def chaos(self) -> Chaos | None:
-        return self.device.chaos if self.device is not None else None
+        return self.device.chaos if isinstance(self.device, StandInDevice) else None
 
     @property
     def store(self) -> DiskStore:
@@ -49,18 +50,20 @@ class CacheRuntime:
         return self.disk
 
     def memory(self, tier: Tier) -> MemoryStore:
-        store: MemoryStore | None = (self.device, self.host, None)[tier]
-        if store is None:
-            raise LookupError(f"cache {self.name} has no {tier} memory")
+        """A tier whose bytes this process can read and write by itself; a GPU's it cannot."""
+        store = (self.device, self.host, None)[tier]
+        if store is None or isinstance(store, CudaDevice):
+            raise LookupError(f"cache {self.name} has no {tier} memory that can be mapped")
         return store
 
     def begin_write(self, refs: Iterable[SlotRef]) -> None:
-        """Before the slots' bytes may change. A device slot that had a block's is poisoned, so that who still reads it
-        finds out."""
-        begin = self.arena.begin_write
+        """Before the slots' bytes may change. A stand-in's slot that had a block's is poisoned, so that who still reads
+        it finds out; on a GPU that would take a copy of its own."""
+        begin, device = self.arena.begin_write, self.device
+        poison = device.poison if isinstance(device, StandInDevice) else None
         for group, tier, slot in refs:
-            if begin(tier, group, slot) and tier is DEVICE:
-                self.memory(tier).poison(group, slot)
+            if begin(tier, group, slot) and tier is DEVICE and poison is not None:
+                poison(group, slot)
 
     def note(self, contents: Iterable[Content]) -> None:
         """What slots hold from now on; before :meth:`end_write`."""

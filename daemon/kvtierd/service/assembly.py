@@ -10,9 +10,11 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvtier.abi import attach
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import EventSequencer
@@ -23,14 +25,19 @@ from kvtierd.core.tickets import LeftLease
 from kvtierd.notify import Notifier
 from kvtierd.service.adoption import OldLife, adopt
 from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
-from kvtierd.service.keeping import About, Keeper
+from kvtierd.service.keeping import About, Keeper, KeptArena
 from kvtierd.service.options import CacheOptions
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import NotAdoptable
+from kvtierd.tiers.cuda.pool import CudaSegment, Gpu
+from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.device import Chaos, StandInDevice
 from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery
 from kvtierd.tiers.host import HostStore
+
+MANAGER_LETS_GO_S: Final = 5.0
+"""How long GPU memory that a service manager has kept may still be taken after it was told to let go of it."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +46,7 @@ _log = logging.getLogger(__name__)
 class Stores:
     """What a catalog opens caches in, and what all of them have of policy.
 
-    ``disk``: None where the disk tier is not configured.
+    ``disk``: None where the disk tier is not configured. ``gpu``: what the device tier is on; None = a stand-in.
     """
 
     budgets: Budgets
@@ -48,6 +55,7 @@ class Stores:
     chaos: Chaos | None
     policy: Policy
     keeper: Keeper = field(default_factory=lambda: Keeper(Notifier(None), ()))
+    gpu: Gpu | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,7 +99,7 @@ class Parts:
 
     arena: Arena
     host: HostStore | None
-    device: StandInDevice | None
+    device: StandInDevice | CudaDevice | None
     disk: DiskStore | None
     manager: BlockManager
     blocks: int
@@ -99,7 +107,9 @@ class Parts:
 
     def close(self, *, for_successor: bool = False) -> None:
         """``for_successor``: the memory is kept, and readers may go on with it."""
-        for store in (self.device, self.host, self.disk):
+        if isinstance(self.device, StandInDevice):
+            self.device.close()
+        for store in (self.host, self.disk):
             if store is not None:
                 store.close()
         self.arena.close(for_successor=for_successor)
@@ -119,15 +129,17 @@ class Assembler:
         spec, slots = plan.spec, plan.slots
         identity = ArenaIdentity(spec.fingerprint(), self._identity.epoch, self._identity.boot, os.getpid())
         places = {(group, int(tier)): count for tier, counts in slots.items() for group, count in enumerate(counts)}
-        arena = self._adopted_arena(plan, ArenaLayout.plan(spec, places), identity)
+        layout = ArenaLayout.plan(spec, places)
+        arena = self._adopted_arena(plan, layout, identity)
         old = plan.old if arena is not None else None
         if arena is None:
-            with self._allocating:  # whether there is memory enough can be told only for one at a time
-                arena = Arena.create(plan.name, ArenaLayout.plan(spec, places), identity)
+            arena = self._fresh_arena(plan, layout, identity)
         arena.keeps_records = self._stores.keeper.keeps
         try:
-            if old is None:
-                self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options))
+            gpu_memory = arena.gpu_memory
+            if old is None or (gpu_memory is not None and gpu_memory.fresh):
+                cuda = None if gpu_memory is None else gpu_memory.described
+                self._stores.keeper.store(plan.name, arena, About(spec, slots, plan.options, cuda))
             if not plan.stored:
                 self._stores.remembered.put(plan.name, slots, _past(plan))  # before anything of it can be announced
             disk = self._disk_store(plan)
@@ -145,7 +157,7 @@ class Assembler:
     def _filled(self, plan: Plan, cache: CacheId, arena: Arena, disk: DiskStore | None, old: OldLife | None) -> Parts:
         """With what was there before. ``old``: None unless the arena was adopted."""
         host = HostStore(arena) if Tier.HOST in plan.slots else None
-        device = StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in plan.slots else None
+        device = self._device(plan, arena)
         recovered: dict[GroupId, list[Recovered]] = {}
         quarantined: Mapping[GroupId, Collection[SlotId]] = {}
         if disk is not None and plan.stored:
@@ -165,18 +177,73 @@ class Assembler:
         manager.fill(recovered, quarantined, unclean=plan.unclean, restarted=restarted)
         return Parts(arena, host, device, disk, manager, sum(map(len, recovered.values())), left)
 
+    def _device(self, plan: Plan, arena: Arena) -> StandInDevice | CudaDevice | None:
+        if arena.gpu_memory is not None:
+            return CudaDevice(arena.layout, arena.gpu_memory)
+        return StandInDevice(arena, self._stores.chaos) if Tier.DEVICE in plan.slots else None
+
+    def _fresh_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena:
+        with self._allocating:  # whether there is memory enough can be told only for one at a time
+            gpu_memory = self._gpu_memory(plan, layout)
+            try:
+                return Arena.create(plan.name, layout, identity, gpu_memory)
+            except BaseException:
+                if gpu_memory is not None:
+                    gpu_memory.close()
+                raise
+
+    def _gpu_memory(self, plan: Plan, layout: ArenaLayout) -> CudaSegment | None:
+        """Fresh; None for a cache that needs none. What a service manager was told to let go of is not free at once."""
+        gpu, nbytes = self._stores.gpu, layout.data_bytes(Tier.DEVICE)
+        if gpu is None or not nbytes:
+            return None
+        return gpu.create(plan.name, nbytes, MANAGER_LETS_GO_S if self._stores.keeper.keeps else 0.0)
+
     def _adopted_arena(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity) -> Arena | None:
-        """The memory that the cache had before the restart, if it was kept and there is nothing wrong with it."""
-        fds = self._stores.keeper.take(plan.name) if plan.old is not None else None
-        if fds is None:
+        """The memory that the cache had before the restart, if it was kept and there is nothing wrong with it. Memory
+        of a GPU can be fresh where the rest is adopted."""
+        kept = self._stores.keeper.take(plan.name) if plan.old is not None else None
+        if kept is None:
             return None
         try:
-            return Arena.adopt(plan.name, layout, identity, fds)
+            return self._adopt(plan, layout, identity, kept)
         except NotAdoptable as error:
             _log.warning("kept memory is not adopted cache=%s why=%r", plan.name, str(error))
-            for fd in fds.values():
-                os.close(fd)
+            self._stores.keeper.forget(plan.name)
             return None
+        except BaseException:
+            self._stores.keeper.forget(plan.name)
+            raise
+
+    def _adopt(self, plan: Plan, layout: ArenaLayout, identity: ArenaIdentity, kept: KeptArena) -> Arena:
+        """``kept`` is used up, whatever comes of it. Raises NotAdoptable."""
+        with ExitStack() as undo:
+            undo.callback(kept.close)
+            gpu_memory = self._kept_gpu_memory(plan, layout, kept)
+            if gpu_memory is not None:
+                undo.callback(gpu_memory.close)
+            arena = Arena.adopt(plan.name, layout, identity, kept.fds, gpu_memory)
+            undo.pop_all()
+        return arena
+
+    def _kept_gpu_memory(self, plan: Plan, layout: ArenaLayout, kept: KeptArena) -> CudaSegment | None:
+        """What was kept of the GPU's, taken from ``kept``, or fresh memory in its place."""
+        gpu, nbytes = self._stores.gpu, layout.data_bytes(Tier.DEVICE)
+        if gpu is None or not nbytes:
+            return None
+        fd = kept.fds.pop(attach.CUDA, None)
+        try:
+            if fd is None:
+                raise NotAdoptable("it was not kept")
+            return gpu.adopt(fd, nbytes, kept.cuda)
+        except NotAdoptable as error:
+            _log.warning("device blocks are lost: GPU memory is not adopted cache=%s why=%r", plan.name, str(error))
+        finally:
+            if fd is not None:
+                os.close(fd)
+        self._stores.keeper.forget(plan.name, attach.CUDA)
+        with self._allocating:
+            return self._gpu_memory(plan, layout)
 
     def _disk_store(self, plan: Plan) -> DiskStore | None:
         root = self._stores.disk

@@ -10,7 +10,7 @@ import array
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -21,6 +21,7 @@ from kvtierd.rights import Right
 from kvtierd.service.access import Access, denied
 from kvtierd.service.peer import UnknownPeer, credentials, identify
 from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry
+from kvtierd.tiers.arena import Shared
 
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
@@ -32,8 +33,8 @@ _log = logging.getLogger(__name__)
 class Arenas(Protocol):
     """Where the descriptors come from."""
 
-    def descriptors(self, cache: CacheId, *, write: bool) -> Mapping[str, int] | None:
-        """By segment name, in the protocol's order, owned by the arena; None if there is no such cache."""
+    def shared(self, cache: CacheId, *, write: bool) -> Shared | None:
+        """What a client gets of the cache's memory; None if there is no such cache."""
         ...
 
     def name_of(self, cache: CacheId) -> str:
@@ -162,8 +163,8 @@ class AttachServer:
         if not isinstance(request, attach.Map):
             raise attach.AttachProtocolError("UNKNOWN_OP", "this connection has said hello already")
         cache = CacheId(request.cache_id)
-        fds = self._arenas.descriptors(cache, write=request.write)
-        if fds is None:
+        shared = self._arenas.shared(cache, write=request.write)
+        if shared is None:
             _send(sock, attach.Failure("UNKNOWN_CACHE", f"cache_id = {cache}: there is no such cache"))
         elif cache not in session.caches:
             message = f"cache_id = {cache}: this session has not opened the cache"
@@ -172,7 +173,8 @@ class AttachServer:
             _send(sock, attach.Failure("PERMISSION_DENIED", why))
         else:
             self._sessions.gets_memory(session)
-            _send(sock, attach.Mapped(tuple(fds)), list(fds.values()))
+            mapped = attach.Mapped(tuple(shared.fds), shared.cuda, shared.unmapped)
+            _send(sock, mapped, list(shared.fds.values()))
 
     def _forbids(self, session: Session, cache: CacheId, *, write: bool) -> str | None:
         """Why this session may not map the cache so."""

@@ -32,6 +32,7 @@ from kvtierd.service.faces import CacheFace
 from kvtierd.service.keeping import About
 from kvtierd.service.options import CacheOptions, Wanted, require_same
 from kvtierd.state import Identity
+from kvtierd.tiers.arena import Shared
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierIOError
 from kvtierd.tiers.disk import StoredCache
 
@@ -113,10 +114,10 @@ class Catalog:
         async with self._lock_of(cache.name):
             yield self._by_id.get(cache.id) is cache
 
-    def descriptors(self, cache: CacheId, *, write: bool) -> Mapping[str, int] | None:
+    def shared(self, cache: CacheId, *, write: bool) -> Shared | None:
         """See :class:`kvtierd.service.attach.Arenas`."""
         found = self._by_id.get(cache)
-        return None if found is None else found.runtime.arena.fds(write=write)
+        return None if found is None else found.runtime.arena.shared(write=write)
 
     def name_of(self, cache: CacheId) -> str:
         """See :class:`kvtierd.service.attach.Arenas`."""

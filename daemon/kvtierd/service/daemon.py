@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final, Self
@@ -33,6 +33,7 @@ from kvtierd.service.events import EventsService
 from kvtierd.service.explain import ExplainService
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.failing import FailingDisks
+from kvtierd.service.gpu import open_gpu, tier_sizes
 from kvtierd.service.health import Health
 from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub, Limits, Run
@@ -48,6 +49,7 @@ from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
+from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.device import Chaos
 from kvtierd.tiers.disk import DiskRoot
 
@@ -102,10 +104,20 @@ class _Directories:
         return cls(state, run, disk, remembered, log)
 
 
+@dataclass(slots=True, frozen=True)
+class _Tiers:
+    """``gpu``: what the device tier is on; None = a stand-in, or there is none. ``sizes``: in bytes."""
+
+    gpu: Gpu | None
+    sizes: Mapping[Tier, int]
+
+
 class Daemon:
     """Serves from :meth:`start` to :meth:`stop`. ``live``: its configuration, to be reloaded through."""
 
-    def __init__(self, config: Config, directories: _Directories, turns: TimedSelector | None, kept: Kept) -> None:
+    def __init__(
+        self, config: Config, directories: _Directories, turns: TimedSelector | None, kept: Kept, tiers: _Tiers
+    ) -> None:
         state, life = directories.state, directories.state.identity
         self.live: Final = LiveConfig(config)
         self._directories: Final = directories
@@ -128,14 +140,16 @@ class Daemon:
             arrived=moves.moved,
         )
         stores = Stores(
-            Budgets(config.tier_bytes()),
+            Budgets(tiers.sizes),
             directories.remembered,
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
             config.policy,
             kept.keeper,
+            tiers.gpu,
         )
         self._kept: Final = kept
+        self._gpu: Final = tiers.gpu
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._capacity, kept.roll)
         self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, lambda: self.live.now.idle_ttl)
@@ -175,11 +189,15 @@ class Daemon:
         read. ``turns``: the loop's selector, for metrics. ``notifier``: to the service manager;
         ``passed``: what that kept for us, the daemon's from now on.
 
-        Raises the errors of ``kvtierd.tiers.base`` where a directory or an address cannot be had.
+        Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or the GPU cannot be had; nothing was
+        touched where it is the GPU.
         """
         keeper = Keeper(notifier or Notifier(None), passed)
+        gpu = await asyncio.to_thread(open_gpu, config)
         directories = await asyncio.to_thread(_Directories.open, config)
-        daemon = cls(config, directories, turns, await asyncio.to_thread(Kept.open, keeper))
+        kept = await asyncio.to_thread(Kept.open, keeper)
+        tiers = _Tiers(gpu, await asyncio.to_thread(tier_sizes, config, gpu, keeper))
+        daemon = cls(config, directories, turns, kept, tiers)
         try:
             await daemon._serve()
         except BaseException:
@@ -246,6 +264,8 @@ class Daemon:
         if clean:
             await self._catalog.close()
             self._kept.close()
+            if self._gpu is not None:
+                await asyncio.to_thread(self._gpu.close)
         else:
             _log.error("the stop was not clean: moves had to be abandoned")
         if self._log is not None and logged is not None:

@@ -1,7 +1,7 @@
 """What outlives this process: descriptors that its service manager keeps, by name.
 
 ==============================  ==================================================================================
-``arena/<cache>/<segment>``     the cache's ``control``, ``host`` and ``device``
+``arena/<cache>/<segment>``     the cache's ``control``, ``host`` and ``device``, or ``cuda`` for a device tier on a GPU
 ``arena/<cache>/about``         a sealed JSON file in memory: what the cache is, for one that no disk remembers
 ``sessions``                    see ``service/remnants.py``
 ==============================  ==================================================================================
@@ -15,8 +15,8 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kvtier.abi import attach
@@ -38,22 +38,38 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class About:
-    """What a cache is."""
+    """What a cache is. ``cuda``: what its segment of that name is, which cannot be told from the descriptor."""
 
     spec: CacheSpec
     slots: Slots
     options: CacheOptions
+    cuda: attach.CudaMemory | None = None
 
     def to_json(self) -> bytes:
         slots = {str(tier): counts for tier, counts in self.slots.items()}
-        return json.dumps({"spec": self.spec.to_dict(), "slots": slots, "options": self.options.to_stored()}).encode()
+        fields = {"spec": self.spec.to_dict(), "slots": slots, "options": self.options.to_stored()}
+        return json.dumps(fields | ({} if self.cuda is None else {"cuda": asdict(self.cuda)})).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> About:
         """Raises ValueError, KeyError, TypeError or AttributeError for what :meth:`to_json` did not write."""
         fields: dict[str, Any] = json.loads(text)
         slots = {Tier[tier.upper()]: tuple(map(int, counts)) for tier, counts in fields["slots"].items()}
-        return cls(CacheSpec.from_dict(fields["spec"]), slots, CacheOptions.from_stored(fields["options"]))
+        cuda = attach.CudaMemory(str(of["uuid"]), int(of["nbytes"])) if (of := fields.get("cuda")) else None
+        return cls(CacheSpec.from_dict(fields["spec"]), slots, CacheOptions.from_stored(fields["options"]), cuda)
+
+
+@dataclass(slots=True, frozen=True)
+class KeptArena:
+    """``fds``: by segment name, the holder's to close. ``cuda``: of the one of that name, if that is known."""
+
+    fds: dict[str, int]
+    cuda: attach.CudaMemory | None
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
 
 
 class Keeper:
@@ -89,22 +105,21 @@ class Keeper:
         """The caches whose arenas were kept and that say what they are."""
         found = {}
         for cache, fds in self._caches.items():
-            try:
-                found[cache] = About.from_json(_read_sealed(fds[_ABOUT]))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                _log.warning("a kept arena does not say what it is name=%s error=%r", cache, error)
+            about = _about(cache, fds)
+            if about is not None:
+                found[cache] = about
         return found
 
-    def take(self, cache: str) -> dict[str, int] | None:
-        """The descriptors of a kept arena, by segment name: the caller's from now on. None: there is none."""
+    def take(self, cache: str) -> KeptArena | None:
+        """A kept arena: the caller's from now on. None: there is none."""
         fds = self._caches.pop(cache, None)
         if fds is None:
             return None
         self._stored[cache] = tuple(fds)
-        about = fds.pop(_ABOUT, None)
-        if about is not None:
-            os.close(about)
-        return fds
+        about = _about(cache, fds) if attach.CUDA in fds else None
+        if _ABOUT in fds:
+            os.close(fds.pop(_ABOUT))
+        return KeptArena(fds, about.cuda if about is not None else None)
 
     def store(self, cache: str, arena: Arena, about: About) -> None:
         """Has a new arena kept, instead of any that was kept under the name."""
@@ -125,19 +140,36 @@ class Keeper:
         self._notifier.forget(SESSIONS)
         self._notifier.store(SESSIONS, [fd])
 
-    def forget(self, cache: str) -> None:
-        """The cache's arena, if it is kept, is kept no longer than its own descriptors."""
-        for segment in self._stored.pop(cache, ()):
+    def forget(self, cache: str, only: str | None = None) -> None:
+        """The cache's arena, if it is kept, or ``only`` one segment of it, is kept no longer than its own
+        descriptors."""
+        stored = self._stored.pop(cache, ())
+        gone = [segment for segment in stored if only in (None, segment)]
+        for segment in gone:
             self._notifier.forget(_name(cache, segment))
+        if rest := tuple(segment for segment in stored if segment not in gone):
+            self._stored[cache] = rest
+
+    def kept_on_gpu(self, uuid: str) -> int:
+        """Bytes of that GPU (its uuid, 32 hex digits) that nobody has but those who kept them for us."""
+        kept = (about.cuda for cache, about in self.abouts().items() if attach.CUDA in self._caches[cache])
+        return sum(cuda.nbytes for cuda in kept if cuda is not None and cuda.uuid == uuid)
 
     def close(self) -> None:
         """Lets go of what nobody took, here and at the manager."""
         for cache in list(self._caches):
             _log.warning("a kept arena is let go: it is nobody's any more name=%s", cache)
-            fds = self.take(cache) or {}
-            for fd in fds.values():
-                os.close(fd)
+            if (kept := self.take(cache)) is not None:
+                kept.close()
             self.forget(cache)
+
+
+def _about(cache: str, fds: Mapping[str, int]) -> About | None:
+    try:
+        return About.from_json(_read_sealed(fds[_ABOUT]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("a kept arena does not say what it is name=%s error=%r", cache, error)
+        return None
 
 
 def _name(cache: str, segment: str) -> str:

@@ -36,8 +36,8 @@ from kvtierd.core.ids import SessionId
 from kvtierd.rights import User
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.peer import Peer, command_of
-from kvtierd.tiers.arena import Memfd
 from kvtierd.tiers.base import NotAdoptable
+from kvtierd.tiers.memfd import Memfd
 
 RECORDS: Final = 65536
 RECORD_BYTES: Final = 64

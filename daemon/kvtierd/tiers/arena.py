@@ -1,18 +1,16 @@
-"""Arenas: the shared memory of one cache, as the daemon holds it.
+"""Arenas: the memory of one cache that others can map, as the daemon holds it.
 
-A segment is a sealed memfd, never a named file: nobody can shrink or grow it under the daemon (SIGBUS), its pages exist
-before it is used (a sparse one dies of SIGBUS when memory is short), and no other uid can re-open it writable through
-/proc.
+``control`` and the slots of the host tier are shared memory, as are those of a device tier that has no GPU. On one they
+are memory of that GPU, which is not this process's to read: generations, owners and records are kept alike for both.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import secrets
-import stat
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Final, Self
 
 import numpy as np
@@ -25,98 +23,25 @@ from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord,
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
 from kvtierd.core.outcome import Content
-from kvtierd.tiers.base import Bytes, NotAdoptable, TierConfigError
+from kvtierd.tiers.base import Bytes, NotAdoptable
+from kvtierd.tiers.cuda.pool import CudaSegment
 from kvtierd.tiers.index_rebuild import Many
 from kvtierd.tiers.key_index import KeyIndex
+from kvtierd.tiers.memfd import Memfd
 from kvtierd.tiers.memory import require_memory
 
 SEGMENT_NAMES: Final = {Tier.HOST: attach.HOST, Tier.DEVICE: attach.DEVICE}
-
-# SEAL besides the two that protect the daemon: a client holding a writable descriptor could otherwise add FUTURE_WRITE
-# and lock a restarted daemon out of its own memory.
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# One call allocates this much at most: a signal makes the kernel undo the call and Python repeat it.
-_ALLOCATION_STEP: Final = 256 << 20
-_PREFAULT_STEP: Final = 64 << 20
+"""Of data segments in shared memory."""
 
 
-class Memfd:
-    """One sealed, allocated, mapped segment.
+@dataclass(slots=True, frozen=True)
+class Shared:
+    """What a client that maps an arena is given. ``fds``: by segment name, in the order of the attach protocol; they
+    stay the arena's: dup, never close. ``cuda``: of the descriptor of that name. ``unmapped``: by tier, why none."""
 
-    The mapping lives as long as any array over it: :meth:`close` cannot pull it from under a thread that copies.
-    """
-
-    def __init__(self, fd: int, read_only_fd: int, array: Bytes) -> None:
-        self.fd = fd
-        self.read_only_fd = read_only_fd
-        self.array = array
-
-    @classmethod
-    def create(cls, name: str, size: int) -> Self:
-        """A zeroed segment of ``size`` bytes. ``name`` is what operators see in /proc/<pid>/maps.
-
-        Blocks for about 0.1 s per GiB. Raises :class:`TierConfigError` naming ``name`` where memory is short.
-        """
-        require_memory(name, size)
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            for start in range(0, size, _ALLOCATION_STEP):
-                os.posix_fallocate(fd, start, min(_ALLOCATION_STEP, size - start))
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            # Before any descriptor leaves: with the mode of birth, another uid could re-open a read-only one writable.
-            os.fchmod(fd, 0o400)
-            array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
-            read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            os.close(fd)
-            raise TierConfigError(name, size, f"cannot allocate shared memory: {error.strerror}") from error
-        return cls(fd, read_only_fd, array)
-
-    @classmethod
-    def adopt(cls, name: str, fd: int, size: int) -> Self:
-        """A segment that an earlier process of ours made as :meth:`create` does; ``fd`` is the segment's from now on.
-
-        Raises :class:`NotAdoptable`, ``fd`` then stays the caller's.
-        """
-        status = os.fstat(fd)
-        facts = {
-            "is a regular file": (stat.S_ISREG(status.st_mode), True),
-            "owner": (status.st_uid, os.geteuid()),
-            "mode": (oct(stat.S_IMODE(status.st_mode)), oct(0o400)),
-            "size": (status.st_size, size),
-            "open for writing": (fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR, True),
-        }
-        for fact, (is_, wanted) in facts.items():
-            if is_ != wanted:
-                raise NotAdoptable(f"{name}: {fact}: {is_}, not {wanted}")
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise NotAdoptable(f"{name}: not a memfd: {error.strerror}") from error
-        if seals != _SEALS:
-            raise NotAdoptable(f"{name}: seals {seals:#x}, not {_SEALS:#x}")
-        try:
-            array = np.frombuffer(mmap.mmap(fd, size), dtype=np.uint8)
-            read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise NotAdoptable(f"{name}: cannot be mapped: {error.strerror}") from error
-        return cls(fd, read_only_fd, array)
-
-    def prefault(self) -> None:
-        """Maps every page, so that no copy pays for it later. Call from a thread; the segment may be in use meanwhile.
-
-        Reading one byte a page suffices, also for later writes, and cannot undo one. numpy lets go of the GIL in each
-        of the bounded pieces; madvise(MADV_POPULATE_WRITE) and MAP_POPULATE hold it (314 and 351 ms for 512 MiB).
-        """
-        array = self.array
-        for start in range(0, len(array), _PREFAULT_STEP):
-            array[start : start + _PREFAULT_STEP : mmap.PAGESIZE].max()
-
-    def close(self) -> None:
-        """Closes both descriptors and lets go of the mapping."""
-        os.close(self.fd)
-        os.close(self.read_only_fd)
-        self.array = np.empty(0, dtype=np.uint8)
+    fds: dict[str, int]
+    cuda: attach.CudaMemory | None = None
+    unmapped: Mapping[str, str] = field(default_factory=dict)
 
 
 class Arena:
@@ -125,16 +50,25 @@ class Arena:
     All but :meth:`create` and :meth:`prefault` is cheap, and for the loop thread: there is one writer of generations.
     """
 
-    def __init__(self, layout: ArenaLayout, control: Memfd, data: dict[Tier, Memfd], epoch: int) -> None:
-        """``epoch``: of the events of this life."""
+    def __init__(
+        self,
+        layout: ArenaLayout,
+        control: Memfd,
+        data: Mapping[Tier, Memfd],
+        epoch: int,
+        gpu_memory: CudaSegment | None = None,
+    ) -> None:
+        """``epoch``: of the events of this life. ``gpu_memory``: of the device tier, where ``data`` has none."""
         self.layout = layout
         self.keeps_records = False
         """Whether a restarted daemon may find the segments again, so that it is worth saying what slots hold."""
         self.index = KeyIndex(layout, control.array, epoch) if layout.index_bytes else None
+        self.gpu_memory: Final = gpu_memory
         self._order = 0
         self._control = control
-        self._data = data
-        slots = [(tier, GroupId(group)) for tier in data for group in range(len(layout.groups))]
+        self._data = dict(data)
+        self._tiers = tuple(sorted({*data, *((Tier.DEVICE,) if gpu_memory is not None else ())}))
+        slots = [(tier, GroupId(group)) for tier in self._tiers for group in range(len(layout.groups))]
         self._generations = {place: layout.generations(control.array, *place) for place in slots}
         self._owners = {place: layout.owners(control.array, *place) for place in slots}
         # The same as words: one is read or written in a tenth of the time that an element of an array takes.
@@ -143,39 +77,43 @@ class Arena:
         self._records = {place: layout.slot_records(control.array, *place).reshape(-1).data for place in slots}
 
     @classmethod
-    def create(cls, name: str, layout: ArenaLayout, identity: ArenaIdentity) -> Self:
+    def create(
+        cls, name: str, layout: ArenaLayout, identity: ArenaIdentity, gpu_memory: CudaSegment | None = None
+    ) -> Self:
         """Fresh segments for cache ``name``: state OPENING, nothing ready, nobody's. Blocks; call from a thread.
+        ``gpu_memory``: fresh as well, and the arena's from now on.
 
-        Raises :class:`TierConfigError` where memory is short; nothing is left behind then.
+        Raises :class:`TierConfigError` where memory is short; nothing is left behind then, and ``gpu_memory`` stays the
+        caller's.
         """
-        sizes = {SEGMENT_NAMES[tier]: layout.data_bytes(tier) for tier in SEGMENT_NAMES}
-        require_memory(f"arena of {name}", layout.control_bytes + sum(sizes.values()))
-        made: list[Memfd] = []
-        try:
-            control = Memfd.create(f"kvtier:{name}:{attach.CONTROL}", layout.control_bytes)
-            made.append(control)
-            data: dict[Tier, Memfd] = {}
-            for tier, segment in SEGMENT_NAMES.items():
-                if sizes[segment]:
-                    data[tier] = Memfd.create(f"kvtier:{name}:{segment}", sizes[segment])
-                    made.append(data[tier])
-        except TierConfigError:
-            for memfd in made:
-                memfd.close()
-            raise
-        layout.initialise(control.array, identity, secrets.token_bytes(INDEX_SEED_BYTES))
-        return cls(layout, control, data, identity.epoch)
+        sizes = _memfd_bytes(layout, gpu_memory)
+        require_memory(f"arena of {name}", sum(sizes.values()))
+        with ExitStack() as undo:
+            made: dict[str, Memfd] = {}
+            for segment, size in sizes.items():
+                made[segment] = Memfd.create(f"kvtier:{name}:{segment}", size)
+                undo.callback(made[segment].close)
+            undo.pop_all()
+        layout.initialise(made[attach.CONTROL].array, identity, secrets.token_bytes(INDEX_SEED_BYTES))
+        return cls(layout, made[attach.CONTROL], _by_tier(made), identity.epoch, gpu_memory)
 
     @classmethod
-    def adopt(cls, name: str, layout: ArenaLayout, identity: ArenaIdentity, fds: Mapping[str, int]) -> Self:
+    def adopt(
+        cls,
+        name: str,
+        layout: ArenaLayout,
+        identity: ArenaIdentity,
+        fds: Mapping[str, int],
+        gpu_memory: CudaSegment | None = None,
+    ) -> Self:
         """The segments that an earlier daemon made for cache ``name``, as that one left them. ``fds``, by segment name,
-        are the arena's from now on. ``identity``: what a new one would get.
+        and ``gpu_memory``, which is not among them, are the arena's from now on. ``identity``: what a new one would
+        get. Where ``gpu_memory`` is fresh, all that the earlier life had in the device tier is void, and nobody's.
 
-        Raises :class:`NotAdoptable` where anything about them is not as :meth:`create` makes them; ``fds`` then stay
-        the caller's.
+        Raises :class:`NotAdoptable` where anything about the segments is not as :meth:`create` makes them; what was
+        given then stays the caller's.
         """
-        sizes = {SEGMENT_NAMES[tier]: layout.data_bytes(tier) for tier in SEGMENT_NAMES}
-        wanted = {attach.CONTROL: layout.control_bytes} | {segment: size for segment, size in sizes.items() if size}
+        wanted = _memfd_bytes(layout, gpu_memory)
         if set(fds) != set(wanted):
             raise NotAdoptable(f"segments {', '.join(sorted(fds))}, not {', '.join(sorted(wanted))}")
         adopted: dict[str, Memfd] = {}
@@ -187,14 +125,28 @@ class Arena:
             for memfd in adopted.values():
                 os.close(memfd.read_only_fd)
             raise
-        data = {tier: adopted[segment] for tier, segment in SEGMENT_NAMES.items() if segment in adopted}
-        return cls(layout, adopted[attach.CONTROL], data, identity.epoch)
+        arena = cls(layout, adopted[attach.CONTROL], _by_tier(adopted), identity.epoch, gpu_memory)
+        if gpu_memory is not None and gpu_memory.fresh:
+            arena._void(Tier.DEVICE)
+        return arena
+
+    def _void(self, tier: Tier) -> None:
+        """Every generation odd, every slot nobody's."""
+        for group in range(len(self.layout.groups)):
+            place = (tier, GroupId(group))
+            generations = self._generations[place]
+            generations += (generations % 2 == 0).astype(generations.dtype)
+            self._owners[place][:] = 0
 
     @property
     def kept_fds(self) -> dict[str, int]:
-        """What :meth:`adopt` wants, by segment name: writable descriptors, the arena's own."""
-        segments = {SEGMENT_NAMES[tier]: memfd.fd for tier, memfd in self._data.items()}
-        return {attach.CONTROL: self._control.fd} | segments
+        """What an heir wants, by segment name: writable descriptors, the arena's own. That of GPU memory among them, if
+        it has one."""
+        named = {attach.CONTROL: self._control.fd}
+        named |= {segment: self._data[tier].fd for tier, segment in SEGMENT_NAMES.items() if tier in self._data}
+        if self.gpu_memory is not None and self.gpu_memory.fd is not None:
+            named[attach.CUDA] = self.gpu_memory.fd
+        return named
 
     @property
     def control(self) -> Bytes:
@@ -204,10 +156,10 @@ class Arena:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Memory tiers that the cache has, the fastest first."""
-        return tuple(sorted(self._data))
+        return self._tiers
 
     def data(self, tier: Tier) -> Bytes:
-        """A tier's whole data segment, writable."""
+        """A tier's whole data segment, writable. Raises KeyError for a tier on a GPU."""
         return self._data[tier].array
 
     def generation(self, tier: Tier, group: GroupId, slot: SlotId) -> int:
@@ -303,26 +255,33 @@ class Arena:
     def set_state(self, state: ArenaState) -> None:
         write_state(self._control.array, state)
 
-    def fds(self, *, write: bool) -> dict[str, int]:
-        """Descriptors by segment name, in the order of the attach protocol. They stay the arena's: dup, never close.
-
-        ``control`` is read-only always, the data segments unless ``write``.
-        """
-        named = {attach.CONTROL: self._control.read_only_fd}
+    def shared(self, *, write: bool) -> Shared:
+        """``control`` is read-only always, the data segments unless ``write``. Memory of a GPU has no read-only form,
+        so it is shared with ``write`` or not at all."""
+        fds = {attach.CONTROL: self._control.read_only_fd}
         for tier, segment in SEGMENT_NAMES.items():
             if tier in self._data:
                 memfd = self._data[tier]
-                named[segment] = memfd.fd if write else memfd.read_only_fd
-        return named
+                fds[segment] = memfd.fd if write else memfd.read_only_fd
+        if self.gpu_memory is None:
+            return Shared(fds)
+        offer = self.gpu_memory.offer(write=write)
+        if isinstance(offer, str):
+            return Shared(fds, unmapped={attach.DEVICE: offer})
+        return Shared(fds | {attach.CUDA: offer}, self.gpu_memory.described)
+
+    def fds(self, *, write: bool) -> dict[str, int]:
+        """The descriptors of :meth:`shared`."""
+        return self.shared(write=write).fds
 
     def prefault(self) -> None:
-        """See :meth:`Memfd.prefault`; control first."""
+        """See :meth:`Memfd.prefault`; control first. Memory of a GPU has its pages already."""
         for memfd in (self._control, *self._data.values()):
             memfd.prefault()
 
     def close(self, *, for_successor: bool = False) -> None:
-        """The daemon's own mappings end with the last array over them. Those who still map it see state CLOSED; if it
-        is kept for a successor they can go on reading."""
+        """The daemon's own mappings end with the last array over them, GPU memory's at once. Those who still map it see
+        state CLOSED; if it is kept for a successor they can go on reading."""
         if not for_successor:
             self.set_state(ArenaState.CLOSED)
         self.index = None
@@ -333,6 +292,19 @@ class Arena:
         self._records.clear()
         for memfd in (self._control, *self._data.values()):
             memfd.close()
+        if self.gpu_memory is not None:
+            self.gpu_memory.close()
+
+
+def _memfd_bytes(layout: ArenaLayout, gpu_memory: CudaSegment | None) -> dict[str, int]:
+    """Of the segments in shared memory, by name."""
+    tiers = [tier for tier in SEGMENT_NAMES if gpu_memory is None or tier is not Tier.DEVICE]
+    sizes = {SEGMENT_NAMES[tier]: layout.data_bytes(tier) for tier in tiers}
+    return {attach.CONTROL: layout.control_bytes} | {segment: size for segment, size in sizes.items() if size}
+
+
+def _by_tier(segments: Mapping[str, Memfd]) -> dict[Tier, Memfd]:
+    return {tier: segments[name] for tier, name in SEGMENT_NAMES.items() if name in segments}
 
 
 def _check_control(control: Bytes, layout: ArenaLayout, ours: ArenaIdentity) -> None:

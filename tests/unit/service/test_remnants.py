@@ -12,7 +12,7 @@ import pytest
 from kvtierd.core.ids import SessionId
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import User
-from kvtierd.service.keeping import Keeper
+from kvtierd.service.keeping import Keeper, KeptArena
 from kvtierd.service.peer import Peer
 from kvtierd.service.remnants import RECORD_BYTES, Entry, Kept, Roll, start_time_of
 from kvtierd.service.sessions import Capacity, SessionRegistry
@@ -90,7 +90,7 @@ def test_descriptors_that_mean_nothing_are_let_go() -> None:
     names = ["arena/c/control", "arena/c/control", "arena//host", "arena/c/photos", "unknown", "sessions", "sessions"]
     passed = [PassedFd(name, os.memfd_create("x")) for name in names]
     keeper = Keeper(Notifier(None), passed)
-    assert keeper.take("c") == {"control": passed[0].fd}
+    assert keeper.take("c") == KeptArena({"control": passed[0].fd}, None)
     assert keeper.sessions_fd == passed[5].fd
     for one in (passed[0], passed[5]):
         os.close(one.fd)

@@ -18,8 +18,9 @@ from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_gene
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import SessionId, SlotId, Tier
 from kvtierd.tiers import memory
-from kvtierd.tiers.arena import Arena, Memfd
+from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierConfigError
+from kvtierd.tiers.memfd import Memfd
 from tests.unit.tiers.arena_helpers import (
     GROUP,
     SPEC,

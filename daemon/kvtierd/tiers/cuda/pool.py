@@ -1,0 +1,176 @@
+"""The GPU, opened once for all caches, and what one cache has of its memory: one allocation with all pools in it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from typing import Final, Self
+
+from kvtier.abi import attach
+from kvtier.abi.cuda.driver import Driver
+from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory, CudaUnavailable
+from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.cuda.opening import uuid_name
+from kvtierd.tiers.base import NotAdoptable, TierConfigError, TierIOError
+
+READERS_GET_NONE: Final = "a handle of GPU memory has no read-only form: only who may write the cache is given one"
+
+_POLL_S: Final = 0.002
+
+_log = logging.getLogger(__name__)
+
+
+class Gpu:
+    """One device. Every method blocks, some for as long as the driver does; for any thread but the loop's."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver: Final = driver
+        self.lost: str | None = None
+        """Why no byte on the device can be relied on, and no call to it will succeed, until the daemon is restarted."""
+
+    @classmethod
+    def open(cls, device: str) -> Self:
+        """``device``: as in the configuration. Raises :class:`TierConfigError`, which says what is missing."""
+        try:
+            driver = Driver.open(device)
+            gpu = cls(driver)
+            free, total = driver.memory()
+        except (CudaUnavailable, CudaError) as error:
+            raise TierConfigError("device", device, str(error)) from error
+        _log.info(
+            "GPU opened device=%s name=%r uuid=%s driver=%d free=%d total=%d",
+            device,
+            driver.name,
+            gpu.uuid,
+            driver.features.driver_version,
+            free,
+            total,
+        )
+        return gpu
+
+    @property
+    def uuid(self) -> str:
+        """As ``nvidia-smi -L`` shows it."""
+        return uuid_name(self.driver.uuid)
+
+    def lose(self, why: str) -> None:
+        """A call said that the device, or this process's use of it, is gone. The first reason stays."""
+        if self.lost is None:
+            self.lost = why
+            _log.error("GPU lost uuid=%s why=%r", self.uuid, why)
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes. Raises :class:`TierIOError`."""
+        try:
+            return self.driver.memory()
+        except CudaError as error:
+            raise self._failed("cannot ask for free memory", error) from error
+
+    def create(self, name: str, nbytes: int, patience_s: float = 0.0) -> CudaSegment:
+        """Fresh memory for the cache ``name``, all zeros: what was there before may have been another cache's, and
+        whoever maps the new one can read all of it.
+
+        ``patience_s``: so long what is free may be too little, where somebody is just about to let go of some. Raises
+        :class:`TierConfigError` where there is not enough, :class:`TierIOError`; nothing is left behind then.
+        """
+        wanted = self._rounded(nbytes)
+        until = time.monotonic() + patience_s
+        while (free := self.memory()[0]) < wanted:
+            if time.monotonic() >= until:
+                raise self._short(name, wanted, free)
+            time.sleep(_POLL_S)
+        try:
+            memory = DeviceMemory.create(self.driver, wanted)
+        except CudaOutOfMemory as error:
+            raise self._short(name, wanted, free) from error
+        except CudaError as error:
+            raise self._failed(f"cannot allocate {wanted} bytes", error) from error
+        try:
+            self._clear(memory)
+        except CudaError as error:
+            memory.close()
+            raise self._failed(f"cannot clear {wanted} bytes", error) from error
+        if memory.fd is None:
+            _log.warning("GPU memory cannot be shared cache=%s why=%r", name, memory.why_not)
+        return CudaSegment(self, memory, fresh=True)
+
+    def adopt(self, fd: int, nbytes: int, known: attach.CudaMemory | None) -> CudaSegment:
+        """The memory of an earlier daemon of ours, as it was left, by the descriptor ``fd``, which stays the caller's.
+        ``known``: what was noted of it then. Raises :class:`NotAdoptable`."""
+        wanted = attach.CudaMemory(self.driver.uuid.hex(), self._rounded(nbytes))
+        if known != wanted:
+            raise NotAdoptable(f"it is {known}, not {wanted}")
+        try:
+            memory = DeviceMemory.from_fd(self.driver, fd, wanted.nbytes, keep=True)
+        except CudaError as error:
+            raise NotAdoptable(str(self._failed("cannot import it", error))) from error
+        return CudaSegment(self, memory, fresh=False)
+
+    def close(self) -> None:
+        """After every cache. What is still to be freed ends with the process."""
+        if self.lost is None:
+            self.driver.close()
+
+    def _rounded(self, nbytes: int) -> int:
+        """As it will be allocated, so that a descriptor of it can be told by its size."""
+        if not self.driver.features.vmm:
+            return nbytes
+        try:
+            granularity = self.driver.granularity()
+        except CudaError as error:
+            raise self._failed("cannot ask for the granularity", error) from error
+        return -(-nbytes // granularity) * granularity
+
+    def _clear(self, memory: DeviceMemory) -> None:
+        driver = self.driver
+        with ExitStack() as undo:
+            stream = driver.stream()
+            undo.callback(driver.drop_stream, stream)
+            event = driver.event()
+            undo.callback(driver.drop_event, event)
+            driver.fill(memory.address, 0, memory.nbytes, stream)
+            driver.record(event, stream)
+            while not driver.done(event):
+                time.sleep(_POLL_S)
+
+    def _short(self, name: str, wanted: int, free: int) -> TierConfigError:
+        says = f"not enough memory on {self.driver.name}: {free} bytes are free"
+        return TierConfigError(f"device memory of {name}", wanted, says)
+
+    def _failed(self, what: str, error: CudaError) -> TierIOError:
+        if isinstance(error, CudaLost):
+            self.lose(str(error))
+        return TierIOError(0, f"GPU {self.uuid}: {what}: {error}")
+
+
+class CudaSegment:
+    """GPU memory of one cache, as its arena holds it. ``fresh``: nothing of an earlier life is in it."""
+
+    def __init__(self, gpu: Gpu, memory: DeviceMemory, *, fresh: bool) -> None:
+        self.gpu: Final = gpu
+        self.memory: Final = memory
+        self.fresh: Final = fresh
+
+    @property
+    def fd(self) -> int | None:
+        """Its descriptor, the segment's own. It keeps the memory alive, whoever has it. None: it cannot be shared."""
+        return self.memory.fd
+
+    @property
+    def described(self) -> attach.CudaMemory:
+        """What cannot be told from the descriptor."""
+        return attach.CudaMemory(self.gpu.driver.uuid.hex(), self.memory.nbytes)
+
+    def offer(self, *, write: bool) -> int | str:
+        """Its descriptor for a client, or why that gets none."""
+        if self.memory.fd is None:
+            return f"the GPU's memory cannot be shared: {self.memory.why_not}"
+        if not write:
+            return READERS_GET_NONE
+        return self.memory.fd if self.gpu.lost is None else f"the GPU is lost: {self.gpu.lost}"
+
+    def close(self) -> None:
+        """Frees the memory, unless somebody else has a descriptor or a mapping of it. Nothing may be copying to or from
+        it any more. Blocks."""
+        self.memory.close()

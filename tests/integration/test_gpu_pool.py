@@ -1,0 +1,283 @@
+"""The device tier in GPU memory, with real daemons on the fake of NVIDIA's bindings: what clients are handed, what a
+restart keeps, and what a start says where there is no GPU, or too little of it."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvtier import RetryableError, Tier, connect
+from kvtier.abi import attach
+from kvtier.abi.layout import ArenaLayout
+from kvtier.v1 import blocks_pb2
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.on_gpu import CUDA, calls, fake_gpu, gpu_daemon, not_given_back, supervised_gpu_daemon
+from tests.integration.raw import RawClient, attached, close_all
+from tests.integration.starting import refused
+from tests.integration.supervised import SupervisedDaemon
+
+MIB = 1 << 20
+DEVICE, HOST = 4, 8
+GPU_BYTES = 4 * MIB
+"""Of a cache, however few slots it has: its two pools begin at multiples of the GPU's pages."""
+READER = """
+import ctypes, os, sys
+from kvtier.abi.cuda.driver import Driver
+from kvtier.abi.cuda.memory import DeviceMemory
+fd, nbytes, uuid, text = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].encode()
+driver = Driver.open("cuda")
+assert driver.uuid.hex() == uuid
+memory = DeviceMemory.from_fd(driver, fd, nbytes)
+print(ctypes.string_at(memory.address, len(text)).hex())
+ctypes.memmove(memory.address, text, len(text))
+"""
+
+
+def exchange(mapped: attach.Mapped, fds: dict[str, int], text: str) -> bytes:
+    """What stood at the beginning of the GPU's memory, for another process, which then writes ``text`` there."""
+    assert mapped.cuda is not None
+    fd = fds[attach.CUDA]
+    said = subprocess.run(
+        [sys.executable, "-c", READER, str(fd), str(mapped.cuda.nbytes), mapped.cuda.uuid, text],
+        pass_fds=[fd],
+        env=os.environ | fake_gpu(),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return bytes.fromhex(said.stdout.strip())
+
+
+def mapped(raw: RawClient, cache_id: int, *, write: bool) -> tuple[attach.Mapped, dict[str, int]]:
+    raw.socket.send(attach.encode(attach.Map(cache_id, write)))
+    data, fds = raw.socket.receive()
+    said = attach.decode_mapped(data)
+    assert isinstance(said, attach.Mapped), said
+    return said, dict(zip(said.fds, fds, strict=True))
+
+
+async def committed(raw: RawClient, cache_id: int, keys: list[bytes]) -> None:
+    """Blocks on the device, whatever bytes they have there; held by nobody."""
+    reserved = await raw.reserve(cache_id, Tier.DEVICE, len(keys))
+    await raw.commit(cache_id, reserved, keys)
+    release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[reserved.lease_id])
+    await raw.call(raw.stubs.blocks.Release, release)
+
+
+async def residency(raw: RawClient, cache_id: int, keys: list[bytes]) -> list[int]:
+    request = blocks_pb2.LocateRequest(cache_id=cache_id, keys=b"".join(keys))
+    return list((await raw.call(raw.stubs.blocks.Locate, request)).residency)
+
+
+@pytest.fixture
+def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+    process = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def supervised(short_dir: Path) -> Iterator[SupervisedDaemon]:
+    process = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
+    process.start()
+    yield process
+    process.close()
+
+
+async def test_another_process_maps_the_same_memory(daemon: DaemonProcess) -> None:
+    async with attached(daemon.address) as raw:
+        opened = await raw.open("c")
+        said, fds = mapped(raw, opened.cache_id, write=True)
+        assert said.fds == (attach.CONTROL, attach.HOST, attach.CUDA)
+        assert said.cuda is not None and said.cuda.nbytes == GPU_BYTES
+        assert exchange(said, fds, "first") == bytes(5), "nobody has written there"
+        assert exchange(said, fds, "other") == b"first"
+        close_all(fds)
+
+
+async def test_a_reader_is_told_why_it_gets_none(daemon: DaemonProcess) -> None:
+    async with attached(daemon.address) as raw:
+        opened = await raw.open("c")
+        said, fds = mapped(raw, opened.cache_id, write=False)
+        assert said.fds == (attach.CONTROL, attach.HOST)
+        assert "no read-only form" in said.unmapped[attach.DEVICE]
+        close_all(fds)
+
+
+async def test_a_cache_that_goes_gives_its_memory_back(short_dir: Path) -> None:
+    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
+    daemon.start()
+    pid = daemon.pid
+    async with await connect(daemon.address) as client:
+        for name in ("a", "b"):
+            await client.open_cache(name, SPEC, budgets=sizes(device=DEVICE // 2, host=2))
+        await client.remove_cache("a", force=True)
+        assert sum(call["call"] == "cuMemUnmap" for call in calls(short_dir, pid)) == 1
+    daemon.stop()
+    assert not_given_back(short_dir, pid) == {}
+
+
+@pytest.mark.parametrize("feature", ["vmm", "posix_fd"])
+async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir: Path, feature: str) -> None:
+    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), gpu={"features_off": [feature]})
+    daemon.start()
+    pid = daemon.pid
+    async with attached(daemon.address) as raw:
+        opened = await raw.open("c")
+        said, fds = mapped(raw, opened.cache_id, write=True)
+        close_all(fds)
+        assert "cannot be shared" in said.unmapped[attach.DEVICE]
+    daemon.stop()
+    assert not_given_back(short_dir, pid) == {}
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["kill", "upgrade"])
+async def test_the_gpus_blocks_and_bytes_survive_the_daemon(supervised: SupervisedDaemon, end: str) -> None:
+    keys = chain("gpu", DEVICE)
+    async with attached(supervised.address) as raw:
+        opened = await raw.open("c")
+        said, fds = mapped(raw, opened.cache_id, write=True)
+        await committed(raw, opened.cache_id, keys)
+        exchange(said, fds, "survives")
+        close_all(fds)
+    await asyncio.to_thread(supervised.kill if end == "kill" else supervised.upgrade)
+    async with attached(supervised.address) as raw:
+        opened = await raw.open("c")
+        assert await residency(raw, opened.cache_id, keys) == [Tier.DEVICE.bit] * DEVICE
+        said, fds = mapped(raw, opened.cache_id, write=True)
+        assert exchange(said, fds, "again") == b"survi"
+        close_all(fds)
+    assert await asyncio.to_thread(supervised.stop) == 0
+
+
+def device_generations(control: int) -> NDArray[np.uint64]:
+    """Of all slots, as they change."""
+    segment = np.frombuffer(mmap.mmap(control, 0, prot=mmap.PROT_READ), dtype=np.uint8)
+    return ArenaLayout.read(segment).generations(segment, Tier.DEVICE, 0)
+
+
+IMPORT_FAILS = {"fail": [{"call": "cuMemImportFromShareableHandle", "code": "CUDA_ERROR_INVALID_VALUE"}]}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changed", "why"),
+    [
+        (IMPORT_FAILS, "cuda", "cannot import"),
+        ({"features_off": ["posix_fd"]}, "cuda", "it was not kept"),
+        ({"devices": 2}, "cuda:1", "not CudaMemory"),
+    ],
+    ids=["import", "never kept", "another GPU"],
+)
+async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(
+    short_dir: Path, gpu: dict[str, Any], changed: str, why: str
+) -> None:
+    on_device, on_host = chain("gpu", 2), chain("host", 3)
+    config = short_dir / "kvtierd.toml"
+    config.write_text('device = "cuda"')
+    supervised = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), ["--config", str(config)], gpu=gpu)
+    supervised.plain.flags = [flag for flag in supervised.plain.flags if flag not in CUDA]
+    supervised.start()
+    try:
+        async with attached(supervised.address) as raw:
+            opened = await raw.open("c")
+            await committed(raw, opened.cache_id, on_device)
+            _, fds = mapped(raw, opened.cache_id, write=True)
+            generations = device_generations(fds[attach.CONTROL])
+            close_all(fds)
+        assert [int(generation) % 2 for generation in generations] == [0, 0, 1, 1]
+        async with await connect(supervised.address) as client:
+            cache = await client.open_cache("c", SPEC)
+            await cache.put(on_host, blocks(on_host), tier=Tier.HOST)
+            config.write_text(f'device = "{changed}"')
+            await asyncio.to_thread(supervised.upgrade)
+            assert (await cache.match(on_host)).blocks == len(on_host)
+            assert_bytes(on_host, await cache.get(on_host))
+            assert (await cache.match(on_device)).blocks == 0
+        assert all(generations % 2), "nobody takes the new memory for what was in the old"
+        assert "device blocks are lost: GPU memory is not adopted" in supervised.log
+        assert why in supervised.log
+        async with attached(supervised.address) as raw:
+            again = await raw.open("c")
+            await committed(raw, again.cache_id, chain("after", DEVICE))
+    finally:
+        assert supervised.stop() == 0
+
+
+# -- starts and sizes --------------------------------------------------------------------------------------------------
+
+
+async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir: Path) -> None:
+    """Of three slots two take all that the GPU has, since pools begin at multiples of its pages."""
+    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), gpu={"memory": GPU_BYTES})
+    daemon.start()
+    async with await connect(daemon.address) as client:
+        first = await client.open_cache("first", SPEC, budgets=sizes(device=1, host=1))
+        with pytest.raises(RetryableError, match=r"device memory of second = \d+: not enough .* 0 bytes are free"):
+            await client.open_cache("second", SPEC, budgets=sizes(device=1, host=1))
+        await client.open_cache("other", SPEC, budgets=sizes(host=HOST - 1))
+        assert first.slots(Tier.DEVICE) == 1
+        await first.close()
+        await client.remove_cache("first")
+        second = await client.open_cache("second", SPEC, budgets=sizes(device=DEVICE))
+        assert second.slots(Tier.DEVICE) == DEVICE
+    daemon.stop()
+
+
+async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir: Path) -> None:
+    supervised = supervised_gpu_daemon(short_dir, {}, ["--device-bytes", "50%"], gpu={"memory": 32 * MIB})
+    supervised.start()
+    slots = 16 * MIB // SPEC.record_bytes(0)
+    async with await connect(supervised.address) as client:
+        assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
+        await asyncio.to_thread(supervised.kill)
+        assert (await client.open_cache("all", SPEC)).slots(Tier.DEVICE) == slots
+    assert supervised.stop() == 0
+    assert "not adopted" not in supervised.log
+
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "says"),
+    [
+        ((), NO_GPU, "device = cuda: .* no CUDA device .*CUDA_VISIBLE_DEVICES="),
+        (("--device", "cuda:3"), {}, "device = cuda:3: .*not among those that this process sees: cuda:0 GPU-"),
+        (("--device-bytes", "2GiB"), {}, r"device_bytes = 2147483648: .*must be 1 to the 1073741824 that"),
+    ],
+    ids=["none", "no such", "too small"],
+)
+def test_a_start_without_the_gpu_says_what_is_missing_and_touches_nothing(
+    short_dir: Path, flags: tuple[str, ...], variables: dict[str, str], says: str
+) -> None:
+    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
+    daemon.variables |= variables
+    assert re.search(says, refused(daemon, *flags, status=2))
+
+
+def test_a_start_without_bindings_or_driver_says_so(short_dir: Path) -> None:
+    """This machine has NVIDIA's bindings and no driver."""
+    daemon = gpu_daemon(short_dir, sizes(device=DEVICE))
+    daemon.variables = {}
+    assert "device = cuda: NVIDIA's driver" in refused(daemon, status=2)
+    hidden = short_dir / "hidden"
+    (hidden / "cuda").mkdir(parents=True)
+    (hidden / "cuda" / "__init__.py").write_text("")
+    daemon.variables = {"PYTHONPATH": f"{hidden}:{os.environ.get('PYTHONPATH', '')}"}
+    assert "pip install 'kvtier[cuda]'" in refused(daemon, status=2)
