@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fake_cuda import fake_environment
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.test_cli import kvtier
 
@@ -96,6 +97,39 @@ def test_a_restart_is_seen_by_a_caller_and_by_a_reader() -> None:
     said = {name: read["params"][name] for name in ("blocks", "short", "wrong", "errors", "calls")}
     assert said == {"blocks": 640, "short": 0, "wrong": 0, "errors": 0, "calls": 0}
     assert found["restart.answered"][0]["value"] <= found["restart.matched"][0]["value"]
+
+
+def test_a_gpu_is_measured_each_way_and_both_ways_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in fake_environment(max_delay_ms=0.05).items():
+        monkeypatch.setenv(variable, value)
+    little = ("--batch-bytes", "1", "--rounds", "1", "--swaps", "2", "--settle-seconds", "0")
+    found = results("gpu", "--fragment-bytes", "16KiB", *little)
+    shapes = [(256 << 10, 16, 16 << 10, 8)]
+    for name in ("gpu.device>host.copy", "gpu.device>host.move", "gpu.host>device.copy", "gpu.host>device.move"):
+        assert [_shape(result) for result in found.pop(name)] == shapes
+    both = found.pop("gpu.both.move")
+    assert [_shape(result) for result in both] == shapes
+    assert all(result["params"]["bare_ratio"] > 0 for result in both)
+    swaps = {f"gpu.{edge}.swap.{q}" for edge in ("device>host", "host>device") for q in ("p50", "p99")}
+    assert set(found) == swaps
+    for name in swaps:
+        (swap,) = found[name]
+        assert swap["params"]["above_us"] == pytest.approx(swap["value"] - swap["floor"], abs=1, rel=1e-3)
+
+
+def _shape(result: dict[str, Any]) -> tuple[int, ...]:
+    assert result["floor"] > 0
+    return tuple(result["params"][name] for name in ("block_bytes", "pools", "fragment_bytes", "blocks"))
+
+
+def test_what_of_a_gpu_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = kvtier("bench", "gpu", "--device", "the fast one", status=1)
+    assert "there is no GPU to measure" in said.stderr
+    for variable, value in fake_environment().items():
+        monkeypatch.setenv(variable, value)
+    said = kvtier("bench", "gpu", "--device", "cuda:7", status=1)
+    assert "there is no GPU to measure" in said.stderr
+    assert "cuda:7" in said.stderr
 
 
 def test_watchers_have_every_event_and_say_what_they_cost() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier import transfer
 from kvtier.bench.bare import Call, bare_server
-from kvtier.bench.place import Place, chains, place, scatter
+from kvtier.bench.place import Place, chains, place, scatter, spec_of
 from kvtier.bench.result import Paired, Result
 from kvtier.bench.rounds import interleaved, timed
 from kvtier.private import TierSlots
@@ -44,7 +44,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
         slots = TierSlots(device=SLOTS, host=0, disk=0)
         params = {"block_bytes": block_bytes, "blocks": BATCH, "tier": str(TIER)}
         nbytes = BATCH * block_bytes
-        async with place(block_bytes, slots, address=options.address) as here:
+        async with place(spec_of(block_bytes), slots, address=options.address) as here:
             await scatter(here.cache, TIER)
             bench = _Bench(here, options.rounds)
             with tempfile.TemporaryDirectory(prefix="kvtier-") as directory:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.bench.helper import Helper, helping
-from kvtier.bench.place import Place, place
+from kvtier.bench.place import Place, place, spec_of
 from kvtier.bench.result import Result, quantile, spread
 from kvtier.bench.writer import TRAFFIC
 from kvtier.errors import DaemonError
@@ -63,7 +63,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
     """Floors: the same without watchers. Raises :class:`DaemonError` where what watchers saw does not add up."""
     device = 2 * SHARE * options.chain  # so a writer has the slots of its next put ahead
     async with AsyncExitStack() as stack:
-        here = await stack.enter_async_context(place(BLOCK_BYTES, TierSlots(device, 2 * device, 0)))
+        here = await stack.enter_async_context(place(spec_of(BLOCK_BYTES), TierSlots(device, 2 * device, 0)))
         address = here.client.address
         writing = (address, str(BLOCK_BYTES), str(options.chain))
         writer = await stack.enter_async_context(helping("kvtier.bench.writer", *writing))

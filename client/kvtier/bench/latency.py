@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtier.bench.bare import BareServer, bare_server
-from kvtier.bench.place import CACHE, Place, chains, place
+from kvtier.bench.place import CACHE, Place, chains, place, spec_of
 from kvtier.bench.result import Result, quantile
 from kvtier.cache import Cache
 from kvtier.errors import DaemonError
@@ -48,7 +48,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
         told = Path(kept) / "callbacks.json"
         module = ("kvtierd.bench.callbacks", str(told))
         async with (
-            place(options.block_bytes, SLOTS, keep=Path(kept) / "daemon", module=module) as here,
+            place(spec_of(options.block_bytes), SLOTS, keep=Path(kept) / "daemon", module=module) as here,
             bare_server(Path(kept), options.block_bytes) as bare,
         ):
             bench = await _Bench.prepared(here, bare, options)

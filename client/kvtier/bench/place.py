@@ -12,6 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
@@ -46,16 +48,15 @@ class Place:
 
 @asynccontextmanager
 async def place(
-    block_bytes: int,
+    spec: CacheSpec,
     slots: TierSlots,
     *,
     address: str | None = None,
     keep: Path | None = None,
     module: Sequence[str] = ("kvtierd.main",),
 ) -> AsyncIterator[Place]:
-    """A cache with so many slots. ``address``: of a daemon that runs; its cache is left empty. ``keep`` and ``module``:
-    see :class:`PrivateDaemon`."""
-    spec = spec_of(block_bytes)
+    """A cache of this specification, which has one window group, with so many slots. ``address``: of a daemon that
+    runs; its cache is left empty. ``keep`` and ``module``: see :class:`PrivateDaemon`."""
     sizes = slots.as_bytes(spec)
     async with AsyncExitStack() as stack:
         daemon = None
@@ -75,7 +76,8 @@ def _map_all(cache: Cache) -> None:
     """Reads a byte of every page, so that no round pays for mapping it."""
     for tier in cache.arena.tiers:
         for pool in cache.arena.pools(tier, 0):
-            pool[:, :: mmap.PAGESIZE].max()
+            if isinstance(pool, np.ndarray):  # memory of a GPU has no such pages
+                pool[:, :: mmap.PAGESIZE].max()
 
 
 async def emptied(cache: Cache) -> None:

@@ -58,7 +58,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
         yield result
     for block_bytes in options.block_bytes:
         slots = TierSlots(device=0, host=BATCH * _chains_of(block_bytes), disk=0)
-        async with place(block_bytes, slots) as here:
+        async with place(spec_of(block_bytes), slots) as here:
             async for result in _gets(here, options):
                 yield result
 
@@ -68,7 +68,7 @@ async def _lookups(options: Options) -> AsyncIterator[Result]:
     slots = TierSlots(device=0, host=BATCH, disk=0)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory:
         stored, index = await _large_index(Path(directory), options.entries)
-        async with place(_SMALL, slots) as here, bare_server(Path(directory)) as bare:
+        async with place(spec_of(_SMALL), slots) as here, bare_server(Path(directory)) as bare:
             with sync.Client(here.client.address) as client:
                 cache = client.open_cache(CACHE, spec_of(_SMALL))
                 cache.arena.index = index

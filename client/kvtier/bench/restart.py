@@ -59,7 +59,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
     count = max(1, options.blocks // CHAIN)
     params: dict[str, Any] = {"blocks": count * CHAIN, "rounds": options.rounds}
     empty = await _of_few_blocks(options.rounds)
-    async with place(BLOCK_BYTES, TierSlots(0, count * CHAIN + _SPARE, 0), module=MODULE) as here:
+    async with place(spec_of(BLOCK_BYTES), TierSlots(0, count * CHAIN + _SPARE, 0), module=MODULE) as here:
         for _, chain in zip(range(count), chains(CHAIN), strict=False):
             await here.cache.put(chain, content(chain, BLOCK_BYTES))
         async with _reading(here, count) as reader:
@@ -81,7 +81,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
 
 
 async def _of_few_blocks(rounds: int) -> list[Restart]:
-    async with place(BLOCK_BYTES, TierSlots(0, CHAIN + _SPARE, 0), module=MODULE) as here:
+    async with place(spec_of(BLOCK_BYTES), TierSlots(0, CHAIN + _SPARE, 0), module=MODULE) as here:
         chain = next(chains(CHAIN))
         await here.cache.put(chain, content(chain, BLOCK_BYTES))
         restarts = []

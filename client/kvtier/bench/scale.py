@@ -104,7 +104,7 @@ async def _client(options: Options) -> AsyncIterator[Result]:
         full = []
         for blocks in options.blocks:
             slots = TierSlots(device=0, host=blocks, disk=0)
-            full.append(await _filled(await stack.enter_async_context(place(BLOCK_BYTES, slots)), blocks))
+            full.append(await _filled(await stack.enter_async_context(place(spec_of(BLOCK_BYTES), slots)), blocks))
         for name in _VERBS:
             await _in_turn(full, name, options.rounds)
         for name in _VERBS:
@@ -176,7 +176,7 @@ async def _restart(blocks: int, directory: Path | None) -> AsyncIterator[Result]
     """A clean stop and a start with a full disk tier, up to the first answered match. The floor starts with nothing."""
     host = max(blocks // _HOST_PART, 2 * _FILL)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
-        async with place(BLOCK_BYTES, TierSlots(0, host, blocks), keep=Path(kept)) as here:
+        async with place(spec_of(BLOCK_BYTES), TierSlots(0, host, blocks), keep=Path(kept)) as here:
             before = _daemon_bytes(here)
             source = chains(_FILL)
             last: list[bytes] = []

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.bench.place import Place, chains, emptied, place, scatter
+from kvtier.bench.place import Place, chains, emptied, place, scatter, spec_of
 from kvtier.bench.raw_disk import RawSlab
 from kvtier.bench.result import Paired, Result
 from kvtier.bench.rounds import interleaved, timed
@@ -52,7 +52,7 @@ async def run(options: Options) -> AsyncIterator[Result]:
         slots = TierSlots(4 * batch, 4 * batch, max(options.disk_bytes // block_bytes, 4 * batch))
         with ExitStack() as stack:
             kept = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.directory)))
-            async with place(block_bytes, slots, keep=kept) as here:
+            async with place(spec_of(block_bytes), slots, keep=kept) as here:
                 bench = _Bench(here, batch, options.rounds)
                 async for result in bench.memory():
                     yield result

@@ -13,11 +13,13 @@ from rich.table import Table
 
 from kvtier.bench import client as client_bench
 from kvtier.bench import events as events_bench
+from kvtier.bench import gpu as gpu_bench
 from kvtier.bench import latency as latency_bench
 from kvtier.bench import reads as reads_bench
 from kvtier.bench import restart as restart_bench
 from kvtier.bench import scale as scale_bench
 from kvtier.bench import tiers as tiers_bench
+from kvtier.bench.gpu_place import SETTLED_S, Shape
 from kvtier.bench.result import Result
 from kvtier.bench.writer import TRAFFIC
 from kvtier.cli.common import console, json_option, run, slim_table
@@ -69,7 +71,7 @@ def _tell(results: AsyncIterator[Result], as_json: bool) -> None:
     finally:
         if as_json:
             click.echo(json.dumps([result.to_json() for result in found], indent=1))
-        else:
+        elif found:
             console().print(table(found))
 
 
@@ -142,6 +144,63 @@ def tiers(block_bytes: tuple[int, ...], rounds: int, disk_bytes: int, disk_dir: 
     """Every edge of a private daemon: device, host and disk, each to each."""
     sizes = block_bytes or tiers_bench.Options().block_bytes
     _tell(tiers_bench.run(tiers_bench.Options(sizes, rounds, disk_bytes, disk_dir)), as_json)
+
+
+@bench.command()
+@click.option("--device", default="cuda", show_default=True, metavar="NAME", help="cuda, cuda:1 or GPU-<uuid>.")
+@click.option(
+    "--block-bytes", type=SizeType(), multiple=True, metavar="SIZE", help="Of blocks in one pool. Repeatable."
+)
+@click.option(
+    "--fragment-bytes",
+    type=SizeType(),
+    multiple=True,
+    metavar="SIZE",
+    help="Of each part of blocks in 16 pools. Repeatable.",
+)
+@click.option(
+    "--batch-bytes",
+    type=SizeType(),
+    default=256 << 20,
+    metavar="SIZE",
+    help="Moved by one call, in 8 to 1,024 blocks. [default: 256MiB]",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option("--swaps", type=click.IntRange(min=1), default=500, show_default=True, help="Of one block of 1 MiB.")
+@click.option(
+    "--settle-seconds",
+    "settled_s",
+    type=click.FloatRange(min=0),
+    default=SETTLED_S,
+    show_default=True,
+    help="How long each cache is used before it is measured: its host memory is page-locked meanwhile.",
+)
+@_JSON
+def gpu(
+    device: str,
+    block_bytes: tuple[int, ...],
+    fragment_bytes: tuple[int, ...],
+    batch_bytes: int,
+    rounds: int,
+    swaps: int,
+    settled_s: float,
+    as_json: bool,
+) -> None:
+    """Copies between a device tier on a GPU and the host tier of a private daemon, and what they cost kernels.
+
+    Wants a GPU and CUDA's bindings (kvtier[cuda]); for kernels, torch with CUDA. Where pieces are small, the floor is
+    as many copies as Python can ask for; bus_mib_s in the JSON is the same bytes in one piece.
+    """
+    chosen = [
+        *(Shape(1, size) for size in block_bytes),
+        *(Shape(gpu_bench.POOLS, size) for size in fragment_bytes),
+    ]
+    left_out: list[str] = []
+    shapes = chosen or gpu_bench.SHAPES
+    options = gpu_bench.Options(device, shapes, batch_bytes, rounds, swaps, settled_s, say=left_out.append)
+    _tell(gpu_bench.run(options), as_json)
+    for line in left_out:
+        click.echo(line, err=True)
 
 
 @bench.command()
