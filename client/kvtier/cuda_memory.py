@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy
@@ -74,25 +77,32 @@ class CudaMemory:
         return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
 
     def write(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
-        self._gpu.copy([(slot, part, nbytes) for slot, part, nbytes in self._parts(group, slots, blocks)])
+        self._gpu.copy(self._parts(group, slots, blocks))
 
     def read(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
-        self._gpu.copy([(part, slot, nbytes) for slot, part, nbytes in self._parts(group, slots, blocks)])
+        parts = self._parts(group, slots, blocks)
+        self._gpu.copy([(part, slot, nbytes) for slot, part, nbytes in copies] for copies in parts)
 
     def fence(self, stream: int | None) -> Fence:
         return self._gpu.fence(stream)
 
-    def _parts(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> list[Copy]:
-        """Where each slot's part in each pool is, where that part of its block is, and its length."""
-        starts = [Address(block.__array_interface__["data"][0]) for block in blocks]
-        parts, done = [], 0
+    def _parts(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> Iterator[list[Copy]]:
+        """Where each slot's part in each pool is, where that part of its block is, and its length; by pool, and by
+        the array that blocks are rows of."""
+        begun = 0
         for pool in self._pools[group]:
             nbytes = pool.shape[1]
-            parts += [
-                (pool.address(slot), Address(start + done), nbytes) for slot, start in zip(slots, starts, strict=True)
-            ]
-            done += nbytes
-        return parts
+            for _, rows in groupby(zip(slots, blocks, strict=True), key=_array_of):
+                yield [(pool.address(slot), Address(block.ctypes.data + begun), nbytes) for slot, block in rows]
+            begun += nbytes
+
+
+def _array_of(row: tuple[int, Bytes]) -> int:
+    """Which array a block is in."""
+    block: Any = row[1]
+    while isinstance(block.base, np.ndarray):
+        block = block.base
+    return id(block)
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Final
 
 from kvtier.abi.cuda.driver import Copy, Driver, Event, Stream
@@ -76,12 +77,16 @@ class Gpu:
         """Nobody asks for it any more; that it may still be pending does no harm to whoever records it next."""
         self._events.append(event)
 
-    def copy(self, copies: Iterable[Copy]) -> None:
-        """Copies, in no order; when it returns or raises, nothing is being copied any more."""
+    def copy(self, runs: Iterable[Iterable[Copy]]) -> None:
+        """Copies, in no order; when it returns or raises, nothing is being copied any more.
+
+        Only within a run may the host memory of several copies be taken as one: what was page-locked apart stays apart
+        to the driver, even where one range ends at the other's first byte.
+        """
         with failing("copying to or from slots"):
             lane = self._lanes.pop() if self._lanes else _Lane(self.driver.stream(), self.driver.event())
             try:
-                for dst, src, nbytes in joined(copies):
+                for dst, src, nbytes in chain.from_iterable(map(joined, runs)):
                     self.driver.copy(dst, src, nbytes, lane.stream)
             finally:
                 self.driver.record(lane.event, lane.stream)

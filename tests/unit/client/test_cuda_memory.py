@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterator
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -73,6 +74,22 @@ def test_what_was_written_is_read_from_the_same_slots(memory: CudaMemory) -> Non
     found = empty_blocks(2)
     memory.read(0, [3, 2], found)
     assert np.array_equal(found, [blocks[3], blocks[0]])
+
+
+def test_blocks_that_were_page_locked_apart_are_copied_apart(gpu: Gpu) -> None:
+    """As the pinned tensors of an engine may be, one right after the other."""
+    size = 2 * PAGESIZE
+    spec = CacheSpec("one-pool", "uint8", 1, groups=(WindowGroupSpec(pools=(PoolSpec(1, 1, size, 1),)),))
+    layout = ArenaLayout.plan(spec, {(0, DEVICE): 2, (0, HOST): 0})
+    memory = CudaMemory(gpu, DeviceMemory.create(gpu.driver, layout.device_bytes), layout)
+    pages = mmap(-1, 2 * size)
+    blocks = [np.frombuffer(pages, np.uint8, size, offset) for offset in (0, size)]
+    for block in blocks:
+        gpu.driver.register(Address(block.ctypes.data), size)
+    blocks[1][:] = 7
+    memory.write(0, [0, 1], blocks)
+    memory.read(0, [1, 0], blocks)
+    assert (blocks[0] == 7).all() and not blocks[1].any()
 
 
 def test_views_have_the_addresses_that_the_layout_says(memory: CudaMemory) -> None:
