@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -242,6 +243,7 @@ def test_of_a_tier_that_cannot_be_mapped_the_arena_says_why() -> None:
 
 async def test_a_device_that_is_not_there_is_a_reason_and_no_descriptor_is_left() -> None:
     fd = os.memfd_create("cuda")
+    gc.collect()  # what earlier tests left has descriptors, too
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CannotMap, match=r".+"):
         await mapped(fd, attach.CudaMemory("0" * 32, LAYOUT.device_bytes))
