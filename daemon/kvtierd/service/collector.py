@@ -18,8 +18,10 @@ import logging
 import time
 from typing import Final
 
-THRESHOLDS: Final = (700, 4, 1)
-"""Of the three generations, as ``gc.set_threshold`` takes them: the old one is collected at some 7,000 new objects."""
+THRESHOLDS: Final = (2500, 0, 0)
+"""Of the three generations, as ``gc.set_threshold`` takes them: each is collected in turn, the old one at some 7,500 new
+objects. Calls that store and drop a few hundred blocks make and undo a thousand or two of them, which a lower first
+threshold has looked at in vain, twice a call."""
 FROZEN_CALLS_MAX: Final = 100_000
 
 _log = logging.getLogger(__name__)
