@@ -7,7 +7,7 @@ event, generations and owners into the recorder in the same step, so no caller c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Final
@@ -294,11 +294,11 @@ class GroupState:
     def detach(self, block: Block, tier: Tier) -> Copy:
         """The copy is the block's no more. Its slot is freed as soon as nobody holds or touches it. Records no
         event."""
-        copy = block.copy(tier)
+        copy = COPY_IN[tier](block)
         if copy is None:
             raise InvariantViolation(f"block {block.id} has no copy in {tier}")
         block.put_copy(tier, None)
-        self.residencies.change(block, block.residency & ~tier.bit)
+        self.residencies.change(block, block.residency & ~BITS[tier])
         if block.claims or tier is DISK:
             self.placings[tier] += 1
         if copy.holds:
@@ -534,8 +534,8 @@ class GroupState:
         goes in the same call, so no priority falls that anybody could see, and it is on no list any more."""
         if block.first_child is not None:
             raise InvariantViolation(f"block {block.id} is removed before its children")
-        for tier in self.tiers:
-            if block.copy(tier) is not None:
+        for tier, copy_in, _ in self._places:
+            if copy_in(block) is not None:
                 self.detach(block, tier)
         if block.claims:
             for tier in self.tiers:
@@ -555,9 +555,10 @@ class GroupState:
                 self._priorities.carry_up(block.parent, block.priority, None, cause)
                 self.reconsider(block.parent)
 
-    def remove_subtree(self, block: Block, cause: Cause, below: Cause) -> int:
-        """Removes a block and everything under it, children first. Returns how many."""
-        order = self.subtree(block)
+    def remove_subtree(self, block: Block, cause: Cause, below: Cause, members: Sequence[Block] = ()) -> int:
+        """Removes a block and everything under it, children first. Returns how many. ``members``: as :meth:`subtree`
+        says, where the caller knows."""
+        order = members or self.subtree(block)
         for member in reversed(order):
             self.remove(member, cause if member is block else below, with_parent=member is not block)
         return len(order)
@@ -566,7 +567,10 @@ class GroupState:
         """The block and all under it, parents before children."""
         order = [block]
         for member in order:
-            order.extend(member.children)
+            child = member.first_child
+            while child is not None:
+                order.append(child)
+                child = child.next_sibling
         return order
 
     def transfer(self, src: Tier, dst: Tier, queue_ns: int, copy_ns: int) -> Transfer:

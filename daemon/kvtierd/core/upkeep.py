@@ -57,7 +57,7 @@ def drop(state: GroupState, keys: Sequence[Key], *, dry_run: bool) -> DropReport
             if not held:
                 gone.update(dict.fromkeys(subtree))
             if not held and not dry_run:
-                state.remove_subtree(block, Cause.EXPLICIT, Cause.ANCESTOR)
+                state.remove_subtree(block, Cause.EXPLICIT, Cause.ANCESTOR, subtree)
     return DropReport(tuple(results), len(gone))
 
 

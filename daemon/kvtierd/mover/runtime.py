@@ -59,11 +59,11 @@ class CacheRuntime:
     def begin_write(self, refs: Iterable[SlotRef]) -> None:
         """Before the slots' bytes may change. A stand-in's slot that had a block's is poisoned, so that who still reads
         it finds out; on a GPU that would take a copy of its own."""
-        begin, device = self.arena.begin_write, self.device
-        poison = device.poison if isinstance(device, StandInDevice) else None
-        for group, tier, slot in refs:
-            if begin(tier, group, slot) and tier is DEVICE and poison is not None:
-                poison(group, slot)
+        began, device = self.arena.begin_writes(refs), self.device
+        if isinstance(device, StandInDevice):
+            for group, tier, slot in began:
+                if tier is DEVICE:
+                    device.poison(group, slot)
 
     def note(self, contents: Iterable[Content]) -> None:
         """What slots hold from now on; before :meth:`end_write`."""
@@ -79,14 +79,10 @@ class CacheRuntime:
 
     def end_write(self, refs: Iterable[SlotRef]) -> None:
         """The slots' bytes are READY."""
-        end = self.arena.end_write
-        for group, tier, slot in refs:
-            end(tier, group, slot)
+        self.arena.end_writes(refs)
 
     def set_owners(self, ownerships: Iterable[Ownership]) -> None:
-        set_owner = self.arena.set_owner
-        for (group, tier, slot), session in ownerships:
-            set_owner(tier, group, slot, session)
+        self.arena.set_owners(ownerships)
 
     def pools(self, group: GroupId) -> int:
         return len(self.spec.groups[group].pools)

@@ -19,8 +19,8 @@ import time
 from typing import Final
 
 THRESHOLDS: Final = (2500, 0, 0)
-"""Of the three generations, as ``gc.set_threshold`` takes them: each is collected in turn, the old one at some 7,500 new
-objects. Calls that store and drop a few hundred blocks make and undo a thousand or two of them, which a lower first
+"""Of the three generations, as ``gc.set_threshold`` takes them: each is collected in turn, the old one at some 7,500
+new objects. Calls that store and drop a few hundred blocks make and undo a thousand or two of them, which a lower first
 threshold has looked at in vain, twice a call."""
 FROZEN_CALLS_MAX: Final = 100_000
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -22,7 +22,7 @@ from kvtier.abi.records import INDEX_SEED_BYTES
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
-from kvtierd.core.outcome import Content
+from kvtierd.core.outcome import Content, Ownership, SlotRef
 from kvtierd.tiers.base import Bytes, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment
 from kvtierd.tiers.index_rebuild import Many
@@ -175,20 +175,35 @@ class Arena:
     def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> bool:
         """Before a slot is granted to a writer or a copy into it is issued. False: one was open already, and nothing
         has changed."""
-        generations = self._generation_words[tier, group]
-        value: int = generations[slot]
-        if not is_ready(value):
-            return False
-        generations[slot] = value + 1
-        return True
+        return bool(self.begin_writes((SlotRef(group, tier, slot),)))
+
+    def begin_writes(self, refs: Iterable[SlotRef]) -> list[SlotRef]:
+        """The same of many slots. Those of which it changed anything."""
+        words = self._generation_words
+        began: list[SlotRef] = []
+        for ref in refs:
+            group, tier, slot = ref
+            generations = words[tier, group]
+            value: int = generations[slot]
+            if not value & 1:
+                generations[slot] = value + 1
+                began.append(ref)
+        return began
 
     def end_write(self, tier: Tier, group: GroupId, slot: SlotId) -> None:
         """The slot's bytes are READY. Raises AssertionError where they already were: somebody wrote unannounced."""
-        generations = self._generation_words[tier, group]
-        value: int = generations[slot]
-        if is_ready(value):
-            raise AssertionError(f"end_write without begin_write: {tier} group {group} slot {slot}, generation {value}")
-        generations[slot] = value + 1
+        self.end_writes((SlotRef(group, tier, slot),))
+
+    def end_writes(self, refs: Iterable[SlotRef]) -> None:
+        """The same of many slots."""
+        words = self._generation_words
+        for group, tier, slot in refs:
+            generations = words[tier, group]
+            value: int = generations[slot]
+            if not value & 1:
+                where = f"{tier} group {group} slot {slot}"
+                raise AssertionError(f"end_write without begin_write: {where}, generation {value}")
+            generations[slot] = value + 1
 
     def note(self, content: Content) -> None:
         """What the slot holds from its next generation on, or that it holds nothing to be found again."""
@@ -246,6 +261,12 @@ class Arena:
     def set_owner(self, tier: Tier, group: GroupId, slot: SlotId, session: SessionId | None) -> None:
         """Who leases the slot to write; None = nobody."""
         self._owner_words[tier, group][slot] = session or 0
+
+    def set_owners(self, ownerships: Iterable[Ownership]) -> None:
+        """The same of many slots."""
+        words = self._owner_words
+        for (group, tier, slot), session in ownerships:
+            words[tier, group][slot] = session or 0
 
     def rebuild_index(self, recovered: Mapping[GroupId, Sequence[Recovered]]) -> None:
         """These are all the blocks there are. Takes about a second for a million; for any one thread."""
