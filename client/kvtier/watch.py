@@ -273,7 +273,7 @@ class Watch:
         self.newest = batch.newest_id or batch.last_id  # an older daemon does not say
         self.history = batch.history or self.history
         covers = batch.first_id <= batch.last_id
-        if covers and self.cursor is not None and self.cursor.epoch in (0, batch.epoch):
+        if covers and self.cursor is not None:  # ids join over epochs, too: what an epoch's end lost is a gap
             expected = self.cursor.id + 1
             if batch.first_id > expected:
                 yield Gap(batch.epoch, expected, batch.first_id - 1, "unexplained")

@@ -1,5 +1,7 @@
 """What the daemon must remember of itself: its epoch, its boot and how far event ids have been given out.
 
+An epoch ends with an unclean stop, or where a life begins another one, as after the loss of a device.
+
 ``SUPERBLOCK`` of the state directory (written whole or not at all) holds ``last``: after a clean stop the last id given
 out, otherwise a mark reserved ahead, above which no id ever was. Ids are therefore never reused, whenever the process
 dies. Where the directory itself is gone they are, so it names its ``history``, which a new one does not share.
@@ -34,11 +36,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class State:
-    """What is written. ``boot`` counts starts, ``epoch`` only those after an unclean stop.
+    """What is written. ``boot`` rises with every start and is never below the epoch of that.
 
-    ``epoch_first``: the epoch's first event id. ``last``: no id above it has been given out; exact if ``clean``, else a
-    mark reserved ahead. ``history``: which sequence of ids these are of, at random, 1 to 2^63 - 1; 0 where it was
-    written before there was one.
+    ``epoch_first``: the epoch's first event id, or while it is only announced one above all that can be. ``last``: no
+    id above it has been given out; exact if ``clean``, else a mark reserved ahead. ``history``: which sequence of ids
+    these are of, at random, 1 to 2^63 - 1; 0 where it was written before there was one.
     """
 
     epoch: int
@@ -51,7 +53,7 @@ class State:
 
 @dataclass(slots=True, frozen=True)
 class Identity:
-    """Which life of the daemon this is. ``unclean``: the life before did not end by a clean stop.
+    """Which life of the daemon this is, and how it began. ``unclean``: the life before did not end by a clean stop.
     ``history``: 0 where it is only to get one."""
 
     epoch: int
@@ -74,6 +76,8 @@ class StateDir:
         self._state = State(
             identity.epoch, identity.boot, identity.epoch_first, identity.last, clean=False, history=identity.history
         )
+        self._epoch_first: int | None = None
+        """Of an epoch that this life began."""
         self._writing = threading.Lock()
 
     @classmethod
@@ -112,7 +116,7 @@ class StateDir:
             )
             last = max(before.last, logged_last + RESERVED_IDS)
             epoch = max(epoch_before, logged_epoch) + 1
-            boot = max(before.boot, epoch)  # every epoch was begun by a start
+            boot = max(before.boot, epoch)
             self.identity = replace(before, epoch=epoch, boot=boot, epoch_first=last + 1, last=last, unclean=True)
             self._state = replace(self._state, epoch=epoch, boot=boot, epoch_first=last + 1, last=last)
         self.reserve(self.identity.last + RESERVED_IDS)
@@ -128,14 +132,31 @@ class StateDir:
             if mark > self._state.last:
                 self._store(replace(self._state, last=mark))
 
+    def announce_epoch(self) -> int:
+        """The number of a further epoch, from here on nobody else's; :meth:`begin_epoch` begins it. Blocks; raises
+        TierIOError."""
+        with self._writing:
+            epoch = self._state.epoch + 1
+            self._epoch_first = None
+            self._store(replace(self._state, epoch=epoch, epoch_first=self._state.last + 1))
+        return epoch
+
+    def begin_epoch(self, first: int) -> None:
+        """The epoch announced begins with this id, the next to be given out. Where the life then ends uncleanly, nobody
+        needs to know: what is left of the epoch says so itself."""
+        self._epoch_first = first
+
     def close(self, last: int | None) -> None:
         """Lets go of the directory. ``last``: the last id given out, if the stop was clean."""
         with self._writing:
             if last is not None:
-                self._store(replace(self._state, last=last, clean=True))
+                epoch_first = min(self._state.epoch_first, last + 1)  # announced, and not begun before
+                self._store(replace(self._state, epoch_first=epoch_first, last=last, clean=True))
             self._lock.release()
 
     def _store(self, state: State) -> None:
+        if self._epoch_first is not None:
+            state = replace(state, epoch_first=self._epoch_first)
         _write(self._path, state)
         self._state = state
 
@@ -174,10 +195,12 @@ def _new_history() -> int:
 def _next_life(before: State | None) -> Identity:
     if before is None:
         return Identity(epoch=1, boot=1, epoch_first=1, last=0, unclean=False, history=0)
-    boot, last, history = before.boot + 1, before.last, before.history
+    last, history = before.last, before.history
+    epoch = before.epoch if before.clean else before.epoch + 1
+    boot = max(before.boot + 1, epoch)
     if before.clean:
-        return Identity(before.epoch, boot, before.epoch_first, last, unclean=False, history=history)
-    return Identity(before.epoch + 1, boot, last + 1, last, unclean=True, history=history)
+        return Identity(epoch, boot, before.epoch_first, last, unclean=False, history=history)
+    return Identity(epoch, boot, last + 1, last, unclean=True, history=history)
 
 
 def _read(path: Path) -> State | None:

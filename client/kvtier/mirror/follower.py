@@ -144,8 +144,6 @@ class Mirror(MirrorView):
             snapshot=True, caches=self.caches, heartbeats=True, heartbeat_s=self._heartbeat_s
         ) as watch:
             async for item in watch:
-                if self._watch is not None and self._is_of_another_epoch(watch):
-                    return
                 match item:
                     case Event():
                         index.apply(item)
@@ -166,7 +164,3 @@ class Mirror(MirrorView):
         self.problem = None
         self._exact_at = asyncio.get_running_loop().time()
         self._index, self._cursor, self._watch = index, watch.cursor, watch
-
-    def _is_of_another_epoch(self, watch: Watch) -> bool:
-        """A gap between epochs comes first; this is for a daemon that left it out."""
-        return watch.cursor is not None and self._cursor is not None and watch.cursor.epoch != self._cursor.epoch

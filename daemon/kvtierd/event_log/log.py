@@ -130,6 +130,10 @@ class EventLog:
         """The next run, to be logged soon."""
         self._living.offer(run)
 
+    def begin_epoch(self, first: int) -> None:
+        """Runs from this id on are of another epoch."""
+        self._living.begin_epoch(first)
+
     @property
     def extent(self) -> Extent | None:
         """None while it cannot be opened."""

@@ -39,7 +39,8 @@ class LogWriter:
     def __init__(
         self, open_store: Callable[[], EventStore], store: EventStore | None, epoch_first: int, waiting_bytes: int
     ) -> None:
-        """``epoch_first``: the first id of the epoch of all runs. ``waiting_bytes``: at most wait for the disk."""
+        """``epoch_first``: the first id of the epoch of the runs to come. ``waiting_bytes``: at most wait for the
+        disk."""
         self.store = store
         self.failing: str | None = None
         """Why the last attempt failed, as long as none has worked since."""
@@ -47,7 +48,8 @@ class LogWriter:
         self.lost = 0
         """Events of this life that will not be in the log."""
         self._open_store: Final = open_store
-        self._epoch_first: Final = epoch_first
+        self._epoch_firsts = [epoch_first]
+        """Of the epochs of this life, in order."""
         self._waiting: Final = Backlog(waiting_bytes)
         self._under_way = 0
         """Up to this id the transaction takes that is being made."""
@@ -90,6 +92,11 @@ class LogWriter:
                     self.lost += gone.count
             if not before or before < GROUP_BYTES <= self._waiting.bytes:
                 self._changed.notify()
+
+    def begin_epoch(self, first: int) -> None:
+        """Runs from this id on are of another epoch."""
+        with self._changed:
+            self._epoch_firsts.append(first)
 
     def waiting_above(self, cursor: int) -> LoggedRun | None:
         """Of what is not known to be in the log yet, the first run with an id above ``cursor``."""
@@ -155,7 +162,8 @@ class LogWriter:
     def _log_group(self, store: EventStore, group: list[LoggedRun]) -> None:
         self._began = time.monotonic()
         try:
-            too_long = store.append(group, self._epoch_first)
+            epoch_first = next(first for first in reversed(self._epoch_firsts) if first <= group[0].first)
+            too_long = store.append(group, epoch_first)
         except BaseException:
             with self._changed:
                 first = next((run.first for run in self._waiting), self._under_way + 1)
@@ -176,7 +184,7 @@ class LogWriter:
         with self._changed:
             for run in self._waiting:
                 size += run.size
-                if group and size > max_bytes:
+                if group and (size > max_bytes or run.epoch != group[0].epoch):
                     break
                 group.append(run)
             self._under_way = group[-1].last if group else 0

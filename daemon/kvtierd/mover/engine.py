@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.explaining import BlockNow
@@ -27,6 +27,7 @@ from kvtierd.core.manager import (
     ManagerStats,
     Match,
     ResetReport,
+    TierLoss,
 )
 from kvtierd.core.outcome import Grant, Outcome, Refusal
 from kvtierd.core.tickets import LeaseRecord, LeftLease
@@ -71,6 +72,8 @@ class Engine:
         self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks, arrived=arrived)
         self._requests = Requests(self._carrier, clock)
         self._closing = False
+        self._epoch: int | None = None
+        """One that this life began; else that of which arenas are made."""
 
     # caches
 
@@ -82,9 +85,17 @@ class Engine:
         if runtime.id in self._carrier.caches:
             raise ValueError(f"cache {runtime.id} is open already")
         cache = self._carrier.open(runtime)
+        if self._epoch is not None:
+            runtime.arena.begin_epoch(self._epoch, self._sequencer.last)
         self._carrier.apply(cache, runtime.manager.announce(self._clock()))
         for lease in left:
             self._carrier.apply(cache, runtime.manager.restore_lease(lease, self._clock()))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The next event is the first of this epoch: what arenas show of events, and those to come, are of it."""
+        self._epoch = epoch
+        for cache in self._carrier.caches.values():
+            cache.runtime.arena.begin_epoch(epoch, self._sequencer.last)
 
     def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
         """The event of a cache that is not here any more: none of its blocks is."""
@@ -307,19 +318,23 @@ class Engine:
         if cache is not None and cache.runtime.disk is not None:
             await asyncio.to_thread(cache.runtime.disk.sync)
 
-    async def lose_tier(self, cache_id: CacheId, tier: Tier, cause: Cause) -> None:
-        """The tier has failed: all that stands there goes, in slices, so that others have their turn in between.
-        Nothing is given out there from the moment of the call on."""
+    def lose_tier(self, cache_id: CacheId, tier: Tier, cause: Cause) -> Coroutine[Any, Any, None]:
+        """The tier has failed: when this returns nothing is given out there any more. All that stands there goes, in
+        slices, so that others have their turn in between: what is returned is to be awaited for that."""
         cache = self._find(cache_id)
-        following = None
-        while True:
-            following, outcome = cache.manager.lose_tier(tier, cause, self._clock(), following)
-            self._carrier.apply(cache, outcome)
-            if following is None:
-                return
+        return self._lose_rest(cache, tier, cause, self._lose_slice(cache, tier, cause, None))
+
+    async def _lose_rest(self, cache: OpenCache, tier: Tier, cause: Cause, following: TierLoss | None) -> None:
+        while following is not None:
             await asyncio.sleep(0)
             if cache.removed:
-                raise UnknownCache(cache_id)
+                raise UnknownCache(cache.runtime.id)
+            following = self._lose_slice(cache, tier, cause, following)
+
+    def _lose_slice(self, cache: OpenCache, tier: Tier, cause: Cause, following: TierLoss | None) -> TierLoss | None:
+        following, outcome = cache.manager.lose_tier(tier, cause, self._clock(), following)
+        self._carrier.apply(cache, outcome)
+        return following
 
     def restore_tier(self, cache_id: CacheId, tier: Tier) -> None:
         """The tier works again; its store has been emptied, with no move of it in flight (:meth:`touches`)."""

@@ -42,9 +42,9 @@ class Arenas(Protocol):
         ...
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class DaemonIdentity:
-    """What a welcome says of the daemon."""
+    """What a welcome says of the daemon. ``epoch``: the present one."""
 
     epoch: int
     boot: int

@@ -16,13 +16,14 @@ from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
 from kvtierd.service import validate, wire
+from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.caches import opened
 from kvtierd.service.calls import Verb
 from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.checksums import UNKNOWN, of_blocks
 from kvtierd.service.entries import Cache
-from kvtierd.service.errors import CallRefused, bad_argument
+from kvtierd.service.errors import CallRefused, bad_argument, reason_of
 from kvtierd.service.labels import labels
 from kvtierd.service.sessions import Session
 
@@ -34,14 +35,14 @@ MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 
 
 class BlocksService:
-    """``wait_s``: how long a call waits that does not say, now. ``epoch``: of the cursors given out. ``describe``: says
-    of a refusal who holds what."""
+    """``wait_s``: how long a call waits that does not say, now. ``identity``: has the epoch of the cursors given out.
+    ``describe``: says of a refusal who holds what."""
 
     def __init__(
         self,
         engine: Engine,
         catalog: Catalog,
-        epoch: int,
+        identity: DaemonIdentity,
         wait_s: Callable[[], float],
         describe: Callable[[Refusal], common_pb2.ErrorDetail],
         caps: Caps,
@@ -49,7 +50,7 @@ class BlocksService:
         self._engine: Final = engine
         self._caps: Final = caps
         self._catalog: Final = catalog
-        self._epoch: Final = epoch
+        self._identity: Final = identity
         self._wait_s: Final = wait_s
         self._describe: Final = describe
         self._hashing: Final = asyncio.Lock()
@@ -240,7 +241,7 @@ class BlocksService:
 
     def _acquired(self, cache: Cache, tier: Tier, group: GroupId, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
         if isinstance(answer, Refusal):
-            reason = answer.reason.name
+            reason = reason_of(answer)
             return blocks_pb2.AcquiredChain(matched=answer.matched, refusal=reason, detail=self._describe(answer))
         return blocks_pb2.AcquiredChain(
             lease_id=answer.lease or 0,
@@ -257,7 +258,7 @@ class BlocksService:
         return cache, GroupId(validate.count("group", group, 0, len(cache.spec.groups) - 1))
 
     def _now_cursor(self) -> blocks_pb2.Cursor:
-        return wire.cursor(self._epoch, self._engine.last_event)
+        return wire.cursor(self._identity.epoch, self._engine.last_event)
 
     def _require_not_withdrawn(self, cache: Cache, session: Session, answers: Sequence[Grant | Refusal]) -> None:
         """Where the session broke off, some chains may have been granted before: the call is refused whole even so.

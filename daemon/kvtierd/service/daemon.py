@@ -28,6 +28,7 @@ from kvtierd.service.caps import CapLimits, Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.collector import Collector
 from kvtierd.service.drain import Drains
+from kvtierd.service.epochs import Epochs
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.explain import ExplainService
@@ -39,6 +40,7 @@ from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.lifecycle import IdleCaches
+from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
 from kvtierd.service.metrics.reading import Subjects
 from kvtierd.service.metrics.service import Metrics
@@ -49,6 +51,7 @@ from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
+from kvtierd.tiers.base import Device
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.device import Chaos
 from kvtierd.tiers.disk import DiskRoot
@@ -127,7 +130,7 @@ class Daemon:
         faces: dict[CacheId, CacheFace] = {}
         limits = Limits(config.event_ring_bytes, config.event_ring_events)
         self._log: Final = directories.log
-        packed = None if self._log is None else _to_log(self._log, life.epoch)
+        packed = None if self._log is None else _to_log(self._log)
         self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)
         self._history: Final = History(self._hub, self._log, life.history)
         moves = MoveCounts()
@@ -155,10 +158,14 @@ class Daemon:
         self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, lambda: self.live.now.idle_ttl)
         self._failing: Final = FailingDisks(self._catalog, self._engine, lambda: self.live.now.tier_grace)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
+        self._epochs: Final = Epochs(state, self._sequencer, self._hub, self._log, self._engine, self._identity)
+        self._lost_device: Final = self._watch_device(tiers.gpu)
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
         self.live.on_change(self._change_rights)
-        self._health: Final = Health(self._engine, self._catalog, self._sessions, self.live, self._log)
+        self._health: Final = Health(
+            self._engine, self._catalog, self._sessions, self.live, self._log, self._lost_device
+        )
         self._events: Final = EventsService(
             self._history, self._engine, self._catalog, self._access, lambda: self.live.now.heartbeat_seconds
         )
@@ -217,13 +224,15 @@ class Daemon:
             listener = run.bind_attach()
         if (metrics := self.live.now.metrics_address) is not None:
             self._metrics.start(*metrics, self._subjects())
-        await self._rpc.start()
+        await self._rpc.start(has_device=Tier.DEVICE in self.live.now.tiers)
         self._attach.start(listener)
         await self._catalog.load(plans)
         self._sessions.settle()
         self._collector.start()
         self._idle.start()
         self._failing.start()
+        if self._lost_device is not None:
+            self._lost_device.start()
         self._serving = True
 
     @property
@@ -251,6 +260,8 @@ class Daemon:
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
         await self._idle.stop()
+        if self._lost_device is not None:
+            await self._lost_device.stop()
         probed = await self._failing.stop()
         clean = await self._engine.shutdown(self.live.now.shutdown_seconds) and probed
         self._dispatcher.stop()
@@ -279,11 +290,11 @@ class Daemon:
         return clean
 
     def _services(self) -> Services:
-        epoch, live = self._identity.epoch, self.live
+        live, identity = self.live, self._identity
         tiers = live.now.tiers
         describe = self._translator.detail
         caps = Caps(self._engine, lambda: CapLimits(live.now.max_reserved_fraction, live.now.max_session_leases))
-        blocks = BlocksService(self._engine, self._catalog, epoch, lambda: live.now.wait_seconds, describe, caps)
+        blocks = BlocksService(self._engine, self._catalog, identity, lambda: live.now.wait_seconds, describe, caps)
         transfer = TransferService(
             self._engine, self._catalog, self._access, blocks, lambda: live.now.wait_seconds, caps
         )
@@ -304,7 +315,7 @@ class Daemon:
                     self._events.watching,
                     self._log,
                 ).verbs(),
-                **ExplainService(self._engine, self._catalog, self._sessions, self._access, epoch).verbs(),
+                **ExplainService(self._engine, self._catalog, self._sessions, self._access, identity).verbs(),
             },
             uploads=transfer.uploads(),
             downloads=transfer.streams(),
@@ -321,6 +332,15 @@ class Daemon:
             lambda: self._health.problems(list(self._catalog)),
             self._log,
         )
+
+    def _watch_device(self, device: Device | None) -> LostDevice | None:
+        """``device``: None where there is none that can be lost."""
+        if device is None:
+            return None
+        return LostDevice(device, self._catalog, self._engine, self._epochs, self._announce_lost_device)
+
+    async def _announce_lost_device(self) -> None:
+        await self._rpc.announce_lost_device()
 
     def _change_rights(self, config: Config) -> None:
         self._access.rights = Rights(config.rules, os.getuid())
@@ -340,10 +360,10 @@ class Daemon:
         return self._engine.session_leases(session) > 0
 
 
-def _to_log(log: EventLog, epoch: int) -> Callable[[Run], None]:
+def _to_log(log: EventLog) -> Callable[[int, Run], None]:
     """Hands over the bytes that the ring has: the log makes none of its own on the loop."""
 
-    def offer(run: Run) -> None:
+    def offer(epoch: int, run: Run) -> None:
         log.offer(LoggedRun(epoch, run.first, run.last, run.latest_ns, run.body, run.private, run.keyless))
 
     return offer

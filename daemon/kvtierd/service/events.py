@@ -81,7 +81,7 @@ class EventsService:
         try:
             snapshot_end = None
             if request.snapshot:
-                async with aclosing(self._slices(cursor, watcher)) as slices:
+                async with aclosing(self._slices(epoch, cursor, watcher)) as slices:
                     async for batch in slices:
                         watcher.require_allowed()
                         yield batch
@@ -158,16 +158,16 @@ class EventsService:
             raise CallRefused(grpc.StatusCode.OUT_OF_RANGE, message, detail)
         return since.epoch if end is not None else history.epoch_of(since.id + 1), since.id
 
-    async def _slices(self, cursor: int, watcher: Watcher) -> AsyncGenerator[bytes, None]:
+    async def _slices(self, epoch: int, cursor: int, watcher: Watcher) -> AsyncGenerator[bytes, None]:
         """All blocks of the caches wanted, as they are while it goes over them; no batch covers any ids."""
         for cache in list(self._catalog):
             for group in filter(watcher.wanted.wants_group, range(len(cache.spec.groups))):
-                async with aclosing(self._slices_of_group(cursor, cache, GroupId(group), watcher)) as slices:
+                async with aclosing(self._slices_of_group(epoch, cursor, cache, GroupId(group), watcher)) as slices:
                     async for batch in slices:
                         yield batch
 
     async def _slices_of_group(
-        self, cursor: int, cache: Cache, group: GroupId, watcher: Watcher
+        self, epoch: int, cursor: int, cache: Cache, group: GroupId, watcher: Watcher
     ) -> AsyncGenerator[bytes, None]:
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
         following: int | None = 0
@@ -181,15 +181,17 @@ class EventsService:
                 except UnknownCache:
                     return  # removed while it waited, as the events that follow tell
                 rows = watcher.wanted.wanted_rows(listing.rows)
-                batch = self._slice(cursor, cache, group, rows, watcher)
+                batch = self._slice(epoch, cursor, cache, group, rows, watcher)
             following = listing.next_page or None
             if rows or not page:  # a watcher must know of a group that has no blocks, too
                 yield batch
 
-    def _slice(self, cursor: int, cache: Cache, group: GroupId, rows: Sequence[ListingRow], watcher: Watcher) -> bytes:
+    def _slice(
+        self, epoch: int, cursor: int, cache: Cache, group: GroupId, rows: Sequence[ListingRow], watcher: Watcher
+    ) -> bytes:
         private = watcher.wanted.may_see_tokens_of(cache.name)
         return events_pb2.WatchBatch(
-            epoch=self._hub.epoch,
+            epoch=epoch,
             first_id=cursor + 1,
             last_id=cursor,
             slice=wire.slice_of(cache.face, group, rows, private=private),

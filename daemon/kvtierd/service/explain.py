@@ -18,6 +18,7 @@ from kvtierd.mover.errors import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validate, wire
 from kvtierd.service.access import Access, denied
+from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
@@ -42,12 +43,14 @@ _STATES: Final[Mapping[Phase, explain_pb2.CopyState.ValueType]] = {
 class ExplainService:
     """One verb of Admin."""
 
-    def __init__(self, engine: Engine, catalog: Catalog, sessions: SessionRegistry, access: Access, epoch: int) -> None:
+    def __init__(
+        self, engine: Engine, catalog: Catalog, sessions: SessionRegistry, access: Access, identity: DaemonIdentity
+    ) -> None:
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
         self._access: Final = access
-        self._epoch: Final = epoch
+        self._identity: Final = identity
 
     def verbs(self) -> Mapping[str, Verb]:
         return {"Explain": self.explain}
@@ -74,7 +77,7 @@ class ExplainService:
                 for cold in self._catalog.cold()
                 if request.cache in ("", cold.name) and self._may_see(session, cold.name)
             ),
-            as_of_event=blocks_pb2.Cursor(epoch=self._epoch, id=self._engine.last_event),
+            as_of_event=blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event),
             time_ns=time.time_ns(),
         )
 

@@ -77,7 +77,7 @@ class History:
         """What comes after ``cursor``, of which ``epoch`` says where the watcher is; None if there is nothing yet."""
         if epoch != self.hub.epoch:
             epoch = self._epoch_after(epoch, cursor)
-        if epoch == self.hub.epoch and cursor + 1 >= self.hub.oldest:  # nearly always
+        if epoch >= self.hub.epochs[0][1] and cursor + 1 >= self.hub.oldest:  # nearly always
             run = self.hub.after(cursor)
             return None if run is None else Passage(epoch, run)
         return await self._older(epoch, cursor)
@@ -119,7 +119,7 @@ class History:
         extent = None if self.log is None else self.log.extent
         if extent is not None and first <= extent.place.compacted:
             reason, ends, last = COMPACTED, ends and last <= extent.place.compacted, min(last, extent.place.compacted)
-        elif ends:
+        elif ends and epoch < self.hub.epochs[0][1]:
             reason = UNCLEAN_STOP
         else:
             reason = SLOW if self.log is None else NOT_LOGGED
@@ -136,13 +136,14 @@ class History:
         """First id and number of each that is known, in order."""
         extent = None if self.log is None else self.log.extent
         logged = () if extent is None else extent.epochs
-        return [*(entry for entry in logged if entry[1] < self.hub.epoch), (self.hub.epoch_first, self.hub.epoch)]
+        ours = self.hub.epochs
+        return [*(entry for entry in logged if entry[1] < ours[0][1]), *ours]
 
     def _following(self, epoch: int) -> tuple[int, int] | None:
         return next((entry for entry in self._epochs() if entry[1] > epoch), None)
 
     def _first_of(self, epoch: int) -> int:
-        return next((first for first, number in self._epochs() if number == epoch), self.hub.epoch_first)
+        return next((first for first, number in self._epochs() if number == epoch), self.hub.epochs[0][0])
 
 
 def _rest(cursor: int, found: LoggedRun) -> Run:

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Self
 
 from kvtier.v1 import events_pb2
@@ -88,9 +89,9 @@ class Limits:
 class EventHub:
     """The ring and its wake-up. Loop thread only.
 
-    ``last``: the last id given out before this daemon started. ``epoch_first``: the first id of the present epoch; ids
-    from there to ``last`` were given out by an earlier life of the same epoch. ``faces``: of all caches with events.
-    ``packed`` is told each run, in order, and must not wait.
+    ``epoch``: the one in which it starts. ``last``: the last id given out before that. ``epoch_first``: the first id of
+    the epoch; ids from there to ``last`` were given out by an earlier life of it. ``faces``: of all caches with events.
+    ``packed`` is told each run and its epoch, in order, and must not wait.
     """
 
     def __init__(
@@ -100,10 +101,9 @@ class EventHub:
         epoch_first: int,
         faces: Faces,
         limits: Limits,
-        packed: Callable[[Run], None] | None = None,
+        packed: Callable[[int, Run], None] | None = None,
     ) -> None:
-        self.epoch: Final = epoch
-        self.epoch_first: Final = epoch_first
+        self._epochs = [(epoch_first, epoch)]
         self.watchers: Sized = ()
         """Those who follow it."""
         self.published: Final[Counter[tuple[EventType, Cause]]] = Counter()
@@ -123,6 +123,21 @@ class EventHub:
         self._news = asyncio.Event()
         self._woken = -BUSY_S
         self._closed = False
+
+    @property
+    def epochs(self) -> Sequence[tuple[int, int]]:
+        """First id and number of each epoch of this life, in order; the last one is the present."""
+        return self._epochs
+
+    @property
+    def epoch(self) -> int:
+        """The present one."""
+        return self._epochs[-1][1]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """The next id is the first of this epoch; who keeps up is told at once."""
+        self._epochs.append((self._published + 1, epoch))
+        self._wake()
 
     @property
     def last(self) -> int:
@@ -156,7 +171,8 @@ class EventHub:
             self._packing = loop.call_at(max(loop.time() + LINGER_S, self._woken + apart), self._pack_some)
 
     def after(self, cursor: int) -> Run | None:
-        """The oldest events held with ids above ``cursor``, at most a message of them; None if there are none yet.
+        """The oldest events held with ids above ``cursor``, at most a message of them, of one epoch; None if there are
+        none yet.
 
         ``Run.first`` above ``cursor + 1`` means that the ids between are gone.
         """
@@ -175,6 +191,8 @@ class EventHub:
         runs, count, size = [run], run.last - run.first + 1, len(run.private)
         for following in range(index + 1, end):
             other = self._ring[following]
+            if self._end_of_epoch(run.first) < other.first:
+                break
             count += other.last - other.first + 1
             size += len(other.private)
             if count > MESSAGE_EVENTS or size > MESSAGE_BYTES:
@@ -190,10 +208,19 @@ class EventHub:
                 return next(event.id for event in events if event.time_ns >= time_ns)
         return next((event.id for event in self._pending if event.time_ns >= time_ns), None)
 
-    async def news(self, cursor: int) -> None:
-        """Returns once something above ``cursor`` can be read, or the hub is closed."""
-        while self._packed <= cursor and not self._closed:
+    async def news(self, cursor: int, epoch: int | None = None) -> None:
+        """Returns once something above ``cursor`` can be read, or the hub is closed; or another epoch than this one has
+        begun right after the cursor."""
+        while self._packed <= cursor and not self._closed and (epoch is None or not self.has_begun(cursor, epoch)):
             await self._news.wait()
+
+    def has_begun(self, cursor: int, epoch: int) -> bool:
+        """Whether the present epoch is another one and begins right after ``cursor``."""
+        return self._epochs[-1][0] == cursor + 1 and self.epoch != epoch
+
+    def _end_of_epoch(self, number: int) -> float:
+        """The last id of the epoch that ``number`` is of."""
+        return next((first - 1 for first, _ in self._epochs if first > number), inf)
 
     def close(self) -> None:
         """No more events come: what is pending becomes readable, then watchers are to end."""
@@ -213,7 +240,8 @@ class EventHub:
     def _pack(self) -> None:
         if not self._pending:
             return
-        count = _run_length(self._pending)
+        first = self._pending[0].id
+        count = int(min(_run_length(self._pending), self._end_of_epoch(first) - first + 1))
         events, self._pending = self._pending[:count], self._pending[count:]
         batch = events_pb2.WatchBatch(events=[wire.event(each, self._faces[each.cache]) for each in events])
         keyless = not all(event.blocks for event in events)
@@ -224,7 +252,8 @@ class EventHub:
         self._bytes += run.size
         self._make_room()
         if self._tell_packed is not None:
-            self._tell_packed(run)
+            number = next(epoch for first, epoch in reversed(self._epochs) if first <= run.first)
+            self._tell_packed(number, run)
 
     def _make_room(self) -> None:
         while len(self._ring) > 1 and (

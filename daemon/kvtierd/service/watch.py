@@ -54,7 +54,8 @@ class Watcher:
         return self._hub.last - self._cursor
 
     async def follow(self, snapshot_end: int | None = None) -> AsyncGenerator[bytes, None]:
-        """Batches without end, serialised; the first comes at once and, if it has no events, says where this starts.
+        """Batches without end, serialised; the first comes at once and, if it has no events, says where this starts. An
+        epoch that begins while nothing happens is told by one without events.
 
         ``snapshot_end``: the first batch to reach this id is marked as such. Raises UNAVAILABLE once the hub is closed
         and everything in it was sent.
@@ -69,7 +70,13 @@ class Watcher:
             behind = self._hub.readable
             found = await self._history.after(self._epoch, self._cursor)
             if found is None:
-                if not await self._news(self._cover_at(quiet_until)):
+                if self._hub.has_begun(self._cursor, self._epoch):
+                    if self._covered < self._cursor:
+                        yield self._batch()
+                    self._epoch = self._hub.epoch
+                    yield self._batch()
+                    quiet_until = loop.time() + self._heartbeat_s
+                elif not await self._news(self._cover_at(quiet_until)):
                     yield self._batch()
                     quiet_until = loop.time() + self._heartbeat_s
                 continue
@@ -108,7 +115,7 @@ class Watcher:
             raise shutting_down()
         try:
             async with asyncio.timeout_at(until):
-                await self._hub.news(self._cursor)
+                await self._hub.news(self._cursor, self._epoch)
         except TimeoutError:
             return False
         return True

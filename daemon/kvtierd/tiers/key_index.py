@@ -61,7 +61,7 @@ class KeyIndex:
 
         ``epoch``: of the events that it will show.
         """
-        self._epoch: Final = epoch
+        self._epoch = epoch
         self._buckets: Final = Buckets(layout, control)
         self._base: Final = self._buckets.base
         self._bytes: Final = self._buckets.bytes
@@ -85,6 +85,11 @@ class KeyIndex:
     def show(self, event: EventId) -> None:
         """The index shows the effect of this event, and of all before it."""
         write_shown(self._words, Shown(self._epoch, event))
+
+    def begin_epoch(self, epoch: int, event: EventId) -> None:
+        """The events that it will show are of this epoch; it shows those up to ``event``."""
+        self._epoch = epoch
+        self.show(event)
 
     def put(
         self, group: GroupId, key: Key, residency: int, host: Place | None = None, device: Place | None = None

@@ -104,7 +104,7 @@ LOSSES: dict[str, list[Step]] = {
     "a hole": [stored(9, KEYS[3])],
     "too slow": [events_pb2.WatchBatch(epoch=1, first_id=7, last_id=6, gap=gap(7, 90, "slow"))],
     "a crash": [events_pb2.WatchBatch(epoch=2, first_id=91, last_id=90, gap=gap(7, 90, "unclean-stop"))],
-    "another epoch without a word": [stored(7, KEYS[3], epoch=2)],
+    "another epoch without a word": [stored(8, KEYS[3], epoch=2)],
     "an event that does not add up": [stored(7, KEYS[3] + KEYS[4])],
     "a cursor that the daemon does not know": [BROKEN],
 }

@@ -122,6 +122,16 @@ async def test_ids_that_the_filter_hides_are_no_gap_but_a_hole_between_ranges_is
         assert short(await take(watch, 4)) == [6, 12, Gap(1, 13, 14, "unexplained"), 15]
 
 
+async def test_an_epoch_that_joins_the_one_before_is_no_gap_and_one_that_does_not_is(
+    daemon: FakeDaemon, client: kvtier.AsyncClient
+) -> None:
+    play(daemon, [batch(5, 5), batch(6, 5, epoch=2), batch(6, 6, epoch=2), batch(8, 8, epoch=3), None])
+    async with client.watch(since=Cursor(1, 4), heartbeats=True) as watch:
+        assert short(await take(watch, 3)) == [5, Heartbeat(Cursor(2, 5)), 6]
+        assert watch.cursor == Cursor(2, 6)
+        assert short(await take(watch, 2)) == [Gap(3, 7, 7, "unexplained"), 8]
+
+
 async def test_a_gap_that_the_daemon_declares_is_passed_on_and_passed_over(
     daemon: FakeDaemon, client: kvtier.AsyncClient
 ) -> None:

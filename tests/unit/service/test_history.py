@@ -45,10 +45,14 @@ class Life:
         self.history = History(self.hub, self.log)
         self.logs = True
 
-    def _offer(self, run: Run) -> None:
+    def _offer(self, epoch: int, run: Run) -> None:
         if self.logs:
             rest = (run.latest_ns, run.body, run.private, run.keyless)
-            self.log.offer(LoggedRun(self.hub.epoch, run.first, run.last, *rest))
+            self.log.offer(LoggedRun(epoch, run.first, run.last, *rest))
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.log.begin_epoch(self.hub.last + 1)
+        self.hub.begin_epoch(epoch)
 
     async def publish(self, count: int, make: Callable[[int], Event] = event) -> None:
         first = self.hub.last + 1
@@ -315,3 +319,49 @@ async def test_a_watcher_covers_the_end_of_an_epoch_before_it_tells_of_the_next(
     (gap,) = [batch for batch in got if batch.HasField("gap")]
     assert (gap.epoch, gap.first_id, gap.last_id) == (2, 1001, 1000)
     assert (gap.gap.epoch, gap.gap.first_id, gap.gap.last_id) == (1, 101, 1000)
+
+
+@pytest.mark.parametrize("logs", [True, False])
+async def test_an_epoch_that_begins_in_a_life_loses_nothing_and_no_run_is_of_two(tmp_path: Path, logs: bool) -> None:
+    """``logs``: beyond the ring."""
+    async with life(tmp_path / "log") as now:
+        await now.publish(7)
+        now.begin_epoch(2)
+        now.begin_epoch(3)
+        await now.publish(20)
+        now.hub.publish([event(28), event(29)])  # not packed yet
+        now.begin_epoch(4)
+        now.hub.publish([event(30)])
+        await now.publish(RING_EVENTS if logs else 1)
+        await now.logged()
+        last = now.hub.last
+        assert (now.hub.oldest > 7) is logs
+        for epoch, cursor in ((1, 0), (1, 7), (3, 7), (3, 20), (3, 29), (4, 29), (4, last)):
+            assert await now.told(epoch, cursor) == (first_to_last(cursor + 1, last), [])
+        assert [await epoch_after(now.history, 1, cursor) for cursor in (0, 6, 7, 28, 29)] == [1, 1, 3, 3, 4]
+        assert [now.history.epoch_of(number) for number in (1, 7, 8, 29, 30, last + 1)] == [1, 1, 3, 3, 4, 4]
+        assert [now.history.end_of(epoch) for epoch in (1, 3, 4)] == [7, 29, None]
+    async with life(tmp_path / "log", 4, 30, last) as again:
+        assert await again.told(1, 0) == (first_to_last(1, last), [])
+        assert [again.history.epoch_of(number) for number in (7, 8, 29, 30)] == [1, 3, 3, 4]
+    async with life(tmp_path / "log", 5, 1001, 1000) as crashed:
+        assert await crashed.told(3, 20) == (first_to_last(21, last), [Loss(4, last + 1, 1000, "unclean-stop", 5)])
+
+
+async def test_who_is_too_slow_for_the_end_of_an_epoch_is_told_so_and_not_of_a_stop() -> None:
+    hub = EventHub(1, 0, 1, FACES, Limits(MB, RING_EVENTS))
+    hub.publish([event(number) for number in range(1, 11)])
+    hub.begin_epoch(2)
+    hub.publish([event(number) for number in range(11, 200)])
+    while hub.readable < hub.last:
+        await hub.news(hub.readable)
+    history = History(hub, None)
+    assert hub.oldest > 12
+    assert await history.after(1, 3) == Loss(1, 4, 10, "slow", 2)
+    assert await history.after(2, 10) == Loss(2, 11, hub.oldest - 1, "slow", 2)
+
+
+async def epoch_after(history: History, epoch: int, cursor: int) -> int:
+    found = await history.after(epoch, cursor)
+    assert found is not None
+    return found.epoch

@@ -257,3 +257,20 @@ async def test_of_an_epoch_that_was_seen_to_its_end_nothing_is_lost() -> None:
     ring.close()
     (batch,) = await batches(watcher(ring, 99, wants(), QUIET_S, epoch=2).follow(), 100)
     assert (batch.epoch, batch.first_id, batch.HasField("gap")) == (3, 100, False)
+
+
+async def test_an_epoch_that_begins_while_it_is_quiet_is_told_at_once() -> None:
+    ring = hub()
+    ring.publish([stored(1)])
+    follow = watcher(ring, 0, wants(caches=["one"]), QUIET_S).follow()
+    await batches(follow, 1)
+    waiting = asyncio.ensure_future(anext(follow))
+    ring.publish([stored(2, cache=2)])
+    ring.begin_epoch(2)
+    async with asyncio.timeout(5):
+        told = [await waiting, await anext(follow)]
+    ranges = [(b.epoch, b.first_id, b.last_id) for b in map(events_pb2.WatchBatch.FromString, told)]
+    assert ranges == [(1, 2, 2), (2, 3, 2)]
+    ring.publish([stored(3)])
+    (got,) = await batches(follow, 3)
+    assert (got.epoch, got.first_id, got.last_id) == (2, 3, 3)

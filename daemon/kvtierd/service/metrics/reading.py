@@ -124,6 +124,8 @@ def _cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
     yield table.LEASES, (cache.name, "orphaned"), stats.orphaned_leases
     for edge, record in stats.edges.items():
         yield table.DEGRADED, (cache.name, *_edge(edge)), record.degraded_until > now
+    for tier in stats.tiers:
+        yield table.TIER_LOST, (cache.name, str(tier)), tier in stats.offline
     for group, counts in stats.groups.items():
         yield table.SLOT_BYTES, (cache.name, str(group)), cache.spec.record_bytes(group)
         yield from _group(cache.name, group, counts)

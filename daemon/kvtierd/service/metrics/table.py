@@ -36,7 +36,11 @@ EDGE: Final = ("from", "to")
 PLACE: Final = ("cache", "group", "tier")
 
 BUILD = Metric("kvtier_build_info", Kind.GAUGE, "Version of the daemon, always 1", ("version", "python"))
-EPOCH = Metric("kvtier_epoch", Kind.GAUGE, "Epoch of the event stream, which rises after an unclean stop")
+EPOCH = Metric(
+    "kvtier_epoch",
+    Kind.GAUGE,
+    "Epoch of the event stream, which rises after an unclean stop and after the loss of a device",
+)
 BOOT = Metric("kvtier_boot", Kind.GAUGE, "How many times the daemon has been started on its state directory")
 PROBLEMS = Metric("kvtier_problems", Kind.GAUGE, "Problems that kvtier status names, 0 on a healthy daemon")
 
@@ -66,6 +70,12 @@ WAITING = Metric("kvtier_waiting_requests", Kind.GAUGE, "Calls that wait for roo
 LEASES = Metric("kvtier_leases", Kind.GAUGE, "Leases, live or orphaned by a connection that broke", ("cache", "state"))
 DEGRADED = Metric(
     "kvtier_edge_degraded", Kind.GAUGE, "1 while a cache does without an edge that failed", ("cache", *EDGE)
+)
+TIER_LOST = Metric(
+    "kvtier_tier_lost",
+    Kind.GAUGE,
+    "1 while a cache does without a tier that failed or whose device is lost",
+    ("cache", "tier"),
 )
 
 QUEUED = Metric("kvtier_queued_blocks", Kind.GAUGE, "Blocks that are planned on an edge and not done", EDGE)

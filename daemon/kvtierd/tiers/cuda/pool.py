@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, Self
 
@@ -28,6 +30,8 @@ class Gpu:
         self.driver: Final = driver
         self.lost: str | None = None
         """Why no byte on the device can be relied on, and no call to it will succeed, until the daemon is restarted."""
+        self._tell: Callable[[], None] | None = None
+        self._losing: Final = threading.Lock()
 
     @classmethod
     def open(cls, device: str) -> Self:
@@ -55,10 +59,22 @@ class Gpu:
         return uuid_name(self.driver.uuid)
 
     def lose(self, why: str) -> None:
-        """A call said that the device, or this process's use of it, is gone. The first reason stays."""
-        if self.lost is None:
-            self.lost = why
-            _log.error("GPU lost uuid=%s why=%r", self.uuid, why)
+        """A call said that the device, or this process's use of it, is gone: to be told before its copies are reported
+        as failed. The first reason stays."""
+        with self._losing:
+            if self.lost is not None:
+                return
+            self.lost, tell = why, self._tell
+        _log.error("GPU lost uuid=%s why=%r", self.uuid, why)
+        if tell is not None:
+            tell()
+
+    def on_loss(self, tell: Callable[[], None]) -> None:
+        """Once, by the thread that calls :meth:`lose` first, or at once where that has been."""
+        with self._losing:
+            self._tell, lost = tell, self.lost is not None
+        if lost:
+            tell()
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes. Raises :class:`TierIOError`."""
