@@ -14,9 +14,7 @@ from kvtier.doctor.settings import Settings
 def examine(settings: Settings, daemon: Daemon) -> Iterator[Finding]:
     """Reads the machine as it goes. What cannot be read is a warning, and the other checks go on."""
     pid = daemon.pid or None
-    card = gpu.read()
-    on_card = card.torch is not None and bool(card.torch.devices)
-    in_memory = settings.host_bytes + (0 if on_card else settings.device_bytes)
+    in_memory = settings.host_bytes + (settings.device_bytes if settings.device == gpu.STAND_IN else 0)
     yield check_daemon(daemon)
     yield check_unit(read_unit(), daemon.pid)
     yield sockets.check_path(settings.runtime_dir)
@@ -30,7 +28,7 @@ def examine(settings: Settings, daemon: Daemon) -> Iterator[Finding]:
     if settings.disk_bytes:
         yield from _disk(settings.disk_dir, settings.disk_bytes)
     yield kernel.check(kernel.read())
-    yield gpu.check(card, settings.device_bytes)
+    yield gpu.check(gpu.read(settings.device), settings.device_bytes, running=pid is not None)
     yield clock.check(*clock.read())
 
 

@@ -1,8 +1,7 @@
-"""CUDA: driver, torch, and whether they get along."""
+"""The GPU that the device tier is to be on: bindings, driver, device, and whether it has what is needed."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,40 +13,58 @@ from kvtier.doctor.finding import Finding, fail, ok, warn
 from kvtier.words import size
 
 NAME: Final = "GPU"
-_TIMEOUT_S: Final = 120.0
+STAND_IN: Final = "stand-in"
+_TIMEOUT_S: Final = 60.0
 _VERSION: Final = Path("/proc/driver/nvidia/version")
 _WSL: Final = Path("/dev/dxg")
-_ASK_TORCH: Final = """
-import json, torch
-here = torch.cuda.is_available()
-count = torch.cuda.device_count() if here else 0
-devices = [(p.name, p.total_memory) for p in map(torch.cuda.get_device_properties, range(count))]
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "devices": devices}))
+_ASK: Final = """
+import json, sys
+from kvtier.abi.cuda.driver import Driver
+from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
+from kvtier.abi.cuda.opening import uuid_name
+try:
+    driver = Driver.open(sys.argv[1])
+    free, total = driver.memory()
+except (CudaError, CudaUnavailable) as error:
+    print(json.dumps({"error": str(error)}))
+else:
+    has = driver.features
+    print(json.dumps({
+        "name": driver.name, "uuid": uuid_name(driver.uuid), "version": has.driver_version, "free": free,
+        "total": total, "vmm": has.vmm, "posix_fd": has.posix_fd, "batch_copy": has.batch_copy,
+    }))
 """
+_ADVICE: Final = "nvidia-smi says whether the driver works; of a service see also systemd/kvtierd.service.d/gpu.conf"
 
 
 @dataclass(slots=True, frozen=True)
-class Torch:
-    """``cuda``: the version it was built for, None = none. ``error``: why it could not be asked."""
+class Device:
+    """``version``: of the newest CUDA that the driver knows, 1000 × major + 10 × minor. Sizes in bytes; the rest is
+    what :class:`kvtier.abi.cuda.opening.Features` has. ``error``: why it could not be asked, or opened."""
 
-    version: str = ""
-    cuda: str | None = None
-    devices: tuple[tuple[str, int], ...] = ()
+    name: str = ""
+    uuid: str = ""
+    version: int = 0
+    free: int = 0
+    total: int = 0
+    vmm: bool = False
+    posix_fd: bool = False
+    batch_copy: bool = False
     error: str = ""
 
 
 @dataclass(slots=True, frozen=True)
 class Gpu:
-    """``driver``: the NVIDIA driver's line, None = none is loaded. ``torch``: None = not installed, or not asked."""
+    """``driver``: the NVIDIA driver's line, None = none is loaded. ``device``: None = none is asked for."""
 
     driver: str | None
-    torch: Torch | None
+    device: Device | None = None
 
 
-def read() -> Gpu:
-    """Asks torch, where there is a driver, in a process of its own: it is big, and may crash with a broken driver."""
-    driver = _driver()
-    return Gpu(driver, _torch() if driver is not None and importlib.util.find_spec("torch") else None)
+def read(device: str) -> Gpu:
+    """``device``: as in the configuration. It is opened in a process of its own: a driver that is broken may crash or
+    hang."""
+    return Gpu(_driver(), None if device == STAND_IN else _asked(device))
 
 
 def _driver() -> str | None:
@@ -59,39 +76,44 @@ def _driver() -> str | None:
         return None
 
 
-def _torch() -> Torch:
+def _asked(device: str) -> Device:
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
+            [sys.executable, "-c", _ASK, device], check=False, capture_output=True, text=True, timeout=_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Torch(error=str(error))
+        return Device(error=str(error))
     if answer.returncode != 0:
-        return Torch(error=(answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1])
-    said = json.loads(answer.stdout.splitlines()[-1])
-    return Torch(said["version"], said["cuda"], tuple((name, total) for name, total in said["devices"]))
+        return Device(error=(answer.stderr.strip().splitlines() or [f"exit status {answer.returncode}"])[-1])
+    return Device(**json.loads(answer.stdout.splitlines()[-1]))
 
 
-def check(gpu: Gpu, device_bytes: int) -> Finding:
-    torch = gpu.torch
-    if (driver := gpu.driver) is None:
-        return ok(NAME, "no NVIDIA driver is loaded: the device tier is a stand-in in shared memory")
-    if torch is None:
-        return warn(NAME, f"{driver}, but torch is not installed", "pip install 'kvtier[daemon]' where kvtierd runs")
-    if torch.error:
-        return (fail if device_bytes else warn)(
-            NAME, f"{driver}; torch fails: {torch.error}", f"{sys.executable} -c 'import torch' says more"
-        )
-    if torch.cuda is None:
-        found = f"{driver}, but torch {torch.version} is built without CUDA"
-        return warn(NAME, found, "install torch for CUDA: https://pytorch.org/get-started/locally")
-    if not torch.devices:
-        advice = (
-            "nvidia-smi says whether the driver works; CUDA_VISIBLE_DEVICES may hide the device; rights on /dev/nvidia*"
-        )
-        return warn(NAME, f"{driver}; torch {torch.version} (CUDA {torch.cuda}) sees no device", advice)
-    devices = ", ".join(f"{name} {size(total)}" for name, total in torch.devices)
-    largest = max(total for _, total in torch.devices)
-    if device_bytes > largest:
-        return fail(NAME, f"{devices}; device_bytes is {size(device_bytes)}", "make device_bytes smaller")
-    return ok(NAME, f"{devices}; torch {torch.version}, CUDA {torch.cuda}")
+def check(gpu: Gpu, device_bytes: int, *, running: bool) -> Finding:
+    """``device_bytes``: 0 where there is no device tier, or it is a share of what is free. ``running``: a daemon is,
+    and may have that memory already."""
+    device = gpu.device
+    if device is None:
+        return _without(gpu.driver, device_bytes)
+    if device.error:
+        return fail(NAME, device.error, _ADVICE)
+    about = f"{device.name} {device.uuid}, {size(device.free)} of {size(device.total)} free"
+    version = f"CUDA {device.version // 1000}.{device.version % 1000 // 10}"
+    room = device.total if running else device.free
+    if device_bytes > room:
+        advice = "make device_bytes smaller, or end what uses the memory: nvidia-smi lists it"
+        return fail(NAME, f"{about}; device_bytes is {size(device_bytes)}", advice)
+    if not device.posix_fd:
+        lacks = "cannot export it as a file descriptor" if device.vmm else "has no virtual memory management"
+        advice = "clients put and get through streams; engines that compute in the device tier need to map it"
+        return warn(NAME, f"{about}; nobody else can map its memory: it {lacks}", advice)
+    copies = "copies in batches" if device.batch_copy else "copies one by one: CUDA 12.8 can do them in batches"
+    return ok(NAME, f"{about}; {version}, memory can be shared, {copies}")
+
+
+def _without(driver: str | None, device_bytes: int) -> Finding:
+    if driver is None:
+        return ok(NAME, "no NVIDIA driver is loaded: a device tier is a stand-in in shared memory")
+    if device_bytes:
+        found = f"{driver}, but the device tier is a stand-in in shared memory"
+        return warn(NAME, found, 'set device = "cuda" for memory of the GPU')
+    return ok(NAME, f"{driver}; there is no device tier")

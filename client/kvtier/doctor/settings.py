@@ -24,7 +24,8 @@ _TIMEOUT_S: Final = 30.0
 
 @dataclass(slots=True, frozen=True)
 class Settings:
-    """Sizes in bytes, 0 = the daemon does not have that tier."""
+    """Sizes in bytes, 0 = the daemon does not have that tier, or it is a share of what is free there. ``device``: what
+    the device tier is on."""
 
     runtime_dir: Path
     state_dir: Path
@@ -33,6 +34,7 @@ class Settings:
     host_bytes: int = 0
     disk_bytes: int = 0
     max_sessions: int = 1024
+    device: str = "stand-in"
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,10 +98,11 @@ def settings_from(printed: str) -> Settings:
         runtime_dir=Path(keys["runtime_dir"]),
         state_dir=state,
         disk_dir=Path(keys["disk_dir"]) if keys["disk_dir"] else state / "disk",
-        device_bytes=int(keys["device_bytes"]),
+        device_bytes=keys["device_bytes"] if isinstance(keys["device_bytes"], int) else 0,
         host_bytes=int(keys["host_bytes"]),
         disk_bytes=int(keys["disk_bytes"]),
         max_sessions=int(keys["max_sessions"]),
+        device=str(keys["device"]),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvtier.doctor import clock, disk, gpu, kernel, limits, memory, service, soc
 from kvtier.doctor import settings as settings_module
 from kvtier.doctor.finding import Finding, Level, fail, ok, warn, worst
 from kvtier.doctor.settings import Settings, flags_of, read_settings, unseen
+from tests.fake_cuda import fake_environment
 
 GIB = 1 << 30
 HERE = Path("/srv/kv")
@@ -225,28 +227,64 @@ def test_the_clock(now: float, kept: bool | None, level: Level) -> None:
 
 # -- GPU ---------------------------------------------------------------------------------------------------------------
 
-H100 = ("NVIDIA H100", 80 * GIB)
+H100 = gpu.Device("NVIDIA H100", "GPU-1", 13000, 70 * GIB, 80 * GIB, vmm=True, posix_fd=True, batch_copy=True)
 
 
 @pytest.mark.parametrize(
     ("found", "level", "says"),
     [
-        (gpu.Gpu(None, None), Level.OK, "stand-in"),
-        (gpu.Gpu(None, gpu.Torch("2.6", None)), Level.OK, "stand-in"),
-        (gpu.Gpu("NVRM 550", None), Level.WARN, "pip install"),
-        (gpu.Gpu("NVRM 550", gpu.Torch(error="libcudart missing")), Level.FAIL, "libcudart missing"),
-        (gpu.Gpu("NVRM 550", gpu.Torch("2.6", None)), Level.WARN, "without CUDA"),
-        (gpu.Gpu("NVRM 550", gpu.Torch("2.6", "12.4")), Level.WARN, "nvidia-smi"),
-        (gpu.Gpu("NVRM 550", gpu.Torch("2.6", "12.4", (H100,))), Level.OK, "80.0 GiB"),
-        (gpu.Gpu("NVRM 550", gpu.Torch("2.6", "12.4", (("small", 8 * GIB),))), Level.FAIL, "device_bytes smaller"),
+        (gpu.Gpu(None), Level.OK, "stand-in"),
+        (gpu.Gpu("NVRM 580"), Level.WARN, 'device = "cuda"'),
+        (gpu.Gpu(None, gpu.Device(error="pip install 'kvtier[cuda]'")), Level.FAIL, "pip install"),
+        (gpu.Gpu("NVRM 580", H100), Level.OK, "70.0 GiB of 80.0 GiB free; CUDA 13.0, memory can be shared"),
+        (gpu.Gpu("NVRM 580", replace(H100, batch_copy=False)), Level.OK, "one by one"),
+        (gpu.Gpu("NVRM 580", replace(H100, free=50 * GIB)), Level.FAIL, "device_bytes smaller"),
+        (gpu.Gpu("NVRM 580", replace(H100, posix_fd=False)), Level.WARN, "cannot export"),
+        (gpu.Gpu("NVRM 580", replace(H100, posix_fd=False, vmm=False)), Level.WARN, "no virtual memory management"),
     ],
 )
 def test_the_gpu(found: gpu.Gpu, level: Level, says: str) -> None:
-    judged(gpu.check(found, device_bytes=60 * GIB), level, says)
+    judged(gpu.check(found, device_bytes=60 * GIB, running=False), level, says)
 
 
-def test_a_torch_that_fails_is_no_failure_where_no_device_tier_wants_it() -> None:
-    judged(gpu.check(gpu.Gpu("NVRM 550", gpu.Torch(error="libcudart missing")), 0), Level.WARN, "libcudart missing")
+def test_a_daemon_that_runs_has_its_share_of_the_gpu_already() -> None:
+    full = gpu.Gpu("NVRM 580", replace(H100, free=GIB))
+    judged(gpu.check(full, device_bytes=60 * GIB, running=True), Level.OK, "1.0 GiB of 80.0 GiB free")
+    judged(gpu.check(full, device_bytes=90 * GIB, running=True), Level.FAIL, "device_bytes smaller")
+
+
+def test_a_driver_without_a_device_tier_is_no_matter() -> None:
+    judged(gpu.check(gpu.Gpu("NVRM 580"), 0, running=False), Level.OK, "no device tier")
+
+
+def test_the_gpu_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in fake_environment(features_off=["batch_copy"]).items():
+        monkeypatch.setenv(name, value)
+    device = gpu.read("cuda").device
+    assert device is not None and not device.error
+    assert (device.name, device.total, device.vmm, device.posix_fd) == ("Fake GPU 0", GIB, True, True)
+    assert not device.batch_copy
+    device = gpu.read("cuda:7").device
+    assert device is not None and "not among those" in device.error
+    assert gpu.read(gpu.STAND_IN).device is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "says"),
+    [("import os; os.abort()", "exit status -6"), ("import time; time.sleep(60)", "timed out"), ("1 / 0", "division")],
+)
+def test_a_driver_that_crashes_or_hangs_takes_nobody_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, says: str
+) -> None:
+    bindings = tmp_path / "cuda" / "bindings"
+    bindings.mkdir(parents=True)
+    for package in (bindings, bindings.parent):
+        (package / "__init__.py").touch()
+    (bindings / "driver.py").write_text(driver)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(gpu, "_TIMEOUT_S", 2.0)
+    device = gpu.read("cuda").device
+    assert device is not None and says in device.error
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
@@ -303,6 +341,7 @@ def test_settings_are_the_daemon_s(monkeypatch: pytest.MonkeyPatch) -> None:
         "runtime_dir": "/r",
         "state_dir": "/s",
         "disk_dir": None,
+        "device": "cuda",
         "device_bytes": 1,
         "host_bytes": 2,
         "disk_bytes": 3,
@@ -310,8 +349,11 @@ def test_settings_are_the_daemon_s(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     answered(monkeypatch, json.dumps({name: {"value": value, "source": "default"} for name, value in keys.items()}))
     settings, finding = read_settings([], OTHERWISE)
-    assert settings == Settings(Path("/r"), Path("/s"), Path("/s/disk"), 1, 2, 3, 4)
+    assert settings == Settings(Path("/r"), Path("/s"), Path("/s/disk"), 1, 2, 3, 4, "cuda")
     judged(finding, Level.OK, "/r")
+    keys["device_bytes"] = "80%"
+    answered(monkeypatch, json.dumps({name: {"value": value, "source": "default"} for name, value in keys.items()}))
+    assert read_settings([], OTHERWISE)[0].device_bytes == 0
 
 
 def test_a_refused_configuration_is_a_failure_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
