@@ -30,6 +30,7 @@ from kvtier.reading import Reader
 from kvtier.retention import Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, require_timeout
+from kvtier.tensors import Row
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, cursor_from_wire, packed_keys, split_keys, tier_to_wire
@@ -197,25 +198,33 @@ class AcrossGroups:
         """
         chain = split_keys(packed_keys(keys))
         ranks = priorities if priorities is None or isinstance(priorities, int) else list(priorities)
+        if not self._binder.write:
+            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
+        place = self._cache.lease_tier(tier)
+        shares = []
+        for group, sources in self.sources(blocks, len(chain), place).items():
+            first, cache = len(chain) - len(sources), self._groups[group]
+            later = retention and retention.after(first, cache.spec.tokens_per_block)
+            some = ranks[first:] if isinstance(ranks, list) else ranks
+            kept = block_retention(len(sources), cache.spec.tokens_per_block, some, later)
+            piece = Piece(chain[first:], sources, chain[first - 1] if first else parent, kept, prompt)
+            shares.append(Share(cache, piece))
+        way = lambda cache: cache.way(place)  # noqa: E731
+        return await JointPut(self._binder.session, way, shares, place, timeout).run()
+
+    def sources(self, blocks: Mapping[int, transfer.Blocks], count: int, tier: Tier) -> dict[int, list[Row]]:
+        """The bytes of what is put of a chain of so many keys: for the synchronous client, whose caller's streams are
+        another thread's. Raises :class:`InvalidArgument`."""
         for group, arrays in blocks.items():
             if group not in range(len(self._groups)):
                 raise InvalidArgument("blocks", group, f"groups 0 to {len(self._groups) - 1}")
-            if len(arrays) > len(chain):
-                raise InvalidArgument(f"blocks[{group}]", f"{len(arrays)} blocks", f"at most {len(chain)}, one a key")
-        if not self._binder.write:
-            raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
-        shares = []
-        for group, arrays in blocks.items():
-            first, cache = len(chain) - len(arrays), self._groups[group]
-            later = retention and retention.after(first, cache.spec.tokens_per_block)
-            some = ranks[first:] if isinstance(ranks, list) else ranks
-            kept = block_retention(len(arrays), cache.spec.tokens_per_block, some, later)
-            sources = transfer.readable(arrays, len(arrays), cache.block_bytes)
-            piece = Piece(chain[first:], sources, chain[first - 1] if first else parent, kept, prompt)
-            shares.append(Share(cache, piece))
-        place = self._cache.lease_tier(tier)
-        way = lambda cache: cache.way(place)  # noqa: E731
-        return await JointPut(self._binder.session, way, shares, place, timeout).run()
+            if len(arrays) > count:
+                raise InvalidArgument(f"blocks[{group}]", f"{len(arrays)} blocks", f"at most {count}, one a key")
+        return {
+            group: transfer.readable(arrays, len(arrays), cache.block_bytes, cache.gpu(tier))
+            for group, arrays in blocks.items()
+            for cache in [self._groups[group]]
+        }
 
     async def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
         """The longest prefix that all groups can serve, copied out of a tier into fresh uint8 arrays.

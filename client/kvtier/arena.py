@@ -23,7 +23,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import ArenaState
 from kvtier.errors import CallerError, DaemonError
 from kvtier.memory import CpuMemory, Memory, View
-from kvtier.tensors import Bytes
+from kvtier.tensors import Bytes, Row
 from kvtier.types import MAPPED_TIERS, Tier
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
@@ -112,11 +112,11 @@ class Arena:
         """A slot's bytes, one view a pool, not copied."""
         return [*self.memory(tier).view(group, slot, write=write)]
 
-    def write(self, tier: Tier, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+    def write(self, tier: Tier, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
         """Copies blocks into slots, and blocks until that is over."""
         self.memory(tier).write(group, slots, blocks)
 
-    def read(self, tier: Tier, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+    def read(self, tier: Tier, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
         """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
         self.memory(tier).read(group, slots, blocks)
 

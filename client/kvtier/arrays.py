@@ -15,7 +15,7 @@ from kvtier.errors import LeaseLost, StaleRead, TooShort
 from kvtier.fences import PASSED
 from kvtier.lease import ReadLease, WriteLease
 from kvtier.retention import BlockRetention
-from kvtier.tensors import Bytes
+from kvtier.tensors import Row
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 
@@ -38,7 +38,7 @@ class Piece:
     """A chain, or consecutive keys of one, to be stored. ``blocks``: flat, one a key. ``parent``: the first one's."""
 
     chain: Sequence[bytes]
-    blocks: Sequence[Bytes]
+    blocks: Sequence[Row]
     parent: bytes | None
     kept: BlockRetention
     prompt: Prompt | None
@@ -76,8 +76,8 @@ class Way(Protocol):
         ...
 
     async def get(
-        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
-    ) -> list[Bytes]:
+        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None
+    ) -> list[Row]:
         """Raises :class:`TooShort` where none of it is stored."""
         ...
 
@@ -140,8 +140,8 @@ class Mapped:
         return transfer.Steps(copies, start * self._cache.block_bytes, waits=memory.waits)
 
     async def get(
-        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
-    ) -> list[Bytes]:
+        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None
+    ) -> list[Row]:
         cache = self._cache
         lease = await cache.acquire(chain, tier, min_blocks=1, timeout=timeout)
         try:
@@ -169,7 +169,7 @@ class _FilledSlots:
         await self.lease.release(stream=PASSED)
 
 
-async def copied_out(lease: ReadLease, rows: Sequence[Bytes]) -> None:
+async def copied_out(lease: ReadLease, rows: Sequence[Row]) -> None:
     """Copies the blocks of a lease into arrays. Raises :class:`StaleRead` where one was not the block to the end."""
     cache, memory = lease.cache, lease.arena.memory(lease.tier)
     before = lease.unchanged()
@@ -239,11 +239,11 @@ async def put(
 
 
 async def get(
-    cache: Cache, way: Way, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
-) -> list[Bytes]:
+    cache: Cache, way: Way, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None
+) -> list[Row]:
     """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat."""
     step = pieces(cache, tier, way)
-    found: list[Bytes] = []
+    found: list[Row] = []
     while len(found) < len(chain):
         start = len(found)
         end = min(start + step, len(chain))

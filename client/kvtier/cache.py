@@ -19,6 +19,7 @@ from kvtier.arena import Arena
 from kvtier.binding import Binder, send
 from kvtier.errors import CallerError, InvalidArgument
 from kvtier.fences import Fence, Stream
+from kvtier.gpu import Gpu
 from kvtier.holdings import Holdings
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.lookups import Lookups
@@ -29,7 +30,7 @@ from kvtier.retention import Retention, block_retention
 from kvtier.session import Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo
 from kvtier.streams import Streamed
-from kvtier.tensors import Bytes
+from kvtier.tensors import Row, of_cpu
 from kvtier.types import MAPPED_TIERS, BlockResult, Tier
 from kvtier.upkeep import Upkeep
 from kvtier.v1 import caches_pb2
@@ -359,8 +360,9 @@ class Cache:
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
+        place = self.lease_tier(tier)
         return await self._put(
-            self.way(self.lease_tier(tier)), keys, blocks, parent, tier, priorities, retention, prompt, timeout
+            self.way(place), self.gpu(place), keys, blocks, parent, place, priorities, retention, prompt, timeout
         )
 
     async def stream_put(
@@ -380,7 +382,7 @@ class Cache:
         Each piece is checked against its checksums and stored whole or not at all. Raises also
         :class:`DamagedTransfer`.
         """
-        return await self._put(self._streamed, keys, blocks, parent, tier, priorities, retention, prompt, timeout)
+        return await self._put(self._streamed, None, keys, blocks, parent, tier, priorities, retention, prompt, timeout)
 
     async def get(
         self,
@@ -409,14 +411,14 @@ class Cache:
         if timeout is not None:
             require_timeout(timeout)
         await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
-        load = loading.Loading(self, keys, out, tier)
+        load = loading.Loading(self, keys, out, tier, in_cpu=verify)
         await loading.run(load)
         rows = load.rows
         if not load.done:
             self.reader.count(calls=1)
             rows += await self._get_rest(self.way(load.place), load, len(rows), timeout)
         if verify and rows and self.mapped:  # a stream brings its own checksums
-            good = await verified(self._binder, self.group, load.packed, rows, self._deadline(timeout))
+            good = await verified(self._binder, self.group, load.packed, of_cpu(rows), self._deadline(timeout))
             rows = rows[:good]
             if good < load.count:
                 rows += await self._get_rest(self._streamed, load, good, timeout)
@@ -485,6 +487,11 @@ class Cache:
         """How bytes travel to and from slots of a tier."""
         return arrays.Mapped(self, self._holdings) if tier not in self.unmapped else self._streamed
 
+    def gpu(self, tier: Tier) -> Gpu | None:
+        """Whose memory the tier's mapped slots are; None: the CPU's, or not mapped."""
+        mapped = self._binder.binding.mapped
+        return mapped.memory(tier).gpu if mapped is not None and tier in mapped.tiers else None
+
     @property
     def _streamed(self) -> arrays.Way:
         return Streamed(self, self._binder, self._deadline)
@@ -492,6 +499,7 @@ class Cache:
     async def _put(
         self,
         way: arrays.Way,
+        gpu: Gpu | None,
         keys: Keys,
         blocks: transfer.Blocks,
         parent: bytes | None,
@@ -503,12 +511,12 @@ class Cache:
     ) -> list[BlockResult]:
         chain = split_keys(packed_keys(keys))
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
-        sources = transfer.readable(blocks, len(chain), self.block_bytes)
         self._require_writable()
+        sources = transfer.readable(blocks, len(chain), self.block_bytes, gpu)
         whole = arrays.Piece(chain, sources, parent, kept, prompt)
         return await arrays.put(self, way, self.lease_tier(tier), whole, timeout)
 
-    async def _get_rest(self, way: arrays.Way, load: loading.Loading, first: int, timeout: float | None) -> list[Bytes]:
+    async def _get_rest(self, way: arrays.Way, load: loading.Loading, first: int, timeout: float | None) -> list[Row]:
         chain, targets = split_keys(load.packed)[first:], load.targets and load.targets[first:]
         return await arrays.get(self, way, load.place, chain, targets, timeout)
 
@@ -531,7 +539,7 @@ class Cache:
         return await self._holdings.reserve(self, place, count, timeout)
 
 
-async def _delivered(out: transfer.Blocks | None, rows: list[Bytes]) -> list[Any]:
+async def _delivered(out: transfer.Blocks | None, rows: list[Row]) -> list[Any]:
     if out is None:
         return list(rows)
     filled = list(out[: len(rows)])

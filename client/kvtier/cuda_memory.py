@@ -21,7 +21,7 @@ from kvtier.abi.layout import DEVICE, ArenaLayout
 from kvtier.errors import DaemonError
 from kvtier.fences import Fence
 from kvtier.gpu import Gpu
-from kvtier.tensors import Bytes
+from kvtier.tensors import DeviceBytes, Row
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class CudaMemory:
         if memory.nbytes < layout.device_bytes:
             message = f"device memory of {memory.nbytes} bytes: the layout says {layout.device_bytes}"
             raise DaemonError(message, reason="BAD_ARENA")
-        self._gpu = gpu
+        self.gpu = gpu
         self._pools = [
             tuple(
                 DevicePool(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)
@@ -76,31 +76,42 @@ class CudaMemory:
     def view(self, group: int, slot: int, *, write: bool) -> list[DeviceView]:
         return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
 
-    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
-        self._gpu.copy(self._parts(group, slots, blocks))
+    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
+        self._after(blocks)
+        self.gpu.copy(self._parts(group, slots, blocks))
 
-    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
+        self._after(blocks)
         parts = self._parts(group, slots, blocks)
-        self._gpu.copy([(part, slot, nbytes) for slot, part, nbytes in copies] for copies in parts)
+        self.gpu.copy([(part, slot, nbytes) for slot, part, nbytes in copies] for copies in parts)
 
     def fence(self, stream: int | None) -> Fence:
-        return self._gpu.fence(stream)
+        return self.gpu.fence(stream)
 
-    def _parts(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> Iterator[list[Copy]]:
+    def _after(self, blocks: Sequence[Row]) -> None:
+        """Returns when the blocks that lie on the GPU may be touched."""
+        for fence in {block.after for block in blocks if isinstance(block, DeviceBytes)}:
+            self.gpu.wait(fence.passed)
+
+    def _parts(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> Iterator[list[Copy]]:
         """Where each slot's part in each pool is, where that part of its block is, and its length; by pool, and by
         the array that blocks are rows of."""
         begun = 0
         for pool in self._pools[group]:
             nbytes = pool.shape[1]
             for _, rows in groupby(zip(slots, blocks, strict=True), key=_array_of):
-                yield [(pool.address(slot), Address(block.ctypes.data + begun), nbytes) for slot, block in rows]
+                yield [(pool.address(slot), Address(_address_of(block) + begun), nbytes) for slot, block in rows]
             begun += nbytes
 
 
-def _array_of(row: tuple[int, Bytes]) -> int:
+def _address_of(block: Row) -> int:
+    return block.address if isinstance(block, DeviceBytes) else block.ctypes.data
+
+
+def _array_of(row: tuple[int, Row]) -> int:
     """Which array a block is in."""
     block: Any = row[1]
-    while isinstance(block.base, np.ndarray):
+    while isinstance(block, np.ndarray) and isinstance(block.base, np.ndarray):
         block = block.base
     return id(block)
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -90,12 +90,14 @@ class Gpu:
                     self.driver.copy(dst, src, nbytes, lane.stream)
             finally:
                 self.driver.record(lane.event, lane.stream)
-                self._wait(lane.event)
-            self._lanes.append(lane)
+                self.wait(lambda: self.driver.done(lane.event))
+                self._lanes.append(lane)
 
-    def _wait(self, event: Event) -> None:
+    @staticmethod
+    def wait(passed: Callable[[], bool]) -> None:
+        """In this thread. Whoever waits is short of time, not of CPU, for as long as a small copy takes."""
         pause = 0.0
-        while not self.driver.done(event):
+        while not passed():
             time.sleep(pause)
             pause = min(pause + 20e-6, _LONGEST_PAUSE_S)
 

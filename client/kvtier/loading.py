@@ -13,7 +13,7 @@ import numpy as np
 from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.reading import Copying, Reader
-from kvtier.tensors import Bytes
+from kvtier.tensors import Bytes, Row
 from kvtier.types import Tier
 from kvtier.wire import Keys, packed_keys
 
@@ -36,18 +36,29 @@ async def run(load: Loading | AcrossLoading) -> None:
 class Loading:
     """A get of one window group. ``rows``: what has been copied of the chain, from its first block on."""
 
-    def __init__(self, cache: Cache, keys: Keys, out: transfer.Blocks | None, tier: Tier | None) -> None:
-        """Raises :class:`kvtier.errors.InvalidArgument` for what no get can do."""
+    def __init__(
+        self,
+        cache: Cache,
+        keys: Keys,
+        out: transfer.Blocks | None,
+        tier: Tier | None,
+        *,
+        in_cpu: bool = False,
+    ) -> None:
+        """``in_cpu``: the bytes are to pass through the CPU's memory, wherever the targets are.
+
+        Raises :class:`kvtier.errors.InvalidArgument` for what no get can do."""
         self.packed: Final = packed_keys(keys)
         self.place: Final = cache.lease_tier(tier)
         """Where the daemon is to make ready what is not in mapped slots."""
         self.count: Final = len(self.packed) // KEY_BYTES
-        self.targets: Final = None if out is None else transfer.writable(out, self.count, cache.block_bytes)
+        gpu = None if tier is None or in_cpu else cache.gpu(tier)
+        self.targets: Final = None if out is None else transfer.writable(out, self.count, cache.block_bytes, gpu)
         self._copying: Final = cache.reader.begin(self.packed, cache.group, tier)
         blocks = 0 if self._copying is None else self._copying.blocks
         self.nbytes: Final = blocks * cache.block_bytes
         self.waits: Final = blocks > 0 and self._copying is not None and self._copying.waits
-        self.rows: list[Bytes] = _rows(self.targets, blocks, cache.block_bytes)
+        self.rows: list[Row] = [*_fresh(blocks, cache.block_bytes)] if self.targets is None else self.targets[:blocks]
 
     def copy(self) -> None:
         if self._copying is not None:
@@ -84,7 +95,7 @@ class AcrossLoading:
             block_bytes = groups[span.group].block_bytes
             self.nbytes += copying.blocks * block_bytes
             self.waits = self.waits or copying.waits
-            self._parts.append((copying, _rows(None, copying.blocks, block_bytes)))
+            self._parts.append((copying, _fresh(copying.blocks, block_bytes)))
 
     def copy(self) -> None:
         for copying, rows in self._parts or ():
@@ -101,7 +112,5 @@ class AcrossLoading:
         return self.blocks, {group: [] for group in groups} | {c.group: rows for c, rows in self._parts}
 
 
-def _rows(targets: Sequence[Bytes] | None, blocks: int, block_bytes: int) -> list[Bytes]:
-    if targets is not None:
-        return list(targets[:blocks])
+def _fresh(blocks: int, block_bytes: int) -> list[Bytes]:
     return list(np.empty((blocks, block_bytes), dtype=np.uint8)) if blocks else []

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 
 from kvtier import transfer
 from kvtier.abi.layout import ArenaLayout
 from kvtier.fences import PASSED, Fence
-from kvtier.tensors import Bytes
+from kvtier.tensors import Bytes, Row
 from kvtier.types import Tier
+
+if TYPE_CHECKING:
+    from kvtier.gpu import Gpu
 
 View: TypeAlias = "Bytes | Any"
 """Bytes in place: a numpy array, or a :class:`kvtier.abi.cuda.views.DeviceView` of memory that only a GPU addresses."""
@@ -17,6 +20,11 @@ View: TypeAlias = "Bytes | Any"
 
 class Memory(Protocol):
     """The slots of one tier, by window group."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Whose memory it is; None: the CPU's. Rows may lie on that GPU, too."""
+        ...
 
     @property
     def waits(self) -> bool:
@@ -31,11 +39,11 @@ class Memory(Protocol):
         """A slot's bytes in place, one 1-D view a pool."""
         ...
 
-    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
         """Copies blocks into slots; when it returns, or raises, nothing is being copied any more."""
         ...
 
-    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
         """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
         ...
 
@@ -47,6 +55,7 @@ class Memory(Protocol):
 class CpuMemory:
     """Shared memory, as numpy arrays. It is unmapped when the last array over it is gone."""
 
+    gpu: Final = None
     waits: Final = False
 
     def __init__(self, layout: ArenaLayout, tier: Tier, data: Bytes) -> None:
@@ -66,11 +75,11 @@ class CpuMemory:
                 view.flags.writeable = False
         return views
 
-    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
-        transfer.into_slots(self._pools[group], slots, blocks)
+    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
+        transfer.into_slots(self._pools[group], slots, cast("Sequence[Bytes]", blocks))
 
-    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
-        transfer.out_of_slots(self._pools[group], slots, blocks)
+    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
+        transfer.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes]", blocks))
 
     def fence(self, stream: int | None) -> Fence:
         return PASSED

@@ -23,7 +23,7 @@ from kvtier.arena import Arena
 from kvtier.binding import Binder
 from kvtier.chains import Chains, count_leading
 from kvtier.recency import Recency
-from kvtier.tensors import Bytes
+from kvtier.tensors import Row
 from kvtier.types import Tier
 
 MAX_KEYS: Final = 16_384
@@ -214,7 +214,7 @@ class Copying:
             ends = ends[:1]
         return [self._keys[end - KEY_BYTES : end] for end in ends]
 
-    def copy(self, rows: Sequence[Bytes]) -> None:
+    def copy(self, rows: Sequence[Row]) -> None:
         """Fills the rows, one a block, and cuts :attr:`blocks` to those that were there to the end."""
         for _ in range(_TRIES):
             void = self._copy(rows[self._start : self.blocks], self._found)
@@ -238,7 +238,7 @@ class Copying:
             self._reader.remember(self._mapping, (self.group, self._bits, self._keys), found)
         return found
 
-    def _copy(self, rows: Sequence[Bytes], found: Found) -> NDArray[np.intp]:
+    def _copy(self, rows: Sequence[Row], found: Found) -> NDArray[np.intp]:
         """Copies the first blocks of ``found``, one into each row. Returns which of them were not there to the end."""
         where = found.residency[: len(rows)] & self._bits
         if len(self._tiers) == 1 and where.all():
@@ -253,7 +253,7 @@ class Copying:
         return np.sort(np.concatenate(lost))
 
     def _copy_from(
-        self, tier: Tier, rows: Sequence[Bytes], found: Found, which: slice | NDArray[np.intp]
+        self, tier: Tier, rows: Sequence[Row], found: Found, which: slice | NDArray[np.intp]
     ) -> NDArray[np.intp]:
         """Copies ``which`` of the blocks out of one tier. Returns, by row, whose slots were given away meanwhile."""
         on_device = tier is Tier.DEVICE

@@ -20,7 +20,7 @@ from kvtier.binding import Binder, Binding
 from kvtier.errors import DaemonError, DamagedTransfer
 from kvtier.rpc_errors import chain_error
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link
-from kvtier.tensors import Bytes
+from kvtier.tensors import Bytes, Row, of_cpu
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, tier_to_wire
@@ -56,7 +56,8 @@ class Streamed:
         """Sends a piece and has it stored."""
         keys = b"".join(piece.chain)
         parents = packed_keys([ROOT_PARENT if piece.parent is None else piece.parent, *piece.chain[:-1]], "parent")
-        checksums = await _checksums(piece.blocks)
+        blocks = of_cpu(piece.blocks)
+        checksums = await _checksums(blocks)
         deadline, seq = self._deadline(timeout), self._binder.session.next_seq()
         wait_ns = deadline.wait_ns()
 
@@ -83,7 +84,7 @@ class Streamed:
             binding = await self._binder.bind(link, seconds)
             call = link.stubs.transfer.Put(timeout=deadline.left() + ANSWER_GRACE_S, metadata=link.metadata)
             try:
-                return await _upload(call, header(binding), piece.blocks)
+                return await _upload(call, header(binding), blocks)
             finally:
                 call.cancel()
 
@@ -91,12 +92,12 @@ class Streamed:
         return [BlockResult(result) for result in reply.results]
 
     async def get(
-        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
-    ) -> list[Bytes]:
+        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None
+    ) -> list[Row]:
         wanted = [blocks_pb2.Chain(keys=b"".join(chain), min_blocks=1)]
         deadline = self._deadline(timeout)
 
-        async def attempt(link: Link, seconds: float) -> list[Bytes]:
+        async def attempt(link: Link, seconds: float) -> list[Row]:
             binding = await self._binder.bind(link, seconds)
             acquire = blocks_pb2.AcquireRequest(
                 cache_id=binding.cache_id,
@@ -111,7 +112,8 @@ class Streamed:
                 metadata=link.metadata,
             )
             try:
-                return await _download(aiter(call), targets, self._cache.block_bytes)
+                into = None if targets is None else of_cpu(targets)
+                return [*await _download(aiter(call), into, self._cache.block_bytes)]
             finally:
                 call.cancel()
 

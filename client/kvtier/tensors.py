@@ -5,8 +5,11 @@ Nothing here imports torch before the caller has: who passes a tensor has it, wh
 
 from __future__ import annotations
 
+import math
 import sys
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +18,62 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.abi.cuda.views import DeviceView
+    from kvtier.fences import Fence
 
 Bytes = NDArray[np.uint8]
 
 _DTYPES: Final = {"float8_e4m3": "float8_e4m3fn"}
 """Where torch has another name for a dtype of :class:`kvtier.CacheSpec`."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class DeviceBytes:
+    """A block's bytes in memory of a GPU, which ``owner`` keeps; nobody may touch them here before ``after``."""
+
+    address: int
+    nbytes: int
+    owner: object
+    after: Fence
+
+
+Row: TypeAlias = "Bytes | DeviceBytes"
+"""A block's bytes outside of slots, flat. Those of a GPU only where the slots are memory of the same one."""
+
+
+@runtime_checkable
+class CudaArray(Protocol):
+    """What CuPy, Numba and others call an array of a GPU."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+def is_cuda_array(value: object) -> TypeGuard[CudaArray]:
+    """Whether it is one, tensors of torch aside."""
+    return not is_tensor(value) and not isinstance(value, np.ndarray) and isinstance(value, CudaArray)
+
+
+def nbytes_of(array: CudaArray) -> int:
+    interface = array.__cuda_array_interface__
+    return int(np.dtype(interface["typestr"]).itemsize * math.prod(interface["shape"]))
+
+
+def of_cpu(rows: Sequence[Row]) -> Sequence[Bytes]:
+    """The same ones, of which none was taken where it lies on a GPU: they are not for slots there."""
+    return cast("Sequence[Bytes]", rows)
+
+
+def on_gpu(value: torch.Tensor | CudaArray, ordinal: int, after: Fence) -> DeviceBytes | None:
+    """Its bytes where they lie on this GPU in C order. Of an array that is no tensor the GPU is taken for granted."""
+    if is_tensor(value):
+        here = value.device.type == "cuda" and value.device.index == ordinal and value.is_contiguous()
+        return DeviceBytes(value.data_ptr(), value.nbytes, value, after) if here else None
+    interface = value.__cuda_array_interface__
+    size, strides = np.dtype(interface["typestr"]).itemsize, interface.get("strides")
+    expected = [size * math.prod(interface["shape"][axis + 1 :]) for axis in range(len(interface["shape"]))]
+    if strides is not None and list(strides) != expected:
+        return None
+    return DeviceBytes(interface["data"][0], nbytes_of(value), value, after)
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:

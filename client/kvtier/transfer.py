@@ -9,17 +9,20 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import tensors
 from kvtier.errors import InvalidArgument
-from kvtier.tensors import Bytes
+from kvtier.tensors import Bytes, CudaArray, DeviceBytes, Row
 
 if TYPE_CHECKING:
     import torch
+
+    from kvtier.fences import Fence
+    from kvtier.gpu import Gpu
 
 _BYTE: Final = np.dtype(np.uint8)
 INLINE_BYTES: Final = 1 << 20
@@ -28,25 +31,63 @@ INLINE_BYTES: Final = 1 << 20
 copy_in: ContextVar[Callable[[Callable[[], None]], asyncio.Future[None]] | None] = ContextVar("copy_in", default=None)
 """Where copies of this task run, whatever their size. None: here, or in a thread of the loop's executor."""
 
-Block: TypeAlias = "NDArray[Any] | torch.Tensor"
-Blocks: TypeAlias = "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor]"
-"""n blocks: one array or tensor whose first axis is the block, or a sequence of n of them. Any dtype and shape."""
+Block: TypeAlias = "NDArray[Any] | torch.Tensor | CudaArray | DeviceBytes"
+Blocks: TypeAlias = (
+    "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor] "
+    "| Sequence[CudaArray] | Sequence[Row]"
+)
+"""n blocks: one array or tensor whose first axis is the block, or a sequence of n of them. Any dtype and shape. Arrays
+of a GPU that are no tensors, only for slots in memory of that GPU."""
 
 
-def readable(blocks: Blocks, count: int, block_bytes: int) -> list[Bytes]:
-    """The blocks' bytes, flat, copied only where an array is not contiguous.
+@overload
+def readable(blocks: Blocks, count: int, block_bytes: int) -> list[Bytes]: ...
+@overload
+def readable(blocks: Blocks, count: int, block_bytes: int, gpu: Gpu | None) -> list[Row]: ...
+def readable(blocks: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) -> list[Row] | list[Bytes]:
+    """The blocks' bytes, flat, copied only where an array is not contiguous, or on a GPU.
+
+    ``gpu``: of the slots that they are for; what lies on it stays there, and is taken when this thread's current
+    stream has done what it was given so far.
 
     Raises :class:`InvalidArgument` where there are not ``count`` of ``block_bytes`` each.
     """
     _check(blocks, "blocks", count, block_bytes)
+    after = _Once(gpu)
     return [
-        block if _is_flat(block) else tensors.bytes_of(block) if tensors.is_tensor(block) else _bytes_of(block)
-        for block in blocks
+        block if _is_flat(block) or isinstance(block, DeviceBytes) else _row(block, f"blocks[{index}]", after)
+        for index, block in enumerate(blocks)
     ]
 
 
+def _row(block: Block, field: str, after: _Once) -> Row:
+    if tensors.is_tensor(block) or tensors.is_cuda_array(block):
+        there = after.on_gpu(block.contiguous() if tensors.is_tensor(block) and block.is_cuda else block)
+        if there is not None:
+            return there
+        if tensors.is_tensor(block):
+            return tensors.bytes_of(block)
+        raise InvalidArgument(field, "an array of a GPU", "C-contiguous, and for slots of a GPU")
+    return _bytes_of(block)
+
+
+class _Once:
+    """The point that this thread's current stream has reached, marked when the first block is seen to need it."""
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        self._gpu: Final = gpu
+        self._fence: Fence | None = None
+
+    def on_gpu(self, block: torch.Tensor | CudaArray) -> DeviceBytes | None:
+        if self._gpu is None or (tensors.is_tensor(block) and not block.is_cuda):
+            return None
+        if self._fence is None:
+            self._fence = self._gpu.fence(None)
+        return tensors.on_gpu(block, self._gpu.driver.ordinal, self._fence)
+
+
 def _is_flat(block: Block) -> TypeGuard[Bytes]:
-    return block.dtype is _BYTE and block.ndim == 1 and block.flags.c_contiguous
+    return isinstance(block, np.ndarray) and block.dtype is _BYTE and block.ndim == 1 and block.flags.c_contiguous
 
 
 def _bytes_of(block: Any) -> Bytes:
@@ -54,23 +95,33 @@ def _bytes_of(block: Any) -> Bytes:
     return flat
 
 
-def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]:
+@overload
+def writable(out: Blocks, count: int, block_bytes: int) -> list[Bytes]: ...
+@overload
+def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None) -> list[Row]: ...
+def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) -> list[Row] | list[Bytes]:
     """The bytes of the caller's arrays, to be written in place. Raises :class:`InvalidArgument`, as above.
 
-    For a tensor that is not contiguous CPU memory: fresh bytes, for :func:`deliver` to bring there.
+    For a tensor that is not contiguous memory, of the CPU or of ``gpu``: fresh bytes, for :func:`deliver` to bring
+    there.
     """
     if in_one_piece(out, count, block_bytes):
         return list(out.reshape(count, -1).view(np.uint8))
     _check(out, "out", count, block_bytes)
-    targets: list[Bytes] = []
+    targets: list[Row] = []
+    after = _Once(gpu)
     for index, block in enumerate(out):
-        if tensors.is_tensor(block):
+        there = after.on_gpu(block) if tensors.is_tensor(block) or tensors.is_cuda_array(block) else None
+        if there is not None:
+            targets.append(there)
+        elif tensors.is_tensor(block):
             in_place = tensors.is_in_place(block)
             targets.append(tensors.bytes_of(block) if in_place else np.empty(block_bytes, np.uint8))
         elif isinstance(block, np.ndarray) and block.flags.c_contiguous and block.flags.writeable:
             targets.append(block.reshape(-1).view(np.uint8))
         else:
-            raise InvalidArgument(f"out[{index}]", "an array that is not", "C-contiguous and writable")
+            limit = "C-contiguous and writable; one of a GPU, for a get from the device tier there"
+            raise InvalidArgument(f"out[{index}]", "an array that is not", limit)
     return targets
 
 
@@ -85,23 +136,26 @@ def in_one_piece(out: Blocks | None, count: int, block_bytes: int) -> TypeGuard[
     )
 
 
-async def deliver(out: Blocks, rows: Sequence[Bytes]) -> None:
+async def deliver(out: Blocks, rows: Sequence[Row]) -> None:
     """After :func:`writable` and a copy into what it gave: fills the tensors that could not be written in place."""
     late = _late(out, rows)
     if late:
         await run(lambda: _fill(late), sum(len(row) for _, row in late))
 
 
-def deliver_here(out: Blocks, rows: Sequence[Bytes]) -> None:
+def deliver_here(out: Blocks, rows: Sequence[Row]) -> None:
     """The same in this thread."""
     _fill(_late(out, rows))
 
 
-def _late(out: Blocks, rows: Sequence[Bytes]) -> list[tuple[torch.Tensor, Bytes]]:
+def _late(out: Blocks, rows: Sequence[Row]) -> list[tuple[torch.Tensor, Bytes]]:
     if isinstance(out, np.ndarray):
         return []
-    pairs = [(block, row) for block, row in zip(out, rows, strict=True) if tensors.is_tensor(block)]
-    return [(tensor, row) for tensor, row in pairs if not tensors.is_in_place(tensor)]
+    return [
+        (block, row)
+        for block, row in zip(out, rows, strict=True)
+        if tensors.is_tensor(block) and not isinstance(row, DeviceBytes) and not tensors.is_in_place(block)
+    ]
 
 
 def _fill(late: Sequence[tuple[torch.Tensor, Bytes]]) -> None:
@@ -224,7 +278,11 @@ def _check(blocks: Blocks, field: str, count: int, block_bytes: int) -> None:
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
     for index, block in enumerate(blocks):
-        if not (isinstance(block, np.ndarray) or tensors.is_tensor(block)):
+        if isinstance(block, np.ndarray | DeviceBytes) or tensors.is_tensor(block):
+            nbytes = block.nbytes
+        elif tensors.is_cuda_array(block):
+            nbytes = tensors.nbytes_of(block)
+        else:
             raise InvalidArgument(f"{field}[{index}]", type(block).__name__, "a numpy array or a torch tensor")
-        if block.nbytes != block_bytes:
-            raise InvalidArgument(f"{field}[{index}]", f"{block.nbytes} bytes", f"{block_bytes} bytes")
+        if nbytes != block_bytes:
+            raise InvalidArgument(f"{field}[{index}]", f"{nbytes} bytes", f"{block_bytes} bytes")

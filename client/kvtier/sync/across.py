@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from kvtier import across as inner
 from kvtier import transfer
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.across import AcrossBlocks
 from kvtier.answers import AcrossMatch
 from kvtier.errors import KvtierError
@@ -155,10 +156,11 @@ class AcrossGroups:
     ) -> dict[int, list[BlockResult]]:
         """Stores a chain in several groups: see :meth:`kvtier.across.AcrossGroups.put`."""
         packed = packed_keys(keys)
+        sources = self._inner.sources(blocks, len(packed) // KEY_BYTES, self._cache.lease_tier(tier))
         return self._thread.run(
             lambda: self._inner.put(
                 packed,
-                blocks,
+                sources,
                 parent=parent,
                 tier=tier,
                 priorities=priorities,

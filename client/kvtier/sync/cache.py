@@ -261,8 +261,9 @@ class Cache:
     ) -> list[BlockResult]:
         """Stores a chain: see :meth:`kvtier.Cache.put`."""
         packed = packed_keys(keys)
-        # Here, since it copies what is not contiguous.
-        sources = transfer.readable(blocks, len(split_keys(packed)), self.block_bytes)
+        # Here, since it copies what is not contiguous, and waits for what this thread's stream has been given.
+        gpu = self._inner.gpu(self._inner.lease_tier(tier))
+        sources = transfer.readable(blocks, len(split_keys(packed)), self.block_bytes, gpu)
         return self._thread.run(
             lambda: self._inner.put(
                 packed,

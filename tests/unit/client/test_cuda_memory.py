@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import threading
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtier import DeviceError
+from kvtier import DeviceError, InvalidArgument, transfer
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy, Driver
 from kvtier.abi.cuda.memory import DeviceMemory
@@ -29,6 +30,7 @@ from kvtier.cuda_memory import CannotMap, CudaMemory, mapped
 from kvtier.errors import CallerError, DaemonError
 from kvtier.fences import PASSED, fence_over
 from kvtier.gpu import Gpu, joined
+from kvtier.tensors import DeviceBytes
 from kvtier.types import Tier
 from kvtierd.tiers.arena import Arena as DaemonArena
 from tests.fake_cuda import load_fake
@@ -204,6 +206,65 @@ def test_memory_is_unmapped_when_the_last_view_is_gone(fake: ModuleType, gpu: Gp
     assert fake.fake_left()["mappings"] == 1
     del view
     assert "mappings" not in fake.fake_left()
+
+
+# -- rows that lie on the GPU themselves ------------------------------------------------------------------------------
+
+
+class Array:
+    """An array of the GPU that is nobody's tensor, of one block."""
+
+    def __init__(self, gpu: Gpu, *, shape: tuple[int, ...] = (BLOCK_BYTES,), strides: tuple[int, ...] | None = None):
+        self.memory = DeviceMemory.create(gpu.driver, BLOCK_BYTES)
+        data = (self.memory.address, False)
+        self.__cuda_array_interface__ = {"shape": shape, "strides": strides, "typestr": "|u1", "data": data}
+
+
+def test_blocks_go_from_the_gpu_to_its_slots_and_back(gpu: Gpu, memory: CudaMemory) -> None:
+    (block,) = some_blocks(1)
+    here, there = Array(gpu), Array(gpu)
+    (row,), (target,) = transfer.readable([here], 1, BLOCK_BYTES, gpu), transfer.writable([there], 1, BLOCK_BYTES, gpu)
+    assert isinstance(row, DeviceBytes) and isinstance(target, DeviceBytes)
+    gpu.copy([[(Address(row.address), Address(block.ctypes.data), BLOCK_BYTES)]])
+    memory.write(0, [1], [row])
+    memory.read(0, [1], [target])
+    found = np.zeros(BLOCK_BYTES, dtype=np.uint8)
+    gpu.copy([[(Address(found.ctypes.data), Address(target.address), BLOCK_BYTES)]])
+    assert np.array_equal(found, block)
+    assert transfer.readable([row], 1, BLOCK_BYTES, gpu) == [row], "it may have been seen to already"
+
+
+def test_a_block_is_taken_when_the_callers_stream_has_made_it(
+    fake: ModuleType, gpu: Gpu, memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,), go, made = some_blocks(1), threading.Event(), Array(gpu)
+    fake.fake_work(1, go.wait)
+    fake.fake_work(1, lambda: ctypes.memmove(made.memory.address, block.ctypes.data, BLOCK_BYTES))
+    writing = threading.Thread(
+        target=lambda rows: memory.write(0, [1], rows), args=[transfer.readable([made], 1, BLOCK_BYTES, gpu)]
+    )
+    writing.start()
+    go.set()
+    writing.join()
+    found = empty_blocks(1)
+    memory.read(0, [1], found)
+    assert np.array_equal(found, [block])
+
+
+def test_what_cannot_be_taken_where_it_lies_is_refused(gpu: Gpu) -> None:
+    scattered = Array(gpu, shape=(BLOCK_BYTES // 2, 2), strides=(4, 1))
+    for array, place in ((scattered, gpu), (Array(gpu), None)):
+        for take in (transfer.readable, transfer.writable):
+            with pytest.raises(InvalidArgument, match=r"\[0\] = an array .* C-contiguous"):
+                take([array], 1, BLOCK_BYTES, place)
+    with pytest.raises(InvalidArgument, match=f"{BLOCK_BYTES} bytes: must be {BLOCK_BYTES + 1} bytes"):
+        transfer.readable([Array(gpu)], 1, BLOCK_BYTES + 1, gpu)
+
+
+def test_rows_with_strides_of_c_order_are_contiguous(gpu: Gpu) -> None:
+    array = Array(gpu, shape=(BLOCK_BYTES // 2, 2), strides=(2, 1))
+    (row,) = transfer.readable([array], 1, BLOCK_BYTES, gpu)
+    assert isinstance(row, DeviceBytes) and row.address == array.memory.address
 
 
 # -- of an arena ----------------------------------------------------------------------------------------------------

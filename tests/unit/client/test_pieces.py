@@ -12,7 +12,7 @@ import pytest
 from kvtier import BlockResult, Cache, LeaseLost, Tier
 from kvtier.arrays import Filled, Piece, put
 from kvtier.retention import BlockRetention
-from kvtier.tensors import Bytes
+from kvtier.tensors import Bytes, Row
 
 OK, MISSING = BlockResult.OK, BlockResult.PARENT_MISSING
 KEYS = [bytes([number]) * 32 for number in range(10)]
@@ -53,8 +53,8 @@ class Noted:
         return NotedPiece(self, first, len(piece.chain))
 
     async def get(
-        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Bytes] | None, timeout: float | None
-    ) -> list[Bytes]:
+        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None
+    ) -> list[Row]:
         raise AssertionError("not asked for")
 
 

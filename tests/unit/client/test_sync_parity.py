@@ -31,9 +31,9 @@ RENAMED = {
 }
 
 SEAMS = {
-    cache.Cache: {"open", "reader", "way"},  # of its client: the way to call the first is open_cache
+    cache.Cache: {"open", "reader", "way", "gpu"},  # of its client: the way to call the first is open_cache
     aio.AsyncClient: {"work"},
-    across.AcrossGroups: {"reader", "loading"},
+    across.AcrossGroups: {"reader", "loading", "sources"},
     lease.WriteLease: {"binding"},
     lease.ReadLease: {"binding"},
 }
