@@ -143,7 +143,7 @@ class DevicePool:
             "shape": self.shape,
             "strides": (self.stride, 1),
             "typestr": "|u1",
-            "data": (self.address(0) if self.shape[0] else 0, False),
+            "data": (self.address(0) if self.shape[0] else self.memory.address, False),
             "stream": None,
             "version": 3,
         }

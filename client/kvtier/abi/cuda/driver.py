@@ -30,6 +30,9 @@ Handle = NewType("Handle", int)
 Copy = tuple[Address, Address, int]
 """Destination, source, bytes."""
 
+BATCH: Final = 1024
+"""Copies that are made in one call. More gain nothing, and drivers have crashed with tens of thousands."""
+
 _HOST_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -76,8 +79,10 @@ class Driver:
         self.uuid = found.uuid
         self.name = found.name
         self.features = found.features
-        self._source_in_stream_order = bindings.CUmemcpyAttributes()
-        self._source_in_stream_order.srcAccessOrder = bindings.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._batched = bindings.CUmemcpyAttributes()
+        self._batched.srcAccessOrder = bindings.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        # By the copy engines: the processors of the device are for those who compute.
+        self._batched.flags = bindings.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
         self._relaxed = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._fd = bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         try:
@@ -261,20 +266,22 @@ class Driver:
         self._call(self._cuda.cuMemcpy2DAsync, plan, stream)
 
     def copy_batch(self, copies: Sequence[Copy], stream: Stream) -> None:
-        """All of them, of at least one byte each, in one call and in no order among themselves: none may touch what
+        """All of them, of at least one byte each, in few calls and in no order among themselves: none may touch what
         another writes. Host memory must be page-locked. Only where ``features.batch_copy``."""
         pointer = self._cuda.CUdeviceptr
-        self._call(
-            self._cuda.cuMemcpyBatchAsync,
-            [pointer(dst) for dst, _, _ in copies],
-            [pointer(src) for _, src, _ in copies],
-            [nbytes for _, _, nbytes in copies],
-            len(copies),
-            [self._source_in_stream_order],
-            [0],
-            1,
-            stream,
-        )
+        for first in range(0, len(copies), BATCH):
+            some = copies[first : first + BATCH]
+            self._call(
+                self._cuda.cuMemcpyBatchAsync,
+                [pointer(dst) for dst, _, _ in some],
+                [pointer(src) for _, src, _ in some],
+                [nbytes for _, _, nbytes in some],
+                len(some),
+                [self._batched],
+                [0],
+                1,
+                stream,
+            )
 
     def fill(self, address: Address, byte: int, nbytes: int, stream: Stream) -> None:
         """Sets device memory to one byte value."""

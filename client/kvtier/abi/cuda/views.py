@@ -32,7 +32,7 @@ class DeviceView:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """Version 3: one dimension of uint8, in no stream's order: whoever lent the bytes has seen to it that they
         are there."""
-        return self._interface(self.readonly)
+        return self._interface(self.address if self.nbytes else 0, self.readonly)
 
     def tensor(self) -> torch.Tensor:
         """A uint8 tensor of these bytes, on the device. torch knows no tensor that cannot be written to, so one of
@@ -41,20 +41,20 @@ class DeviceView:
 
         return torch.as_tensor(_Writable(self), device=f"cuda:{self._memory.driver.ordinal}")
 
-    def _interface(self, readonly: bool) -> dict[str, Any]:
+    def _interface(self, pointer: int, readonly: bool) -> dict[str, Any]:
         return {
             "shape": (self.nbytes,),
             "strides": None,
             "typestr": "|u1",
-            "data": (self.address if self.nbytes else 0, readonly),
+            "data": (pointer, readonly),
             "stream": None,
             "version": 3,
         }
 
 
 class _Writable:
-    """A view as torch takes it, which refuses one that says that it is read-only. torch keeps this object, and so the
-    memory, while the tensor's storage lives."""
+    """A view as torch takes it, which refuses one that says that it is read-only, and one of nothing that points
+    nowhere. torch keeps this object, and so the memory, while the tensor's storage lives."""
 
     __slots__ = ("_view",)
 
@@ -63,4 +63,5 @@ class _Writable:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return self._view._interface(readonly=False)
+        view = self._view
+        return view._interface(view.address if view.nbytes else view._memory.address, readonly=False)

@@ -69,6 +69,11 @@ class CUmemcpySrcAccessOrder(IntEnum):
     CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
 
 
+class CUmemcpyFlags(IntEnum):
+    CU_MEMCPY_FLAG_DEFAULT = 0
+    CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
+
+
 class CUstreamCaptureMode(IntEnum):
     CU_STREAM_CAPTURE_MODE_GLOBAL = 0
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1

@@ -82,6 +82,7 @@ class CUmemAccessDesc:
 @dataclass(slots=True)
 class CUmemcpyAttributes:
     srcAccessOrder: CUmemcpySrcAccessOrder = CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_INVALID
+    flags: int = 0
 
 
 @dataclass(slots=True)

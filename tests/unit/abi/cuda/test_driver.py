@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import subprocess
@@ -15,7 +16,7 @@ from types import ModuleType
 
 import pytest
 
-from kvtier.abi.cuda.driver import Address, Direction, Driver, Event, Stream
+from kvtier.abi.cuda.driver import BATCH, Address, Direction, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
 from tests.fake_cuda import fake_environment, load_fake
@@ -104,6 +105,16 @@ def test_a_batch_is_copied(driver: Driver, memory: DeviceMemory, host: Address) 
     assert ctypes.string_at(host + (1 << 20), 65536) == data
 
 
+def test_a_long_batch_is_made_in_several_calls(fake: ModuleType, driver: Driver, memory: DeviceMemory) -> None:
+    stream, host = driver.stream(), driver.alloc_host(BATCH + 1)
+    ctypes.memmove(host, bytes(range(256)) * 4 + b"\x01", BATCH + 1)
+    copies = [(Address(memory.address + n), Address(host + n), 1) for n in range(BATCH + 1)]
+    driver.copy_batch(copies, stream)
+    settle(driver, stream)
+    assert ctypes.string_at(memory.address, BATCH + 1) == ctypes.string_at(host, BATCH + 1)
+    driver.copy_batch([], stream)
+
+
 def test_a_stream_waits_for_an_event_of_another(
     fake: ModuleType, driver: Driver, memory: DeviceMemory, host: Address
 ) -> None:
@@ -181,6 +192,7 @@ def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     for step in ("cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"):
         fake = load_fake(fail=[{"call": step, "code": "CUDA_ERROR_OUT_OF_MEMORY"}])
         driver = Driver(fake, "cuda")
+        gc.collect()  # what earlier tests left has descriptors, too
         before = set(os.listdir("/proc/self/fd"))
         free = driver.memory()
         with pytest.raises(CudaOutOfMemory, match=step):

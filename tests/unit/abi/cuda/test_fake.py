@@ -147,7 +147,6 @@ def test_a_thread_without_a_context_is_refused(fake: ModuleType, driver: Driver)
 def test_what_a_batch_may_not_be(fake: ModuleType, driver: Driver, at: Address) -> None:
     stream = driver.stream()
     for stream_, copies in (
-        (stream, []),
         (stream, [(at, plus(at, MIB), 0)]),
         (Stream(0), [(at, plus(at, MIB), 4096)]),
         (stream, [(at, plus(at, MIB), 4096), (plus(at, 4095), plus(at, 2 * MIB), 4096)]),

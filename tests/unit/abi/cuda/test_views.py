@@ -45,6 +45,13 @@ def test_a_view_of_nothing_points_nowhere(memory: DeviceMemory) -> None:
     assert DeviceView(memory, SIZE, 0).__cuda_array_interface__["data"] == (0, False)
 
 
+def test_a_tensor_of_nothing_points_into_the_memory(memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks the driver whose the pointer is, also of an empty array."""
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(as_tensor=lambda kept, device: kept))
+    made: Any = DeviceView(memory, SIZE, 0).tensor()
+    assert made.__cuda_array_interface__["data"] == (memory.address, False)
+
+
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, -1), (0, SIZE + 1), (SIZE, 1)])
 def test_a_view_is_within_its_memory(memory: DeviceMemory, offset: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match=f"the memory has {SIZE}"):
