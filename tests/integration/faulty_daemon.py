@@ -96,9 +96,9 @@ class _LosableDevice:
 
 
 def loses_its_device() -> None:
-    """When the file that ``KVTIER_TEST_DEVICE`` names says ``lose``: no copy to or from it works any more, and an idle
+    """When the file that ``KVTIER_TEST_ORDERS`` names says ``lose``: no copy to or from it works any more, and an idle
     probe finds out. While it says ``hold``, copies do not get on."""
-    device = _LosableDevice(Path(os.environ["KVTIER_TEST_DEVICE"]))
+    device = _LosableDevice(Path(os.environ["KVTIER_TEST_ORDERS"]))
     watch, pools = Daemon._watch_device, MappedStore.pool_array
 
     def padded_parts(store: StandInDevice, group: GroupId, slot: SlotId) -> Sequence[Bytes]:

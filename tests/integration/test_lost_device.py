@@ -33,6 +33,8 @@ from kvtier import (
     connect,
 )
 from kvtier.abi.attach import RPC_SOCKET
+from kvtierd.tiers.disk.superblock import SUPERBLOCK
+from tests import devices
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import tier_stats
 from tests.integration.torture import FaultyDaemon
@@ -44,6 +46,9 @@ ON_DEVICE = chain("on the device", 4)
 ON_BOTH = chain("on the device and on disk", 4)
 
 
+pytestmark = pytest.mark.skipif(devices.ON_CUDA, reason="of a stand-in; of a GPU it is test_lost_gpu")
+
+
 class LosableDaemon(FaultyDaemon):
     fault = "loses_its_device"
 
@@ -52,7 +57,7 @@ class LosableDaemon(FaultyDaemon):
         return self.home / "device"
 
     def start(self) -> None:
-        self.variables["KVTIER_TEST_DEVICE"] = str(self._orders)
+        self.variables["KVTIER_TEST_ORDERS"] = str(self._orders)
         super().start()
 
     def hold_copies(self) -> None:
@@ -199,6 +204,23 @@ async def _health(daemon: LosableDaemon, service: str) -> int:
             health_pb2.HealthCheckResponse.FromString,
         )
         return int((await check(health_pb2.HealthCheckRequest(service=service))).status)
+
+
+async def test_the_epoch_waits_for_a_state_directory_that_fails_and_nothing_else_does(daemon: LosableDaemon) -> None:
+    in_the_way = daemon.state_dir / f"{SUPERBLOCK}.new"
+    async with await connect(daemon.address) as client:
+        cache = await filled(client)
+        in_the_way.mkdir()
+        daemon.lose_device()
+        problems = await eventually(
+            client.stats, lambda stats: any("cannot begin yet" in one for one in stats.problems)
+        )
+        assert problems.epoch == 1
+        assert (await cache.match(ON_DEVICE)).blocks == 0
+        assert_bytes(ON_HOST, await cache.get(ON_HOST, tier=Tier.HOST))
+        in_the_way.rmdir()
+        await lost(client)
+        assert not any("cannot begin yet" in one for one in (await client.stats()).problems)
 
 
 async def test_new_caches_get_no_device_tier_and_a_restart_brings_it_back(daemon: LosableDaemon) -> None:
