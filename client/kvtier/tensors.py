@@ -58,6 +58,12 @@ def nbytes_of(array: CudaArray) -> int:
     return int(np.dtype(interface["typestr"]).itemsize * math.prod(interface["shape"]))
 
 
+def stream_of(array: CudaArray) -> int | None:
+    """The stream that whoever takes the array has to come after: version 3 of the interface. None: none of its own."""
+    stream = array.__cuda_array_interface__.get("stream")
+    return stream if isinstance(stream, int) else None
+
+
 def of_cpu(rows: Sequence[Row]) -> Sequence[Bytes]:
     """The same ones, of which none was taken where it lies on a GPU: they are not for slots there."""
     return cast("Sequence[Bytes]", rows)

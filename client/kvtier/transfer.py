@@ -53,16 +53,18 @@ def readable(blocks: Blocks, count: int, block_bytes: int, gpu: Gpu | None = Non
     Raises :class:`InvalidArgument` where there are not ``count`` of ``block_bytes`` each.
     """
     _check(blocks, "blocks", count, block_bytes)
-    after = _Once(gpu)
+    after = _Reached(gpu)
+    # All of them before the point is marked that they are taken at: on a GPU it only begins here.
+    in_order = [block.contiguous() if tensors.is_tensor(block) and after.has(block) else block for block in blocks]
     return [
         block if _is_flat(block) or isinstance(block, DeviceBytes) else _row(block, f"blocks[{index}]", after)
-        for index, block in enumerate(blocks)
+        for index, block in enumerate(in_order)
     ]
 
 
-def _row(block: Block, field: str, after: _Once) -> Row:
+def _row(block: Block, field: str, after: _Reached) -> Row:
     if tensors.is_tensor(block) or tensors.is_cuda_array(block):
-        there = after.on_gpu(block.contiguous() if tensors.is_tensor(block) and block.is_cuda else block)
+        there = after.on_gpu(block)
         if there is not None:
             return there
         if tensors.is_tensor(block):
@@ -71,19 +73,25 @@ def _row(block: Block, field: str, after: _Once) -> Row:
     return _bytes_of(block)
 
 
-class _Once:
-    """The point that this thread's current stream has reached, marked when the first block is seen to need it."""
+class _Reached:
+    """The points that the streams have reached which blocks are made or used on, marked when the first block is seen
+    to need it: this thread's current stream, unless an array says another one."""
 
     def __init__(self, gpu: Gpu | None) -> None:
         self._gpu: Final = gpu
-        self._fence: Fence | None = None
+        self._fences: dict[int | None, Fence] = {}
+
+    def has(self, block: torch.Tensor | CudaArray) -> bool:
+        """Whether it lies on the GPU, for all that is known of it."""
+        return self._gpu is not None and (not tensors.is_tensor(block) or block.is_cuda)
 
     def on_gpu(self, block: torch.Tensor | CudaArray) -> DeviceBytes | None:
-        if self._gpu is None or (tensors.is_tensor(block) and not block.is_cuda):
+        if self._gpu is None or not self.has(block):
             return None
-        if self._fence is None:
-            self._fence = self._gpu.fence(None)
-        return tensors.on_gpu(block, self._gpu.driver.ordinal, self._fence)
+        stream = None if tensors.is_tensor(block) else tensors.stream_of(block)
+        if stream not in self._fences:
+            self._fences[stream] = self._gpu.fence(stream)
+        return tensors.on_gpu(block, self._gpu.driver.ordinal, self._fences[stream])
 
 
 def _is_flat(block: Block) -> TypeGuard[Bytes]:
@@ -109,7 +117,7 @@ def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) 
         return list(out.reshape(count, -1).view(np.uint8))
     _check(out, "out", count, block_bytes)
     targets: list[Row] = []
-    after = _Once(gpu)
+    after = _Reached(gpu)
     for index, block in enumerate(out):
         there = after.on_gpu(block) if tensors.is_tensor(block) or tensors.is_cuda_array(block) else None
         if there is not None:

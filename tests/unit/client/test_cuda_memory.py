@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from mmap import PAGESIZE, mmap
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtier import DeviceError, InvalidArgument, transfer
+from kvtier import DeviceError, InvalidArgument, tensors, transfer
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy, Driver
 from kvtier.abi.cuda.memory import DeviceMemory
@@ -217,7 +218,12 @@ class Array:
     def __init__(self, gpu: Gpu, *, shape: tuple[int, ...] = (BLOCK_BYTES,), strides: tuple[int, ...] | None = None):
         self.memory = DeviceMemory.create(gpu.driver, BLOCK_BYTES)
         data = (self.memory.address, False)
-        self.__cuda_array_interface__ = {"shape": shape, "strides": strides, "typestr": "|u1", "data": data}
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": shape,
+            "strides": strides,
+            "typestr": "|u1",
+            "data": data,
+        }
 
 
 def test_blocks_go_from_the_gpu_to_its_slots_and_back(gpu: Gpu, memory: CudaMemory) -> None:
@@ -249,6 +255,50 @@ def test_a_block_is_taken_when_the_callers_stream_has_made_it(
     found = empty_blocks(1)
     memory.read(0, [1], found)
     assert np.array_equal(found, [block])
+
+
+def test_an_array_is_taken_when_the_stream_that_it_names_has_made_it(gpu: Gpu, memory: CudaMemory) -> None:
+    """Version 3 of the array interface: CuPy's arrays say on which stream they are made."""
+    stream, data = gpu.driver.stream(), np.full(BLOCK_BYTES, 5, np.uint8)
+    source = gpu.driver.alloc_host(BLOCK_BYTES)
+    ctypes.memmove(source, data.ctypes.data, BLOCK_BYTES)
+    made = Array(gpu)
+    made.__cuda_array_interface__ |= {"version": 3, "stream": stream}
+    gpu.driver.copy(made.memory.address, source, BLOCK_BYTES, stream)
+    memory.write(0, [2], transfer.readable([made], 1, BLOCK_BYTES, gpu))
+    found = empty_blocks(1)
+    memory.read(0, [2], found)
+    assert np.array_equal(found, [data])
+
+
+def test_what_is_made_contiguous_is_so_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies that make it so are work of the caller's stream like any other."""
+    steps: list[str] = []
+
+    class Tensor:
+        """As far as it is one of torch, on the GPU, whose rows do not follow each other."""
+
+        nbytes, is_cuda, device = 8, True, SimpleNamespace(type="cuda", index=0)
+
+        def contiguous(self) -> Tensor:
+            steps.append("copied")
+            return self
+
+        def is_contiguous(self) -> bool:
+            return True
+
+        def data_ptr(self) -> int:
+            return 0
+
+    def fence(stream: int | None) -> object:
+        steps.append("marked")
+        return PASSED
+
+    monkeypatch.setattr(tensors, "is_tensor", lambda value: isinstance(value, Tensor))
+    here: Any = SimpleNamespace(fence=fence, driver=SimpleNamespace(ordinal=0))
+    blocks: Any = [Tensor(), Tensor()]
+    assert len(transfer.readable(blocks, 2, 8, here)) == 2
+    assert steps == ["copied", "copied", "marked"]
 
 
 def test_what_cannot_be_taken_where_it_lies_is_refused(gpu: Gpu) -> None:
