@@ -89,6 +89,10 @@ class Access:
     def may(self, session: Session, right: Right, cache: str) -> bool:
         return self.rights.may(session.identity, right, cache)
 
+    def on(self, session: Session, cache: str) -> frozenset[Right]:
+        """The session's rights on the cache of a name."""
+        return self.rights.on(session.identity, cache)
+
     def may_everywhere(self, session: Session, right: Right) -> bool:
         """On every cache there is or will be."""
         return right in self.rights.everywhere(session.identity)

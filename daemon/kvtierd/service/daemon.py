@@ -169,7 +169,7 @@ class Daemon:
         self._events: Final = EventsService(
             self._history, self._engine, self._catalog, self._access, lambda: self.live.now.heartbeat_seconds
         )
-        self._drains: Final = Drains(self._events.watch, self._catalog)
+        self._drains: Final = Drains(self._events.watch, self._catalog, self._access.on)
         self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator)
         self._attach: Final = AttachServer(
             self._sessions,
@@ -345,6 +345,7 @@ class Daemon:
     def _change_rights(self, config: Config) -> None:
         self._access.rights = Rights(config.rules, os.getuid())
         self._events.rights_changed()
+        self._drains.rights_changed()
 
     def _pace(self) -> Pace:
         return Pace(self.live.now.transfer_idle_seconds, int(self.live.now.transfer_idle_bytes))

@@ -22,10 +22,11 @@ from kvtier.abi.block_tokens import BlockTokens
 from kvtier.abi.trtllm import Json, TrtllmTeller
 from kvtier.v1 import events_pb2
 from kvtierd.core.ids import GroupId, SessionId
+from kvtierd.rights import Right
 from kvtierd.service import validate, wire
 from kvtierd.service.calls import StreamVerb, Verb
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import bad_argument, refused
+from kvtierd.service.errors import CallRefused, bad_argument, refused
 from kvtierd.service.sessions import Session, session_ended
 
 MOST_EVENTS: Final = 4096
@@ -40,6 +41,8 @@ COMPANY_S: Final = 0.005
 SESSION_DRAINS: Final = 16
 REMEMBERED_SLOTS: Final = 1 << 20
 """Most slots of all caches that are drained, each counted for each drain: a block costs about 300 bytes."""
+
+_SEEING: Final = frozenset({Right.WATCH, Right.TOKENS})
 
 _Batches = Callable[[], AsyncGenerator[bytes, None]]
 """A watch that begins with a snapshot."""
@@ -104,6 +107,8 @@ class Drain:
         self._batch: asyncio.Queue[events_pb2.WatchBatch | None] = asyncio.Queue(1)
         self._over: Exception | None = None
         """Why no batch will come any more."""
+        self._forgotten = False
+        """Nor is what came told any more."""
         self._telling: Iterator[Json] = iter(())
         self._ready: deque[tuple[int, str]] = deque()
         self._ready_bytes = 0
@@ -135,8 +140,17 @@ class Drain:
         except Exception as error:  # noqa: BLE001  it is raised in the next call
             self._stop(error)
 
+    def forget(self, why: Exception) -> None:
+        """Nothing that it still has is told to anybody; who waits for an answer is told why."""
+        self._over, self._forgotten = why, True
+        self._ready.clear()
+        self._ready_bytes = 0
+        while not self._batch.empty():
+            self._batch.get_nowait()
+        self._batch.put_nowait(None)
+
     def _stop(self, why: Exception) -> None:
-        self._over = why
+        self._over = self._over or why
         if self._batch.empty():
             self._batch.put_nowait(None)  # for a call that waits
 
@@ -158,6 +172,8 @@ class Drain:
         # What is ready stays so: a call that is cancelled here takes nothing with it.
         end = asyncio.get_running_loop().time() + wait_s
         while len(self._ready) < most and self._ready_bytes < ANSWER_BYTES:
+            if self._over is not None and self._forgotten:
+                raise self._over
             event = next(self._telling, None)
             if event is not None:
                 text = json.dumps(event, separators=(",", ":"))
@@ -223,13 +239,25 @@ class Drain:
                 yield from teller.cleared(event)
 
 
+@dataclass(slots=True, frozen=True)
+class _Begun:
+    """``rights``: that its session had when it began, of those that decide what it may be told."""
+
+    session: Session
+    drain: Drain
+    task: asyncio.Task[None]
+    rights: frozenset[Right]
+
+
 class Drains:
     """All drains, by session and cache. Loop thread only."""
 
-    def __init__(self, watch: StreamVerb, catalog: Catalog) -> None:
+    def __init__(self, watch: StreamVerb, catalog: Catalog, sees: Callable[[Session, str], frozenset[Right]]) -> None:
+        """``sees``: which rights a session has on the cache of a name."""
         self._watch: Final = watch
         self._catalog: Final = catalog
-        self._drains: Final[dict[tuple[SessionId, str], tuple[Drain, asyncio.Task[None]]]] = {}
+        self._sees: Final = sees
+        self._drains: Final[dict[tuple[SessionId, str], _Begun]] = {}
 
     def verbs(self) -> Mapping[str, Verb]:
         return {"Drain": self.drain}
@@ -240,30 +268,37 @@ class Drains:
         most = validate.count("max_events", request.max_events, 0, MOST_EVENTS) or MOST_EVENTS
         key = session.id, name
         found = self._drains.get(key)
-        if found is not None and not request.next_event_id and found[0].answered:
+        if found is not None and not request.next_event_id and found.drain.answered:
             await self._end(key)
             found = None
         if found is None:
             if request.next_event_id:
-                message = f"nothing of cache {name} was drained by this session: begin with next_event_id = 0"
-                raise refused(grpc.StatusCode.NOT_FOUND, "NO_DRAIN", message)
+                raise _no_drain(f"nothing of cache {name} was drained by this session")
             found = self._begin(session, name)
-        return await found[0].answer(request.next_event_id, wait_s, most)
+        return await found.drain.answer(request.next_event_id, wait_s, most)
+
+    def rights_changed(self) -> None:
+        """What was read with a right that its session has no more is not told: such a drain is over."""
+        for (_, name), begun in list(self._drains.items()):
+            if not begun.rights <= self._sees(begun.session, name):
+                begun.task.cancel()
+                begun.drain.forget(_no_drain(f"rights on cache {name} were taken away"))
+                del self._drains[begun.session.id, name]
 
     async def close(self) -> None:
         """Ends them all."""
         for key in list(self._drains):
             await self._end(key)
 
-    def _begin(self, session: Session, name: str) -> tuple[Drain, asyncio.Task[None]]:
+    def _begin(self, session: Session, name: str) -> _Begun:
         self._require_room(session, name)
         request = events_pb2.WatchRequest(snapshot=True, filter=events_pb2.WatchFilter(caches=[name]))
         drain = Drain(partial(self._watch, session, request), partial(self._slots, name))
         task = asyncio.create_task(drain.read(session), name=f"drain of {name}")
         key = session.id, name
-        self._drains[key] = drain, task
+        begun = self._drains[key] = _Begun(session, drain, task, self._sees(session, name) & _SEEING)
         task.add_done_callback(partial(self._ended, key))
-        return drain, task
+        return begun
 
     def _require_room(self, session: Session, name: str) -> None:
         of_session = sum(owner == session.id for owner, _ in self._drains)
@@ -284,14 +319,18 @@ class Drains:
         return [] if cache is None else [cache.slots[tier][group] for tier in sorted(cache.slots)]
 
     async def _end(self, key: tuple[SessionId, str]) -> None:
-        _, task = self._drains.pop(key)
+        task = self._drains.pop(key).task
         task.cancel()
         await asyncio.wait([task])
 
     def _ended(self, key: tuple[SessionId, str], task: asyncio.Task[None]) -> None:
         found = self._drains.get(key)
-        if found is not None and found[1] is task:
+        if found is not None and found.task is task:
             del self._drains[key]
+
+
+def _no_drain(why: str) -> CallRefused:
+    return refused(grpc.StatusCode.NOT_FOUND, "NO_DRAIN", f"{why}: begin with next_event_id = 0")
 
 
 def _unpacked(tokens: events_pb2.BlockTokens) -> BlockTokens:

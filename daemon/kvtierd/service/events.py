@@ -170,21 +170,28 @@ class EventsService:
         self, epoch: int, cursor: int, cache: Cache, group: GroupId, watcher: Watcher
     ) -> AsyncGenerator[bytes, None]:
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
+        turns, place = self._history.turns, None
         following: int | None = 0
         while following is not None and watcher.wanted.wants_cache(cache.name):
-            page = following
-            async with self._history.turns.turn(SLICE_S):
-                if not watcher.wanted.wants_cache(cache.name):
-                    return  # while it waited, it was forbidden
-                try:
-                    listing = self._engine.listing(cache.id, group, page, limit)
-                except UnknownCache:
-                    return  # removed while it waited, as the events that follow tell
-                rows = watcher.wanted.wanted_rows(listing.rows)
-                batch = self._slice(epoch, cursor, cache, group, rows, watcher)
-            following = listing.next_page or None
-            if rows or not page:  # a watcher must know of a group that has no blocks, too
+            page, batch = following, b""
+            place = turns.place() if place is None else place
+            async with turns.turn(SLICE_S, place, watcher.quiet_until) as come:
+                if come:
+                    if not watcher.wanted.wants_cache(cache.name):
+                        return  # while it waited, it was forbidden
+                    try:
+                        listing = self._engine.listing(cache.id, group, page, limit)
+                    except UnknownCache:
+                        return  # removed while it waited, as the events that follow tell
+                    rows = watcher.wanted.wanted_rows(listing.rows)
+                    if rows or not page:  # a watcher must know of a group that has no blocks, too
+                        batch = self._slice(epoch, cursor, cache, group, rows, watcher)
+                    following, place = listing.next_page or None, None
+            if batch:
                 yield batch
+                watcher.heard()
+            elif watcher.is_due:
+                yield watcher.heartbeat()
 
     def _slice(
         self, epoch: int, cursor: int, cache: Cache, group: GroupId, rows: Sequence[ListingRow], watcher: Watcher

@@ -39,6 +39,8 @@ class Watcher:
         self._covered = cursor
         self.wanted = wanted
         self._heartbeat_s = heartbeat_s
+        self.quiet_until = asyncio.get_running_loop().time() + heartbeat_s
+        """When it must have heard something."""
         self.refusal: CallRefused | None = None
         """Why it may not go on, once its rights have changed."""
 
@@ -61,10 +63,10 @@ class Watcher:
         and everything in it was sent.
         """
         loop = asyncio.get_running_loop()
-        quiet_until = loop.time()
+        self.quiet_until = loop.time()
         if snapshot_end is not None and snapshot_end <= self._cursor:
             yield self._batch(snapshot_end=True)
-            quiet_until = loop.time() + self._heartbeat_s
+            self.heard()
             snapshot_end = None
         while True:
             behind = self._hub.readable
@@ -74,11 +76,9 @@ class Watcher:
                     if self._covered < self._cursor:
                         yield self._batch()
                     self._epoch = self._hub.epoch
-                    yield self._batch()
-                    quiet_until = loop.time() + self._heartbeat_s
-                elif not await self._news(self._cover_at(quiet_until)):
-                    yield self._batch()
-                    quiet_until = loop.time() + self._heartbeat_s
+                    yield self.heartbeat()
+                elif not await self._news(self._cover_at(self.quiet_until)):
+                    yield self.heartbeat()
                 continue
             if found.epoch != self._epoch or (isinstance(found, Loss) and found.then != found.epoch):
                 if self._covered < self._cursor:
@@ -87,19 +87,36 @@ class Watcher:
             if isinstance(found, Loss):
                 yield self._gap(found)
                 continue
-            if found.run.last < behind:
-                async with self._history.turns.turn(PAST_S):
-                    body = self._look_at(found.run)
+            body, past, place = b"", found.run.last < behind, self._history.turns.place()
+            while past:
+                async with self._history.turns.turn(PAST_S, place, self.quiet_until) as come:
+                    body = self._look_at(found.run) if come else b""
+                if come:
+                    break
+                yield self.heartbeat()
             else:
                 body = self._look_at(found.run)
             ends = snapshot_end is not None and snapshot_end <= self._cursor
-            if body or ends or loop.time() >= quiet_until:
+            if body or ends or self.is_due:
                 yield self._batch(snapshot_end=ends) + body
-                quiet_until = loop.time() + self._heartbeat_s
+                self.heard()
             if ends:
                 snapshot_end = None
             if not body:
                 await asyncio.sleep(0)  # all filtered away: there may be much of it, and nothing else to wait for
+
+    def heartbeat(self) -> bytes:
+        """A batch without events; the next one is due when it has been quiet for long enough again."""
+        self.heard()
+        return self._batch()
+
+    @property
+    def is_due(self) -> bool:
+        return asyncio.get_running_loop().time() >= self.quiet_until
+
+    def heard(self) -> None:
+        """It has just been sent something."""
+        self.quiet_until = asyncio.get_running_loop().time() + self._heartbeat_s
 
     def _cover_at(self, quiet_until: float) -> float:
         """When a batch without events is due: earlier where it tells that events were filtered away, for which somebody

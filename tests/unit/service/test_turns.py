@@ -104,3 +104,53 @@ def test_who_comes_after_a_quiet_time_does_not_wait() -> None:
         assert clock.now - before == pytest.approx(0.001)
 
     run(clock, main())
+
+
+def test_who_is_not_called_in_time_is_told_and_comes_back_to_its_place() -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        turns, done = Turns(lambda: clock.now), list[str]()
+
+        async def read(name: str) -> None:
+            await hold(clock, turns, 0.001)
+            done.append(name)
+
+        async def patient() -> None:
+            place, missed = turns.place(), 0
+            while True:
+                async with turns.turn(LEAST_S, place, clock.now + 0.0017) as come:
+                    clock.now += 0.001 if come else 0.0
+                if come:
+                    break
+                missed += 1
+            done.append(f"after {missed}")
+
+        before = [asyncio.create_task(read("before")) for _ in range(4)]
+        waits = asyncio.create_task(patient())
+        behind = [asyncio.create_task(read("behind")) for _ in range(8)]
+        await asyncio.gather(*before, waits, *behind)
+        assert done[:4] == ["before"] * 4
+        found = next(place for place, name in enumerate(done) if name.startswith("after "))
+        assert found <= 5, "one may pass while it is not waiting"
+        assert int(done[found].split()[1]) >= 4, "20 ms, in pieces of less than two"
+
+    run(clock, main())
+
+
+def test_who_does_not_come_back_in_time_is_passed_by() -> None:
+    clock = Clock()
+
+    async def main() -> None:
+        turns = Turns(lambda: clock.now)
+        place = turns.place()
+        first = asyncio.create_task(hold(clock, turns, 0.001))
+        second = asyncio.create_task(hold(clock, turns, 0.001))
+        await first
+        async with turns.turn(LEAST_S, place, clock.now) as come:
+            assert not come
+        await second
+        async with turns.turn(LEAST_S, place) as come:
+            assert come
+
+    run(clock, main())

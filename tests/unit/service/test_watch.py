@@ -274,3 +274,21 @@ async def test_an_epoch_that_begins_while_it_is_quiet_is_told_at_once() -> None:
     ring.publish([stored(3)])
     (got,) = await batches(follow, 3)
     assert (got.epoch, got.first_id, got.last_id) == (2, 3, 3)
+
+
+async def test_who_waits_for_a_turn_to_catch_up_hears_that_the_daemon_is_there() -> None:
+    ring = hub()
+    ring.publish([stored(number) for number in range(1, 4097)])
+    ring.close()
+    history = History(ring, None)
+    one = Watcher(history, ring.epoch, 0, wants(), 0.01)
+    got: list[events_pb2.WatchBatch] = []
+    async with aclosing(one.follow()) as follow, asyncio.timeout(10):
+        async with history.turns.turn(0.0):  # somebody else's, and a long one
+            got += [events_pb2.WatchBatch.FromString(await anext(follow)) for _ in range(5)]
+        assert not any(batch.events for batch in got)
+        assert one.lag == 4096
+        while one.lag:
+            got.append(events_pb2.WatchBatch.FromString(await anext(follow)))
+    assert_covered(got, 1, 4096)
+    assert [event.id for batch in got for event in batch.events] == list(range(1, 4097))
