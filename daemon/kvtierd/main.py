@@ -92,15 +92,14 @@ def _serve(sources: Sources, config: Config) -> None:
     try:
         turns = TimedSelector() if config.metrics_listen is not None else None
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
-            clean = runner.run(serve(sources, config, manager, turns))
+            if not runner.run(serve(sources, config, manager, turns)):
+                # A thread may hang in a call to a device or a disk; the runner would wait for it.
+                sys.stderr.flush()
+                os._exit(EXIT_UNCLEAN)
     except (TierError, OSError, RuntimeError) as error:
         _log.debug("start failed", exc_info=error)
         manager.notifier.status(f"failed: {error}")
         _fail(EXIT_BAD_CONFIG if isinstance(error, TierConfigError) else EXIT_FAILED, str(error))
-    if not clean:
-        # A thread may hang in a call to a device or a disk, and would keep the process alive for as long.
-        sys.stderr.flush()
-        os._exit(EXIT_UNCLEAN)
 
 
 def _raise_descriptor_limit() -> None:

@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.explaining import BlockNow
@@ -33,6 +34,7 @@ from kvtierd.core.outcome import Grant, Outcome, Refusal
 from kvtierd.core.tickets import LeaseRecord, LeftLease
 from kvtierd.core.verbs import AcrossMatch
 from kvtierd.mover.carrying import Carrier, EventSink, OpenCache
+from kvtierd.mover.doing import Doing
 from kvtierd.mover.edges import Arrived
 from kvtierd.mover.errors import ShuttingDown, UnknownCache
 from kvtierd.mover.requests import Requests, granted
@@ -44,6 +46,8 @@ MOVE_SLICE: Final = 256
 """Blocks of one request that are on the way at a time, in so many parts that come one after another: while one lands
 and the next is planned, the others keep the edge busy."""
 _PARTS: Final = 8
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -71,6 +75,7 @@ class Engine:
         self._clock = clock
         self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks, arrived=arrived)
         self._requests = Requests(self._carrier, clock)
+        self._doing = Doing(loop)
         self._closing = False
         self._epoch: int | None = None
         """One that this life began; else that of which arenas are made."""
@@ -391,8 +396,21 @@ class Engine:
             self._carrier.apply(cache, cache.manager.reattach_session(session, self._clock()))
 
     def end_session(self, session: SessionId) -> None:
-        """It said goodbye, or its process is gone: all that it held is given back."""
-        self._withdraw_session(session, BlockManager.end_session)
+        """It said goodbye, or its process is gone: all that it held is given back, what threads are at
+        (:meth:`while_held`) once they are done."""
+        end = partial(self._withdraw_session, session, BlockManager.end_session)
+        if not self._doing.after(session, end):
+            self._withdraw_session(session, BlockManager.orphan_session)
+
+    async def while_held(self, cache_id: CacheId, session: SessionId, lease: LeaseId, work: Callable[[], T]) -> T:
+        """Has a thread do ``work`` on slots of a lease. Whatever becomes of the session and of the caller, they are not
+        given to others before it is done; if it is :class:`Unaccounted`, never. Whoever gives the lease up itself does
+        so :meth:`afterwards`."""
+        return await self._doing.run((session, (cache_id, lease)), work)
+
+    def afterwards(self, cache_id: CacheId, lease: LeaseId, action: Callable[[], None]) -> None:
+        """At once, if no thread is at the lease's slots."""
+        self._doing.after((cache_id, lease), action)
 
     def session_leases(self, session: SessionId) -> int:
         return sum(cache.manager.session_leases(session) for cache in self._carrier.caches.values())
@@ -438,6 +456,7 @@ class Engine:
         try:
             async with asyncio.timeout(deadline_s):
                 await self.settle()
+                await self._doing.idle()
                 for cache in self._carrier.caches.values():
                     await cache.uses.finish()
             settled = True

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.abi import attach
+from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import EventSequencer
@@ -22,6 +23,7 @@ from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager, Recovered
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.tickets import LeftLease
+from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.notify import Notifier
 from kvtierd.service.adoption import OldLife, adopt
 from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
@@ -29,7 +31,7 @@ from kvtierd.service.keeping import About, Keeper, KeptArena
 from kvtierd.service.options import CacheOptions
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import NotAdoptable
+from kvtierd.tiers.base import NotAdoptable, TierIOError
 from kvtierd.tiers.cuda.pool import CudaSegment, Gpu
 from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.device import Chaos, StandInDevice
@@ -40,6 +42,7 @@ MANAGER_LETS_GO_S: Final = 5.0
 """How long GPU memory that a service manager has kept may still be taken after it was told to let go of it."""
 
 _log = logging.getLogger(__name__)
+_never_given_back: Final[list[Parts]] = []
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,15 +107,24 @@ class Parts:
     manager: BlockManager
     blocks: int
     left: Sequence[LeftLease] = ()
+    cuda: CudaCopies | None = None
 
-    def close(self, *, for_successor: bool = False) -> None:
-        """``for_successor``: the memory is kept, and readers may go on with it."""
+    def close(self, *, for_successor: bool = False) -> bool:
+        """``for_successor``: the memory is kept, and readers may go on with it.
+
+        False: a GPU may still copy to or from the memory, or has it page-locked for good, so it stays as it is until
+        the process ends.
+        """
+        if self.cuda is not None and not self.cuda.close():
+            _never_given_back.append(self)
+            return False
         if isinstance(self.device, StandInDevice):
             self.device.close()
         for store in (self.host, self.disk):
             if store is not None:
                 store.close()
         self.arena.close(for_successor=for_successor)
+        return True
 
 
 class Assembler:
@@ -175,7 +187,8 @@ class Assembler:
         manager = BlockManager(cache, plan.shapes, self._sequencer, plan.options.policy(self._stores.policy))
         restarted = plan.restarted and not plan.cold
         manager.fill(recovered, quarantined, unclean=plan.unclean, restarted=restarted)
-        return Parts(arena, host, device, disk, manager, sum(map(len, recovered.values())), left)
+        blocks, cuda = sum(map(len, recovered.values())), _copies(plan, arena, host, device)
+        return Parts(arena, host, device, disk, manager, blocks, left, cuda)
 
     def _device(self, plan: Plan, arena: Arena) -> StandInDevice | CudaDevice | None:
         if arena.gpu_memory is not None:
@@ -253,6 +266,18 @@ class Assembler:
             return root.open_cache(plan.name)
         slots = {GroupId(group): count for group, count in enumerate(plan.slots[Tier.DISK])}
         return root.create(plan.name, plan.spec, slots, plan.options.to_stored(), plan.options.label_bytes(plan.spec))
+
+
+def _copies(
+    plan: Plan, arena: Arena, host: HostStore | None, device: StandInDevice | CudaDevice | None
+) -> CudaCopies | None:
+    if not isinstance(device, CudaDevice):
+        return None
+    segment = None if host is None else arena.data(Tier.HOST)
+    try:
+        return CudaCopies(plan.name, arena.layout, device, host, segment)
+    except CudaError as error:
+        raise TierIOError(0, f"cache {plan.name}: no streams to be had: {error}") from error
 
 
 def _past(plan: Plan) -> PastOptions | None:

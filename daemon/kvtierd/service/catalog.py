@@ -268,7 +268,8 @@ class Catalog:
             self._engine.announce_gone(cache.id, GroupId(group), cause)
         self._stores.keeper.forget(cache.name)
         self._noted.pop(cache.id, None)
-        await asyncio.to_thread(self._parts.pop(cache.id).close)
+        if not await asyncio.to_thread(self._parts.pop(cache.id).close):
+            _log.error("memory is not given back before the daemon ends name=%s", cache.name)
 
     def _delete(self, name: str) -> None:
         """Blocks. The directory first: without it the rest is forgotten at the next start, too."""
@@ -363,17 +364,18 @@ class Catalog:
             for group in range(self._stores.remembered.groups(name)):
                 self._engine.announce_gone(cache_id, GroupId(group), cause)
 
-    async def close(self) -> None:
-        """After the engine's shutdown: lets go of all memory and of the disk."""
+    async def close(self) -> bool:
+        """After the engine's shutdown: lets go of all memory and of the disk. False: not of all memory, which a GPU may
+        still copy."""
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await asyncio.to_thread(self._close)
+        return await asyncio.to_thread(self._close)
 
-    def _close(self) -> None:
-        for parts in self._parts.values():
-            parts.close(for_successor=self._stores.keeper.keeps)
+    def _close(self) -> bool:
+        closed = [parts.close(for_successor=self._stores.keeper.keeps) for parts in self._parts.values()]
         if self._stores.disk is not None:
             self._stores.disk.close()
+        return all(closed)
 
     def _slots_of_stored(self, cache: StoredCache, sharing: int) -> dict[Tier, tuple[int, ...]]:
         """``sharing``: how many caches, this one included, are still to be given a share where none is remembered."""
@@ -412,13 +414,15 @@ class Catalog:
             self._stores.budgets.give_back(plan.spec, plan.slots)
             raise
         self._spawn(asyncio.to_thread(parts.arena.prefault), f"prefault-{plan.name}")
+        if parts.cuda is not None:
+            parts.cuda.locks.start()
         given = ",".join(f"{tier}:{'+'.join(map(str, counts))}" for tier, counts in sorted(plan.slots.items()))
         _log.info("cache opened name=%s cache=%d slots=%s recovered=%d", plan.name, cache.id, given, parts.blocks)
         return cache
 
     def _introduce(self, plan: Plan, cache_id: CacheId, parts: Parts) -> Cache:
         stores = (parts.arena, parts.host, parts.device, parts.disk)
-        runtime = CacheRuntime(cache_id, plan.name, plan.spec, parts.manager, *stores)
+        runtime = CacheRuntime(cache_id, plan.name, plan.spec, parts.manager, *stores, cuda=parts.cuda)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
         self._faces[cache_id] = cache.face
         self._engine.add_cache(runtime, parts.left)

@@ -272,13 +272,13 @@ class Daemon:
         await self._drains.close()
         self._sessions.close()
         await self._attach.hang_up()
+        clean = clean and await self._catalog.close()
         if clean:
-            await self._catalog.close()
             self._kept.close()
             if self._gpu is not None:
                 await asyncio.to_thread(self._gpu.close)
         else:
-            _log.error("the stop was not clean: moves had to be abandoned")
+            _log.error("the stop was not clean: moves or copies had to be abandoned")
         if self._log is not None and logged is not None:
             await logged
             self._log.close()

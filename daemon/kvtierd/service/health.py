@@ -42,6 +42,7 @@ class Health:
             *self._catalog.problems(),
             *self._engine.problems(),
             *self._degraded(caches),
+            *self._pageable(caches),
             *self._old_leases(caches),
             *self._unlogged(),
             *self._live.problems,
@@ -58,6 +59,11 @@ class Health:
                 if (left := (record.degraded_until - now) / 1e9) > 0:
                     again = f"{record.failures} blocks could not be moved; tried again in {left:.1f} s"
                     yield f"cache {cache.name}: {src}>{dst} is not in use: {again}"
+
+    def _pageable(self, caches: Iterable[Cache]) -> Iterator[str]:
+        for cache in caches:
+            if cache.runtime.cuda is not None and (why := cache.runtime.cuda.locks.problem) is not None:
+                yield f"cache {cache.name}: copies to and from the GPU are slower than they could be: {why}"
 
     def _old_leases(self, caches: Iterable[Cache]) -> Iterator[str]:
         now = time.time_ns()

@@ -4,12 +4,13 @@ A transfer is a lease of the caller's session. Before every chunk it is asked wh
 between that and the copy there is no ``await``: whatever ends the lease runs on this loop, too, so no byte is ever
 written to, or read from, a slot that has become somebody else's. So is the right, which a reload of the rules may have
 taken away: what is not stored yet is not stored then. A chunk is small enough to be copied here; handing it
-to a thread costs the loop about as much as copying it.
+to a thread costs the loop about as much as copying it. A GPU's memory cannot be reached from here: there the copy is
+begun by a thread, and a lease that is to end meanwhile ends after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,10 @@ from kvtier.abi.stream import CHECKSUM_BYTES, Progress, Span
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import GroupId, LeaseId, SlotId, Tier
+from kvtierd.mover.cuda.sites import Stretch
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.errors import UnknownCache
+from kvtierd.mover.work import Unaccounted
 from kvtierd.rights import Right
 from kvtierd.service import validate
 from kvtierd.service.access import Access
@@ -36,7 +39,8 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.sessions import Session, require_attached
-from kvtierd.tiers.base import Bytes
+from kvtierd.service.slot_bytes import SlotBytes, slot_bytes
+from kvtierd.tiers.base import Bytes, TierIOError
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,16 +68,12 @@ class _Held:
         if self.lease not in self.cache.runtime.manager.leases:
             raise UnknownLease(self.lease)
 
-    def memory(self, span: Span) -> Iterator[Bytes]:
-        """The bytes of the span in place: one array for each pool that it touches."""
-        slot = self.slots[span.block]
-        if self.generations:
-            self._require_unchanged(span.block, slot)
-        end = 0
-        for part in self.cache.runtime.memory(self.tier).parts(self.group, slot):
-            begin, end = end, end + len(part)
-            if span.start < end and span.stop > begin:
-                yield part[max(span.start - begin, 0) : span.stop - begin]
+    def stretches(self, spans: Iterable[Span]) -> list[Stretch]:
+        """Where they are."""
+        for span in spans:
+            if self.generations:
+                self._require_unchanged(span.block, self.slots[span.block])
+        return [Stretch(self.slots[span.block], span.start, span.stop) for span in spans]
 
     def _require_unchanged(self, index: int, slot: SlotId) -> None:
         if self.cache.runtime.arena.generation(self.tier, self.group, slot) != self.generations[index]:
@@ -128,12 +128,14 @@ class TransferService:
         lease = LeaseId(grant.lease or 0)
         try:
             held = _Held(session, cache, group, tier, lease, grant.slots, self._right(session, Right.WRITE, cache))
-            await _receive(held, checksums, chunks)
+            await _receive(held, self._bytes(held), checksums, chunks)
             held.require_live()
             commit.lease_id = lease
             commit.slots.extend(grant.slots)
             done = await self._blocks.commit(session, commit)
             return transfer_pb2.PutResponse(results=done.results, as_of_event=done.as_of_event)
+        except Unaccounted as error:
+            raise TierIOError(0, str(error)) from error
         finally:
             self._release(session, cache, lease)
 
@@ -150,22 +152,32 @@ class TransferService:
         try:
             yield _header(chain).SerializeToString()
             right = self._right(session, Right.READ, cache)
-            async for chunk in _chunks(_Held(session, cache, group, tier, lease, slots, right, generations)):
+            held = _Held(session, cache, group, tier, lease, slots, right, generations)
+            async for chunk in _chunks(held, self._bytes(held)):
                 yield chunk
         finally:
             if lease:
                 self._release(session, cache, lease)
+
+    def _bytes(self, held: _Held) -> SlotBytes:
+        runtime = held.cache.runtime
+        return slot_bytes(self._engine, runtime, held.tier, held.group, held.session.id, held.lease)
 
     def _right(self, session: Session, right: Right, cache: Cache) -> Callable[[], None]:
         """What asks for it anew: rules change while a stream goes on."""
         return partial(self._access.require_on, session, right, cache.name)
 
     def _release(self, session: Session, cache: Cache, lease: LeaseId) -> None:
-        with suppress(UnknownLease, UnknownCache):  # ended with the session, or with the daemon
-            self._engine.release(cache.id, session.id, [lease])
+        def release() -> None:
+            with suppress(UnknownLease, UnknownCache):  # ended with the session, or with the daemon
+                self._engine.release(cache.id, session.id, [lease])
+
+        self._engine.afterwards(cache.id, lease, release)
 
 
-async def _receive(held: _Held, checksums: Sequence[bytes], chunks: AsyncIterator[transfer_pb2.BlockBytes]) -> None:
+async def _receive(
+    held: _Held, slots: SlotBytes, checksums: Sequence[bytes], chunks: AsyncIterator[transfer_pb2.BlockBytes]
+) -> None:
     """Fills the slots. Returns once every byte is there, is what its checksum says, and the sender has ended."""
     progress = Progress(len(held.slots), held.block_bytes)
     digest = xxhash.xxh3_128()
@@ -173,20 +185,17 @@ async def _receive(held: _Held, checksums: Sequence[bytes], chunks: AsyncIterato
         data = np.frombuffer(chunk.data, dtype=np.uint8)
         spans = progress.accept(chunk.block, chunk.offset, len(data))
         held.require_live()
-        for span in spans:
-            start = 0
-            for memory in held.memory(span):
-                np.copyto(memory, data[start : start + len(memory)])
-                digest.update(memory.data)  # what was written, not what was sent
-                start += len(memory)
-            data = data[start:]
+        written = await slots.write(held.stretches(spans), data)
+        for span, parts in zip(spans, written, strict=True):
+            for part in parts:
+                digest.update(part.data)  # what was written, not what was sent
             if span.stop == held.block_bytes:
                 _require_checksum(span.block, digest.digest(), checksums[span.block])
                 digest.reset()
     progress.require_finished()
 
 
-async def _chunks(held: _Held) -> AsyncGenerator[bytes, None]:
+async def _chunks(held: _Held, slots: SlotBytes) -> AsyncGenerator[bytes, None]:
     """The bytes of the slots. Each chunk is a copy, made while the lease stood."""
     progress = Progress(len(held.slots), held.block_bytes)
     digest = xxhash.xxh3_128()
@@ -195,10 +204,11 @@ async def _chunks(held: _Held) -> AsyncGenerator[bytes, None]:
         pieces: list[Bytes] = []
         checksums = b""
         held.require_live()
-        for span in progress.take():
-            for memory in held.memory(span):
-                digest.update(memory.data)
-                pieces.append(memory)
+        spans = progress.take()
+        for span, parts in zip(spans, await slots.read(held.stretches(spans)), strict=True):
+            for piece in parts:
+                digest.update(piece.data)
+                pieces.append(piece)
             if span.stop == held.block_bytes:
                 checksums += digest.digest()
                 digest.reset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final, Protocol
 
@@ -13,23 +13,23 @@ import numpy as np
 from kvtier.abi.cuda.driver import Direction
 from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.layout import ArenaLayout
-from kvtierd.core.ids import DEVICE, GroupId, SlotId
+from kvtierd.core.ids import DEVICE, GroupId
 from kvtierd.mover import diskio
-from kvtierd.mover.cuda.hazards import Passage, spot
+from kvtierd.mover.cuda.hazards import Passage, Spot, spot
 from kvtierd.mover.cuda.loads import Load
 from kvtierd.mover.cuda.pagelocks import PageLocks
 from kvtierd.mover.cuda.plan import Rows, plan
-from kvtierd.mover.cuda.sites import DevicePool, Sites
+from kvtierd.mover.cuda.sites import DevicePool, Sites, Stretch
 from kvtierd.mover.cuda.staging import Buffer, Staging
 from kvtierd.mover.cuda.traffic import Losable, Traffic
 from kvtierd.mover.work import Batch, Faults, Finish, Unaccounted, destination, items_of
-from kvtierd.tiers.base import Bytes, TierError
+from kvtierd.tiers.base import Bytes, TierError, TierIOError
 from kvtierd.tiers.host import HostStore
 
 BATCH_BYTES: Final = 16 << 20
 """Most that one batch copies to or from the device, unless a single block is more: a third of a millisecond on a fast
 bus. A small copy waits for no more than the few batches before it, which keep the bus busy while it is prepared."""
-DRAIN_S: Final = 10.0
+DRAIN_S: Final = 5.0
 """How long a close waits for copies that are under way."""
 _LOOK_S: Final = 0.005
 
@@ -43,19 +43,18 @@ class LosablePool(DevicePool, Losable, Protocol):
 class CudaCopies:
     """Of one cache. All of it blocks: for threads.
 
-    ``host``: None where the cache has no host tier; ``segment`` is then empty, else what the host tier lies in. Raises
-    :class:`CudaError`.
+    ``host`` and ``segment``, all of its memory: None where the cache has no host tier. Raises :class:`CudaError`.
     """
 
     batch_bytes: Final = BATCH_BYTES
 
     def __init__(
-        self, name: str, layout: ArenaLayout, device: LosablePool, host: HostStore | None, segment: Bytes
+        self, name: str, layout: ArenaLayout, device: LosablePool, host: HostStore | None, segment: Bytes | None
     ) -> None:
         self._name = name
         self._host = host
         self._segment = segment  # stays mapped for as long as a copy may touch it
-        self._sites = Sites(layout, device, segment.ctypes.data)
+        self._sites = Sites(layout, device, 0 if segment is None else segment.ctypes.data)
         self._pitch = device.driver.features.max_pitch
         self.locks: Final = PageLocks(name, device.driver, self._sites.host_chunks())
         sizes = [group.record_bytes for group in layout.groups]
@@ -141,21 +140,27 @@ class CudaCopies:
 
     # bytes for streams and checksums
 
-    def fetch(self, group: GroupId, slot: SlotId, start: int, stop: int) -> Bytes:
-        """A copy of the bytes [``start``, ``stop``) of a device slot's block. Raises :class:`CudaError`,
-        :class:`TierIOError`."""
-        with self._buffer() as buffer:
-            pieces = list(self._stretches(Direction.TO_HOST, buffer, group, slot, start, stop))
-            self._traffic.settle(self._traffic.issue(Direction.TO_HOST, pieces, [spot(DEVICE, group, slot)], ()))
-            return buffer.memory[: stop - start].copy()
+    def fetch(self, group: GroupId, stretches: Sequence[Stretch]) -> Bytes:
+        """A copy of bytes of device slots, one stretch after another, at most :data:`BATCH_BYTES`.
 
-    def put(self, group: GroupId, slot: SlotId, start: int, data: Bytes) -> None:
-        """Writes a device slot's bytes from ``start`` on. Nobody else may get the slot before this returns. Raises as
-        :meth:`fetch`, and :class:`Unaccounted`: then never."""
+        Raises :class:`TierIOError`.
+        """
+        try:
+            with self._buffer() as buffer:
+                pieces = list(self._pieces(Direction.TO_HOST, buffer, group, stretches))
+                self._run(Direction.TO_HOST, pieces, reads=_spots(group, stretches))
+                return buffer.memory[: sum(stretch.nbytes for stretch in stretches)].copy()
+        except Unaccounted as error:  # of a reader nobody has to know more
+            raise TierIOError(0, str(error)) from error
+
+    def put(self, group: GroupId, stretches: Sequence[Stretch], data: Bytes) -> Bytes:
+        """Writes as many bytes of device slots, and returns them. Nobody else may get the slots before that; if it
+        raises :class:`Unaccounted`, ever. Raises :class:`TierIOError` besides."""
         with self._buffer() as buffer:
             np.copyto(buffer.memory[: len(data)], data)
-            pieces = list(self._stretches(Direction.TO_DEVICE, buffer, group, slot, start, start + len(data)))
-            self._traffic.settle(self._traffic.issue(Direction.TO_DEVICE, pieces, (), [spot(DEVICE, group, slot)]))
+            pieces = list(self._pieces(Direction.TO_DEVICE, buffer, group, stretches))
+            self._run(Direction.TO_DEVICE, pieces, writes=_spots(group, stretches))
+            return data
 
     # the end
 
@@ -209,13 +214,24 @@ class CudaCopies:
         pieces = plan(copies, self._sites.to_staging(direction, load), self._pitch)
         return self._traffic.issue(direction, pieces, reads, writes)
 
-    def _stretches(
-        self, direction: Direction, buffer: Buffer, group: GroupId, slot: SlotId, start: int, stop: int
+    def _run(
+        self, direction: Direction, pieces: Sequence[Rows], reads: Iterable[Spot] = (), writes: Iterable[Spot] = ()
+    ) -> None:
+        try:
+            self._traffic.settle(self._traffic.issue(direction, pieces, reads, writes))
+        except CudaError as error:
+            raise TierIOError(0, str(error)) from error
+
+    def _pieces(
+        self, direction: Direction, buffer: Buffer, group: GroupId, stretches: Iterable[Stretch]
     ) -> Iterator[Rows]:
+        """Between the buffer, from its beginning on, and the slots."""
         place = buffer.address
-        for address, nbytes in self._sites.stretches(group, slot, start, stop):
-            if direction is Direction.TO_HOST:
-                yield Rows(place, address, nbytes)
-            else:
-                yield Rows(address, place, nbytes)
-            place += nbytes
+        for stretch in stretches:
+            for address, nbytes in self._sites.on_device(group, stretch):
+                yield Rows(place, address, nbytes) if direction is Direction.TO_HOST else Rows(address, place, nbytes)
+                place += nbytes
+
+
+def _spots(group: GroupId, stretches: Iterable[Stretch]) -> list[Spot]:
+    return [spot(DEVICE, group, stretch.slot) for stretch in stretches]

@@ -10,11 +10,11 @@ from itertools import chain, zip_longest
 from typing import Final, NamedTuple
 
 from kvtier.abi.cuda.driver import Address, Driver
-from kvtier.abi.cuda.errors import CudaError
+from kvtier.abi.cuda.errors import CudaError, CudaLost
 
 CHUNK_BYTES: Final = 64 << 20
 """Other calls of the driver may have to wait while it locks a chunk's pages, a copy's among them."""
-STOP_S: Final = 10.0
+STOP_S: Final = 5.0
 """How long a close waits for the chunk that is being locked."""
 
 _log = logging.getLogger(__name__)
@@ -76,13 +76,18 @@ class PageLocks:
         return self._locked == len(self._chunks)
 
     def covers(self, address: int) -> bool:
-        """Whether the chunk that this address of the host segment lies in is locked."""
-        return self.complete or self._by_address[bisect_right(self._starts, address) - 1] < self._locked
+        """Whether this address, if it is of the host segment at all, lies in a chunk that is locked."""
+        if self.complete:
+            return True
+        place = bisect_right(self._starts, address) - 1
+        number = self._by_address[place]
+        beyond = place < 0 or address >= self._starts[place] + self._chunks[number].nbytes
+        return beyond or number < self._locked
 
     def close(self) -> bool:
         """Undoes everything. Blocks. No copy may be under way. False: some of it is locked still, and must stay mapped.
 
-        A second close tries the rest again.
+        A second close tries the rest again. Of a lost device nothing can be undone, and nothing copies any more.
         """
         self._stopping.set()
         if self._thread.ident is not None:
@@ -95,6 +100,8 @@ class PageLocks:
             chunk = self._chunks[self._locked - 1]
             try:
                 self._driver.unregister(Address(chunk.address))
+            except CudaLost:
+                return True
             except CudaError as error:
                 _log.warning("host memory stays page-locked name=%s bytes=%d why=%r", self._name, self.nbytes, error)
                 return False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvtier.abi.cuda.driver import Address, Direction, Driver
 from kvtier.abi.layout import ArenaLayout
-from kvtierd.core.ids import HOST, GroupId, SlotId
+from kvtierd.core.ids import DEVICE, HOST, GroupId, SlotId
 from kvtierd.mover.cuda.loads import Load
 from kvtierd.mover.cuda.pagelocks import Chunk, chunks_of, in_turn, slots_together
 from kvtierd.mover.cuda.plan import Path, Paths, Place
@@ -24,6 +24,18 @@ class DevicePool(Protocol):
     def stride(self, group: GroupId, pool: int) -> int:
         """Bytes from a slot's part to the next one's."""
         ...
+
+
+class Stretch(NamedTuple):
+    """Bytes [``start``, ``stop``) of the block in a slot."""
+
+    slot: SlotId
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
 
 
 class Sites:
@@ -49,8 +61,9 @@ class Sites:
         """Of device slots and the load's records."""
         return {group: self._joined(direction, group, load.sites(group)) for group in load.groups}
 
-    def stretches(self, group: GroupId, slot: SlotId, start: int, stop: int) -> list[tuple[Address, int]]:
-        """(address, bytes) of the bytes [``start``, ``stop``) of a device slot's block, in order."""
+    def on_device(self, group: GroupId, stretch: Stretch) -> list[tuple[Address, int]]:
+        """(address, bytes) of the bytes of a device slot's block, in order."""
+        slot, start, stop = stretch
         found: list[tuple[Address, int]] = []
         begin = 0
         for number, pool in enumerate(self.layout.groups[group].pools):
@@ -70,6 +83,8 @@ class Sites:
         )
 
     def _device_places(self, group: GroupId) -> Sequence[Place]:
+        if not self.layout.groups[group].slots[DEVICE]:
+            return []
         pools = range(len(self.layout.groups[group].pools))
         first = SlotId(0)
         return [Place(self._device.address(group, pool, first), self._device.stride(group, pool)) for pool in pools]
@@ -80,7 +95,8 @@ class Sites:
         return [Place(start + pool.record_offset, place.record_bytes, together) for pool in place.pools]
 
     def _joined(self, direction: Direction, group: GroupId, others: Sequence[Place]) -> Sequence[Path]:
-        pools = zip(self._on_device[group], others, self.layout.groups[group].pools, strict=True)
+        """Of a group without device slots there are none."""
+        pools = zip(self._on_device[group], others, self.layout.groups[group].pools, strict=False)
         if direction is Direction.TO_HOST:
             return [Path(device, other, pool.block_bytes) for device, other, pool in pools]
         return [Path(other, device, pool.block_bytes) for device, other, pool in pools]

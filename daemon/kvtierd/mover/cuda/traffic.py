@@ -55,9 +55,12 @@ class Traffic:
         self._events: deque[Event] = deque()
         """Whose batch is over, for the next one."""
         driver.bind()
-        self._ways = {
-            direction: _Way(driver.stream(), direction) for direction in (Direction.TO_HOST, Direction.TO_DEVICE)
-        }
+        self._ways: dict[Direction, _Way] = {}
+        with ExitStack() as undo:
+            for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
+                self._ways[direction] = _Way(driver.stream(), direction)
+                undo.callback(driver.drop_stream, self._ways[direction].stream)
+            undo.pop_all()
 
     @property
     def under_way(self) -> int:

@@ -122,6 +122,7 @@ def _cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
     yield table.WAITING, (cache.name,), stats.waiting
     yield table.LEASES, (cache.name, "live"), stats.leases - stats.orphaned_leases
     yield table.LEASES, (cache.name, "orphaned"), stats.orphaned_leases
+    yield table.LOCKED, (cache.name,), 0 if cache.runtime.cuda is None else cache.runtime.cuda.locks.nbytes
     for edge, record in stats.edges.items():
         yield table.DEGRADED, (cache.name, *_edge(edge)), record.degraded_until > now
     for tier in stats.tiers:

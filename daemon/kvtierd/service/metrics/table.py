@@ -66,6 +66,9 @@ MISSES = Metric(
 )
 STORED = Metric("kvtier_stored_blocks_total", Kind.COUNTER, "Blocks that were committed", ("cache", "group"))
 REMOVED = Metric("kvtier_removed_blocks_total", Kind.COUNTER, "Blocks that left the last tier", ("cache", "group"))
+LOCKED = Metric(
+    "kvtier_page_locked_bytes", Kind.GAUGE, "Bytes of the host tier that are page-locked for the GPU", ("cache",)
+)
 WAITING = Metric("kvtier_waiting_requests", Kind.GAUGE, "Calls that wait for room in a tier", ("cache",))
 LEASES = Metric("kvtier_leases", Kind.GAUGE, "Leases, live or orphaned by a connection that broke", ("cache", "state"))
 DEGRADED = Metric(

@@ -117,7 +117,7 @@ def test_memory_that_cannot_be_locked_stays_as_it_is_and_says_so(chunks: list[Ch
 
 
 def test_memory_that_cannot_be_unlocked_must_stay_mapped(chunks: list[Chunk]) -> None:
-    failure = {"call": "cuMemHostUnregister", "code": "CUDA_ERROR_UNKNOWN", "after": 1}
+    failure = {"call": "cuMemHostUnregister", "code": "CUDA_ERROR_INVALID_VALUE", "after": 1}
     driver = Driver(load_fake(fail=[failure]), "cuda")
     locks = PageLocks("cache", driver, chunks)
     locks.start()

@@ -1,0 +1,272 @@
+"""Bytes on their way to and from a GPU, with real daemons on the fake of NVIDIA's bindings, whose streams are late and
+refuse whatever nothing orders: every byte is compared, and what fails costs nobody a byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull, connect, errors
+from kvtier.types import ROOT_PARENT
+from kvtier.v1 import blocks_pb2, transfer_pb2
+from kvtier.wire import tier_to_wire
+from tests.integration.actors import Actor
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.on_gpu import calls, gpu_daemon, not_given_back
+from tests.integration.raw import attached
+from tests.integration.scraping import LISTEN, scrape
+from tests.integration.seeing import cache_stats, tier_stats
+from tests.integration.waiting import eventually
+
+DEVICE, HOST, DISK = Tier
+EDGES = list(permutations(Tier, 2))
+OK = {BlockResult.OK}
+OLD_DRIVER = {"driver_version": 12060}
+"""Without a call for whole batches."""
+ROOM = {"device": 6, "host": 8, "disk": 96}
+
+
+@contextmanager
+def serving(home: Path, *flags: str, gpu: dict[str, Any] | None = None, **slots: int) -> Iterator[DaemonProcess]:
+    """Stopped at the end, after which nothing of the GPU's may be left."""
+    daemon = gpu_daemon(home, sizes(**slots), flags, gpu={"max_delay_ms": 2, **(gpu or {})})
+    daemon.start()
+    pid = daemon.pid
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+    assert not_given_back(home, pid) == {}
+
+
+@contextmanager
+def troubled(home: Path, *flags: str, gpu: dict[str, Any], **slots: int) -> Iterator[DaemonProcess]:
+    """Its log may name errors. Killed at the end if it runs still."""
+    daemon = gpu_daemon(home, sizes(**slots), flags, gpu=gpu)
+    daemon.start()
+    try:
+        yield daemon
+    finally:
+        if daemon.running:
+            daemon.kill()
+
+
+async def opened(client: AsyncClient, name: str = "c") -> Cache:
+    """Its bytes pass through the daemon."""
+    return await client.open_cache(name, SPEC, mapped=False)
+
+
+async def problems(client: AsyncClient) -> tuple[str, ...]:
+    return (await client.stats()).problems
+
+
+@pytest.mark.parametrize("gpu", [{}, OLD_DRIVER], ids=["batches", "one-by-one"])
+async def test_every_edge_carries_every_byte(short_dir: Path, gpu: dict[str, Any]) -> None:
+    with serving(short_dir, device=6, host=6, disk=12, gpu=gpu) as daemon:
+        async with await connect(daemon.address) as client:
+            cache = await opened(client)
+            for number, (src, dst) in enumerate(EDGES):
+                keys = chain(f"edge {number}", 5)
+                await cache.put(keys, blocks(keys), tier=HOST if src is DISK else src)
+                if src is DISK:
+                    assert set(await cache.move(keys, DISK)) == OK
+                assert set(await cache.move(keys, dst)) == OK
+                assert all(residency & dst.bit for residency in (await cache.match(keys)).residency)
+                assert_bytes(keys, await cache.get(keys, tier=HOST if dst is DISK else dst))
+                await cache.drop(keys[:1])
+            stats = await cache_stats(client, "c")
+            assert {edge.edge: edge.failures for edge in stats.edges} == {f"{a}>{b}": 0 for a, b in EDGES}
+
+
+@pytest.mark.parametrize("gpu", [{"seed": 3}, OLD_DRIVER], ids=["batches", "one-by-one"])
+async def test_a_working_set_larger_than_the_device_keeps_its_bytes(short_dir: Path, gpu: dict[str, Any]) -> None:
+    with serving(short_dir, **ROOM, gpu=gpu) as daemon:
+        async with await connect(daemon.address) as client:
+            caches = [await opened(client)]
+            prompts = [chain(f"prompt {number}", 3) for number in range(20)]
+
+            async def use(keys: list[bytes]) -> None:
+                assert set(await caches[0].put(keys, blocks(keys), tier=DEVICE)) == OK
+                for tier in (DEVICE, HOST):
+                    assert_bytes(keys, await caches[0].get(keys, tier=tier))
+
+            for start in range(0, len(prompts), 2):
+                await asyncio.gather(*map(use, prompts[start : start + 2]))
+            for keys in prompts:
+                assert_bytes(keys, await caches[0].get(keys, tier=DEVICE))
+            moved = {edge.edge: edge.blocks for edge in (await cache_stats(client, "c")).edges}
+            assert min(moved[edge] for edge in ("device>host", "host>disk", "disk>device")) > 0
+
+
+async def test_what_a_device_slot_holds_can_be_checked_from_afar(short_dir: Path) -> None:
+    keys = chain("sums", 3)
+    with serving(short_dir, device=4) as daemon:
+        async with attached(daemon.address) as raw, await connect(daemon.address) as client:
+            cache = await opened(client)
+            await cache.put(keys, blocks(keys), tier=DEVICE)
+            cache_id = (await raw.open("c")).cache_id
+            request = blocks_pb2.ChecksumsRequest(cache_id=cache_id, keys=b"".join([*keys, *chain("none", 1)]))
+            told = await raw.call(raw.stubs.blocks.Checksums, request)
+            assert told.known == b"\1\1\1\0"
+            assert told.checksums[:48] == b"".join(xxhash.xxh3_128_digest(block(key).data) for key in keys)
+
+
+async def test_host_memory_is_page_locked_and_counted(short_dir: Path) -> None:
+    with serving(short_dir, *LISTEN, device=4, host=8) as daemon:
+        async with await connect(daemon.address) as client:
+            await opened(client)
+
+            async def locked() -> float:
+                return (await scrape(daemon)).value("kvtier_page_locked_bytes", cache="c")
+
+            await eventually(locked, lambda nbytes: nbytes == 8 * SLOT_BYTES)
+
+
+async def test_memory_that_cannot_be_page_locked_is_used_as_it_is(short_dir: Path) -> None:
+    failure = {"call": "cuMemHostRegister", "code": "CUDA_ERROR_OUT_OF_MEMORY", "times": 0}
+    keys = chain("pageable", 4)
+    with serving(short_dir, device=4, host=8, gpu={"fail": [failure]}) as daemon:
+        async with await connect(daemon.address) as client:
+            cache = await opened(client)
+            (problem,) = await eventually(lambda: problems(client), lambda found: found)
+            assert "0 of" in problem and "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in problem
+            await cache.put(keys, blocks(keys), tier=DEVICE)
+            for tier in (HOST, DEVICE):
+                assert set(await cache.move(keys, tier)) == OK
+                assert_bytes(keys, await cache.get(keys, tier=tier))
+
+
+async def test_a_copy_that_fails_leaves_its_source_and_is_tried_again(short_dir: Path) -> None:
+    failure = {"call": "cuMemcpyBatchAsync", "code": "CUDA_ERROR_INVALID_VALUE"}
+    keys = chain("failing", 4)
+    with troubled(short_dir, device=4, host=8, gpu={"fail": [failure]}) as daemon:
+        async with await connect(daemon.address) as client:
+            cache = await opened(client)
+            await cache.put(keys, blocks(keys), tier=HOST)
+            assert BlockResult.OK not in set(await cache.move(keys, DEVICE))
+            assert set((await cache.match(keys)).residency) == {HOST.bit}
+            assert any("cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE" in line for line in await problems(client))
+            assert_bytes(keys, await cache.get(keys, tier=HOST))
+            assert set(await cache.move(keys, DEVICE)) == OK
+            assert_bytes(keys, await cache.get(keys, tier=DEVICE))
+        daemon.terminate()
+        assert daemon.ended() == 0
+
+
+async def test_while_the_gpu_is_busy_others_are_served_and_nothing_is_ready_too_soon(short_dir: Path) -> None:
+    hold = short_dir / "hold"
+    keys, others = chain("held", 4), chain("others", 4)
+    with serving(short_dir, device=4, host=12, gpu={"hold": hold}) as daemon:
+        async with await connect(daemon.address) as client:
+            cache = await opened(client)
+            await cache.put(keys, blocks(keys), tier=HOST)
+            hold.touch()
+            moving = asyncio.create_task(cache.move(keys, DEVICE))
+            await eventually(lambda: tier_stats(client, "c", DEVICE), lambda tier: tier.filling == 4)
+            assert set(await cache.put(others, blocks(others), tier=HOST)) == OK
+            assert_bytes(others, await cache.get(others, tier=HOST))
+            assert set((await cache.match(keys)).residency) == {HOST.bit}
+            assert not moving.done()
+            hold.unlink()
+            assert set(await moving) == OK
+            assert_bytes(keys, await cache.get(keys, tier=DEVICE))
+
+
+def one_put(cache_id: int, key: bytes) -> list[str]:
+    """A put of one block to the device but for the end of its stream: its messages as they are on the wire, in hex."""
+    data = block(key)
+    commit = blocks_pb2.CommitRequest(cache_id=cache_id, keys=key, parents=ROOT_PARENT)
+    sums = xxhash.xxh3_128_digest(data.data)
+    header = transfer_pb2.PutHeader(tier=tier_to_wire(DEVICE), checksums=sums, commit=commit)
+    chunk = transfer_pb2.BlockBytes(data=data.tobytes())
+    messages = (transfer_pb2.PutChunk(header=header), transfer_pb2.PutChunk(bytes=chunk))
+    return [message.SerializeToString().hex() for message in messages]
+
+
+async def test_a_slot_is_not_given_to_others_while_the_gpu_still_writes_to_it(short_dir: Path) -> None:
+    """Its session's process is killed in the middle of a put."""
+    hold = short_dir / "hold"
+    keys = chain("dying", 1)
+    with serving(short_dir, device=1, host=4, gpu={"hold": hold}) as daemon:
+        async with await connect(daemon.address) as client:
+            cache = await opened(client)
+
+            async def device() -> Any:
+                return await tier_stats(client, "c", DEVICE)
+
+            hold.touch()
+            sent = one_put(cache.info.cache_id, keys[0])
+            with Actor("send_half", address=daemon.address, cache="c", messages=sent) as actor:
+                actor.says()
+                await eventually(lambda: cuda_calls(short_dir, daemon.pid, "cuMemcpyBatchAsync"), bool)
+                assert (await device()).blank == 1
+                actor.kill()
+            await eventually(device, lambda tier: tier.orphaned == 1)
+            with pytest.raises(TierFull):
+                await cache.put(keys, blocks(keys), tier=DEVICE, timeout=0.2)
+            hold.unlink()
+            await eventually(device, lambda tier: tier.free == 1)
+            assert set(await cache.put(keys, blocks(keys), tier=DEVICE)) == OK
+            assert_bytes(keys, await cache.get(keys, tier=DEVICE))
+
+
+async def test_a_stop_frees_no_memory_that_the_gpu_still_copies(short_dir: Path) -> None:
+    hold = short_dir / "hold"
+    keys = chain("stop", 2)
+    with troubled(short_dir, "--shutdown-seconds", "0.2", device=4, host=8, gpu={"hold": hold}) as daemon:
+        pid = daemon.pid
+        async with await connect(daemon.address) as client:
+            cache = await opened(client)
+            await cache.put(keys, blocks(keys), tier=HOST)
+            hold.touch()
+            moving = asyncio.create_task(cache.move(keys, DEVICE))
+            await eventually(lambda: tier_stats(client, "c", DEVICE), lambda tier: tier.filling == 2)
+            daemon.terminate()
+            assert await asyncio.to_thread(daemon.ended) != 0
+            moving.cancel()
+            await asyncio.wait([moving])
+        assert not_given_back(short_dir, pid).keys() >= {"cuMemUnmap", "cuMemHostUnregister", "cuStreamDestroy"}
+
+
+async def test_a_gpu_that_is_lost_in_the_middle_of_a_copy_costs_what_was_there_alone(short_dir: Path) -> None:
+    hold, lost = short_dir / "hold", short_dir / "lost"
+    keys = chain("lost", 4)
+    with troubled(short_dir, device=4, host=8, gpu={"hold": hold, "lost": lost}) as daemon:
+        async with await connect(daemon.address) as client:
+            cache = await opened(client)
+            await cache.put(keys, blocks(keys), tier=HOST)
+            hold.touch()
+            moving = asyncio.create_task(cache.move(keys, DEVICE))
+            await eventually(lambda: tier_stats(client, "c", DEVICE), lambda tier: tier.filling == 4)
+            lost.touch()
+            with pytest.raises(errors.DeviceLost):
+                await moving
+            assert_bytes(keys, await cache.get(keys, tier=HOST))
+        assert "GPU lost" in daemon.log
+
+
+async def test_a_stop_does_not_wait_for_ever_for_a_stream_that_the_gpu_holds_up(short_dir: Path) -> None:
+    hold = short_dir / "hold"
+    keys = chain("stream", 1)
+    with troubled(short_dir, "--shutdown-seconds", "0.2", device=4, gpu={"hold": hold}) as daemon:
+        async with await connect(daemon.address) as client:
+            cache = await opened(client)
+            hold.touch()
+            sent = one_put(cache.info.cache_id, keys[0])
+            with Actor("send_half", address=daemon.address, cache="c", messages=sent) as actor:
+                actor.says()
+                await eventually(lambda: cuda_calls(short_dir, daemon.pid, "cuMemcpyBatchAsync"), bool)
+                daemon.terminate()
+                assert await asyncio.to_thread(daemon.ended) != 0
+
+
+async def cuda_calls(home: Path, pid: int, name: str) -> int:
+    return sum(line["call"] == name for line in calls(home, pid))
