@@ -1,0 +1,361 @@
+"""Clients of a device tier in GPU memory, on the fake of NVIDIA's bindings: mapping, bytes, and the order of things.
+
+A kernel here is a function that a stream of the fake carries out when a test lets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kvtier import AsyncClient, BlockResult, Cache, CallerError, Client, DeviceError, Tier, TierFull, connect
+from kvtier.abi.cuda import driver as cuda_driver
+from kvtier.abi.cuda.views import DeviceView
+from kvtier.fences import PASSED, Stream
+from kvtier.gpu import Gpu
+from kvtier.lease import Lease
+from tests.fake_cuda import load_fake
+from tests.integration.actors import Actor
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
+from tests.integration.daemon import DaemonProcess
+from tests.integration.on_gpu import fake_gpu, gpu_daemon
+from tests.integration.seeing import tier_stats
+from tests.integration.waiting import PATIENCE_S, eventually
+
+KEYS = chain("on gpu", 3)
+OTHERS = chain("others", 3)
+OK = [BlockResult.OK] * 3
+BUDGETS = sizes(device=8, host=8)
+
+
+def use(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Has this process find its GPU in the fake, which it has not opened yet."""
+    monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
+    monkeypatch.setattr(Gpu, "_open", {})
+    return fake
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return use(load_fake(max_delay_ms=3), monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        process = gpu_daemon(Path(home), sizes(device=512, host=512), gpu={"devices": 2})
+        process.start()
+        yield process
+        process.stop()
+
+
+@pytest.fixture
+async def client(fake: ModuleType, daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+    async with await connect(daemon.address) as client:
+        yield client
+
+
+@pytest.fixture
+async def cache(client: AsyncClient, name: str) -> Cache:
+    return await client.open_cache(name, SPEC, budgets=BUDGETS)
+
+
+class Kernels:
+    """Work on a stream of this process, which begins when :meth:`go` is called."""
+
+    def __init__(self, fake: ModuleType, cache: Cache) -> None:
+        gpu = cache.gpu(Tier.DEVICE)
+        assert gpu is not None
+        self._fake = fake
+        self._go = threading.Event()
+        gpu.driver.bind()
+        self.stream = int(gpu.driver.stream())
+        self.give(lambda: self._go.wait(PATIENCE_S))
+
+    def give(self, work: Any) -> None:
+        self._fake.fake_work(self.stream, work)
+
+    def go(self) -> None:
+        self._go.set()
+
+    def write(self, lease: Lease, keys: list[bytes]) -> None:
+        """A kernel that fills the slots of a lease with the keys' blocks."""
+        for index, key in enumerate(keys):
+            self.give(partial(touch, lease.view(index), block(key), read=False))
+
+    def read(self, lease: Lease, into: list[NDArray[np.uint8]]) -> None:
+        for index, row in enumerate(into):
+            self.give(partial(touch, lease.view(index), row, read=True))
+
+
+def touch(parts: Sequence[Any], data: NDArray[np.uint8], *, read: bool) -> None:
+    """As a kernel does, for the fake's addresses are this process's own."""
+    start = data.ctypes.data
+    for part in parts:
+        to, source = (start, part.address) if read else (part.address, start)
+        ctypes.memmove(to, source, part.nbytes)
+        start += part.nbytes
+
+
+def right(rows: list[NDArray[np.uint8]], keys: list[bytes]) -> bool:
+    return all(np.array_equal(row, block(key)) for row, key in zip(rows, keys, strict=True))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+async def test_blocks_go_in_and_come_out(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+    assert dict(cache.unmapped) == {}
+    assert cache.arena.tiers == (Tier.DEVICE, Tier.HOST)
+    assert await cache.put(KEYS, blocks(KEYS)) == OK
+    assert [place.residency for place in await cache.locate(KEYS)] == [Tier.DEVICE.bit] * 3
+    assert_bytes(KEYS, await cache.get(KEYS))
+    assert cache.reads.calls == 0, "out of mapped slots"
+    async with await connect(daemon.address) as other:
+        assert_bytes(KEYS, await (await other.open_cache(cache.name, SPEC)).get(KEYS))
+    async with cache.acquire(KEYS) as lease:
+        pool: Any = cache.arena.pools(Tier.DEVICE, 0)[0]
+        view: Any = lease.view(1)[0]
+        assert (view.address, view.readonly) == (pool.address(lease.slots[1]), True)
+        assert lease.unchanged()
+
+
+async def test_across_groups_likewise(cache: Cache) -> None:
+    assert await cache.across.put(KEYS, {0: blocks(KEYS)}, tier=Tier.DEVICE) == {0: OK}
+    assert_bytes(KEYS, (await cache.across.get(KEYS)).groups[0])
+    async with cache.across.acquire(KEYS, Tier.DEVICE) as lease:
+        assert isinstance(lease.groups[0].view(0)[0], DeviceView)
+
+
+async def test_puts_that_follow_each_other_fill_slots_that_came_along(daemon: DaemonProcess, cache: Cache) -> None:
+    keys = chain("stock", 8)
+    for parent, key in zip([None, *keys], keys, strict=False):
+        assert await cache.put([key], [block(key)], parent=parent, tier=Tier.DEVICE) == [BlockResult.OK]
+    assert_bytes(keys, await cache.get(keys))
+
+
+async def test_the_device_is_found_whatever_its_number_here(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = gpu_daemon(short_dir, sizes(device=4), ["--device", "cuda:1"], gpu={"devices": 2})
+    daemon.start()
+    use(load_fake(devices=2), monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        gpu = cache.gpu(Tier.DEVICE)
+        assert gpu is not None and gpu.driver.ordinal == 0
+        await cache.put(KEYS, blocks(KEYS))
+        assert_bytes(KEYS, await cache.get(KEYS))
+    daemon.stop()
+
+
+BAD_IMPORT = {"call": "cuMemImportFromShareableHandle", "code": "CUDA_ERROR_INVALID_VALUE"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "visible", "write", "why"),
+    [
+        ({}, "", True, r"no CUDA device .*CUDA_VISIBLE_DEVICES="),
+        ({"devices": 2}, "1", True, r"not among those that this process sees: cuda:0 GPU-"),
+        ({"fail": [BAD_IMPORT]}, None, True, "cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE"),
+        ({}, None, False, "no read-only form"),
+    ],
+    ids=["none visible", "another one", "driver", "reader"],
+)
+async def test_where_it_cannot_be_mapped_the_reason_is_told_and_the_rest_goes_on(
+    daemon: DaemonProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    settings: dict[str, Any],
+    visible: str | None,
+    write: bool,
+    why: str,
+) -> None:
+    use(load_fake(**settings), monkeypatch)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    async with await connect(daemon.address) as client:
+        maker = await client.open_cache(name, SPEC, budgets=BUDGETS, mapped=False)
+        assert await maker.put(KEYS, blocks(KEYS), tier=Tier.HOST) == OK
+        cache = await client.open_cache(name, SPEC, write=write)
+        assert list(cache.unmapped) == [Tier.DEVICE]
+        with pytest.raises(CallerError, match=why) as caught:
+            cache.arena.pools(Tier.DEVICE, 0)
+        assert caught.value.reason == "CANNOT_MAP"
+        assert_bytes(KEYS, await cache.get(KEYS))
+        assert (cache.lease_tier(), cache.lookups) == (Tier.HOST, "shared memory")
+        if write:
+            with pytest.raises(CallerError, match="device tier is not mapped"):
+                await cache.reserve(1, Tier.DEVICE)
+            assert await cache.put(OTHERS, blocks(OTHERS)) == OK
+            assert_bytes(OTHERS, await cache.get(OTHERS))
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+async def committed_beside(
+    fake: ModuleType, cache: Cache, stream: Stream | None, monkeypatch: pytest.MonkeyPatch | None = None
+) -> list[NDArray[np.uint8]]:
+    """What a reader finds of blocks that a kernel was still to write when their commit was asked for."""
+    kernels = Kernels(fake, cache)
+    if monkeypatch is not None:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=kernels.stream))
+    lease = await cache.reserve(3, Tier.DEVICE)
+    kernels.write(lease, KEYS)
+    waits = stream is not PASSED
+    named = SimpleNamespace(cuda_stream=kernels.stream) if waits and monkeypatch is None else stream
+    committing = asyncio.create_task(lease.commit(KEYS, stream=named))
+    if not waits:
+        assert await committing == OK
+        found = await cache.get(KEYS)
+        kernels.go()
+    else:
+        await asyncio.sleep(0)
+        assert (await cache.match(KEYS)).blocks == 0
+        kernels.go()
+        assert await committing == OK
+        found = await cache.get(KEYS)
+    await lease.release(stream=kernels.stream)
+    return found
+
+
+async def test_a_block_is_committed_when_its_kernel_has_written_it(fake: ModuleType, cache: Cache) -> None:
+    assert right(await committed_beside(fake, cache, None), KEYS)
+
+
+async def test_by_default_the_kernel_on_torchs_current_stream(
+    fake: ModuleType, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert right(await committed_beside(fake, cache, None, monkeypatch), KEYS)
+
+
+async def test_without_the_fence_readers_find_other_bytes(fake: ModuleType, cache: Cache) -> None:
+    """What the two tests before would see."""
+    assert not right(await committed_beside(fake, cache, PASSED), KEYS)
+
+
+async def read_beside(fake: ModuleType, cache: Cache, *, fenced: bool) -> list[NDArray[np.uint8]]:
+    """What a kernel reads of slots whose release was asked for before it ran, and for which somebody is waiting."""
+    assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
+    kernels, rows = Kernels(fake, cache), list(np.zeros((3, BLOCK_BYTES), dtype=np.uint8))
+    lease = await cache.acquire(KEYS, Tier.DEVICE)
+    kernels.read(lease, rows)
+    releasing = asyncio.create_task(lease.release(stream=kernels.stream if fenced else PASSED))
+    if fenced:
+        await asyncio.sleep(0)
+        assert (await cache.drop(KEYS[:1])).results == [BlockResult.HELD]
+        kernels.go()
+        await releasing
+    else:
+        await releasing
+    assert (await cache.drop(KEYS[:1])).results == [BlockResult.OK]
+    taken = await cache.reserve(8, Tier.DEVICE)
+    for index in range(8):
+        touch(taken.view(index), np.full(BLOCK_BYTES, 0xEE, np.uint8), read=False)
+    kernels.go()
+    await taken.release(stream=kernels.stream)
+    return rows
+
+
+async def test_a_slot_is_somebody_elses_when_its_kernel_has_read_it(fake: ModuleType, cache: Cache) -> None:
+    assert right(await read_beside(fake, cache, fenced=True), KEYS)
+
+
+async def test_without_the_fence_it_reads_what_somebody_else_writes(fake: ModuleType, cache: Cache) -> None:
+    assert not right(await read_beside(fake, cache, fenced=False), KEYS)
+
+
+async def test_an_exit_of_the_block_waits_and_a_point_named_before_is_enough(fake: ModuleType, cache: Cache) -> None:
+    kernels, later = Kernels(fake, cache), threading.Event()
+    async with cache.reserve(3, Tier.DEVICE) as lease:
+        kernels.write(lease, KEYS)
+        written = cache.fence(kernels.stream)
+        kernels.give(lambda: later.wait(PATIENCE_S))
+        kernels.go()
+        assert await lease.commit(KEYS, stream=written) == OK, "not for what came after"
+        later.set()
+    assert_bytes(KEYS, await cache.get(KEYS))
+
+
+async def test_host_leases_wait_for_no_kernel(fake: ModuleType, cache: Cache) -> None:
+    kernels = Kernels(fake, cache)
+    lease = await cache.reserve(1, Tier.HOST)
+    assert await lease.commit(KEYS[:1], stream=kernels.stream) == [BlockResult.OK]
+    await lease.release(stream=kernels.stream)
+    kernels.go()
+
+
+def test_the_synchronous_client_keeps_the_same_order(fake: ModuleType, daemon: DaemonProcess, name: str) -> None:
+    with Client(daemon.address) as client, ThreadPoolExecutor(1) as thread:
+        cache = client.open_cache(name, SPEC, budgets=BUDGETS)
+        kernels = Kernels(fake, cache._inner)
+        lease = cache.reserve(3, Tier.DEVICE)
+        kernels.write(lease.inner, KEYS)
+        committing = thread.submit(lambda: lease.commit(KEYS, stream=kernels.stream))
+        assert cache.match(KEYS).blocks == 0
+        kernels.go()
+        assert committing.result(PATIENCE_S) == OK
+        assert_bytes(KEYS, cache.get(KEYS))
+        lease.release()
+        assert cache.put(OTHERS, blocks(OTHERS), tier=Tier.DEVICE) == OK
+        assert_bytes(OTHERS, cache.get(OTHERS))
+
+
+async def test_where_this_process_lost_its_gpu_its_leases_stay_held(
+    daemon: DaemonProcess, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = tmp_path / "lost"
+    use(load_fake(lost=lost), monkeypatch)
+    client = await connect(daemon.address)
+    cache = await client.open_cache(name, SPEC, budgets=BUDGETS)
+    lease = await cache.reserve(3, Tier.DEVICE)
+    lost.write_text("CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as caught:
+        await lease.commit(KEYS)
+    assert caught.value.reason == "DEVICE_LOST"
+    with pytest.raises(DeviceError):
+        await lease.release()
+    assert not lease.released
+    await client.close()
+    async with await connect(daemon.address) as other:
+        assert (await tier_stats(other, name, Tier.DEVICE)).held == 3, "no goodbye was said"
+
+
+# -- death -------------------------------------------------------------------------------------------------------------
+
+
+async def test_slots_of_a_client_killed_in_a_kernel_come_back_when_its_process_is_gone(
+    daemon: DaemonProcess, client: AsyncClient, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its broken connection nor what others want gives them away while it can still write there."""
+    for name, value in fake_gpu().items():
+        monkeypatch.setenv(name, value)
+    with Actor("", module="tests.integration.gpu_actors", address=daemon.address, cache=cache.name, slots=3) as doomed:
+        slots = doomed.says()["slots"]
+        stats = await eventually(lambda: tier_stats(client, cache.name, Tier.DEVICE), lambda stats: stats.orphaned == 3)
+        assert (stats.free, stats.blank) == (5, 0)
+        with pytest.raises(TierFull) as full:
+            await cache.reserve(6, Tier.DEVICE)
+        assert [holder.pid for holder in full.value.holders] == [doomed.pid]
+        doomed.kill()
+        await eventually(lambda: tier_stats(client, cache.name, Tier.DEVICE), lambda stats: stats.free == 8)
+    keys = chain("after", 8)
+    lease = await cache.reserve(8, Tier.DEVICE)
+    assert set(slots) <= set(lease.slots)
+    await lease.release()
+    assert await cache.put(keys, blocks(keys), tier=Tier.DEVICE) == [BlockResult.OK] * 8
+    assert_bytes(keys, await cache.get(keys))
