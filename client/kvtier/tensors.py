@@ -58,6 +58,10 @@ def nbytes_of(array: CudaArray) -> int:
     return int(np.dtype(interface["typestr"]).itemsize * math.prod(interface["shape"]))
 
 
+def is_writable(array: CudaArray) -> bool:
+    return not array.__cuda_array_interface__["data"][1]
+
+
 def stream_of(array: CudaArray) -> int | None:
     """The stream that whoever takes the array has to come after: version 3 of the interface. None: none of its own."""
     stream = array.__cuda_array_interface__.get("stream")

@@ -119,7 +119,8 @@ def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) 
     targets: list[Row] = []
     after = _Reached(gpu)
     for index, block in enumerate(out):
-        there = after.on_gpu(block) if tensors.is_tensor(block) or tensors.is_cuda_array(block) else None
+        may_be = tensors.is_tensor(block) or (tensors.is_cuda_array(block) and tensors.is_writable(block))
+        there = after.on_gpu(block) if may_be else None
         if there is not None:
             targets.append(there)
         elif tensors.is_tensor(block):

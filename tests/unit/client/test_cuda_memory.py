@@ -24,6 +24,7 @@ from kvtier import DeviceError, InvalidArgument, tensors, transfer
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy, Driver
 from kvtier.abi.cuda.memory import DeviceMemory
+from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, HOST, ArenaIdentity, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.arena import Arena
@@ -309,6 +310,13 @@ def test_what_cannot_be_taken_where_it_lies_is_refused(gpu: Gpu) -> None:
                 take([array], 1, BLOCK_BYTES, place)
     with pytest.raises(InvalidArgument, match=f"{BLOCK_BYTES} bytes: must be {BLOCK_BYTES + 1} bytes"):
         transfer.readable([Array(gpu)], 1, BLOCK_BYTES + 1, gpu)
+
+
+def test_what_is_read_only_is_no_target(gpu: Gpu) -> None:
+    view = DeviceView(DeviceMemory.create(gpu.driver, BLOCK_BYTES), 0, BLOCK_BYTES, readonly=True)
+    with pytest.raises(InvalidArgument, match=r"out\[0\] = an array that is not"):
+        transfer.writable([view], 1, BLOCK_BYTES, gpu)
+    assert len(transfer.readable([view], 1, BLOCK_BYTES, gpu)) == 1
 
 
 def test_rows_with_strides_of_c_order_are_contiguous(gpu: Gpu) -> None:
