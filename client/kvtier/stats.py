@@ -168,11 +168,22 @@ class EventLogStats:
 
 
 @dataclass(slots=True, frozen=True)
+class DeviceStats:
+    """What the device tiers are on. ``kind``: ``cuda``, or ``stand-in`` for shared memory in the place of a GPU's,
+    which has neither ``name`` nor ``uuid``. ``memory_bytes``: that the GPU has, whoever uses them."""
+
+    kind: str
+    name: str = ""
+    uuid: str = ""
+    memory_bytes: int = 0
+
+
+@dataclass(slots=True, frozen=True)
 class DaemonStats:
     """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch.
 
     ``uptime_ns``: by a clock that never jumps, taken with the counters: rates are differences over its differences.
-    ``watcher_stats``: of the ``watchers``, those of the ``sessions``.
+    ``watcher_stats``: of the ``watchers``, those of the ``sessions``. ``device``: None where there is no device tier.
     """
 
     version: str
@@ -188,6 +199,7 @@ class DaemonStats:
     uptime_ns: int = 0
     watcher_stats: tuple[WatcherStats, ...] = ()
     event_log: EventLogStats = EventLogStats()
+    device: DeviceStats | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,6 +15,7 @@ from kvtier.stats import (
     CacheInfo,
     CacheStats,
     DaemonStats,
+    DeviceStats,
     EdgeStats,
     EventLogStats,
     GroupInfo,
@@ -195,7 +196,12 @@ def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
             WatcherStats(one.session_id, one.pid, one.uid, one.command, one.lag) for one in message.watcher_stats
         ),
         event_log=_event_log_stats(message.event_log),
+        device=_device_stats(message.device) if message.HasField("device") else None,
     )
+
+
+def _device_stats(message: admin_pb2.DeviceStats) -> DeviceStats:
+    return DeviceStats(message.kind, message.name, message.uuid, message.memory_bytes)
 
 
 def _event_log_stats(message: admin_pb2.EventLogStats) -> EventLogStats:

@@ -68,6 +68,7 @@ async def test_status(daemon: DaemonProcess, client: AsyncClient, cache: Cache) 
         text = kvtier("status", "--address", daemon.address).stdout
         assert cache.name in text
         assert "past events:" in text
+        assert "device tier: stand-in" in text
         assert "healthy" in text
 
 

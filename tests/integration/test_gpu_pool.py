@@ -27,6 +27,7 @@ from tests.integration.on_gpu import CUDA, calls, fake_gpu, gpu_daemon, not_give
 from tests.integration.raw import RawClient, attached, close_all
 from tests.integration.starting import refused
 from tests.integration.supervised import SupervisedDaemon
+from tests.integration.test_cli import kvtier
 
 MIB = 1 << 20
 DEVICE, HOST = 4, 8
@@ -115,6 +116,15 @@ async def test_a_reader_is_told_why_it_gets_none(daemon: DaemonProcess) -> None:
         assert said.fds == (attach.CONTROL, attach.HOST)
         assert "no read-only form" in said.unmapped[attach.DEVICE]
         close_all(fds)
+
+
+async def test_status_says_which_gpu_it_is(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        device = (await client.stats()).device
+        assert device is not None
+        assert (device.kind, device.name, device.memory_bytes) == ("cuda", "Fake GPU 0", 1 << 30)
+        shown = kvtier("status", "--address", daemon.address)
+        assert f"device tier: Fake GPU 0 {device.uuid}, 1.0 GiB" in shown.stdout
 
 
 async def test_a_cache_that_goes_gives_its_memory_back(short_dir: Path) -> None:

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
-from kvtier.stats import CacheStats, DaemonStats, EventLogStats, SessionStats
-from kvtier.words import duration, size
+from kvtier.stats import CacheStats, DaemonStats, DeviceStats, EventLogStats, SessionStats
+from kvtier.words import clean, duration, size
 
 
 @click.command()
@@ -50,7 +50,10 @@ def report(stats: DaemonStats) -> RenderableType:
         f"kvtierd {stats.version}  pid {stats.pid}  up {up}  epoch {stats.epoch}  boot {stats.boot}  "
         f"last event {stats.last_event_id}  watchers {stats.watchers}"
     )
-    parts: list[RenderableType] = [head, _log(stats.event_log), _problems(stats.problems)]
+    parts: list[RenderableType] = [head, _log(stats.event_log)]
+    if stats.device is not None:
+        parts.append(_device(stats.device))
+    parts.append(_problems(stats.problems))
     for cache in stats.caches:
         parts += [_tiers(cache), _edges(cache), _traffic(cache)]
     parts.append(_sessions(stats.sessions))
@@ -64,6 +67,12 @@ def _log(log: EventLogStats) -> RenderableType:
     held = f"{size(log.bytes)} on disk, from {log.oldest_id} on, {age} ago" if log.oldest_id else "none on disk yet"
     lost = f"; {log.lost_events} were lost to the log" if log.lost_events else ""
     return Text(f"past events: {held}{lost}")
+
+
+def _device(device: DeviceStats) -> RenderableType:
+    if not device.uuid:
+        return Text(f"device tier: {clean(device.kind)}, in shared memory")
+    return Text(f"device tier: {clean(device.name)} {clean(device.uuid)}, {size(device.memory_bytes)}")
 
 
 def _problems(problems: tuple[str, ...]) -> RenderableType:

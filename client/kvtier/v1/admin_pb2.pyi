@@ -462,6 +462,36 @@ class EventLogStats(google.protobuf.message.Message):
 global___EventLogStats = EventLogStats
 
 @typing.final
+class DeviceStats(google.protobuf.message.Message):
+    """What the device tiers are on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    UUID_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """"cuda", or "stand-in" for shared memory in the place of a GPU's"""
+    name: builtins.str
+    """of the GPU; empty for a stand-in, as is the uuid"""
+    uuid: builtins.str
+    """"GPU-…", as nvidia-smi -L shows it"""
+    memory_bytes: builtins.int
+    """that the GPU has, whoever uses them"""
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        name: builtins.str = ...,
+        uuid: builtins.str = ...,
+        memory_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "memory_bytes", b"memory_bytes", "name", b"name", "uuid", b"uuid"]) -> None: ...
+
+global___DeviceStats = DeviceStats
+
+@typing.final
 class StatsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -476,6 +506,7 @@ class StatsResponse(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     PROBLEMS_FIELD_NUMBER: builtins.int
     EVENT_LOG_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
     UPTIME_NS_FIELD_NUMBER: builtins.int
     WATCHER_STATS_FIELD_NUMBER: builtins.int
     version: builtins.str
@@ -502,6 +533,10 @@ class StatsResponse(google.protobuf.message.Message):
     @property
     def event_log(self) -> global___EventLogStats: ...
     @property
+    def device(self) -> global___DeviceStats:
+        """absent where there is no device tier"""
+
+    @property
     def watcher_stats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WatcherStats]:
         """those of the sessions above"""
 
@@ -519,10 +554,11 @@ class StatsResponse(google.protobuf.message.Message):
         sessions: collections.abc.Iterable[global___SessionStats] | None = ...,
         problems: collections.abc.Iterable[builtins.str] | None = ...,
         event_log: global___EventLogStats | None = ...,
+        device: global___DeviceStats | None = ...,
         uptime_ns: builtins.int = ...,
         watcher_stats: collections.abc.Iterable[global___WatcherStats] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["event_log", b"event_log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["device", b"device", "event_log", b"event_log"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "caches", b"caches", "device", b"device", "epoch", b"epoch", "event_log", b"event_log", "last_event_id", b"last_event_id", "pid", b"pid", "problems", b"problems", "sessions", b"sessions", "start_time_ns", b"start_time_ns", "uptime_ns", b"uptime_ns", "version", b"version", "watcher_stats", b"watcher_stats", "watchers", b"watchers"]) -> None: ...
 
 global___StatsResponse = StatsResponse

@@ -42,8 +42,10 @@ class AdminService:
         health: Health,
         watching: Callable[[], Iterable[tuple[Session, int]]],
         log: EventLog | None,
+        device: admin_pb2.DeviceStats | None,
     ) -> None:
-        """``watching``: the session of each watcher, and how many events it has not been sent."""
+        """``watching``: the session of each watcher, and how many events it has not been sent. ``device``: None where
+        there is no device tier."""
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
@@ -53,6 +55,7 @@ class AdminService:
         self._health: Final = health
         self._watching: Final = watching
         self._log: Final = log
+        self._device: Final = device
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
         self._started: Final = time.monotonic_ns()
@@ -87,6 +90,7 @@ class AdminService:
             sessions=[self._session(one, caches, held.get(one.id, 0)) for one in seen.values()],
             problems=self._health.problems(caches),
             event_log=None if self._log is None else _event_log(self._log.status()),
+            device=self._device,
             uptime_ns=time.monotonic_ns() - self._started,
             watcher_stats=[_watcher(one, lag) for one, lag in self._watching() if one.id in seen],
         )

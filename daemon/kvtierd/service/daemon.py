@@ -34,7 +34,7 @@ from kvtierd.service.events import EventsService
 from kvtierd.service.explain import ExplainService
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.failing import FailingDisks
-from kvtierd.service.gpu import open_gpu, tier_sizes
+from kvtierd.service.gpu import described, open_gpu, tier_sizes
 from kvtierd.service.health import Health
 from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub, Limits, Run
@@ -314,6 +314,7 @@ class Daemon:
                     self._health,
                     self._events.watching,
                     self._log,
+                    described(live.now, self._gpu),
                 ).verbs(),
                 **ExplainService(self._engine, self._catalog, self._sessions, self._access, identity).verbs(),
             },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+from kvtier.v1 import admin_pb2
 from kvtierd.config import Config
 from kvtierd.core.ids import Tier
 from kvtierd.service.keeping import Keeper
@@ -26,6 +27,13 @@ def open_gpu(config: Config) -> Gpu | None:
     return None
 
 
+def described(config: Config, gpu: Gpu | None) -> admin_pb2.DeviceStats | None:
+    """What the device tiers are on, for operators; None where there are none."""
+    if gpu is not None:
+        return admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
+    return admin_pb2.DeviceStats(kind=config.device) if Tier.DEVICE in config.tiers else None
+
+
 def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper) -> dict[Tier, int]:
     """Bytes by tier. Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is
     taken over, or let go. Blocks.
@@ -35,7 +43,7 @@ def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper) -> dict[Tier, in
     """
     if gpu is None:
         return config.tier_bytes()
-    free, total = gpu.memory()
+    free, total = gpu.memory()[0], gpu.total
     free = min(total, free + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
     sizes = config.tier_bytes(free)
     device = sizes[Tier.DEVICE]

@@ -27,7 +27,10 @@ class Gpu:
     """One device. Every method blocks, some for as long as the driver does; for any thread but the loop's."""
 
     def __init__(self, driver: Driver) -> None:
+        """Raises :class:`kvtier.abi.cuda.errors.CudaError`."""
         self.driver: Final = driver
+        self.total: Final = driver.memory()[1]
+        """Bytes that the device has."""
         self.lost: str | None = None
         """Why no byte on the device can be relied on, and no call to it will succeed, until the daemon is restarted."""
         self._tell: Callable[[], None] | None = None
@@ -37,20 +40,11 @@ class Gpu:
     def open(cls, device: str) -> Self:
         """``device``: as in the configuration. Raises :class:`TierConfigError`, which says what is missing."""
         try:
-            driver = Driver.open(device)
-            gpu = cls(driver)
-            free, total = driver.memory()
+            gpu = cls(Driver.open(device))
         except (CudaUnavailable, CudaError) as error:
             raise TierConfigError("device", device, str(error)) from error
-        _log.info(
-            "GPU opened device=%s name=%r uuid=%s driver=%d free=%d total=%d",
-            device,
-            driver.name,
-            gpu.uuid,
-            driver.features.driver_version,
-            free,
-            total,
-        )
+        cuda = gpu.driver.features.driver_version
+        _log.info("GPU opened name=%r uuid=%s cuda=%d total=%d", gpu.driver.name, gpu.uuid, cuda, gpu.total)
         return gpu
 
     @property
