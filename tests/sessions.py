@@ -1,4 +1,4 @@
-"""Tests of ``tests/integration`` run once more on another device: a pytest session for each module, several at a time.
+"""Tests run once more, on another device: a pytest session for each module, several at a time.
 
 Each is a process of its own, since the device is a property of a whole session; see :mod:`tests.devices`.
 """
@@ -43,7 +43,8 @@ class Outcome:
 class Sessions:
     """Runs modules on a device from the moment it is entered, ``jobs`` at a time, in the given order.
 
-    ``selections``: for each module the keyword expression of pytest that chooses tests in it; empty for all of them.
+    ``selections``: for each module, a path below ``tests`` without its ending, the keyword expression of pytest that
+    chooses tests in it; empty for all of them. Tests marked ``gpu`` are run, those marked ``long`` are not.
     """
 
     def __init__(self, device: str, selections: Mapping[str, str], jobs: int) -> None:
@@ -72,7 +73,7 @@ class Sessions:
 
     def _run(self, module: str, selection: str) -> Outcome:
         with tempfile.NamedTemporaryFile(prefix="kv-report-", suffix=".xml") as report:
-            command = [sys.executable, "-m", "pytest", f"tests/integration/{module}.py", "-m", "not long", "-q"]
+            command = [sys.executable, "-m", "pytest", f"tests/{module}.py", "-m", "not long", "-q"]
             command += ["-p", "no:cacheprovider", "-o", f"faulthandler_timeout={_TEST_S}"]
             command += [f"--junitxml={report.name}", *(["-k", selection] if selection else [])]
             environment = os.environ | {devices.VARIABLE: self._device}

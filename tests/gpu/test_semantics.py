@@ -52,13 +52,13 @@ MODULES: Final = (
 @pytest.fixture(scope="module")
 def sessions() -> Iterator[Sessions]:
     jobs = max(1, (os.cpu_count() or 1) * 3 // 4)
-    with Sessions(devices.DEVICE, dict.fromkeys(MODULES, ""), jobs) as sessions:
+    with Sessions(devices.DEVICE, {f"integration/{module}": "" for module in MODULES}, jobs) as sessions:
         yield sessions
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_it_means_the_same_here(sessions: Sessions, module: str, tell: list[str]) -> None:
-    outcome = sessions.outcome(module)
+    outcome = sessions.outcome(f"integration/{module}")
     outcome.assert_passed()
     tell.append(f"{outcome.tests - len(outcome.skipped)} passed, {len(outcome.skipped)} skipped")
     tell.extend(sorted(set(outcome.skipped)))

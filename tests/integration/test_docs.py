@@ -34,6 +34,7 @@ PAGES = (
     "docs/models.md",
     "docs/security.md",
     "docs/events.md",
+    "docs/gpu.md",
 )
 HOW = {"runnable", "check-config", "example", "by-hand"}
 
@@ -83,6 +84,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked() -> None:
         ("docs/models.md", "python"),
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
+        ("docs/gpu.md", "sh"),
     }
 
 
