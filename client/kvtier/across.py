@@ -33,7 +33,7 @@ from kvtier.session import Deadline, require_timeout
 from kvtier.tensors import Row
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Keys, cursor_from_wire, packed_keys, split_keys, tier_to_wire
+from kvtier.wire import Keys, cursor_from_wire, packed_chains, packed_keys, split_keys, tier_to_wire
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
@@ -147,11 +147,15 @@ class AcrossGroups:
         ``async with cache.across.acquire(keys) as lease``. Raises as :meth:`kvtier.Cache.acquire`.
         """
 
-        async def take() -> AcrossLease:
-            (lease,) = await self._acquire([keys], tier, min_blocks, retention, timeout)
+        async def attempt(packed: bytes) -> AcrossLease:
+            (lease,) = await self._acquire([packed], tier, min_blocks, retention, timeout)
             if lease.error is not None:
                 raise lease.error
             return lease
+
+        async def take() -> AcrossLease:
+            packed = packed_keys(keys, "chains[0].keys")
+            return await self._binder.in_service(tier, lambda: attempt(packed))
 
         return Held(take, AcrossLease.release)
 
@@ -169,7 +173,13 @@ class AcrossGroups:
         async def release(leases: list[AcrossLease]) -> None:
             await self._cache.release(*(part for lease in leases for part in lease.groups))
 
-        return Held(lambda: self._acquire(chains, tier, min_blocks, retention, timeout), release)
+        async def take() -> list[AcrossLease]:
+            packed = packed_chains(chains)
+            return await self._binder.in_service(
+                tier, lambda: self._acquire(packed, tier, min_blocks, retention, timeout)
+            )
+
+        return Held(take, release)
 
     async def put(
         self,
@@ -200,7 +210,25 @@ class AcrossGroups:
         ranks = priorities if priorities is None or isinstance(priorities, int) else list(priorities)
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
-        place = self._cache.lease_tier(tier)
+
+        async def attempt() -> dict[int, list[BlockResult]]:
+            place = self._cache.lease_tier(tier)
+            shares = self._shares(chain, blocks, parent, place, ranks, retention, prompt)
+            way = lambda cache: cache.way(place)  # noqa: E731
+            return await JointPut(self._binder.session, way, shares, place, timeout).run()
+
+        return await self._binder.in_service(tier, attempt)
+
+    def _shares(
+        self,
+        chain: Sequence[bytes],
+        blocks: Mapping[int, transfer.Blocks],
+        parent: bytes | None,
+        place: Tier,
+        ranks: int | list[int] | None,
+        retention: Retention | None,
+        prompt: Prompt | None,
+    ) -> list[Share]:
         shares = []
         for group, sources in self.sources(blocks, len(chain), place).items():
             first, cache = len(chain) - len(sources), self._groups[group]
@@ -209,8 +237,7 @@ class AcrossGroups:
             kept = block_retention(len(sources), cache.spec.tokens_per_block, some, later)
             piece = Piece(chain[first:], sources, chain[first - 1] if first else parent, kept, prompt)
             shares.append(Share(cache, piece))
-        way = lambda cache: cache.way(place)  # noqa: E731
-        return await JointPut(self._binder.session, way, shares, place, timeout).run()
+        return shares
 
     def sources(self, blocks: Mapping[int, transfer.Blocks], count: int, tier: Tier) -> dict[int, list[Row]]:
         """The bytes of what is put of a chain of so many keys: for the synchronous client, whose caller's streams are
@@ -257,13 +284,12 @@ class AcrossGroups:
 
     async def _acquire(
         self,
-        chains: Iterable[Keys],
+        packed: Sequence[bytes],
         tier: Tier | None,
         min_blocks: int,
         retention: Retention | None,
         timeout: float | None,
     ) -> list[AcrossLease]:
-        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
         place, seq = self._cache.lease_tier(tier), self._binder.session.next_seq()
         deadline = self._deadline(timeout)
         wait_ns = deadline.wait_ns()

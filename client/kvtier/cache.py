@@ -38,6 +38,7 @@ from kvtier.verifying import verified
 from kvtier.wire import (
     Budgets,
     Keys,
+    packed_chains,
     packed_keys,
     split_keys,
 )
@@ -136,12 +137,13 @@ class Cache:
         return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
 
     def lease_tier(self, tier: Tier | None = None) -> Tier:
-        """``tier``, or the fastest one whose slots are mapped, or else could be. Raises :class:`InvalidArgument` if
-        there is none."""
+        """``tier``, or the fastest one whose slots are mapped, or else could be; not the device tier once a call has
+        met that it is lost. Raises :class:`InvalidArgument` if there is none."""
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
-            unmapped = self.unmapped
-            return next((each for each in mapped if each not in unmapped), mapped[0])
+            unmapped, lost = self.unmapped, self._binder.device_is_lost
+            works = [each for each in mapped if not (lost and each is Tier.DEVICE)] or mapped
+            return next((each for each in works if each not in unmapped), works[0])
         if tier is None or tier not in mapped:
             have = " or ".join(str(each) for each in mapped)
             raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
@@ -228,11 +230,15 @@ class Cache:
         room for that many.
         """
 
-        async def take() -> ReadLease:
-            (lease,) = await self._holdings.acquire(self, [keys], tier, min_blocks, retention, timeout)
+        async def attempt(packed: bytes) -> ReadLease:
+            (lease,) = await self._holdings.acquire(self, [packed], tier, min_blocks, retention, timeout)
             if lease.error is not None:
                 raise lease.error
             return lease
+
+        async def take() -> ReadLease:
+            packed = packed_keys(keys, "chains[0].keys")
+            return await self._binder.in_service(tier, lambda: attempt(packed))
 
         return Held(take, self.release)
 
@@ -254,7 +260,13 @@ class Cache:
         def release(leases: list[ReadLease]) -> Awaitable[None]:
             return self.release(*leases)
 
-        return Held(lambda: self._holdings.acquire(self, chains, tier, min_blocks, retention, timeout), release)
+        async def take() -> list[ReadLease]:
+            packed = packed_chains(chains)
+            return await self._binder.in_service(
+                tier, lambda: self._holdings.acquire(self, packed, tier, min_blocks, retention, timeout)
+            )
+
+        return Held(take, release)
 
     async def release(self, *leases: Lease, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: give the tail of a chain before its head.
@@ -360,10 +372,15 @@ class Cache:
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
-        place = self.lease_tier(tier)
-        return await self._put(
-            self.way(place), self.gpu(place), keys, blocks, parent, place, priorities, retention, prompt, timeout
-        )
+
+        packed = packed_keys(keys)
+
+        async def attempt() -> list[BlockResult]:
+            place = self.lease_tier(tier)
+            way, gpu = self.way(place), self.gpu(place)
+            return await self._put(way, gpu, packed, blocks, parent, place, priorities, retention, prompt, timeout)
+
+        return await self._binder.in_service(tier, attempt)
 
     async def stream_put(
         self,
@@ -382,7 +399,14 @@ class Cache:
         Each piece is checked against its checksums and stored whole or not at all. Raises also
         :class:`DamagedTransfer`.
         """
-        return await self._put(self._streamed, None, keys, blocks, parent, tier, priorities, retention, prompt, timeout)
+
+        packed = packed_keys(keys)
+
+        async def attempt() -> list[BlockResult]:
+            way = self._streamed
+            return await self._put(way, None, packed, blocks, parent, tier, priorities, retention, prompt, timeout)
+
+        return await self._binder.in_service(tier, attempt)
 
     async def get(
         self,
@@ -411,7 +435,13 @@ class Cache:
         if timeout is not None:
             require_timeout(timeout)
         await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
-        load = loading.Loading(self, keys, out, tier, in_cpu=verify)
+        packed = packed_keys(keys)
+        return await self._binder.in_service(tier, lambda: self._get(packed, out, tier, verify, timeout))
+
+    async def _get(
+        self, packed: bytes, out: transfer.Blocks | None, tier: Tier | None, verify: bool, timeout: float | None
+    ) -> list[Any]:
+        load = loading.Loading(self, packed, out, tier, in_cpu=verify)
         await loading.run(load)
         rows = load.rows
         if not load.done:
@@ -438,9 +468,11 @@ class Cache:
         """
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
-        return await _delivered(
-            out, await arrays.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
-        )
+
+        def attempt() -> Awaitable[list[Row]]:
+            return arrays.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
+
+        return await _delivered(out, await self._binder.in_service(tier, attempt))
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
@@ -534,9 +566,13 @@ class Cache:
         if not isinstance(count, int) or not 1 <= count < 2**32:
             raise InvalidArgument("count", count, "1 or more")
         self._require_writable()
-        place = self.lease_tier(tier)
-        self._require_mapped(place)
-        return await self._holdings.reserve(self, place, count, timeout)
+
+        async def attempt() -> WriteLease:
+            place = self.lease_tier(tier)
+            self._require_mapped(place)
+            return await self._holdings.reserve(self, place, count, timeout)
+
+        return await self._binder.in_service(tier, attempt)
 
 
 async def _delivered(out: transfer.Blocks | None, rows: list[Row]) -> list[Any]:

@@ -86,14 +86,13 @@ class Holdings:
     async def acquire(
         self,
         cache: Cache,
-        chains: Iterable[Keys],
+        packed: Sequence[bytes],
         tier: Tier | None,
         min_blocks: int,
         retention: Retention | None,
         timeout: float | None,
     ) -> list[ReadLease]:
         """See :meth:`kvtier.Cache.acquire_many`."""
-        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
         place, seq = cache.lease_tier(tier), self._session.next_seq()
         deadline = self._deadline(timeout)
         wait_ns = deadline.wait_ns()

@@ -53,6 +53,11 @@ def packed_keys(keys: Keys, field: str = "keys") -> bytes:
     return b"".join(listed)
 
 
+def packed_chains(chains: Iterable[Keys]) -> list[bytes]:
+    """The same of several chains; the field says which."""
+    return [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
+
+
 def split_keys(packed: bytes) -> list[bytes]:
     """The keys of a field that the daemon filled."""
     if len(packed) % KEY_BYTES:

@@ -182,6 +182,56 @@ async def _assert_told(client: AsyncClient, since: Cursor) -> None:
     assert left == set(ON_BOTH)
 
 
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["mapped", "streamed"])
+async def test_calls_that_name_no_tier_go_to_the_next_one(daemon: LosableDaemon, is_mapped: bool) -> None:
+    async with await connect(daemon.address) as client:
+        await filled(client)
+        cache = await client.open_cache("c", SPEC, mapped=is_mapped)
+        assert cache.lease_tier() is Tier.DEVICE
+        daemon.lose_device()
+        await lost(client)
+        new, more, joint = chain("new", 3), chain("more", 2), chain("joint", 2)
+        assert_bytes(ON_BOTH, await cache.get(ON_BOTH))
+        assert cache.lease_tier() is Tier.HOST
+        assert await cache.put(new, blocks(new)) == [BlockResult.OK] * len(new)
+        assert await cache.stream_put(more, blocks(more)) == [BlockResult.OK] * len(more)
+        assert_bytes(more, await cache.stream_get(more))
+        assert await cache.across.put(joint, {0: blocks(joint)}) == {0: [BlockResult.OK] * len(joint)}
+        async with (
+            cache.acquire(new) as one,
+            cache.acquire_many([more, joint]) as two,
+            cache.across.acquire(new) as all_,
+        ):
+            assert {one.tier, *(lease.tier for lease in two), *(part.tier for part in all_.groups)} == {Tier.HOST}
+        with pytest.raises(DeviceLost):
+            await cache.stream_get(new, tier=Tier.DEVICE)
+
+
+async def test_the_first_call_that_names_no_tier_is_not_refused_whichever_it_is(daemon: LosableDaemon) -> None:
+    async with await connect(daemon.address) as client:
+        await filled(client)
+        daemon.lose_device()
+        await lost(client)
+        one, two, three = chain("one", 1), chain("two", 1), chain("three", 1)
+
+        async def fresh() -> Cache:
+            return await client.open_cache("c", SPEC)
+
+        assert await (await fresh()).put(one, blocks(one)) == [BlockResult.OK]
+        assert await (await fresh()).stream_put(two, blocks(two)) == [BlockResult.OK]
+        assert await (await fresh()).across.put(three, {0: blocks(three)}) == {0: [BlockResult.OK]}
+        for take in (
+            (await fresh()).reserve(1),
+            (await fresh()).acquire(ON_HOST),
+            (await fresh()).across.acquire(ON_HOST),
+        ):
+            async with take:
+                pass
+        async with (await fresh()).acquire_many([ON_HOST]) as (lease,):
+            assert lease.tier is Tier.HOST
+        assert (await (await fresh()).across.get(ON_BOTH)).blocks == len(ON_BOTH)
+
+
 async def test_health_and_explanations_say_so(daemon: LosableDaemon) -> None:
     async with await connect(daemon.address) as client:
         assert await _health(daemon, "kvtier.device") == health_pb2.HealthCheckResponse.SERVING

@@ -18,7 +18,7 @@ from kvtier.retention import Retention
 from kvtier.sync.lease import ReadLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
-from kvtier.wire import Keys, packed_keys
+from kvtier.wire import Keys, packed_chains, packed_keys
 
 if TYPE_CHECKING:
     from kvtier.sync.cache import Cache
@@ -137,7 +137,7 @@ class AcrossGroups:
         timeout: float | None = None,
     ) -> AcrossLeases:
         """One lease a chain, in order: see :meth:`kvtier.across.AcrossGroups.acquire_many`."""
-        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
+        packed = packed_chains(chains)
         held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
         leases = self._thread.run(held.take, held.give_back)
         return AcrossLeases(self._thread, self._cache, leases)

@@ -22,7 +22,7 @@ from kvtier.sync.across import AcrossGroups
 from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
-from kvtier.wire import Keys, packed_keys, split_keys
+from kvtier.wire import Keys, packed_chains, packed_keys, split_keys
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class Cache:
         timeout: float | None = None,
     ) -> Leases:
         """One lease a chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
-        packed = [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
+        packed = packed_chains(chains)
         held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
         leases = self._thread.run(held.take, lambda leases: self._inner.release(*leases))
         return Leases(self._thread, self, leases)
