@@ -23,7 +23,8 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import ArenaState
 from kvtier.errors import CallerError, DaemonError
 from kvtier.memory import CpuMemory, Memory, View
-from kvtier.tensors import Bytes, Row
+from kvtier.tensors import Bytes, Row, Rows
+from kvtier.transfer import Slots
 from kvtier.types import MAPPED_TIERS, Tier
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
@@ -116,7 +117,7 @@ class Arena:
         """Copies blocks into slots, and blocks until that is over."""
         self.memory(tier).write(group, slots, blocks)
 
-    def read(self, tier: Tier, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
+    def read(self, tier: Tier, group: int, slots: Slots, blocks: Rows) -> None:
         """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
         self.memory(tier).read(group, slots, blocks)
 

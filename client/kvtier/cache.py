@@ -576,8 +576,8 @@ class Cache:
 
 
 async def _delivered(out: transfer.Blocks | None, rows: list[Row]) -> list[Any]:
-    if out is None:
+    if out is None or transfer.are_rows(out):
         return list(rows)
     filled = list(out[: len(rows)])
-    await transfer.deliver(out[: len(rows)], rows)
+    await transfer.deliver(filled, rows)
     return filled

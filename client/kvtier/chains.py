@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.key_index import Found, IndexReader
+from kvtier.abi.key_index import Entry, Found, IndexReader
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.answers import AcrossMatch, GroupSpan, Locations, Match
@@ -35,13 +35,12 @@ class Chains:
     def find(self, keys: bytes, group: int) -> Found:
         return self._index.find(keys, group)
 
-    def stands(self, keys: bytes, group: int, found: Found) -> bool:
-        """Whether the last block of a chain of a full-attention group is where ``found`` has it: then none of the chain
-        has been forgotten meanwhile. A slot alone does not tell: of a block that is dropped while it is copied, it
-        keeps its generation until the copy ends."""
+    def stands(self, keys: bytes, group: int, last: Entry) -> bool:
+        """Whether the last block of a chain of a full-attention group is still in the slots of ``last``: then none of
+        the chain has been forgotten meanwhile. A slot alone does not tell: of a block that is dropped while it is
+        copied, it keeps its generation until the copy ends."""
         entry = self._index.entry(keys[-KEY_BYTES:], group)
-        places = (found.host_slots, found.host_generations, found.device_slots, found.device_generations)
-        return entry is not None and entry.residency != 0 and entry[1:] == tuple(int(column[-1]) for column in places)
+        return entry is not None and entry.residency != 0 and entry[1:] == last[1:]
 
     def prefix_length(self, keys: bytes, group: int) -> int | None:
         """How many blocks of the chain are stored, from its first on."""

@@ -21,7 +21,8 @@ from kvtier.abi.layout import DEVICE, ArenaLayout
 from kvtier.errors import DaemonError
 from kvtier.fences import Fence
 from kvtier.gpu import Gpu
-from kvtier.tensors import DeviceBytes, Row
+from kvtier.tensors import DeviceBytes, Row, Rows
+from kvtier.transfer import Slots
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +81,10 @@ class CudaMemory:
         self._after(blocks)
         self.gpu.copy(self._parts(group, slots, blocks))
 
-    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
-        self._after(blocks)
-        parts = self._parts(group, slots, blocks)
+    def read(self, group: int, slots: Slots, blocks: Rows) -> None:
+        rows = list(blocks)
+        self._after(rows)
+        parts = self._parts(group, [int(slot) for slot in slots], rows)
         self.gpu.copy([(part, slot, nbytes) for slot, part, nbytes in copies] for copies in parts)
 
     def fence(self, stream: int | None) -> Fence:

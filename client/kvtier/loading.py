@@ -13,12 +13,13 @@ import numpy as np
 from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.reading import Copying, Reader
-from kvtier.tensors import Bytes, Row
+from kvtier.tensors import Bytes, Row, Rows
 from kvtier.types import Tier
 from kvtier.wire import Keys, packed_keys
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
+    from kvtier.gpu import Gpu
 
 
 _INLINE_BYTES: Final = 4 << 20
@@ -53,17 +54,23 @@ class Loading:
         """Where the daemon is to make ready what is not in mapped slots."""
         self.count: Final = len(self.packed) // KEY_BYTES
         gpu = None if tier is None or in_cpu else cache.gpu(tier)
-        self.targets: Final = None if out is None else transfer.writable(out, self.count, cache.block_bytes, gpu)
+        self._targets: Final = _targets(out, self.count, cache.block_bytes, gpu)
         self._copying: Final = cache.reader.begin(self.packed, cache.group, tier)
         blocks = 0 if self._copying is None else self._copying.blocks
         self.nbytes: Final = blocks * cache.block_bytes
         self.waits: Final = blocks > 0 and self._copying is not None and self._copying.waits
-        self.rows: list[Row] = [*_fresh(blocks, cache.block_bytes)] if self.targets is None else self.targets[:blocks]
+        self._rows: Rows = _fresh(blocks, cache.block_bytes) if self._targets is None else self._targets[:blocks]
+        self.rows: list[Row] = []
+
+    @property
+    def targets(self) -> list[Row] | None:
+        """Where the caller wants the blocks: all of them."""
+        return None if self._targets is None else list(self._targets)
 
     def copy(self) -> None:
         if self._copying is not None:
-            self._copying.copy(self.rows)
-            del self.rows[self._copying.blocks :]
+            self._copying.copy(self._rows)
+            self.rows = list(self._rows[: self._copying.blocks])
 
     @property
     def done(self) -> bool:
@@ -77,7 +84,7 @@ class AcrossLoading:
     def __init__(self, reader: Reader, groups: Sequence[Cache], packed: bytes, tier: Tier | None) -> None:
         self._reader: Final = reader
         self._packed: Final = packed
-        self._parts: list[tuple[Copying, list[Bytes]]] | None = []
+        self._parts: list[tuple[Copying, Bytes]] | None = []
         self.blocks = 0
         self.nbytes = 0
         self.waits = False
@@ -109,8 +116,15 @@ class AcrossLoading:
         groups = range(len(self._reader.spec.groups))
         if missed:
             self._reader.missed_across(missed)
-        return self.blocks, {group: [] for group in groups} | {c.group: rows for c, rows in self._parts}
+        return self.blocks, {group: [] for group in groups} | {c.group: list(rows) for c, rows in self._parts}
 
 
-def _fresh(blocks: int, block_bytes: int) -> list[Bytes]:
-    return list(np.empty((blocks, block_bytes), dtype=np.uint8)) if blocks else []
+def _targets(out: transfer.Blocks | None, count: int, block_bytes: int, gpu: Gpu | None) -> Rows | None:
+    """Raises :class:`kvtier.errors.InvalidArgument`."""
+    if transfer.in_one_piece(out, count, block_bytes):
+        return transfer.rows_of(out, count)
+    return None if out is None else transfer.writable(out, count, block_bytes, gpu)
+
+
+def _fresh(blocks: int, block_bytes: int) -> Bytes:
+    return np.empty((blocks, block_bytes), dtype=np.uint8)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 from kvtier import transfer
 from kvtier.abi.layout import ArenaLayout
 from kvtier.fences import PASSED, Fence
-from kvtier.tensors import Bytes, Row
+from kvtier.tensors import Bytes, Row, Rows
 from kvtier.types import Tier
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Memory(Protocol):
         """Copies blocks into slots; when it returns, or raises, nothing is being copied any more."""
         ...
 
-    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
+    def read(self, group: int, slots: transfer.Slots, blocks: Rows) -> None:
         """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
         ...
 
@@ -78,8 +78,8 @@ class CpuMemory:
     def write(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
         transfer.into_slots(self._pools[group], slots, cast("Sequence[Bytes]", blocks))
 
-    def read(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
-        transfer.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes]", blocks))
+    def read(self, group: int, slots: transfer.Slots, blocks: Rows) -> None:
+        transfer.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
 
     def fence(self, stream: int | None) -> Fence:
         return PASSED

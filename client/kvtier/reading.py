@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.key_index import Found
+from kvtier.abi.key_index import Entry, Found
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.answers import AcrossMatch, Locations, Match, ReadCounts
@@ -23,7 +23,7 @@ from kvtier.arena import Arena
 from kvtier.binding import Binder
 from kvtier.chains import Chains, count_leading
 from kvtier.recency import Recency
-from kvtier.tensors import Row
+from kvtier.tensors import Rows
 from kvtier.types import Tier
 
 MAX_KEYS: Final = 16_384
@@ -46,13 +46,25 @@ Asked = tuple[int, int, bytes]
 
 
 @dataclass(slots=True, frozen=True)
+class Remembered:
+    """Where all the blocks of a chain of a full-attention group were when it was read last. Whether they still are, the
+    index says of the last one, and generations of all. ``tier``: one that has them all, in these ``slots`` of these
+    ``generations``."""
+
+    found: Found
+    last: Entry
+    tier: Tier | None
+    slots: NDArray[np.intp]
+    generations: NDArray[np.uint64]
+
+
+@dataclass(slots=True, frozen=True)
 class Mapping:
-    """A mapped arena whose index can be asked. ``remembered``: of full-attention groups, where all the blocks of a
-    chain were when it was read last. Whether they still are, the index says of the last one, and generations of all."""
+    """A mapped arena whose index can be asked."""
 
     arena: Arena
     chains: Chains
-    remembered: dict[Asked, Found] = field(default_factory=dict)
+    remembered: dict[Asked, Remembered] = field(default_factory=dict)
 
 
 class Reader:
@@ -65,7 +77,8 @@ class Reader:
         self._binder: Final = binder
         self.recency: Final = Recency(binder)
         self._mapping: Mapping | None = None
-        self._counts = ReadCounts()
+        self._counts: Final = [0] * len(fields(ReadCounts))
+        """In the order of its fields."""
         self._lock: Final = threading.Lock()
 
     @property
@@ -87,14 +100,16 @@ class Reader:
 
     @property
     def counts(self) -> ReadCounts:
-        return self._counts
+        return ReadCounts(*self._counts)
 
     def count(self, *, lookups: int = 0, hits: int = 0, misses: int = 0, reuses: int = 0, calls: int = 0) -> None:
+        counts = self._counts
         with self._lock:
-            old = self._counts
-            self._counts = ReadCounts(
-                old.lookups + lookups, old.hits + hits, old.misses + misses, old.reuses + reuses, old.calls + calls
-            )
+            counts[0] += lookups
+            counts[1] += hits
+            counts[2] += misses
+            counts[3] += reuses
+            counts[4] += calls
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +143,7 @@ class Reader:
             return None
         tiers = [each for each in mapping.arena.tiers if tier is None or each is tier]
         remembered = mapping.remembered.get((group, _bits(tiers), keys)) if len(keys) <= _REMEMBERED_BYTES else None
-        if remembered is not None and not mapping.chains.stands(keys, group, remembered):
+        if remembered is not None and not mapping.chains.stands(keys, group, remembered.last):
             remembered = None
         if remembered is None and not _distinct(keys):
             return None
@@ -146,7 +161,7 @@ class Reader:
         self.count(misses=blocks)
         self.recency.note(0, (), blocks)
 
-    def remember(self, mapping: Mapping, asked: Asked, found: Found) -> None:
+    def remember(self, mapping: Mapping, asked: Asked, found: Remembered) -> None:
         with self._lock:
             mapping.remembered.pop(asked, None)
             while len(mapping.remembered) >= _REMEMBERED_CHAINS:
@@ -174,7 +189,13 @@ class Copying:
     """
 
     def __init__(
-        self, reader: Reader, mapping: Mapping, keys: bytes, group: int, tiers: Sequence[Tier], remembered: Found | None
+        self,
+        reader: Reader,
+        mapping: Mapping,
+        keys: bytes,
+        group: int,
+        tiers: Sequence[Tier],
+        remembered: Remembered | None,
     ) -> None:
         self.group: Final = group
         self.asked: Final = len(keys) // KEY_BYTES
@@ -188,7 +209,8 @@ class Copying:
         self._sliding: Final = mapping.chains.is_sliding(group)
         self._start = 0
         self._current = True
-        self._found: Found = remembered if remembered is not None else self._look_up()
+        self._remembered: Final = remembered
+        self._found: Found = remembered.found if remembered is not None else self._look_up()
 
     @property
     def at_end(self) -> bool:
@@ -214,7 +236,7 @@ class Copying:
             ends = ends[:1]
         return [self._keys[end - KEY_BYTES : end] for end in ends]
 
-    def copy(self, rows: Sequence[Row]) -> None:
+    def copy(self, rows: Rows) -> None:
         """Fills the rows, one a block, and cuts :attr:`blocks` to those that were there to the end."""
         for _ in range(_TRIES):
             void = self._copy(rows[self._start : self.blocks], self._found)
@@ -235,42 +257,58 @@ class Copying:
         there = count_leading(found.residency & self._bits != 0)
         self.blocks = self._start + there
         if there == self.asked and len(self._keys) <= _REMEMBERED_BYTES and not self._sliding:
-            self._reader.remember(self._mapping, (self.group, self._bits, self._keys), found)
+            self._reader.remember(self._mapping, (self.group, self._bits, self._keys), self._to_remember(found))
         return found
 
-    def _copy(self, rows: Sequence[Row], found: Found) -> NDArray[np.intp]:
+    def _to_remember(self, found: Found) -> Remembered:
+        residency = found.residency
+        whole = next((tier for tier in self._tiers if (residency & tier.bit).all()), None)
+        slots, generations = _of_tier(found, Tier.HOST if whole is None else whole)
+        return Remembered(found, found.entry(-1), whole, slots.astype(np.intp), generations)
+
+    def _copy(self, rows: Rows, found: Found) -> NDArray[np.intp]:
         """Copies the first blocks of ``found``, one into each row. Returns which of them were not there to the end."""
+        known = self._remembered
+        if known is not None and known.tier is not None and known.found is found and len(rows) == self.asked:
+            return self._copy_from(known.tier, rows, known.slots, known.generations)
         where = found.residency[: len(rows)] & self._bits
         if len(self._tiers) == 1 and where.all():
-            return self._copy_from(self._tiers[0], rows, found, slice(len(rows)))
+            slots, generations = _of_tier(found, self._tiers[0])
+            return self._copy_from(self._tiers[0], rows, slots[: len(rows)], generations[: len(rows)])
         lost = [np.flatnonzero(where == 0)]
         for tier in self._tiers:
             of_tier = np.flatnonzero(where & tier.bit)
             if len(of_tier):
                 where[of_tier] = 0
-                part = self._copy_from(tier, [rows[at] for at in of_tier.tolist()], found, of_tier)
-                lost.append(of_tier[part])
+                slots, generations = _of_tier(found, tier)
+                part = [rows[at] for at in of_tier.tolist()]
+                lost.append(of_tier[self._copy_from(tier, part, slots[of_tier], generations[of_tier])])
         return np.sort(np.concatenate(lost))
 
     def _copy_from(
-        self, tier: Tier, rows: Sequence[Row], found: Found, which: slice | NDArray[np.intp]
+        self, tier: Tier, rows: Rows, slots: NDArray[np.integer[Any]], generations: NDArray[np.uint64]
     ) -> NDArray[np.intp]:
-        """Copies ``which`` of the blocks out of one tier. Returns, by row, whose slots were given away meanwhile."""
-        on_device = tier is Tier.DEVICE
-        slots = (found.device_slots if on_device else found.host_slots)[which]
-        generations = (found.device_generations if on_device else found.host_generations)[which]
+        """Copies these slots of one tier. Returns, by row, which were given away meanwhile."""
         arena = self._mapping.arena
         try:
-            arena.read(tier, self.group, slots.tolist(), rows)
+            arena.read(tier, self.group, slots, rows)
         except IndexError:  # a slot that there is not: the index is damaged, and these blocks are the daemon's to find
             return np.arange(len(rows))
         # After the bytes, all of which have come by now: the generation that the index gave is even, and ends before
         # the first of them changes.
-        changed = arena.generations(tier, self.group, slots) != generations
-        if not changed.any():
+        now = arena.generations(tier, self.group, slots)
+        if now.tobytes() == generations.tobytes():  # half of what comparing them as numbers costs
             return _NONE
+        changed = now != generations
         self.reuses += int(changed.sum())
         return np.flatnonzero(changed)
+
+
+def _of_tier(found: Found, tier: Tier) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+    """Slots and generations."""
+    if tier is Tier.DEVICE:
+        return found.device_slots, found.device_generations
+    return found.host_slots, found.host_generations
 
 
 def _bits(tiers: Sequence[Tier]) -> int:

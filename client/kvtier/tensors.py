@@ -38,6 +38,8 @@ class DeviceBytes:
 
 Row: TypeAlias = "Bytes | DeviceBytes"
 """A block's bytes outside of slots, flat. Those of a GPU only where the slots are memory of the same one."""
+Rows: TypeAlias = "Sequence[Row] | Bytes"
+"""The bytes of n blocks: n rows, or one C-contiguous array of them, [n, bytes of a block]."""
 
 
 @runtime_checkable

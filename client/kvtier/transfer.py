@@ -40,6 +40,9 @@ Blocks: TypeAlias = (
 of a GPU that are no tensors, only for slots in memory of that GPU."""
 
 
+Slots: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]]"
+
+
 @overload
 def readable(blocks: Blocks, count: int, block_bytes: int) -> list[Bytes]: ...
 @overload
@@ -114,7 +117,7 @@ def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) 
     there.
     """
     if in_one_piece(out, count, block_bytes):
-        return list(out.reshape(count, -1).view(np.uint8))
+        return list(rows_of(out, count))
     _check(out, "out", count, block_bytes)
     targets: list[Row] = []
     after = _Reached(gpu)
@@ -143,6 +146,17 @@ def in_one_piece(out: Blocks | None, count: int, block_bytes: int) -> TypeGuard[
         and out.flags.c_contiguous
         and out.flags.writeable
     )
+
+
+def are_rows(out: Blocks) -> bool:
+    """Whether its blocks are flat bytes as they are."""
+    return isinstance(out, np.ndarray) and out.ndim == 2 and out.dtype == _BYTE
+
+
+def rows_of(out: NDArray[Any], count: int) -> Bytes:
+    """The bytes of an array that is :func:`in_one_piece`."""
+    rows: Bytes = out.reshape(count, -1).view(np.uint8)
+    return rows
 
 
 async def deliver(out: Blocks, rows: Sequence[Row]) -> None:
@@ -273,8 +287,17 @@ def into_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[By
         start = end
 
 
-def out_of_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
-    """Reads slots into blocks."""
+def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes) -> None:
+    """Reads slots into blocks. Raises IndexError for a slot that there is not."""
+    if isinstance(blocks, np.ndarray) and len(pools) == 1 and pools[0].flags.c_contiguous:
+        # One call that copies all of them, without the interpreter's lock. Of a pool with gaps it would make a copy.
+        index = np.asarray(slots, dtype=np.intp)
+        if len(index) and not 0 <= np.minimum.reduce(index) <= np.maximum.reduce(index) < len(pools[0]):
+            raise IndexError(f"slots {slots}: the pool has {len(pools[0])}")
+        pools[0].take(index, axis=0, out=blocks, mode="clip")
+        return
+    if isinstance(slots, np.ndarray):
+        slots = slots.tolist()
     start = 0
     for pool in pools:
         end = start + pool.shape[1]

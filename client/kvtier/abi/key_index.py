@@ -99,6 +99,15 @@ class Found:
             np.full(count, sure),
         )
 
+    def entry(self, row: int) -> Entry:
+        return Entry(
+            int(self.residency[row]),
+            int(self.host_slots[row]),
+            int(self.host_generations[row]),
+            int(self.device_slots[row]),
+            int(self.device_generations[row]),
+        )
+
     def put(self, row: int, entry: Entry | None) -> None:
         """None: unsure."""
         self.sure[row] = entry is not None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier import sync, transfer
 from kvtier.abi.key_index import IndexReader
@@ -112,13 +113,14 @@ async def _gets(here: Place, options: Options) -> AsyncIterator[Result]:
     block_bytes = here.cache.block_bytes
     rows = np.empty((BATCH, block_bytes), dtype=np.uint8)
     rows[:] = np.random.default_rng(1).integers(0, 256, block_bytes, dtype=np.uint8)
-    stored: list[tuple[bytes, list[int]]] = []
+    stored: list[tuple[bytes, NDArray[np.intp]]] = []
     for chain in islice(chains(BATCH), _chains_of(block_bytes)):
         await here.cache.put(chain, rows, tier=TIER)
-        stored.append((b"".join(chain), [place.host_slot or 0 for place in await here.cache.locate(chain)]))
+        slots = [place.host_slot or 0 for place in await here.cache.locate(chain)]
+        stored.append((b"".join(chain), np.array(slots, dtype=np.intp)))
     with sync.Client(here.client.address) as client:
         cache = client.open_cache(CACHE, spec_of(block_bytes))
-        pools, targets = cache.arena.pools(TIER, 0), list(rows)
+        pools = cache.arena.pools(TIER, 0)
 
         async def waited_for(packed: bytes) -> float:
             return _seconds(lambda: cache.get(packed, rows, tier=TIER))
@@ -126,8 +128,8 @@ async def _gets(here: Place, options: Options) -> AsyncIterator[Result]:
         async def awaited(packed: bytes) -> float:
             return await timed(here.cache.get(packed, rows, tier=TIER))
 
-        async def floor(slots: list[int]) -> float:
-            return _seconds(lambda: transfer.out_of_slots(pools, slots, targets))
+        async def floor(slots: NDArray[np.intp]) -> float:
+            return _seconds(lambda: transfer.out_of_slots(pools, slots, rows))
 
         known, every = stored[:_KNOWN], stored
         for name, get, chosen in (

@@ -322,9 +322,10 @@ class Cache:
         load = Loading(self._inner, keys, out, tier)
         load.copy()
         count = len(load.rows)
-        filled = load.rows if out is None else list(out[:count])
-        if out is not None:
-            transfer.deliver_here(out[:count], load.rows)
+        filled: list[Any] = load.rows
+        if out is not None and not transfer.are_rows(out):
+            filled = list(out[:count])
+            transfer.deliver_here(filled, load.rows)
         if load.done:
             return filled
         left, into = load.packed[count * KEY_BYTES :], None if out is None else out[count:]

@@ -194,3 +194,31 @@ def test_a_loop_that_is_torn_down_waits_for_a_copy_before_the_slots_are_given_ba
 
     asyncio.run(main())
     assert ended_at_release == [True]
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["adjacent slots", "slots with gaps"])
+def test_slots_are_read_into_the_rows_of_one_array_as_into_arrays(gaps: bool) -> None:
+    memory = np.random.default_rng(1).integers(0, 256, (9, 24), dtype=np.uint8)
+    pool = memory[:, :16] if gaps else np.ascontiguousarray(memory[:, :16])
+    slots = [8, 0, 3, 3]
+    one = np.zeros((4, 16), np.uint8)
+    several = [np.zeros(16, np.uint8) for _ in slots]
+    transfer.out_of_slots([pool], slots, one)
+    transfer.out_of_slots([pool], np.array(slots), several)
+    assert np.array_equal(one, pool[slots])
+    assert np.array_equal(one, several)
+
+
+@pytest.mark.parametrize("slot", [9, 2**31])
+def test_a_slot_that_there_is_not_is_not_read(slot: int) -> None:
+    pool, rows = np.zeros((9, 16), np.uint8), np.ones((2, 16), np.uint8)
+    for targets in (rows, list(rows)):
+        with pytest.raises(IndexError):
+            transfer.out_of_slots([pool], [0, slot], targets)
+    transfer.out_of_slots([pool], [], rows[:0])
+
+
+def test_rows_are_delivered_as_they_are_only_where_they_are_what_was_given() -> None:
+    assert transfer.are_rows(np.zeros((2, 16), np.uint8))
+    for other in (np.zeros((2, 4), np.float32), np.zeros((2, 4, 4), np.uint8), [np.zeros(16, np.uint8)]):
+        assert not transfer.are_rows(other)
