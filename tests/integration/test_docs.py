@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import click
 import pytest
+import torch
 
 from kvtier import Client, Tier
 from kvtier.cli import main
@@ -35,6 +40,7 @@ PAGES = (
     "docs/security.md",
     "docs/events.md",
     "docs/gpu.md",
+    "docs/gpu-clients.md",
 )
 HOW = {"runnable", "check-config", "example", "by-hand"}
 
@@ -85,6 +91,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked() -> None:
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
         ("docs/gpu.md", "sh"),
+        ("docs/gpu-clients.md", "python"),
     }
 
 
@@ -160,8 +167,24 @@ def test_a_router_s_first_steps(environment: dict[str, str], tmp_path: Path) -> 
 
 
 def test_examples_are_shown_as_they_are() -> None:
-    """A test of its own runs them: see test_consumer.py."""
-    assert [block.text for block in of("example", "python")] == [(ROOT / "examples/consumer.py").read_text()]
+    """Tests of their own run them: see test_consumer.py, and below."""
+    shown = {block.page: block.text for block in of("example", "python")}
+    examples = {"docs/events.md": "consumer.py", "docs/gpu-clients.md": "gpu_slots.py"}
+    assert shown == {page: (ROOT / "examples" / name).read_text() for page, name in examples.items()}
+
+
+async def test_the_example_for_a_gpu(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so where there is none; what it would do there, it does on the stand-in."""
+    if not torch.cuda.is_available():
+        runpy.run_path(str(ROOT / "examples/gpu_slots.py"), run_name="__main__")
+        assert "no GPU" in capsys.readouterr().out
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    main = cast("Callable[[str], Awaitable[None]]", runpy.run_path(str(ROOT / "examples/gpu_slots.py"))["main"])
+    await main(daemon.address)
+    assert capsys.readouterr().out == "[0.0, 1.0, 2.0, 3.0]\n"
 
 
 @pytest.mark.parametrize(
