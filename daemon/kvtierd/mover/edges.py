@@ -22,8 +22,24 @@ from kvtierd.mover.work import Edge, Piece, Report
 from kvtierd.mover.worker import Crew
 
 LANES: Final = (
-    Lane("device-to-host", ((Tier.DEVICE, Tier.HOST),), threads=1, batch_blocks=256, carry_out=ways.copy, halves=True),
-    Lane("host-to-device", ((Tier.HOST, Tier.DEVICE),), threads=1, batch_blocks=256, carry_out=ways.copy, halves=True),
+    Lane(
+        "device-to-host",
+        ((Tier.DEVICE, Tier.HOST),),
+        threads=1,
+        batch_blocks=256,
+        carry_out=ways.copy,
+        halves=True,
+        in_turn=True,
+    ),
+    Lane(
+        "host-to-device",
+        ((Tier.HOST, Tier.DEVICE),),
+        threads=1,
+        batch_blocks=256,
+        carry_out=ways.copy,
+        halves=True,
+        in_turn=True,
+    ),
     Lane(
         "disk-writer",
         ((Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.DISK), (Tier.DISK, None)),

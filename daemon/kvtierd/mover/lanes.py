@@ -23,6 +23,8 @@ class Lane:
     taken as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over many small
     blocks or some large ones. ``may_join`` is what the lane adds to the rules that hold for all: one cache a batch, in
     the order queued. ``halves``: the second half of a batch's work is done by another thread while the next one begins.
+    ``in_turn``: moves take turns, a piece each, so that a small one does not wait for all of a large one before it;
+    else what is queued first is done first.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Lane:
     may_join: Callable[[Batch, Piece], bool] = lambda batch, piece: True
     halves: bool = False
     batch_bytes: int = 0
+    in_turn: bool = False
 
     def blocks_at_once(self, runtime: CacheRuntime, move: Move) -> int:
         """How many items of a move a piece may have, so that it is no more than a batch."""

@@ -12,19 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
-from queue import Empty, Queue, SimpleQueue
+from queue import Empty, Queue
 from typing import Final, TypeVar
 
 from kvtierd.mover.lanes import Lane
+from kvtierd.mover.queues import WorkQueue
 from kvtierd.mover.work import Batch, Faults, Finish, Piece, Report, Unaccounted, reports_of
 from kvtierd.tiers.device import Chaos
 
 FAILURE_SHOWN_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
-
-WorkQueue = SimpleQueue[Piece | None]
-"""None tells one worker to stop, after what was queued before it."""
 
 Outcome = TypeVar("Outcome")
 
@@ -196,7 +194,7 @@ class Crew:
 
     def __init__(self, lane: Lane, loop: asyncio.AbstractEventLoop, post: Post) -> None:
         self._lane = lane
-        self._queue: WorkQueue = SimpleQueue()
+        self._queue = WorkQueue(in_turn=lane.in_turn)
         self._workers: list[Worker] = []
         self._exits: dict[Hand, asyncio.Event] = {}
         for number in range(lane.threads):
@@ -214,8 +212,8 @@ class Crew:
             hand.thread.start()
 
     def put(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._queue.put(piece)
+        """All of one move."""
+        self._queue.put(pieces)
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
         for worker in self._exits:
@@ -229,7 +227,7 @@ class Crew:
         for hand in self._exits:
             hand.abandon()
         for _ in self._workers:
-            self._queue.put(None)
+            self._queue.stop()
 
     async def gone(self) -> None:
         """Returns when no thread is left."""

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvtier.abi.cuda.driver import Direction
-from kvtier.abi.cuda.errors import CudaError
+from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, GroupId
 from kvtierd.mover import diskio
@@ -52,6 +52,7 @@ class CudaCopies:
         self, name: str, layout: ArenaLayout, device: LosablePool, host: HostStore | None, segment: Bytes | None
     ) -> None:
         self._name = name
+        self._device = device
         self._host = host
         self._segment = segment  # stays mapped for as long as a copy may touch it
         self._sites = Sites(layout, device, 0 if segment is None else segment.ctypes.data)
@@ -63,8 +64,9 @@ class CudaCopies:
 
     # what lanes carry out
 
-    def copy(self, batch: Batch) -> Finish:
-        """Copies every item's bytes between device and host."""
+    def copy(self, batch: Batch) -> Faults | Finish:
+        """Copies every item's bytes between device and host. A small batch that has the bus to itself has ended before
+        another thread would be awake to see it, so it is waited for here."""
         edge = batch[0].move
         if edge.dst is None:
             raise ValueError("a copy stream cannot retire slots")
@@ -79,7 +81,7 @@ class CudaCopies:
             self._traffic.settle(passage)
             return Faults()
 
-        return finish
+        return finish() if self._traffic.ends_soon(passage) else finish
 
     def write(self, batch: Batch) -> Finish:
         """See :func:`kvtierd.mover.diskio.write`. What cannot be fetched from the device fails alone."""
@@ -92,9 +94,9 @@ class CudaCopies:
         wanted = {place: (move.group, item.src) for place, move, item in copied if move.src is DEVICE}
         if not wanted:
             return diskio.store(batch, parts)
-        with self._buffer() as buffer:
-            load = Load(self._sites.layout, buffer, wanted)
+        with ExitStack() as holding:
             try:
+                load = Load(self._sites.layout, holding.enter_context(self._buffer()), wanted)
                 self._fill(load)
             except (CudaError, TierError) as error:
                 _log.warning("blocks could not be fetched from the device cache=%s why=%r", self._name, str(error))
@@ -187,8 +189,13 @@ class CudaCopies:
 
     @contextmanager
     def _buffer(self) -> Iterator[Buffer]:
-        """Staging memory for as long as it is needed."""
-        buffer = self._staging.take()
+        """Staging memory for as long as it is needed. Raises :class:`TierIOError` where there is none to be had."""
+        try:
+            buffer = self._staging.take()
+        except CudaError as error:
+            if isinstance(error, CudaLost):
+                self._device.lose(str(error))
+            raise TierIOError(0, f"no memory to stage copies in: {error}") from error
         try:
             yield buffer
         except Unaccounted:

@@ -13,10 +13,20 @@ LONGEST_S: Final = 1e-3
 _SHARE: Final = 8
 
 
+def soon(done: Callable[[], bool]) -> bool:
+    """Asks all the time, for a moment. Whether it was done by then."""
+    end = time.perf_counter() + SPIN_S
+    while not done():
+        if time.perf_counter() > end:
+            return False
+    return True
+
+
 def wait_until(done: Callable[[], bool]) -> None:
     """Asks all the time at first, then after sleeps of an eighth of the time waited so far, within bounds."""
     began = time.perf_counter()
+    if soon(done):
+        return
     while not done():
         waited = time.perf_counter() - began
-        if waited > SPIN_S:
-            time.sleep(min(LONGEST_S, max(SHORTEST_S, waited / _SHARE)))
+        time.sleep(min(LONGEST_S, max(SHORTEST_S, waited / _SHARE)))

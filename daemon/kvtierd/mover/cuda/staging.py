@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from queue import Empty, LifoQueue
+import threading
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
 
 from kvtier.abi.cuda.driver import Address, Driver
+from kvtier.abi.cuda.errors import CudaLost
 from kvtier.abi.spec import PAGE, padded
-from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.base import Bytes, TierIOError
 
 BUFFERS: Final = 4
 """One for the disk's writer, one for each of its two readers, and one whose bytes are still on their way to the device
@@ -28,44 +30,60 @@ class Buffer:
         self.memory.fill(0)
 
     def close(self) -> None:
-        self._driver.free_host(Address(self._allocated))
+        with suppress(CudaLost):  # of a lost device nothing can be given back
+            self._driver.free_host(Address(self._allocated))
 
 
 class Staging:
-    """At most :data:`BUFFERS` buffers of ``nbytes`` each, made when first wanted: who needs none takes none."""
+    """At most :data:`BUFFERS` buffers of ``nbytes`` each, made when first wanted: who needs none takes none.
+
+    For any thread. Raises :class:`~kvtier.abi.cuda.errors.CudaError`, and :class:`TierIOError` after :meth:`close`.
+    """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
-        self.nbytes: Final = nbytes
         self._driver = driver
-        self._slots: LifoQueue[Buffer | None] = LifoQueue()
-        for _ in range(BUFFERS):
-            self._slots.put(None)
+        self._nbytes = nbytes
+        self._changed = threading.Condition()
+        self._idle: list[Buffer] = []
+        self._to_make = BUFFERS
+        self._closed = False
 
     def take(self) -> Buffer:
-        """Waits for one that is free. Raises :class:`~kvtier.abi.cuda.errors.CudaError` where it cannot be made."""
-        buffer = self._slots.get()
-        if buffer is not None:
-            return buffer
+        """Waits for one that is free."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle or self._to_make or self._closed)
+            if self._closed:
+                raise TierIOError(0, "the cache is closed")
+            if self._idle:
+                return self._idle.pop()
+            self._to_make -= 1
         try:
-            return Buffer(self._driver, self.nbytes)
+            self._driver.bind()
+            return Buffer(self._driver, self._nbytes)
         except BaseException:
-            self._slots.put(None)
+            self.abandon()
             raise
 
     def give_back(self, buffer: Buffer) -> None:
         """Nothing copies to or from it any more."""
-        self._slots.put(buffer)
+        with self._changed:
+            if not self._closed:
+                self._idle.append(buffer)
+                self._changed.notify()
+                return
+        buffer.close()
 
     def abandon(self) -> None:
-        """One that was taken may be copied to or from for ever: another takes its place."""
-        self._slots.put(None)
+        """One that was taken may be copied to or from for ever, or could not be made: another takes its place."""
+        with self._changed:
+            self._to_make += 1
+            self._changed.notify()
 
     def close(self) -> None:
-        """Every buffer has been given back."""
-        while True:
-            try:
-                buffer = self._slots.get_nowait()
-            except Empty:
-                return
-            if buffer is not None:
-                buffer.close()
+        """What is still taken goes when it is given back."""
+        with self._changed:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            self._changed.notify_all()
+        for buffer in idle:
+            buffer.close()

@@ -15,7 +15,7 @@ from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtierd.mover.cuda.hazards import Hazards, Passage, Spot
 from kvtierd.mover.cuda.pagelocks import PageLocks
 from kvtierd.mover.cuda.plan import Rows
-from kvtierd.mover.cuda.polling import wait_until
+from kvtierd.mover.cuda.polling import soon, wait_until
 from kvtierd.mover.work import Unaccounted
 from kvtierd.tiers.base import TierIOError
 
@@ -97,6 +97,16 @@ class Traffic:
                 passage.recorded.set()
         return passage
 
+    def ends_soon(self, passage: Passage) -> bool:
+        """Waits for a moment, if nothing else is under way. Whether :meth:`settle` would return, or raise, at once."""
+        if self.under_way > 1:
+            return False
+        self._driver.bind()
+        try:
+            return soon(lambda: self._driver.done(passage.event))
+        except CudaError:
+            return True
+
     def settle(self, passage: Passage) -> None:
         """Returns when the batch is done. Raises what went wrong, when nothing of it runs any more, or
         :class:`Unaccounted`."""
@@ -111,12 +121,12 @@ class Traffic:
 
     def close(self) -> bool:
         """Gives streams and events back; nothing is issued any more. False: something is under way, and nothing has
-        been given back. Once is enough."""
+        been given back. Once is enough, more does nothing."""
         with ExitStack() as issuing:
             for way in self._ways.values():
                 issuing.enter_context(way.issuing)
-            if self.under_way:
-                return False
+            if self.under_way or self._closed:
+                return self._closed
             self._closed = True
         self._driver.bind()
         with suppress(CudaLost):  # they went with the device

@@ -1,0 +1,160 @@
+"""A cache's copies on the fake: records pass through staging without a stranger's bytes, failures stay where they are,
+and nothing is taken apart under a copy."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from kvtier.abi.cuda.driver import Direction, Driver
+from kvtier.abi.layout import ArenaIdentity, ArenaLayout
+from kvtierd.core.ids import SlotId, Tier
+from kvtierd.mover.cuda.copies import CudaCopies
+from kvtierd.mover.cuda.loads import Load
+from kvtierd.mover.cuda.sites import Stretch
+from kvtierd.mover.cuda.staging import BUFFERS, Buffer, Staging
+from kvtierd.mover.work import Unaccounted
+from kvtierd.tiers.arena import Arena
+from kvtierd.tiers.base import Bytes, TierIOError
+from kvtierd.tiers.cuda.pool import Gpu
+from kvtierd.tiers.cuda.store import CudaDevice
+from kvtierd.tiers.host import HostStore
+from tests.fake_cuda import load_fake
+from tests.fakes.cuda.bindings._settings import Failure
+from tests.unit.mover.rig import GROUP, SPEC, content, key
+
+SLOTS: Mapping[tuple[int, int], int] = {(0, Tier.DEVICE): 8, (0, Tier.HOST): 8}
+
+
+class Rig:
+    def __init__(self, **settings: object) -> None:
+        self.fake: ModuleType = load_fake(**{"max_delay_ms": 1, **settings})
+        self.gpu = Gpu(Driver(self.fake, "cuda"))
+        layout = ArenaLayout.plan(SPEC, SLOTS)
+        segment = self.gpu.create("rig", layout.data_bytes(Tier.DEVICE))
+        identity = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=1, pid=os.getpid())
+        self.arena = Arena.create("rig", layout, identity, segment)
+        self.device = CudaDevice(layout, segment)
+        self.copies = CudaCopies("rig", layout, self.device, HostStore(self.arena), self.arena.data(Tier.HOST))
+
+    def close(self) -> None:
+        assert self.copies.close()
+        self.arena.close()
+        self.gpu.close()
+        assert self.fake.fake_left() == {}
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def block(number: int) -> Bytes:
+    return np.concatenate(content(key(number)))
+
+
+def whole(slot: int) -> Stretch:
+    return Stretch(SlotId(slot), 0, SPEC.block_bytes(0))
+
+
+def test_bytes_put_from_afar_are_fetched_again_in_any_pieces(rig: Rig) -> None:
+    for slot in (0, 5):
+        rig.copies.put(GROUP, [whole(slot)], block(slot))
+    pool = SPEC.pool_bytes(0, 0)
+    across = Stretch(SlotId(5), pool - 100, pool + 100)  # the end of one pool and the beginning of the next
+    both = rig.copies.fetch(GROUP, [whole(0), across])
+    assert np.array_equal(both, np.concatenate([block(0), block(5)[pool - 100 : pool + 100]]))
+
+    rig.copies.put(GROUP, [across], np.full(200, 7, np.uint8))
+    expected = block(5)
+    expected[pool - 100 : pool + 100] = 7
+    assert np.array_equal(rig.copies.fetch(GROUP, [whole(5)])[: len(expected)], expected)
+
+
+def test_a_record_for_the_disk_has_zeros_between_its_parts(rig: Rig) -> None:
+    """Whatever was in the staging memory before, and whatever is beside the slot on the device."""
+    layout, buffer = rig.arena.layout, Buffer(rig.gpu.driver, 1 << 20)
+    buffer.memory.fill(0xEE)
+    load = Load(layout, buffer, {4: (GROUP, SlotId(2)), 9: (GROUP, SlotId(1))})
+    load.blank_padding()
+    for record in load.records().values():
+        for pool in layout.groups[0].pools:
+            (whole_record,) = record
+            assert whole_record.ctypes.data % 4096 == 0
+            padding = whole_record[pool.record_offset + pool.block_bytes : pool.record_offset + pool.padded_bytes]
+            assert not padding.any()
+    assert [one.place for one in load.numbered()] == [4, 9]
+    assert [one.number for one in load.numbered()] == [0, 1]
+    buffer.close()
+
+
+def test_records_that_do_not_fit_are_refused(rig: Rig) -> None:
+    buffer = Buffer(rig.gpu.driver, SPEC.record_bytes(0))
+    with pytest.raises(ValueError, match="the staging buffer has"):
+        Load(rig.arena.layout, buffer, {0: (GROUP, SlotId(0)), 1: (GROUP, SlotId(1))})
+    buffer.close()
+
+
+def test_staging_memory_is_made_when_wanted_and_used_again() -> None:
+    fake = load_fake()
+    driver = Driver(fake, "cuda")
+    staging = Staging(driver, 4096)
+    assert fake.fake_left() == {"contexts": 1}
+    first = staging.take()
+    staging.give_back(first)
+    again = staging.take()
+    assert again is first
+    others = [staging.take() for _ in range(BUFFERS - 1)]
+    assert fake.fake_left()["host allocations"] == BUFFERS
+    for buffer in (again, *others):
+        staging.give_back(buffer)
+    staging.close()
+    driver.close()
+    assert fake.fake_left() == {}
+
+
+def test_staging_memory_that_cannot_be_had_fails_one_copy_after_another() -> None:
+    rig = Rig(fail=[{"call": "cuMemHostAlloc", "code": "CUDA_ERROR_OUT_OF_MEMORY", "times": BUFFERS + 1}])
+    for _ in range(BUFFERS + 1):
+        with pytest.raises(TierIOError, match="OUT_OF_MEMORY"):
+            rig.copies.fetch(GROUP, [whole(0)])
+    rig.copies.put(GROUP, [whole(0)], block(1))
+    assert np.array_equal(rig.copies.fetch(GROUP, [whole(0)]), block(1))
+    rig.close()
+
+
+def test_what_may_still_be_written_to_is_said_and_its_memory_kept() -> None:
+    rig = Rig()
+    rig.fake.STATE.settings.fail.append(Failure("cuEventQuery", "CUDA_ERROR_INVALID_VALUE", times=0))
+    with pytest.raises(Unaccounted):
+        rig.copies.put(GROUP, [whole(0)], block(0))
+    with pytest.raises(TierIOError, match="nobody can say"):
+        rig.copies.fetch(GROUP, [whole(0)])
+    assert rig.device.lost is not None
+    assert not rig.copies._traffic.close()
+
+
+def test_a_close_waits_for_a_copy_and_refuses_the_next(rig: Rig) -> None:
+    gate = threading.Event()
+    stream = rig.copies._traffic._ways[Direction.TO_HOST].stream
+    rig.fake.fake_work(stream, gate.wait)
+    found: list[Bytes] = []
+    reading = threading.Thread(target=lambda: found.append(rig.copies.fetch(GROUP, [whole(3)])))
+    reading.start()
+    while not rig.copies._traffic.under_way:
+        pass
+    closing = threading.Thread(target=rig.copies.close)
+    closing.start()
+    gate.set()
+    closing.join(30)
+    reading.join(30)
+    assert len(found) == 1
+    with pytest.raises(TierIOError, match="closed"):
+        rig.copies.fetch(GROUP, [whole(3)])
