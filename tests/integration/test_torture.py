@@ -17,7 +17,7 @@ import pytest
 from kvtier import Tier, connect
 from kvtier.abi.layout import INDEXES_HERE
 from tests.integration.daemon import DaemonProcess
-from tests.integration.faulty_daemon import FAULTS
+from tests.integration.faulty_daemon import SEEN_BY_READERS
 from tests.integration.seeing import cache_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_crash import SEED
@@ -152,7 +152,7 @@ def test_every_byte_is_right_for_a_long_time(
     variant(short_dir, SEED + 1, parts=PARTS + PARTS, turns=200, ends=4, seconds=LONG_S, flags=flags)
 
 
-@pytest.mark.parametrize("fault", sorted(FAULTS))
+@pytest.mark.parametrize("fault", [fault.__name__ for fault in SEEN_BY_READERS])
 def test_a_planted_fault_is_found(short_dir: Path, fault: str) -> None:
     daemon = FaultyDaemon(short_dir, {Tier.HOST: SIZES[Tier.HOST]}, UNCHECKED)
     daemon.fault = fault

@@ -14,13 +14,15 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvtier import Tier
+from tests import devices
 from tests.integration.daemon import DaemonProcess
 from tests.integration.starting import environment
 from tests.integration.torture_blocks import SLOT_BYTES
 from tests.integration.torture_parts import CALL_S, Board, Script, board_bytes
 
-SIZES: Final = {Tier.HOST: 32 * SLOT_BYTES, Tier.DISK: 64 * SLOT_BYTES}
-"""Of 240 blocks that the parts put, 32 have room in memory, and 64 on disk below it."""
+_DEVICE: Final = {Tier.DEVICE: 16 * SLOT_BYTES} if devices.ON_CUDA else {}
+SIZES: Final = _DEVICE | {Tier.HOST: 32 * SLOT_BYTES, Tier.DISK: 64 * SLOT_BYTES}
+"""Of 240 blocks that the parts put, 32 have room in memory, and 64 on disk below it; on CUDA 16 above it."""
 _END_S: Final = 3 * CALL_S
 _LOOK_S: Final = 0.01
 
