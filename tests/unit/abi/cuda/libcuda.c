@@ -1,0 +1,84 @@
+/* A libcuda.so.1 that does nothing but say, on standard error, what NVIDIA's bindings have made of kvtier's calls. The
+   structures are those of NVIDIA's cuda.h. A few calls fail, as the test that reads this expects. */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#define SAYS(...) (fprintf(stderr, "%s ", __func__), fprintf(stderr, __VA_ARGS__), fputc('\n', stderr))
+
+typedef int Result;
+typedef unsigned long long Pointer;
+typedef void *Handle;
+typedef struct { int type, id; } Location;
+typedef struct { int type, handles; Location at; void *security; struct { unsigned char a, b; unsigned short c; unsigned char d[4]; } flags; } Properties;
+typedef struct { Location at; int flags; } Access;
+typedef struct { int order; Location source, target; unsigned flags; } Attributes;
+typedef struct { size_t x, y; int type; void *host; Pointer device; void *array; size_t pitch; } Side;
+typedef struct { Side source, target; size_t width, height; } Rows;
+
+Result cuInit(unsigned flags) { SAYS("%u", flags); return 0; }
+Result cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+Result cuDeviceGetCount(int *count) { *count = 2; return 0; }
+Result cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+Result cuDeviceGetUuid_v2(unsigned char *uuid, int device) { for (int i = 0; i < 16; i++) uuid[i] = 16 * device + i; return 0; }
+Result cuDeviceGetName(char *name, int length, int device) { snprintf(name, length, "Stub %d", device); return 0; }
+Result cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 11 ? 0x7fffffff : 1; SAYS("%d %d", attribute, device); return 0; }
+Result cuGetErrorString(int error, const char **text) { *text = "as the test asked"; return 0; }
+Result cuDevicePrimaryCtxRetain(Handle *context, int device) { *context = (Handle)0xc0; SAYS("%d", device); return 0; }
+Result cuDevicePrimaryCtxRelease_v2(int device) { SAYS("%d", device); return 0; }
+Result cuCtxSetCurrent(Handle context) { SAYS("%p", context); return 0; }
+Result cuCtxPushCurrent_v2(Handle context) { SAYS("%p", context); return 0; }
+Result cuCtxPopCurrent_v2(Handle *context) { *context = (Handle)0xc0; SAYS("."); return 0; }
+Result cuThreadExchangeStreamCaptureMode(int *mode) { SAYS("%d", *mode); *mode = 1; return 0; }
+Result cuMemGetInfo_v2(size_t *free, size_t *total) { *free = 5; *total = 9; return 0; }
+Result cuMemGetAllocationGranularity(size_t *bytes, const Properties *of, int option) { *bytes = 2 << 20; return of->type != 1 || option; }
+Result cuMemCreate(Pointer *handle, size_t size, const Properties *of, Pointer flags) { *handle = 77; SAYS("%zu type %d handles %d at %d %d flags %llu", size, of->type, of->handles, of->at.type, of->at.id, flags); return 0; }
+Result cuMemRelease(Pointer handle) { SAYS("%llu", handle); return 0; }
+Result cuMemAddressReserve(Pointer *address, size_t size, size_t alignment, Pointer hint, Pointer flags) { *address = 0x7000000000; SAYS("%zu %zu %llu %llu", size, alignment, hint, flags); return 0; }
+Result cuMemAddressFree(Pointer address, size_t size) { SAYS("%llx %zu", address, size); return 0; }
+Result cuMemMap(Pointer address, size_t size, size_t offset, Pointer handle, Pointer flags) { SAYS("%llx %zu %zu %llu %llu", address, size, offset, handle, flags); return 0; }
+Result cuMemUnmap(Pointer address, size_t size) { SAYS("%llx %zu", address, size); return 0; }
+Result cuMemSetAccess(Pointer address, size_t size, const Access *of, size_t count) { SAYS("%llx %zu at %d %d flags %d count %zu", address, size, of->at.type, of->at.id, of->flags, count); return 0; }
+Result cuMemExportToShareableHandle(void *fd, Pointer handle, int type, Pointer flags) { *(int *)fd = memfd_create("stub", 0); SAYS("%llu %d %llu", handle, type, flags); return 0; }
+Result cuMemImportFromShareableHandle(Pointer *handle, void *fd, int type) { *handle = 78; SAYS("%ld %d", (long)fd, type); return 0; }
+Result cuMemAlloc_v2(Pointer *address, size_t size) { *address = 0x7100000000; SAYS("%zu", size); return 0; }
+Result cuMemFree_v2(Pointer address) { SAYS("%llx", address); return 0; }
+Result cuMemHostRegister_v2(void *address, size_t size, unsigned flags) { SAYS("%p %zu %u", address, size, flags); return 0; }
+Result cuMemHostUnregister(void *address) { SAYS("%p", address); return 0; }
+Result cuMemHostAlloc(void **address, size_t size, unsigned flags) { *address = (void *)0x7200000000; SAYS("%zu %u", size, flags); return 0; }
+Result cuMemFreeHost(void *address) { SAYS("%p", address); return 0; }
+Result cuStreamCreate(Handle *stream, unsigned flags) { *stream = (Handle)0x51; SAYS("%u", flags); return 0; }
+Result cuStreamDestroy_v2(Handle stream) { SAYS("%p", stream); return 0; }
+Result cuEventCreate(Handle *event, unsigned flags) { *event = (Handle)0xe1; SAYS("%u", flags); return 0; }
+Result cuEventDestroy_v2(Handle event) { SAYS("%p", event); return 0; }
+Result cuEventRecord(Handle event, Handle stream) { SAYS("%p %p", event, stream); return 0; }
+Result cuEventQuery(Handle event) { static int asked; SAYS("%p", event); return asked++ ? 0 : 600; }
+Result cuStreamWaitEvent(Handle stream, Handle event, unsigned flags) { SAYS("%p %p %u", stream, event, flags); return 0; }
+Result cuMemcpyAsync(Pointer target, Pointer source, size_t size, Handle stream) { SAYS("%llx %llx %zu %p", target, source, size, stream); return size == 700 ? 700 : 0; }
+Result cuMemsetD8Async(Pointer target, unsigned char value, size_t size, Handle stream) { SAYS("%llx %d %zu %p", target, value, size, stream); return size == 4711 ? 4711 : 0; }
+
+static void side(const char *name, const Side *of) {
+    fprintf(stderr, " %s %d %p %llx %zu %zu %zu", name, of->type, of->host, of->device, of->pitch, of->x, of->y);
+}
+
+Result cuMemcpy2DAsync_v2(const Rows *rows, Handle stream) {
+    fprintf(stderr, "%s %zu %zu %p", __func__, rows->width, rows->height, stream);
+    side("from", &rows->source);
+    side("to", &rows->target);
+    fputc('\n', stderr);
+    return 0;
+}
+
+Result cuMemcpyBatchAsync_v2(Pointer *targets, Pointer *sources, size_t *sizes, size_t count, Attributes *attributes, size_t *firsts, size_t kinds, Handle stream) {
+    fprintf(stderr, "%s %p order %d flags %u firsts %zu of %zu:", __func__, stream, attributes->order, attributes->flags, firsts[0], kinds);
+    for (size_t i = 0; i < count; i++) fprintf(stderr, " %llx %llx %zu", targets[i], sources[i], sizes[i]);
+    fputc('\n', stderr);
+    return 0;
+}
+
+/* As it was in CUDA 12. */
+Result cuMemcpyBatchAsync(Pointer *targets, Pointer *sources, size_t *sizes, size_t count, Attributes *attributes, size_t *firsts, size_t kinds, size_t *failed, Handle stream) {
+    *failed = -1;
+    return cuMemcpyBatchAsync_v2(targets, sources, sizes, count, attributes, firsts, kinds, stream);
+}

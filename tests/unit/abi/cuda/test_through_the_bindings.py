@@ -1,0 +1,127 @@
+"""What arrives in NVIDIA's library of kvtier's calls, through the real bindings, and what comes back of its answers.
+
+The library is ``libcuda.c`` beside this: it does nothing but say what it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).with_name("libcuda.c")
+CALLS = """
+import os
+from kvtier.abi.cuda.driver import Address, Direction, Driver
+from kvtier.abi.cuda.errors import CudaError
+from kvtier.abi.cuda.memory import DeviceMemory
+
+def tell(*values):
+    os.write(2, (">" + " ".join(map(str, values)) + "\\n").encode())
+
+driver = Driver.open("GPU-10111213-1415-1617-1819-1a1b1c1d1e1f")
+tell(driver.ordinal, driver.name, *driver.memory(), driver.features.batch_copy, driver.features.max_pitch)
+driver.bind()
+made = DeviceMemory.create(driver, 3 << 20)
+shared = DeviceMemory.from_fd(driver, made.fd, 3 << 20)
+tell(made.fd, hex(made.address))
+shared.close()
+made.close()
+stream, event, plain, host = driver.stream(), driver.event(), driver.alloc(100), driver.alloc_host(100)
+driver.register(Address(0x64000), 8192)
+driver.unregister(Address(0x64000))
+driver.record(event, stream)
+tell(driver.done(event), driver.done(event))
+driver.wait(stream, event)
+driver.copy(plain, host, 8, stream)
+driver.copy_rows(plain, 512, host, 256, 128, 4, stream, direction=Direction.TO_DEVICE)
+driver.copy_rows(host, 512, plain, 256, 128, 4, stream, direction=Direction.TO_HOST)
+driver.copy_batch([(Address(0xFEDCBA9876543210), Address(0x10), 5)], stream)
+driver.copy_batch([(Address(n), Address(n + 0x100), n + 0x200) for n in (1, 2, 3)], stream)
+for refused in (lambda: driver.copy(plain, host, 700, stream), lambda: driver.fill(plain, 255, 4711, stream)):
+    try:
+        refused()
+    except CudaError as error:
+        tell(type(error).__name__, error)
+driver.drop_event(event)
+driver.drop_stream(stream)
+driver.free(plain)
+driver.free_host(host)
+driver.close()
+"""
+SAID = """\
+cuInit 0
+cuDeviceGetAttribute 41 1
+cuDeviceGetAttribute 102 1
+cuDeviceGetAttribute 103 1
+cuDeviceGetAttribute 91 1
+cuDeviceGetAttribute 11 1
+cuDevicePrimaryCtxRetain 1
+cuCtxPushCurrent_v2 0xc0
+cuThreadExchangeStreamCaptureMode 2
+cuThreadExchangeStreamCaptureMode 1
+cuCtxPopCurrent_v2 .
+>1 Stub 1 5 9 True 2147483647
+cuCtxSetCurrent 0xc0
+cuThreadExchangeStreamCaptureMode 2
+cuMemCreate 4194304 type 1 handles 1 at 1 1 flags 0
+cuMemExportToShareableHandle 77 1 0
+cuMemAddressReserve 4194304 2097152 0 0
+cuMemMap 7000000000 4194304 0 77 0
+cuMemSetAccess 7000000000 4194304 at 1 1 flags 3 count 1
+cuMemRelease 77
+cuMemImportFromShareableHandle 3 1
+cuMemAddressReserve 4194304 2097152 0 0
+cuMemMap 7000000000 4194304 0 78 0
+cuMemSetAccess 7000000000 4194304 at 1 1 flags 3 count 1
+cuMemRelease 78
+>3 0x7000000000
+cuMemUnmap 7000000000 4194304
+cuMemAddressFree 7000000000 4194304
+cuMemUnmap 7000000000 4194304
+cuMemAddressFree 7000000000 4194304
+cuStreamCreate 1
+cuEventCreate 2
+cuMemAlloc_v2 100
+cuMemHostAlloc 100 1
+cuMemHostRegister_v2 0x64000 8192 1
+cuMemHostUnregister 0x64000
+cuEventRecord 0xe1 0x51
+cuEventQuery 0xe1
+cuEventQuery 0xe1
+>False True
+cuStreamWaitEvent 0x51 0xe1 0
+cuMemcpyAsync 7100000000 7200000000 8 0x51
+cuMemcpy2DAsync_v2 128 4 0x51 from 1 0x7200000000 0 256 0 0 to 2 (nil) 7100000000 512 0 0
+cuMemcpy2DAsync_v2 128 4 0x51 from 2 (nil) 7100000000 256 0 0 to 1 0x7200000000 0 512 0 0
+cuMemcpyBatchAsync_v2 0x51 order 1 flags 1 firsts 0 of 1: fedcba9876543210 10 5
+cuMemcpyBatchAsync_v2 0x51 order 1 flags 1 firsts 0 of 1: 1 101 513 2 102 514 3 103 515
+cuMemcpyAsync 7100000000 7200000000 700 0x51
+>CudaLost cuMemcpyAsync: CUDA_ERROR_ILLEGAL_ADDRESS (700): as the test asked
+cuMemsetD8Async 7100000000 255 4711 0x51
+>CudaError cuMemsetD8Async: unknown (4711): an error that these bindings do not know
+cuEventDestroy_v2 0xe1
+cuStreamDestroy_v2 0x51
+cuMemFree_v2 7100000000
+cuMemFreeHost 0x7200000000
+cuDevicePrimaryCtxRelease_v2 1
+"""
+
+
+def test_every_call_arrives_as_it_was_meant(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler to make the library with")
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, SOURCE], check=True, timeout=60)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS], env=environment, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == SAID
+    assert done.returncode == 0
