@@ -83,8 +83,8 @@ async def _edges(here: GpuPlace, bare: Bare, rounds: int) -> AsyncIterator[Resul
 
 
 async def _one_way(here: GpuPlace, bare: Bare, edge: str, rounds: int) -> tuple[Paired, Paired, list[float]]:
-    """The same rounds by the clock of who calls, and by the daemon's batches, of which those that overlap count twice;
-    and seconds of one bare copy of all the bytes."""
+    """The same rounds by the clock of who calls, and by how long the daemon was copying; and seconds of one bare copy
+    of all the bytes."""
     busy: list[float] = []
     bus: list[float] = []
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Final, TypeVar
 
 from kvtier.abi.cuda.driver import Address, Copy, Driver, Event, Stream
-from kvtier.abi.cuda.errors import CudaUnavailable
+from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
 from kvtier.errors import KvtierError
 
 DOWN: Final = "device>host"
@@ -149,7 +149,7 @@ def bare_copies(device: str, piece_bytes: int, pieces: int) -> Iterator[Bare]:
     with ThreadPoolExecutor(1, "bare copies") as thread:
         driver = thread.submit(_bound, device).result()
         try:
-            bare = thread.submit(Bare, thread, driver, piece_bytes, pieces).result()
+            bare = thread.submit(_made, thread, driver, piece_bytes, pieces).result()
             try:
                 yield bare
             finally:
@@ -170,6 +170,13 @@ def _bound(device: str) -> Driver:
             driver.close()
         raise
     return driver
+
+
+def _made(thread: ThreadPoolExecutor, driver: Driver, piece_bytes: int, pieces: int) -> Bare:
+    try:
+        return Bare(thread, driver, piece_bytes, pieces)
+    except CudaError as error:
+        raise KvtierError(f"bare copies cannot be made: {error}", reason="BENCH") from error
 
 
 def _scattered(target: Address, source: Address, piece_bytes: int, pieces: int) -> list[Copy]:

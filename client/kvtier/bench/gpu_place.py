@@ -84,7 +84,7 @@ class GpuPlace:
         self.below, self.above = self.above, self.below
 
     async def one_way(self, edge: str) -> tuple[float, float]:
-        """Seconds until a chain is on the other side, and seconds that the daemon's batches took; then it goes back."""
+        """Seconds until a chain is on the other side, and seconds that the daemon was copying it; then it goes back."""
         chain, to, back = (self.above, Tier.HOST, Tier.DEVICE) if edge == DOWN else (self.below, Tier.DEVICE, Tier.HOST)
         bytes_before, ns_before = await self.copied(edge)
         seconds = await timed(self.move(chain, to))
@@ -95,7 +95,7 @@ class GpuPlace:
         return seconds, (ns_after - ns_before) / 1e9
 
     async def copied(self, edge: str) -> tuple[int, int]:
-        """Bytes, and nanoseconds that batches took, since the cache was opened."""
+        """Bytes, and nanoseconds in which they were copied, since the cache was opened."""
         (cache,) = (await self._client.stats()).caches
         return next(((each.bytes, each.copy_ns) for each in cache.edges if each.edge == edge), (0, 0))
 

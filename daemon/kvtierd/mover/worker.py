@@ -110,10 +110,15 @@ class Hand:
 
 
 class Finisher(Hand):
-    """Does the second halves of a worker's batches, in order."""
+    """Does the second halves of a worker's batches, in order.
+
+    Where batches overlap, the later one's time is counted from the end of the one before: whatever does them does one
+    after another, and the times of a lane add up to how long it was busy.
+    """
 
     def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
         super().__init__(name, post, exited)
+        self._ended_ns = 0
         self._queue: Queue[tuple[Batch, Finish, int] | None] = Queue(maxsize=1)
 
     def put(self, batch: Batch, finish: Finish, started_ns: int) -> None:
@@ -131,7 +136,9 @@ class Finisher(Hand):
 
     def _finish(self, batch: Batch, finish: Finish, started_ns: int) -> None:
         self.busy_since_ns = time.monotonic_ns()
-        self._report(batch, self._attempt(batch, finish), started_ns)
+        faults = self._attempt(batch, finish)
+        turn_ns, self._ended_ns = max(started_ns, self._ended_ns), time.monotonic_ns()
+        self._report(batch, faults, turn_ns)
 
 
 class Worker(Hand):

@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
@@ -327,14 +328,17 @@ async def test_a_batch_begins_while_the_one_before_is_finished(
         return finish
 
     edges = make_edges([Lane("test-halves", (DOWN,), 1, 1, begin, halves=True)])
+    started_ns = time.monotonic_ns()
     for number in (1, 2, 3):
         edges.submit(runtime, numbered(number, [number]))
 
     assert [await asyncio.to_thread(begun.get, timeout=30) for _ in range(3)] == [1, 2, 3]
     assert finished.empty()
     assert desk.results == []
+    await asyncio.sleep(0.01)  # for so long at least all three are under way
     durable.set()
     await edges.idle()
+    busy_ns = time.monotonic_ns() - started_ns
 
     assert [finished.get_nowait() for _ in range(3)] == [1, 2, 3]
     assert [(result.id, result.failed) for result in desk.results] == [
@@ -342,3 +346,4 @@ async def test_a_batch_begins_while_the_one_before_is_finished(
         (2, frozenset([0])),
         (3, frozenset()),
     ]
+    assert 10_000_000 <= sum(result.copy_ns for result in desk.results) <= busy_ns
