@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from kvtier import AsyncClient, Tier, connect
+from kvtier import AsyncClient, BlockResult, Cursor, DeviceLost, Tier, TierFull, TierOffline, connect
 from kvtier.abi import attach
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import calls, supervised_gpu_daemon
 from tests.integration.raw import attached, close_all
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_gpu_pool import committed, device_generations, mapped, residency
-from tests.integration.waiting import eventually
+from tests.integration.waiting import PATIENCE_S, eventually
 
-DEVICE, HOST, DISK = 4, 8, 16
+DEVICE, HOST, DISK = 4, 8, 64
 ON_GPU: Final = chain("on the GPU", DEVICE - 1)
 ON_HOST: Final = chain("on the host", 3)
 ECC: Final = "CUDA_ERROR_ECC_UNCORRECTABLE"
@@ -92,3 +93,58 @@ async def test_an_idle_gpu_is_found_lost_and_a_restart_brings_fresh_memory(
     assert "cuMemCreate" in made and "cuMemImportFromShareableHandle" not in made
     assert await asyncio.to_thread(daemon.stop) == 0
     assert "Traceback" not in daemon.log
+
+
+async def test_traffic_goes_on_the_events_stay_exact_and_a_restart_finds_what_host_and_disk_held(
+    daemon: SupervisedDaemon, gpu: Gpu
+) -> None:
+    """Copies between all tiers are under way when it happens. Every call ends, well or with the loss."""
+    async with await connect(daemon.address) as client, client.mirror(["c"]) as mirror:
+        cache = await client.open_cache("c", SPEC)
+        chains = [chain(f"traffic {number}", 3) for number in range(12)]
+        over = asyncio.Event()
+        refused: Counter[Tier] = Counter()
+
+        async def use(number: int) -> None:
+            turn = number
+            while not over.is_set():
+                turn += 5
+                keys, tier = chains[turn % len(chains)], (Tier.DEVICE, Tier.HOST)[turn % 2]
+                try:
+                    await cache.put(keys, blocks(keys), tier=tier, timeout=PATIENCE_S)
+                    found = await cache.get(keys, tier=tier, timeout=PATIENCE_S)
+                    assert_bytes(keys[: len(found)], found)
+                except DeviceLost:
+                    refused[tier] += 1
+                except (TierFull, TierOffline):  # a block's copy failed on the way to the host
+                    pass
+
+        users = [asyncio.create_task(use(number)) for number in range(4)]
+        await eventually(client.stats, lambda stats: stats.last_event_id > 200)
+        gpu.lose()
+        await lost(client)
+        told = (await client.stats()).last_event_id
+        await eventually(client.stats, lambda stats: stats.last_event_id > told + 50)
+        over.set()
+        async with asyncio.timeout(3 * PATIENCE_S):
+            await asyncio.gather(*users)
+        assert set(refused) == {Tier.DEVICE}
+        stats = await client.stats()
+        async with asyncio.timeout(PATIENCE_S):
+            await mirror.synced(Cursor(stats.epoch, stats.last_event_id))
+        assert mirror.resyncs == 0
+        listed = {block.key: block.residency async for block in cache.blocks()}
+        assert not any(residency & 1 for residency in listed.values())
+        prefixes = {n: next((i for i, key in enumerate(keys) if key not in listed), 3) for n, keys in enumerate(chains)}
+        assert {n: mirror.longest_prefix(keys) for n, keys in enumerate(chains)} == prefixes
+        assert any(prefixes.values())
+        assert await cache.move(list(listed), Tier.DISK) == [BlockResult.OK] * len(listed)
+
+        gpu.mend()
+        await asyncio.to_thread(daemon.upgrade)
+        await eventually(client.stats, lambda stats: stats.boot == 2)
+        again = await client.open_cache("c", SPEC)
+        for number, keys in enumerate(chains):
+            assert (await again.match(keys)).blocks == prefixes[number]
+            assert_bytes(keys[: prefixes[number]], await again.get(keys, tier=Tier.DEVICE))
+    assert await asyncio.to_thread(daemon.stop) == 0
