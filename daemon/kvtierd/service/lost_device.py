@@ -11,9 +11,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from kvtierd.core.events import Cause
 from kvtierd.core.ids import CacheId, Tier
@@ -80,7 +80,7 @@ class LostDevice:
         self._tell: Final = tell
         self._prober: Final = Prober(device)
         self._given_up: set[CacheId] = set()
-        self._unfinished: list[Awaitable[None]] = []
+        self._unfinished: list[Coroutine[Any, Any, None]] = []
         """Of caches of which nothing is given out there any more: the rest of their loss."""
         self._epoch_due = False
         self._epoch_fault: str | None = None
@@ -101,6 +101,8 @@ class LostDevice:
         if self._losing is not None:
             self._losing.cancel()
             await asyncio.wait([self._losing], timeout=STOP_S)
+        while self._unfinished:
+            self._unfinished.pop().close()
 
     def problems(self) -> Iterator[str]:
         """For people."""
