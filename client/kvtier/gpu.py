@@ -83,7 +83,7 @@ class Gpu:
         Only within a run may the host memory of several copies be taken as one: what was page-locked apart stays apart
         to the driver, even where one range ends at the other's first byte.
         """
-        with failing("copying to or from slots"):
+        with failing("copying to or from slots"), self.driver.visit():
             lane = self._lanes.pop() if self._lanes else _Lane(self.driver.stream(), self.driver.event())
             try:
                 for dst, src, nbytes in chain.from_iterable(map(joined, runs)):

@@ -235,6 +235,21 @@ def test_a_thread_that_is_not_bound_works_and_keeps_its_own_context(fake: Module
     assert seen == [0xC0_0001, None]
 
 
+def test_a_visit_ends_as_it_began(fake: ModuleType, driver: Driver) -> None:
+    other = Driver(fake, "cuda:1")
+    stream = driver.stream()
+    with other.visit():
+        assert fake.cuThreadExchangeStreamCaptureMode(2)[1] == 2
+        with other.visit(), pytest.raises(CudaError, match="INVALID_HANDLE"):
+            other.record(other.event(), stream)  # of the other device's context
+    assert int(fake.cuCtxPopCurrent()[1]) == 0xC0_0000
+    driver_of_nobody = Driver(fake, "cuda")
+    with driver_of_nobody.visit():
+        driver_of_nobody.drop_event(driver_of_nobody.event())
+    assert fake.cuCtxPopCurrent()[1] is None
+    fake.cuCtxSetCurrent(0xC0_0000)
+
+
 def test_a_lost_device_fails_every_call(tmp_path: Path) -> None:
     lost = tmp_path / "lost"
     driver = Driver(load_fake(lost=lost), "cuda")
