@@ -13,7 +13,7 @@ import numpy as np
 from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.reading import Copying, Reader
-from kvtier.tensors import Bytes, Row, Rows
+from kvtier.tensors import Bytes, DeviceBytes, Row, Rows
 from kvtier.types import Tier
 from kvtier.wire import Keys, packed_keys
 
@@ -71,6 +71,14 @@ class Loading:
         if self._copying is not None:
             self._copying.copy(self._rows)
             self.rows = list(self._rows[: self._copying.blocks])
+
+    def left(self, out: transfer.Blocks, count: int) -> transfer.Blocks:
+        """The targets after the first ``count``, for another get: those on a GPU as they were taken for this one, which
+        the caller's stream had reached then."""
+        if self.targets is None or not any(isinstance(target, DeviceBytes) for target in self.targets):
+            return out[count:]
+        pairs = zip(out[count:], self.targets[count:], strict=True)
+        return [target if isinstance(target, DeviceBytes) else block for block, target in pairs]
 
     @property
     def done(self) -> bool:

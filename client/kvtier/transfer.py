@@ -122,6 +122,9 @@ def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) 
     targets: list[Row] = []
     after = _Reached(gpu)
     for index, block in enumerate(out):
+        if isinstance(block, DeviceBytes):
+            targets.append(block)
+            continue
         may_be = tensors.is_tensor(block) or (tensors.is_cuda_array(block) and tensors.is_writable(block))
         there = after.on_gpu(block) if may_be else None
         if there is not None:

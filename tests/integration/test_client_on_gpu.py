@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import tempfile
 import threading
+import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,8 +23,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvtier import AsyncClient, BlockResult, Cache, CallerError, Client, DeviceError, Tier, TierFull, connect
+from kvtier import (
+    AsyncClient,
+    BlockResult,
+    Cache,
+    CallerError,
+    Client,
+    ClientClosed,
+    DeviceError,
+    Tier,
+    TierFull,
+    connect,
+)
 from kvtier.abi.cuda import driver as cuda_driver
+from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
 from kvtier.fences import PASSED, Stream
 from kvtier.gpu import Gpu
@@ -203,6 +217,45 @@ async def test_where_it_cannot_be_mapped_the_reason_is_told_and_the_rest_goes_on
             assert_bytes(OTHERS, await cache.get(OTHERS))
 
 
+class Array:
+    """An array of this process on its GPU, of one block."""
+
+    def __init__(self, cache: Cache, content: NDArray[np.uint8] | None = None) -> None:
+        gpu = cache.gpu(Tier.DEVICE)
+        assert gpu is not None
+        self.memory = DeviceMemory.create(gpu.driver, BLOCK_BYTES)
+        self.address = int(self.memory.address)
+        self.nbytes = BLOCK_BYTES
+        if content is not None:
+            touch([self], content, read=False)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (BLOCK_BYTES,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    @property
+    def bytes(self) -> NDArray[np.uint8]:
+        row = np.empty(BLOCK_BYTES, dtype=np.uint8)
+        touch([self], row, read=True)
+        return row
+
+
+async def test_arrays_on_the_gpu_go_in_and_come_out(daemon: DaemonProcess, cache: Cache) -> None:
+    assert await cache.put(KEYS, [Array(cache, block(key)) for key in KEYS], tier=Tier.DEVICE) == OK
+    out = [Array(cache) for _ in KEYS]
+    found = await cache.get(KEYS, out, tier=Tier.DEVICE)
+    assert all(one is other for one, other in zip(found, out, strict=True))
+    assert_bytes(KEYS, [each.bytes for each in out])
+    with Client(daemon.address) as calls:
+        same = calls.open_cache(cache.name, SPEC)
+        assert same.put(OTHERS, [Array(cache, block(key)) for key in OTHERS], tier=Tier.DEVICE) == OK
+        out = [Array(cache) for _ in range(4)]
+        longer = [*OTHERS, chain("nobody has it", 1)[0]]
+        found = same.get(longer, out, tier=Tier.DEVICE)
+        assert all(one is other for one, other in zip(found, out[:3], strict=True))
+        assert_bytes(OTHERS, [each.bytes for each in found])
+
+
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +350,73 @@ async def test_host_leases_wait_for_no_kernel(fake: ModuleType, cache: Cache) ->
     assert await lease.commit(KEYS[:1], stream=kernels.stream) == [BlockResult.OK]
     await lease.release(stream=kernels.stream)
     kernels.go()
+
+
+async def read_while_held(
+    daemon: DaemonProcess, name: str, hold: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
+) -> list[NDArray[np.uint8]]:
+    """What a get without a lease finds where its copy begins when its slots are somebody else's already."""
+    fake = use(load_fake(hold=hold), monkeypatch)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache(name, SPEC, budgets=BUDGETS)
+        assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
+        await asyncio.to_thread(hold.touch)
+        try:
+            if not waits:
+                monkeypatch.setattr(Gpu, "wait", staticmethod(lambda passed: None))
+            getting = asyncio.create_task(cache.get(KEYS, tier=Tier.DEVICE))
+            if waits:
+                await eventually(lambda: asyncio.to_thread(begun, fake), bool)
+            else:
+                await getting
+            assert (await cache.drop(KEYS[:1])).results == [BlockResult.OK]
+            taken = await cache.reserve(8, Tier.DEVICE)
+            for index in range(8):
+                touch(taken.view(index), np.full(BLOCK_BYTES, 0xEE, np.uint8), read=False)
+        finally:
+            await asyncio.to_thread(hold.unlink)
+        found = await getting
+        await eventually(lambda: asyncio.to_thread(begun, fake), lambda under_way: not under_way)
+        await taken.release(stream=PASSED)
+        return found
+
+
+def begun(fake: ModuleType) -> bool:
+    """Whether copies of this process wait in a stream."""
+    return any(stream._work for stream in fake.STATE.streams.values())
+
+
+async def test_a_get_compares_generations_when_the_bytes_have_come(
+    daemon: DaemonProcess, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await read_while_held(daemon, name, tmp_path / "hold", monkeypatch, waits=True) == []
+
+
+async def test_a_get_that_did_not_wait_would_give_other_bytes_for_the_blocks(
+    daemon: DaemonProcess, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = await read_while_held(daemon, name, tmp_path / "hold", monkeypatch, waits=False)
+    assert len(found) == 3
+    assert not right(found, KEYS)
+
+
+def test_a_forked_child_is_told_so_and_touches_no_cuda(fake: ModuleType, daemon: DaemonProcess, name: str) -> None:
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=BUDGETS)
+        lease = cache.reserve(1, Tier.DEVICE)
+        for call in (lease.release, lambda: cache.release(lease), cache.fence, cache.release_all):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+                child = os.fork()
+            if child == 0:
+                try:
+                    call()
+                except ClientClosed as error:
+                    os._exit(0 if error.reason == "FORKED" else 2)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        lease.release()
 
 
 def test_the_synchronous_client_keeps_the_same_order(fake: ModuleType, daemon: DaemonProcess, name: str) -> None:

@@ -12,7 +12,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.across import AcrossBlocks
 from kvtier.answers import AcrossMatch
 from kvtier.errors import KvtierError
-from kvtier.fences import Stream, fence_of
+from kvtier.fences import Stream
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
 from kvtier.sync.lease import ReadLease
@@ -67,7 +67,7 @@ class AcrossLease:
     def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives the slots of all groups back, in one call; nothing, where that was done before. ``stream``: see
         :meth:`kvtier.Cache.release`."""
-        fence = fence_of((part for part in self.inner.groups if not part.released), stream)
+        fence = self._thread.fence(self.inner.groups, stream)
         self._thread.run(lambda: self.inner.release(stream=fence, timeout=timeout))
 
     def __enter__(self) -> Self:

@@ -13,7 +13,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
 from kvtier.arena import Arena
 from kvtier.errors import ClientClosed
-from kvtier.fences import Fence, Stream, fence_of
+from kvtier.fences import Fence, Stream
 from kvtier.loading import Loading
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
@@ -198,11 +198,12 @@ class Cache:
     def release(self, *leases: Lease[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
         held = [lease.inner for lease in leases]
-        fence = fence_of((lease for lease in held if not lease.released), stream)
+        fence = self._thread.fence(held, stream)
         self._thread.run(lambda: self._inner.release(*held, stream=fence, timeout=timeout))
 
     def fence(self, stream: Stream | None = None) -> Fence:
         """The point that a stream has reached: see :meth:`kvtier.Cache.fence`."""
+        self._thread.require_usable()
         return self._inner.fence(stream)
 
     # -- placement -------------------------------------------------------------------------------------------------
@@ -328,8 +329,9 @@ class Cache:
             transfer.deliver_here(filled, load.rows)
         if load.done:
             return filled
-        left, into = load.packed[count * KEY_BYTES :], None if out is None else out[count:]
-        return filled + self._thread.run(lambda: self._inner.get(left, into, tier=tier, timeout=timeout))
+        left, into = load.packed[count * KEY_BYTES :], None if out is None else load.left(out, count)
+        rest = self._thread.run(lambda: self._inner.get(left, into, tier=tier, timeout=timeout))
+        return [*filled, *(rest if out is None else out[count : count + len(rest)])]
 
     def stream_get(
         self,
@@ -346,13 +348,13 @@ class Cache:
     def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
         ``stream``: see :meth:`kvtier.Cache.release`."""
-        fence = self._inner.fence(stream)
+        fence = self.fence(stream)
         self._thread.run(lambda: self._inner.close(stream=fence, timeout=timeout))
 
     def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives back every lease that this object granted and that is still held. ``stream``: see
         :meth:`kvtier.Cache.release`."""
-        fence = self._inner.fence(stream)
+        fence = self.fence(stream)
         self._thread.run(lambda: self._inner.release_all(stream=fence, timeout=timeout))
 
     # -- inside ----------------------------------------------------------------------------------------------------

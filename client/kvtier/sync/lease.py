@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvtier import lease as inner
 from kvtier.arena import Arena
 from kvtier.errors import KvtierError
-from kvtier.fences import Stream, fence_of
+from kvtier.fences import Stream
 from kvtier.memory import Memory, View
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention
@@ -81,7 +81,7 @@ class Lease(Generic[L]):
 
     def release(self, *, stream: Stream | None = None) -> None:
         """Gives the slots back: see :meth:`kvtier.lease.Lease.release`."""
-        fence = fence_of([self.inner], stream)
+        fence = self._thread.fence([self.inner], stream)
         self._thread.run(lambda: self.inner.release(stream=fence))
 
     def __enter__(self) -> Self:
@@ -117,7 +117,7 @@ class WriteLease(Lease[inner.WriteLease]):
         timeout: float | None = None,
     ) -> list[BlockResult]:
         """See :meth:`kvtier.lease.WriteLease.commit`."""
-        packed, fence = packed_keys(keys), fence_of([self.inner], stream)
+        packed, fence = packed_keys(keys), self._thread.fence([self.inner], stream)
         return self._thread.run(
             lambda: self.inner.commit(
                 packed,
@@ -154,7 +154,7 @@ class ReadLease(Lease[inner.ReadLease]):
 
     def trim(self, blocks: int, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """See :meth:`kvtier.lease.ReadLease.trim`."""
-        fence = fence_of([self.inner], stream)
+        fence = self._thread.fence([self.inner], stream)
         self._thread.run(lambda: self.inner.trim(blocks, stream=fence, timeout=timeout))
 
     @property

@@ -11,12 +11,14 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextvars import copy_context
 from typing import Any, Final, Generic, TypeVar
 
 from kvtier import transfer
 from kvtier.errors import ClientClosed, KvtierError
+from kvtier.fences import Fence, Stream, fence_of
+from kvtier.lease import Lease
 from kvtier.session import require_timeout
 
 T = TypeVar("T")
@@ -64,13 +66,21 @@ class LoopThread:
             require_timeout(timeout)
         return not self._stopping and os.getpid() == self._pid
 
+    def fence(self, leases: Iterable[Lease], stream: Stream | None) -> Fence:
+        """As :func:`kvtier.fences.fence_of`: here, since the loop's thread has other current streams.
+
+        Raises also :class:`ClientClosed`, as :meth:`run` does.
+        """
+        self.require_usable()
+        return fence_of((lease for lease in leases if not lease.released), stream)
+
     def run(self, work: Work[T], undo: Callable[[T], Coroutine[Any, Any, None]] | None = None) -> T:
         """The coroutine's result, awaited on the loop.
 
         A caller that is interrupted (Ctrl-C) cancels it and waits until it has ended; a result that came all the same
         is given to ``undo``. Raises :class:`ClientClosed` after :meth:`stop` and in a forked child.
         """
-        self._require_usable()
+        self.require_usable()
         call = Call(self._loop, work, undo)
         try:
             self._begin(call)
@@ -128,7 +138,8 @@ class LoopThread:
         farewell = await self._farewell
         await farewell()
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
+        """Raises :class:`ClientClosed` in a forked child and in the loop's own thread."""
         if self.forked:
             message = f"the client belongs to process {self._pid}; a forked child must make its own"
             raise ClientClosed(message, reason="FORKED")
