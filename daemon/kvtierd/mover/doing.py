@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvtierd.core.ids import CacheId, LeaseId, SessionId
 from kvtierd.mover.work import Unaccounted
@@ -17,9 +18,14 @@ Holder = SessionId | tuple[CacheId, LeaseId]
 """Whose slots a thread is at: it may be looked for by the session or by the lease."""
 
 
+THREADS: Final = 4
+"""Of their own: should the device hang, and they with it, others still find threads."""
+
+
 class Doing:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvtierd-slot-bytes")
         self._under_way: Counter[Holder] = Counter()
         self._afterwards: defaultdict[Holder, list[Callable[[], None]]] = defaultdict(list)
         self._threads: set[asyncio.Future[Any]] = set()
@@ -27,7 +33,7 @@ class Doing:
     async def run(self, holders: Sequence[Holder], work: Callable[[], T]) -> T:
         """``work`` in a thread. It goes on whatever becomes of the caller; if it is :class:`Unaccounted`, for ever."""
         self._under_way.update(holders)
-        doing = self._loop.run_in_executor(None, work)
+        doing = self._loop.run_in_executor(self._pool, work)
         self._threads.add(doing)
         doing.add_done_callback(partial(self._done, holders))
         return await asyncio.shield(doing)
@@ -41,14 +47,18 @@ class Doing:
         return True
 
     async def idle(self) -> None:
-        """Returns when nothing is under way."""
+        """Returns when no thread is at anything."""
         while self._threads:
             await asyncio.wait(self._threads)
 
+    def close(self) -> None:
+        """No thread is begun any more; those that are there end with what they do."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def _done(self, holders: Sequence[Holder], doing: asyncio.Future[Any]) -> None:
-        if isinstance(doing.exception(), Unaccounted):
-            return
         self._threads.discard(doing)
+        if doing.cancelled() or isinstance(doing.exception(), Unaccounted):
+            return
         self._under_way.subtract(holders)
         for holder in holders:
             if not self._under_way[holder]:

@@ -462,6 +462,7 @@ class Engine:
             settled = True
         except TimeoutError:
             settled = False
+        self._doing.close()
         stopped = await self._carrier.edges.stop()
         for cache in self._carrier.caches.values():
             cache.removed = True
