@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,14 @@ async def residency(raw: RawClient, cache_id: int, keys: list[bytes]) -> list[in
     return list((await raw.call(raw.stubs.blocks.Locate, request)).residency)
 
 
-@pytest.fixture
-def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
-    process = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
-    process.start()
-    yield process
-    process.stop()
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    """Shared by those who only look: all of it is one cache's, "c"."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as home:
+        process = gpu_daemon(Path(home), sizes(device=DEVICE, host=HOST))
+        process.start()
+        yield process
+        process.stop()
 
 
 @pytest.fixture
@@ -140,9 +143,8 @@ async def test_a_cache_that_goes_gives_its_memory_back(short_dir: Path) -> None:
     assert not_given_back(short_dir, pid) == {}
 
 
-@pytest.mark.parametrize("feature", ["vmm", "posix_fd"])
-async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir: Path, feature: str) -> None:
-    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), gpu={"features_off": [feature]})
+async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir: Path) -> None:
+    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), gpu={"features_off": ["vmm"]})
     daemon.start()
     pid = daemon.pid
     async with attached(daemon.address) as raw:
@@ -247,6 +249,37 @@ async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir:
         second = await client.open_cache("second", SPEC, budgets=sizes(device=DEVICE))
         assert second.slots(Tier.DEVICE) == DEVICE
     daemon.stop()
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [{"memory": GPU_BYTES - 1}, {"fail": [{"call": "cuMemCreate", "code": "CUDA_ERROR_UNKNOWN", "times": 0}]}],
+    ids=["taken", "fails"],
+)
+async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_dir: Path, gpu: dict[str, Any]) -> None:
+    daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST, disk=16))
+    daemon.start()
+    keys = chain("kept", 3)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        await cache.move(keys, Tier.DISK)
+    daemon.stop()
+    daemon.variables |= fake_gpu(**gpu)
+    daemon.start()
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c")
+        assert cache.tiers == (Tier.HOST, Tier.DISK)
+        assert_bytes(keys, await cache.get(keys))
+    assert "cache is opened without its device tier" in daemon.log
+    daemon.terminate()
+    assert daemon.ended() == 0
+    daemon.variables |= fake_gpu()
+    daemon.start()
+    async with await connect(daemon.address) as client:
+        assert (await client.open_cache("c")).tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
+    daemon.terminate()
+    assert daemon.ended() == 0
 
 
 async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir: Path) -> None:

@@ -31,7 +31,7 @@ from kvtierd.service.keeping import About, Keeper, KeptArena
 from kvtierd.service.options import CacheOptions
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import NotAdoptable, TierIOError
+from kvtierd.tiers.base import DeviceIOError, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment, Gpu
 from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.device import Chaos, StandInDevice
@@ -277,7 +277,7 @@ def _copies(
     try:
         return CudaCopies(plan.name, arena.layout, device, host, segment)
     except CudaError as error:
-        raise TierIOError(0, f"cache {plan.name}: no streams to be had: {error}") from error
+        raise DeviceIOError(f"cache {plan.name}: no streams to be had: {error}") from error
 
 
 def _past(plan: Plan) -> PastOptions | None:

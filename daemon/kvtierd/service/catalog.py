@@ -34,7 +34,7 @@ from kvtierd.service.keeping import About
 from kvtierd.service.options import CacheOptions, Wanted, require_same
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Shared
-from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierIOError
+from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierConfigError, TierIOError
 from kvtierd.tiers.disk import StoredCache
 
 T = TypeVar("T")
@@ -339,12 +339,26 @@ class Catalog:
 
     async def _load(self, plan: Plan) -> None:
         try:
-            await self._make(plan)
+            try:
+                await self._make(plan)
+            except (NoDeviceMemory, DeviceIOError) as error:
+                await self._load_without_device(plan, str(error))
         except (DamagedDirectory, TierIOError) as error:
             if not plan.stored:
                 raise
             self._left_out[plan.name] = str(error)
             self._announce_gone({plan.name} & self._stores.remembered.names)
+
+    async def _load_without_device(self, plan: Plan, why: str) -> None:
+        """Somebody else may have taken the GPU's memory since the life before: the other tiers are no worse for it. Its
+        share of the device tier is remembered for the next start where there is a disk to remember it by."""
+        rest: Slots = {tier: counts for tier, counts in plan.slots.items() if tier is not Tier.DEVICE}
+        _log.warning("cache is opened without its device tier name=%s why=%r", plan.name, why)
+        if not rest:
+            self._announce_gone({plan.name})
+            return
+        self._stores.budgets.take(plan.spec, rest)
+        await self._make(replace(plan, slots=rest))
 
     async def loaded(self) -> None:
         """Returns when every cache of the life before is open, or left out."""

@@ -77,12 +77,23 @@ class TierConfigError(TierError):
         self.limit = limit
 
 
+class NoDeviceMemory(TierConfigError):
+    """The GPU has too little memory free for a cache."""
+
+
 class TierIOError(TierError):
     """The medium failed. ``errno`` is the system's, 0 where it gave none."""
 
     def __init__(self, errno: int, message: str) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+class DeviceIOError(TierIOError):
+    """The GPU failed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(0, message)
 
 
 class NotAdoptable(TierError):

@@ -53,11 +53,14 @@ def uuid_name(uuid: bytes) -> str:
 def load_bindings() -> Any:
     """``cuda.bindings.driver``. Raises :class:`CudaUnavailable`."""
     try:
-        return importlib.import_module("cuda.bindings.driver")
+        bindings = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise CudaUnavailable(
             f"NVIDIA's Python bindings cannot be imported ({error}): pip install 'kvtier[cuda]'"
         ) from error
+    if not hasattr(bindings, "cuMemcpyBatchAsync"):
+        raise CudaUnavailable("NVIDIA's Python bindings are older than 12.8: pip install --upgrade 'kvtier[cuda]'")
+    return bindings
 
 
 def find(bindings: Any, device: str) -> Found:
@@ -124,8 +127,6 @@ def _described(bindings: Any, ordinal: int) -> Found:
 
 
 def _has_batch_copy(bindings: Any, driver_version: int) -> bool:
-    if not hasattr(bindings, "cuMemcpyBatchAsync"):
-        return False
     # What tells the two forms apart without a driver: 12's also answers at which copy it failed.
     major = 12 if "failIdx" in (bindings.cuMemcpyBatchAsync.__doc__ or "").split("Returns\n")[-1] else 13
     return driver_version >= _BATCH_COPY[major]

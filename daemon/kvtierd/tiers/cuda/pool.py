@@ -14,7 +14,7 @@ from kvtier.abi.cuda.driver import Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.opening import uuid_name
-from kvtierd.tiers.base import NotAdoptable, TierConfigError, TierIOError
+from kvtierd.tiers.base import DeviceIOError, NoDeviceMemory, NotAdoptable, TierConfigError
 
 READERS_GET_NONE: Final = "a handle of GPU memory has no read-only form: only who may write the cache is given one"
 
@@ -71,7 +71,7 @@ class Gpu:
             tell()
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes. Raises :class:`TierIOError`."""
+        """Free and total bytes. Raises :class:`DeviceIOError`."""
         try:
             return self.driver.memory()
         except CudaError as error:
@@ -82,7 +82,7 @@ class Gpu:
         whoever maps the new one can read all of it.
 
         ``patience_s``: so long what is free may be too little, where somebody is just about to let go of some. Raises
-        :class:`TierConfigError` where there is not enough, :class:`TierIOError`; nothing is left behind then.
+        :class:`NoDeviceMemory` where there is not enough, :class:`DeviceIOError`; nothing is left behind then.
         """
         wanted = self._rounded(nbytes)
         until = time.monotonic() + patience_s
@@ -144,14 +144,14 @@ class Gpu:
             while not driver.done(event):
                 time.sleep(_POLL_S)
 
-    def _short(self, name: str, wanted: int, free: int) -> TierConfigError:
+    def _short(self, name: str, wanted: int, free: int) -> NoDeviceMemory:
         says = f"not enough memory on {self.driver.name}: {free} bytes are free"
-        return TierConfigError(f"device memory of {name}", wanted, says)
+        return NoDeviceMemory(f"device memory of {name}", wanted, says)
 
-    def _failed(self, what: str, error: CudaError) -> TierIOError:
+    def _failed(self, what: str, error: CudaError) -> DeviceIOError:
         if isinstance(error, CudaLost):
             self.lose(str(error))
-        return TierIOError(0, f"GPU {self.uuid}: {what}: {error}")
+        return DeviceIOError(f"GPU {self.uuid}: {what}: {error}")
 
 
 class CudaSegment:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from ._enums import CUresult
 from ._memory import Memory
 from ._races import Race, Races
-from ._refusal import Refusal, invalid
+from ._refusal import Refusal
 from ._settings import Settings, read_settings
 from ._streams import FakeEvent, FakeStream
 
@@ -199,4 +199,3 @@ def _plain(argument: Any) -> Any:
 
 
 STATE: Final = State(read_settings())
-__all__ = ["LEGACY", "STATE", "State", "invalid", "uuid", "uuid_text"]

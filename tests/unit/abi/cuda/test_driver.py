@@ -320,20 +320,20 @@ def test_a_name_that_is_none(fake: ModuleType) -> None:
         Driver(fake, "gpu0")
 
 
-def test_without_a_driver_it_says_what_is_missing() -> None:
-    """The real bindings, which are here, on this machine, whose driver may not be."""
-    script = """
-import sys
-from kvtier.abi.cuda.driver import Driver
-from kvtier.abi.cuda.errors import CudaUnavailable
-sys.modules["cuda"] = None
-try:
-    Driver.open("cuda")
-except CudaUnavailable as error:
-    print(error)
-"""
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "pip install 'kvtier[cuda]'" in out
+def opening(bindings: object, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said where importing NVIDIA's bindings comes to ``bindings``; None: they are not there."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", bindings)
+    with pytest.raises(CudaUnavailable) as caught:
+        Driver.open("cuda")
+    return str(caught.value)
+
+
+def test_without_bindings_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pip install 'kvtier[cuda]'" in opening(None, monkeypatch)
+
+
+def test_bindings_that_are_too_old_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "older than 12.8: pip install --upgrade" in opening(ModuleType("driver"), monkeypatch)
 
 
 def test_the_fake_comes_before_nvidias(tmp_path: Path) -> None:

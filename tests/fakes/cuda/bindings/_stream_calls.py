@@ -1,0 +1,76 @@
+"""The calls about streams and events, and what a kernel is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ._entry import entry
+from ._enums import CUresult
+from ._refusal import Refusal, invalid
+from ._state import LEGACY, STATE
+from ._structs import CUevent, CUstream
+
+
+@entry(1)
+def cuStreamCreate(Flags: int) -> CUstream:
+    return CUstream(STATE.new_stream())
+
+
+@entry()
+def cuStreamDestroy(hStream: CUstream | int) -> None:
+    if int(hStream) in (*LEGACY, 2):
+        raise invalid("a default stream")
+    stream = STATE.stream(int(hStream))
+    stream.end()
+    STATE.races.gone(stream.number)
+    del STATE.streams[int(hStream)]
+
+
+@entry(1)
+def cuEventCreate(Flags: int) -> CUevent:
+    return CUevent(STATE.new_event())
+
+
+@entry()
+def cuEventDestroy(hEvent: CUevent | int) -> None:
+    STATE.event(int(hEvent))
+    del STATE.events[int(hEvent)]
+
+
+@entry()
+def cuEventRecord(hEvent: CUevent | int, hStream: CUstream | int) -> None:
+    event, stream = STATE.event(int(hEvent)), STATE.stream(int(hStream))
+    if event.context != stream.context:
+        raise Refusal(CUresult.CUDA_ERROR_INVALID_HANDLE, "event and stream are of different contexts")
+    event.mark = stream.mark()
+    event.clock = STATE.races.recorded(stream.number)
+
+
+@entry()
+def cuEventQuery(hEvent: CUevent | int) -> None:
+    event = STATE.event(int(hEvent))
+    if not event.mark.reached.is_set():
+        raise Refusal(CUresult.CUDA_ERROR_NOT_READY, "")
+    STATE.races.saw(event.clock)
+
+
+@entry()
+def cuStreamWaitEvent(hStream: CUstream | int, hEvent: CUevent | int, Flags: int) -> None:
+    if Flags:
+        raise invalid("Flags must be 0")
+    event, stream = STATE.event(int(hEvent)), STATE.stream(int(hStream))
+    stream.give(event.mark.reached.wait)
+    STATE.races.waited(stream.number, event.clock)
+
+
+def fake_work(stream: int, work: Callable[[], Any]) -> None:
+    """Not NVIDIA's: a kernel. ``work`` is done by the stream in its turn; no lock is held meanwhile."""
+    with STATE.lock:
+        given = STATE.stream(stream)
+    given.give(work)
+
+
+def fake_left() -> dict[str, int]:
+    """Not NVIDIA's: what this process has made and not given back, by kind."""
+    return STATE.left()
