@@ -31,6 +31,7 @@ from kvtier import (
     Client,
     ClientClosed,
     DeviceError,
+    LeaseLost,
     Tier,
     TierFull,
     connect,
@@ -45,7 +46,7 @@ from tests.fake_cuda import load_fake
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
-from tests.integration.on_gpu import fake_gpu, gpu_daemon
+from tests.integration.on_gpu import fake_gpu, gpu_daemon, supervised_gpu_daemon
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -453,6 +454,30 @@ async def test_where_this_process_lost_its_gpu_its_leases_stay_held(
     await client.close()
     async with await connect(daemon.address) as other:
         assert (await tier_stats(other, name, Tier.DEVICE)).held == 3, "no goodbye was said"
+
+
+async def test_a_restarted_daemon_keeps_a_slot_from_others_until_the_kernel_is_done(
+    fake: ModuleType, short_dir: Path
+) -> None:
+    """It has forgotten the session, not its slots; the client says that it is done with them when its kernel is."""
+    supervised = supervised_gpu_daemon(short_dir, BUDGETS)
+    supervised.start()
+    try:
+        async with await connect(supervised.address) as client:
+            cache = await client.open_cache("c", SPEC)
+            kernels, lease = Kernels(fake, cache), await cache.reserve(3, Tier.DEVICE)
+            kernels.write(lease, KEYS)
+            await asyncio.to_thread(supervised.kill)
+            with pytest.raises(LeaseLost):
+                await lease.commit(KEYS, stream=PASSED)
+            releasing = asyncio.create_task(lease.release(stream=kernels.stream))
+            with pytest.raises(TierFull):
+                await cache.reserve(6, Tier.DEVICE)
+            kernels.go()
+            await releasing
+            await eventually(lambda: tier_stats(client, "c", Tier.DEVICE), lambda stats: stats.free == 8)
+    finally:
+        assert await asyncio.to_thread(supervised.stop) == 0
 
 
 # -- death -------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, s
 from tests.integration.daemon import DaemonProcess
 from tests.integration.gate import Gate
 from tests.integration.seeing import tier_stats
+from tests.integration.touching import write_into
 from tests.integration.waiting import PATIENCE_S, eventually
 
 KEYS = chain("fenced", 3)
@@ -41,10 +42,7 @@ async def cache(client: AsyncClient, name: str) -> Cache:
 
 def fill(lease: WriteLease) -> None:
     for index, key in enumerate(KEYS):
-        start = 0
-        for part in lease.view(index):
-            part[:] = block(key)[start : start + part.size]
-            start += part.size
+        write_into(lease.view(index), block(key))
 
 
 async def written(cache: Cache) -> WriteLease:
