@@ -204,7 +204,7 @@ def _keeps_every_subtree(right: Method) -> Method:
 def _touches_parents_first(right: Method) -> Method:
     def touch(state: GroupState, blocks: list[Block]) -> None:
         chains = {member for block in blocks for member in (block, *block.ancestors()) if member.indexed}
-        for member in sorted(chains, key=lambda block: (block.depth, block.id)):
+        for member in sorted(chains, key=lambda block: (block.depth, block.key)):
             right(state, [member])
             for ancestor in member.ancestors():
                 ancestor.used(ancestor.last_use - 1)

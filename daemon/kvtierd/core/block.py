@@ -11,7 +11,7 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from kvtierd.core.ids import BlockId, Key, SlotId, Tier
+from kvtierd.core.ids import Key, SlotId, Tier
 from kvtierd.core.traits import Traits
 
 if TYPE_CHECKING:
@@ -26,6 +26,17 @@ _LAST_USE: Final = _HOT - 1
 WHOLE_RANK: Final = -1
 COLD_RANK: Final = ~_HOT
 """What counts of a rank where nothing is protected."""
+
+
+_DEPTHS: Final = [0]
+"""One object for all blocks of a depth: an integer of their own would be 32 bytes each."""
+
+
+def _below(depth: int) -> int:
+    depth += 1
+    if depth == len(_DEPTHS):
+        _DEPTHS.append(depth)
+    return _DEPTHS[depth]
 
 
 class Phase(IntEnum):
@@ -103,7 +114,6 @@ class Block:
         "disk_children",
         "duration_ms",
         "first_child",
-        "id",
         "indexed",
         "key",
         "label",
@@ -122,12 +132,11 @@ class Block:
         "unsure",
     )
 
-    def __init__(self, id: BlockId, key: Key, parent_key: Key | None, parent: Block | None, traits: Traits) -> None:
-        self.id = id
+    def __init__(self, key: Key, parent_key: Key | None, parent: Block | None, traits: Traits) -> None:
         self.key = key
         self.parent_key = parent_key
         self.parent = parent
-        self.depth: int = parent.depth + 1 if parent is not None else 0
+        self.depth: int = _below(parent.depth) if parent is not None else 0
         self.first_child: Block | None = None
         self.next_sibling: Block | None = None
         self.previous_sibling: Block | None = None
@@ -145,6 +154,9 @@ class Block:
         self.disk_children = 0
         self.indexed = False
         self.unsure = False
+
+    def __str__(self) -> str:
+        return self.key.hex()
 
     @property
     def traits(self) -> Traits:

@@ -161,23 +161,23 @@ class _Checker:
             raise _broken(5, f"blocks by residency are {sets}, counted otherwise")
         for block in self.state.index:
             if not block.indexed:
-                raise _broken(5, f"block {block.id} is in the index but does not know")
+                raise _broken(5, f"block {block} is in the index but does not know")
             if block.residency == 0:
-                raise _broken(5, f"block {block.id} is indexed and nowhere READY")
+                raise _broken(5, f"block {block} is indexed and nowhere READY")
             valid = sum(tier.bit for tier in Tier if (copy := block.copy(tier)) is not None and copy.valid)
             if block.residency != valid:
-                raise _broken(2, f"block {block.id} says {block.residency}, its copies {valid}")
+                raise _broken(2, f"block {block} says {block.residency}, its copies {valid}")
             parent = block.parent
             if self.state.shape.sliding and (parent is not None or block.first_child is not None):
-                raise _broken(5, f"sliding block {block.id} has relatives")
+                raise _broken(5, f"sliding block {block} has relatives")
             if parent is not None:
                 if not parent.indexed:
-                    raise _broken(5, f"block {block.id} is indexed, its parent {parent.id} is not")
+                    raise _broken(5, f"block {block} is indexed, its parent {parent} is not")
                 if block not in parent.children:
-                    raise _broken(5, f"block {block.id} is not among its parent's children")
+                    raise _broken(5, f"block {block} is not among its parent's children")
             for child in block.children:
                 if not child.indexed or child.parent is not block:
-                    raise _broken(5, f"block {block.id} has a stray child")
+                    raise _broken(5, f"block {block} has a stray child")
 
     def order(self) -> None:
         """5: effective priority is the highest of own and children's; no parent ranks under its child."""
@@ -189,14 +189,14 @@ class _Checker:
             children = [child.priority for child in block.children]
             top = children.count(block.priority) if block.priority > block.own_priority else 0
             if block.top_children != top:
-                raise _broken(5, f"block {block.id} miscounts the children that give it its priority")
+                raise _broken(5, f"block {block} miscounts the children that give it its priority")
             if block.priority != max([block.own_priority, *children]):
-                raise _broken(5, f"block {block.id}: priority")
+                raise _broken(5, f"block {block}: priority")
             for child in block.children:
                 if child.rank >= block.rank:
-                    raise _broken(5, f"block {block.id} ranks under its child {child.id}")
+                    raise _broken(5, f"block {block} ranks under its child {child}")
                 if child.hot and not block.hot:
-                    raise _broken(5, f"block {block.id} is cold under its hot child {child.id}")
+                    raise _broken(5, f"block {block} is cold under its hot child {child}")
 
     def disk_closure(self) -> None:
         """5: the disk is prefix-closed by itself."""
@@ -204,12 +204,12 @@ class _Checker:
             copy = block.copy(Tier.DISK)
             on_disk = sum(child.copy(Tier.DISK) is not None for child in block.children)
             if on_disk != block.disk_children:
-                raise _broken(5, f"block {block.id} miscounts its disk children")
+                raise _broken(5, f"block {block} miscounts its disk children")
             if copy is None or not copy.valid or block.parent is None:
                 continue  # A copy on its way whose parent's failed is turned away when it lands.
             above = block.parent.copy(Tier.DISK)
             if above is None or not above.valid:
-                raise _broken(5, f"block {block.id} is on disk without its parent")
+                raise _broken(5, f"block {block} is on disk without its parent")
 
     def holds(self) -> None:
         """4: holds and claims are exactly those of leases and fetches; what is held is in no way leaving."""
@@ -232,7 +232,7 @@ class _Checker:
                         copies[id(copy)] = (ticket.tier, copy)
         for block in self.state.index:
             if block.claims != claims[block]:
-                raise _broken(4, f"block {block.id} has claims of nobody")
+                raise _broken(4, f"block {block} has claims of nobody")
             for tier in self.state.tiers:
                 attached = block.copy(tier)
                 if attached is not None:
@@ -267,10 +267,10 @@ class _Checker:
         for block in self.state.index:
             lasting = block.duration_ms == 0 or block.own_priority == DEFAULT_PRIORITY
             if block.duration_ms and lasting:
-                raise _broken(6, f"block {block.id} has a duration that says nothing")
+                raise _broken(6, f"block {block} has a duration that says nothing")
             awaited = not lasting and not block.held
             if (block in running) != awaited:
-                raise _broken(6, f"block {block.id}: its clock runs or stands wrongly")
+                raise _broken(6, f"block {block}: its clock runs or stands wrongly")
 
     def windows(self) -> None:
         """A writer holds nothing of a sliding group that the newest block of its chain does not look back on."""

@@ -18,7 +18,7 @@ from kvtierd.core.candidates import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, Ca
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.evict import EVICTORS
-from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, BlockId, Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
 from kvtierd.core.outcome import SlotRef
 from kvtierd.core.pins import Pins
@@ -77,7 +77,6 @@ class GroupState:
         self._priorities = Priorities(shape.group, recorder, self.reconsider)
         self.stored = 0
         self.removed = 0
-        self._last_block = 0
         self.floor = {
             tier: min((policy.threshold(tier, low) for low in self.below[tier]), default=NEVER) for tier in self.tiers
         }
@@ -249,7 +248,7 @@ class GroupState:
         """Plans one copy into a free slot of ``dst``."""
         source = block.copy(src)
         if source is None or not source.valid:
-            raise InvariantViolation(f"block {block.id} is not in {src}")
+            raise InvariantViolation(f"block {block} is not in {src}")
         if source.phase is LEAVING:
             self.stay(block, src)
         slot = self.slots[dst].take(SLOT_FILLING)
@@ -267,7 +266,7 @@ class GroupState:
         """The copy goes when the one downwards that reads it has arrived."""
         copy = block.copy(tier)
         if copy is None or not copy.sinking:
-            raise InvariantViolation(f"block {block.id} leaves {tier} without a copy downwards")
+            raise InvariantViolation(f"block {block} leaves {tier} without a copy downwards")
         copy.phase = LEAVING
         self.slots[tier].change(copy.slot, SLOT_RETIRING)
         self.reconsider(block)
@@ -284,7 +283,7 @@ class GroupState:
         """A FILLING copy holds the block's bytes now. The caller records the event."""
         copy = block.copy(tier)
         if copy is None or copy.phase is not FILLING:
-            raise InvariantViolation(f"block {block.id} arrives in {tier} unplanned")
+            raise InvariantViolation(f"block {block} arrives in {tier} unplanned")
         copy.phase = READY
         self.residencies.change(block, block.residency | tier.bit)
         self.slots[tier].change(copy.slot, SLOT_READY)
@@ -296,7 +295,7 @@ class GroupState:
         event."""
         copy = COPY_IN[tier](block)
         if copy is None:
-            raise InvariantViolation(f"block {block.id} has no copy in {tier}")
+            raise InvariantViolation(f"block {block} has no copy in {tier}")
         block.put_copy(tier, None)
         self.residencies.change(block, block.residency & ~BITS[tier])
         if block.claims or tier is DISK:
@@ -365,7 +364,7 @@ class GroupState:
     def hold(self, block: Block, tier: Tier, session: SessionId) -> Copy:
         copy = COPY_IN[tier](block)
         if copy is None:
-            raise InvariantViolation(f"block {block.id} is held in {tier} but is not there")
+            raise InvariantViolation(f"block {block} is held in {tier} but is not there")
         self._keep(block, tier, copy)
         self.recorder.owner(self.ref(tier, copy.slot), session)
         return copy
@@ -500,7 +499,7 @@ class GroupState:
             if parent is None:
                 raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
             parent_key = parent.key  # one object for all that name it
-        block = Block(self.next_id(), key, parent_key, parent, traits)
+        block = Block(key, parent_key, parent, traits)
         block.indexed = True
         if traits.duration_ms or traits.deadline_ns:
             self.clocks.enter(block)
@@ -516,10 +515,6 @@ class GroupState:
         self.introduce(block, cause)
         return block
 
-    def next_id(self) -> BlockId:
-        self._last_block += 1
-        return BlockId(self._last_block)
-
     def introduce(self, block: Block, cause: Cause) -> None:
         """A block that has just been indexed counts and is told of; its parents may rank higher for it."""
         self.stored += 1
@@ -533,7 +528,7 @@ class GroupState:
         """Takes a block without indexed children out of the index and gives up its copies. ``with_parent``: its parent
         goes in the same call, so no priority falls that anybody could see, and it is on no list any more."""
         if block.first_child is not None:
-            raise InvariantViolation(f"block {block.id} is removed before its children")
+            raise InvariantViolation(f"block {block} is removed before its children")
         for tier, copy_in, _ in self._places:
             if copy_in(block) is not None:
                 self.detach(block, tier)

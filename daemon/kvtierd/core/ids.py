@@ -10,7 +10,6 @@ from typing import Final, NewType
 
 CacheId = NewType("CacheId", int)
 GroupId = NewType("GroupId", int)
-BlockId = NewType("BlockId", int)
 SlotId = NewType("SlotId", int)
 LeaseId = NewType("LeaseId", int)
 SessionId = NewType("SessionId", int)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from itertools import compress
 
 from kvtierd.core.block import Block
 from kvtierd.core.ids import Key
@@ -12,16 +14,19 @@ from kvtierd.core.ids import Key
 class BlockIndex:
     """Key to block, and pages in the order of indexing.
 
-    Parents are indexed before their children, so every page order is a valid order to replay. The order list keeps the
-    departed until they outnumber the living: O(1) amortised, and a page costs O(log n) plus its length plus the
-    departed it skips.
+    Each block has a number, above those of all before it. Parents are indexed before their children, so every page
+    order is a valid order to replay. The order list keeps the departed until they outnumber the living: O(1) amortised,
+    and a page costs O(log n) plus its length plus the departed it skips.
     """
 
-    __slots__ = ("_blocks", "_order")
+    __slots__ = ("_blocks", "_last", "_numbers", "_order")
 
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
         self._order: list[Block] = []
+        self._numbers = array("Q")
+        """Of the blocks in the order list."""
+        self._last = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -33,33 +38,40 @@ class BlockIndex:
         return self._blocks.get(key)
 
     def add(self, block: Block) -> None:
+        self._last += 1
         self._blocks[block.key] = block
         self._order.append(block)
+        self._numbers.append(self._last)
 
     def remove(self, block: Block) -> None:
+        """The block is indexed until its caller says otherwise."""
         del self._blocks[block.key]
         if len(self._order) > 2 * len(self._blocks) + 64:
-            self._order = list(self._blocks.values())
+            living = [one.indexed for one in self._order]
+            self._numbers = array("Q", compress(self._numbers, living))
+            self._order = list(compress(self._order, living))
 
-    def before(self, id: int, limit: int) -> list[Block]:
-        """At most ``limit`` blocks with ids under this one, the newest first."""
+    def before(self, number: int, limit: int) -> tuple[list[Block], int]:
+        """At most ``limit`` blocks with numbers under this one, the newest first, and the number to go on from (0:
+        there are no more)."""
         found: list[Block] = []
-        for position in range(bisect_left(self._order, id, key=lambda block: int(block.id)) - 1, -1, -1):
-            if len(found) == limit:
-                break
+        for position in range(bisect_left(self._numbers, number) - 1, -1, -1):
             if self._order[position].indexed:
                 found.append(self._order[position])
-        return found
+                if len(found) == limit:
+                    return found, self._numbers[position]
+        return found, 0
 
     def page(self, after: int, limit: int) -> tuple[list[Block], int]:
-        """At most ``limit`` blocks with ids above ``after``, and the id to go on from (0: there are no more)."""
-        start = bisect_right(self._order, after, key=lambda block: int(block.id))
+        """At most ``limit`` blocks with numbers above ``after``, and the one to go on from (0: there are no more)."""
         found: list[Block] = []
-        for position in range(start, len(self._order)):
+        last = 0
+        for position in range(bisect_right(self._numbers, after), len(self._order)):
             block = self._order[position]
             if not block.indexed:
                 continue
             if len(found) == limit:
-                return found, int(found[-1].id)
+                return found, last
             found.append(block)
+            last = self._numbers[position]
         return found, 0

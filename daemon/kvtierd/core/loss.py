@@ -18,16 +18,16 @@ def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
 def lose_tier(state: GroupState, tier: Tier, cause: Cause, before: int, limit: int) -> int:
     """Everything in the tier is gone, what only stood there with all its descendants; its slots are out of use.
 
-    A slice of it: of at most ``limit`` blocks with ids under ``before``, the newest first. Returns where the next
+    A slice of it: of at most ``limit`` blocks with numbers under ``before``, the newest first. Returns where the next
     one goes on, 0 where this was the last.
     """
     state.offline.add(tier)
     state.slots[tier].shut()
-    blocks = state.index.before(before, limit)
+    blocks, following = state.index.before(before, limit)
     for block in blocks:
         if block.copy(tier) is not None:
             _lose_copy(state, block, tier, cause)
-    return int(blocks[-1].id) if len(blocks) == limit else 0
+    return following
 
 
 def restore_tier(state: GroupState, tier: Tier) -> None:

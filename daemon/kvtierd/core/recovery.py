@@ -103,7 +103,7 @@ def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
             if parent is None:
                 raise InvariantViolation(f"block {key.hex()} is to be indexed before its parent")
             parent_key = parent.key  # one object for all that name it
-        block = Block(state.next_id(), key, parent_key, parent, traits)
+        block = Block(key, parent_key, parent, traits)
         block.indexed = True
         state.clocks.enter(block)
         residency = 0
@@ -130,17 +130,15 @@ def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
 def _order_by_use(state: GroupState, blocks: Sequence[Block]) -> None:
     """The place in the list is the last use, but a block was used no earlier than those that stand on it: every parent
     comes after its children."""
-    if not blocks:
-        return
-    first = blocks[0].id
-    use = list(range(len(blocks)))
-    for place in range(len(blocks) - 1, -1, -1):
-        parent = blocks[place].parent
-        if parent is not None and use[parent.id - first] < use[place]:
-            use[parent.id - first] = use[place]
+    for place, block in enumerate(blocks):
+        block.rank = place  # of its last use, until it is entered
+    for block in reversed(blocks):
+        parent = block.parent
+        if parent is not None and parent.rank < block.rank:
+            parent.rank = block.rank
     enter = state.evictor.enter
     for place, last in enumerate(blocks):
-        block: Block | None = last
-        while block is not None and use[block.id - first] == place:
-            enter(block)
-            block = block.parent
+        used: Block | None = last
+        while used is not None and used.rank == place:
+            enter(used)
+            used = used.parent

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import count, repeat
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -44,10 +44,12 @@ class Clocks:
     Clocks that were started run from the end of the call, where :meth:`stamp` is told the time.
     """
 
-    __slots__ = ("_changed", "_heap", "_restated", "_running", "_started")
+    __slots__ = ("_changed", "_heap", "_numbers", "_restated", "_running", "_started")
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, Block]] = []
+        self._numbers = count()
+        """One an entry, so that no two of the heap are alike."""
         self._running = 0
         self._started: dict[Block, None] = {}
         self._restated: dict[Block, None] = {}
@@ -137,7 +139,7 @@ class Clocks:
         block.deadline_ns = deadline_ns
         self._running += 1
         self._note(block)
-        heapq.heappush(self._heap, (deadline_ns, -block.depth, block.id, block))
+        heapq.heappush(self._heap, (deadline_ns, -block.depth, next(self._numbers), block))
         if len(self._heap) > 4 * self._running + 64:
             self._heap = [entry for entry in self._heap if entry[3].deadline_ns == entry[0]]
             heapq.heapify(self._heap)

@@ -67,18 +67,17 @@ def needed(block: Block) -> bool:
 
 
 def reset(state: GroupState, before: int) -> tuple[int, int, int]:
-    """Removes a slice of the blocks with ids under ``before``, the newest first, so children before their parents. What
-    is needed stays, and so does what has children left.
+    """Removes a slice of the blocks with numbers under ``before``, the newest first, so children before their parents.
+    What is needed stays, and so does what has children left.
 
-    Returns how many went, how many stayed, and the id to go on from (0: there are no more).
+    Returns how many went, how many stayed, and the number to go on from (0: there are no more).
     """
-    members = state.index.before(before, RESET_SLICE)
+    members, following = state.index.before(before, RESET_SLICE)
     dropped = 0
     for block in members:
         if block.first_child is None and not needed(block):
             state.remove(block, Cause.RESET)
             dropped += 1
-    following = int(members[-1].id) if len(members) == RESET_SLICE else 0
     return dropped, len(members) - dropped, following
 
 

@@ -11,7 +11,6 @@ from kvtierd.core.block import Block
 from kvtierd.core.candidates import Candidates
 from kvtierd.core.evict import Ranked
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import BlockId
 from kvtierd.core.outcome import Outcome
 from kvtierd.core.room import PLACED_A_ROUND
 from kvtierd.core.traits import Traits
@@ -118,7 +117,7 @@ def test_what_comes_and_goes_in_chains_is_put_on_no_list_that_nobody_asks_for(mo
 
 @given(st.lists(st.tuples(st.sampled_from(["offer", "leave", "victim", "take"]), st.integers(0, 40)), max_size=400))
 def test_a_list_of_candidates_gives_the_lowest_rank_whatever_has_gone_stale(steps: list[tuple[str, int]]) -> None:
-    blocks = [Block(BlockId(number), key(str(number)), None, None, Traits(35)) for number in range(41)]
+    blocks = [Block(key(str(number)), None, None, Traits(35)) for number in range(41)]
     rank_of: dict[Block, int] = {}
     ranked = Ranked(lambda rank, block: rank_of.get(block) == rank)
     for clock, (step, number) in enumerate(steps):
@@ -138,7 +137,7 @@ def test_a_list_of_candidates_gives_the_lowest_rank_whatever_has_gone_stale(step
 
 
 def test_a_list_of_candidates_forgets_what_is_stale() -> None:
-    block = Block(BlockId(1), key("a"), None, None, Traits(35))
+    block = Block(key("a"), None, None, Traits(35))
     latest = 0
     ranked = Ranked(lambda rank, _: rank == latest)
     for latest in range(10_000):
