@@ -241,7 +241,7 @@ def _never_wants(right: Method) -> Method:
 
 def _lets_the_clock_run(right: Method) -> Method:
     def hold(state: GroupState, block: Block, tier: Tier, session: SessionId) -> Copy:
-        deadline = block.deadline_ns
+        deadline = block.traits.deadline_ns
         copy: Copy = right(state, block, tier, session)
         if deadline:
             state.clocks._run(block, deadline)
@@ -253,7 +253,7 @@ def _lets_the_clock_run(right: Method) -> Method:
 def _expires_untold(right: Method) -> Method:
     def give(priorities: Priorities, block: Block, priority: int, cause: Cause) -> None:
         if cause is Cause.EXPIRED:
-            block.own_priority = priority
+            block.retain(priority, block.traits.duration_ms, block.traits.deadline_ns)
         else:
             right(priorities, block, priority, cause)
 

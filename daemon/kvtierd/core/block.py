@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from kvtierd.core.ids import Key, SlotId, Tier
-from kvtierd.core.traits import Traits
+from kvtierd.core.traits import Traits, shared
 
 if TYPE_CHECKING:
     from kvtierd.core.tickets import FetchTicket
@@ -94,13 +94,12 @@ class Block:
     """One block of a window group. There are millions, so it has no container of its own that most do without.
 
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
-    ``top_children``: how many children have just that priority, where its own is lower.
     ``rank``: eviction order, lowest first: priority, then whether it is hot, then last use; unique, and comparable only
     inside a group.
     ``residency``: the tiers whose copy is valid, as a bit set.
     ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
     ``disk_children``: indexed children with a copy on disk, or on the way there.
-    ``duration_ms``, ``deadline_ns`` and ``label``: as in :class:`Traits`.
+    ``traits``: as they are now, ``own_priority`` among them.
     ``parent``: what it stands on; ``parent_key``: what its committer said. A root stands on nothing, and no block of a
     sliding group does.
     ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
@@ -109,26 +108,22 @@ class Block:
 
     __slots__ = (
         "claims",
-        "deadline_ns",
         "depth",
         "disk_children",
-        "duration_ms",
         "first_child",
         "indexed",
         "key",
-        "label",
         "next_sibling",
         "on_device",
         "on_disk",
         "on_host",
-        "own_priority",
         "parent",
         "parent_key",
         "previous_sibling",
         "priority",
         "rank",
         "residency",
-        "top_children",
+        "traits",
         "unsure",
     )
 
@@ -140,11 +135,8 @@ class Block:
         self.first_child: Block | None = None
         self.next_sibling: Block | None = None
         self.previous_sibling: Block | None = None
-        self.own_priority = self.priority = traits.priority
-        self.duration_ms = traits.duration_ms
-        self.deadline_ns = traits.deadline_ns
-        self.label = traits.label
-        self.top_children = 0
+        self.traits = shared(traits)
+        self.priority = traits.priority
         self.rank = traits.priority << _ORDER_BITS
         self.on_device: Copy | None = None
         self.on_host: Copy | None = None
@@ -158,10 +150,13 @@ class Block:
     def __str__(self) -> str:
         return self.key.hex()
 
+    def retain(self, priority: int, duration_ms: int, deadline_ns: int) -> None:
+        """Other traits of its own."""
+        self.traits = shared(Traits(priority, duration_ms, deadline_ns, self.traits.label))
+
     @property
-    def traits(self) -> Traits:
-        """As they are now."""
-        return Traits(self.own_priority, self.duration_ms, self.deadline_ns, self.label)
+    def own_priority(self) -> int:
+        return self.traits.priority
 
     @property
     def last_use(self) -> int:

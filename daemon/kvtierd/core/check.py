@@ -188,7 +188,7 @@ class _Checker:
         for block in self.state.index:
             children = [child.priority for child in block.children]
             top = children.count(block.priority) if block.priority > block.own_priority else 0
-            if block.top_children != top:
+            if self.state.priorities.top_children(block) != top:
                 raise _broken(5, f"block {block} miscounts the children that give it its priority")
             if block.priority != max([block.own_priority, *children]):
                 raise _broken(5, f"block {block}: priority")
@@ -261,12 +261,12 @@ class _Checker:
 
     def clocks(self) -> None:
         """A clock runs for every block that nobody holds whose priority is to fall, and for no other."""
-        running = {block for block in self.state.index if block.deadline_ns}
+        running = {block for block in self.state.index if block.traits.deadline_ns}
         if running != self.state.clocks.running():
             raise _broken(6, "a deadline is not kept, or is of nobody's")
         for block in self.state.index:
-            lasting = block.duration_ms == 0 or block.own_priority == DEFAULT_PRIORITY
-            if block.duration_ms and lasting:
+            lasting = block.traits.duration_ms == 0 or block.own_priority == DEFAULT_PRIORITY
+            if block.traits.duration_ms and lasting:
                 raise _broken(6, f"block {block} has a duration that says nothing")
             awaited = not lasting and not block.held
             if (block in running) != awaited:

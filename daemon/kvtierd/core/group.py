@@ -74,7 +74,7 @@ class GroupState:
         self.index = BlockIndex()
         self.clocks = Clocks()
         self.pins = Pins(self.tiers)
-        self._priorities = Priorities(shape.group, recorder, self.reconsider)
+        self.priorities = Priorities(shape.group, recorder, self.reconsider)
         self.stored = 0
         self.removed = 0
         self.floor = {
@@ -445,7 +445,7 @@ class GroupState:
 
     def retain(self, block: Block, priority: int, duration_ms: int, cause: Cause) -> None:
         """A new priority of its own, and for how long (0: for ever); see ``core/retention.py``."""
-        self._priorities.give(block, priority, cause)
+        self.priorities.give(block, priority, cause)
         self.clocks.give(block, duration_ms)
 
     def stamp(self, now: int) -> None:
@@ -463,7 +463,7 @@ class GroupState:
         moved: dict[Block, None] = {}
         while len(moved) < EXPIRY_SLICE and (block := self.clocks.take_due(now)) is not None:
             before = block.priority
-            self._priorities.give(block, DEFAULT_PRIORITY, Cause.EXPIRED)
+            self.priorities.give(block, DEFAULT_PRIORITY, Cause.EXPIRED)
             if block.priority != before:
                 moved |= self.prefixes([block], moved)
         self._touch_all(moved)
@@ -520,8 +520,8 @@ class GroupState:
         self.stored += 1
         self.recorder.change(STORED, cause, self.group, block)
         parent = block.parent
-        if parent is not None and block.priority > parent.own_priority:
-            self._priorities.carry_up(parent, None, block.priority, cause)
+        if parent is not None and block.priority > parent.traits.priority:
+            self.priorities.carry_up(parent, None, block.priority, cause)
         self.reconsider(block)
 
     def remove(self, block: Block, cause: Cause, *, with_parent: bool = False) -> None:
@@ -539,6 +539,7 @@ class GroupState:
         if len(self._unsure) > 2 * len(self.index) + 64:
             self._forget_some_gone()
         self.evictor.leave(block)
+        self.priorities.forget(block)
         self.clocks.stop(block)
         self.reused.discard(block)
         block.indexed = False
@@ -547,7 +548,7 @@ class GroupState:
         if block.parent is not None:
             block.parent.remove_child(block)
             if not with_parent:
-                self._priorities.carry_up(block.parent, block.priority, None, cause)
+                self.priorities.carry_up(block.parent, block.priority, None, cause)
                 self.reconsider(block.parent)
 
     def remove_subtree(self, block: Block, cause: Cause, below: Cause, members: Sequence[Block] = ()) -> int:

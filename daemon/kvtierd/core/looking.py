@@ -75,9 +75,9 @@ def listing(state: GroupState, page: int, limit: int) -> Listing:
 
 
 def _row(block: Block, pins: Pins) -> ListingRow:
-    above = block.parent.label if block.parent is not None else None
+    above = block.parent.traits.label if block.parent is not None else None
     pinned = pins.residency(block)
-    return ListingRow(block.key, block.parent_key, block.residency, block.priority, block.label, above, pinned)
+    return ListingRow(block.key, block.parent_key, block.residency, block.priority, block.traits.label, above, pinned)
 
 
 def goes_down(state: GroupState, row: ListingRow, to: Tier) -> bool:

@@ -11,7 +11,6 @@ from kvtierd.core.bulk import rows
 from kvtierd.core.events import REMOVED, STORED, BlockChange, Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import DISK, CacheId, GroupId, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content, Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
-from kvtierd.core.traits import Traits
 
 MAX_EVENT_BLOCKS: Final = 256
 MAX_MOVE_BLOCKS: Final = 16
@@ -106,8 +105,8 @@ class Recorder:
         """Records the block as it is now, after the change."""
         residency = 0 if type is REMOVED else block.residency
         above = block.parent if type is STORED else None
-        above_label = above.label if above is not None else None
-        change = BlockChange(block.key, block.parent_key, residency, block.priority, block.label, above_label)
+        above_label = above.traits.label if above is not None else None
+        change = BlockChange(block.key, block.parent_key, residency, block.priority, block.traits.label, above_label)
         header = (type, cause, group, transfer)
         if self._events:
             last, changes = self._events[-1]
@@ -190,14 +189,8 @@ def _contents(ends: dict[SlotRef, Block]) -> Iterator[Content]:
     if not ends:
         return iter(())
     blocks = ends.values()
-    traits = rows(
-        Traits,
-        [block.own_priority for block in blocks],
-        [block.duration_ms for block in blocks],
-        [block.deadline_ns for block in blocks],
-        [block.label for block in blocks],
-    )
-    return rows(Content, ends, [block.key for block in blocks], [block.parent_key for block in blocks], traits)
+    keys, parents = [block.key for block in blocks], [block.parent_key for block in blocks]
+    return rows(Content, ends, keys, parents, [block.traits for block in blocks])
 
 
 def move_item(block: Block, src: SlotId, dst: SlotId | None) -> MoveItem:

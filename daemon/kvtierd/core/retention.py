@@ -60,28 +60,31 @@ class Clocks:
     def give(self, block: Block, duration_ms: int) -> None:
         """A new duration for the block; its clock starts if nobody holds it. Its own priority is set already."""
         self.stop(block)
-        block.duration_ms = duration_ms if block.own_priority != DEFAULT_PRIORITY else 0
+        own, _, deadline_ns, _ = block.traits
+        block.retain(own, duration_ms if own != DEFAULT_PRIORITY else 0, deadline_ns)
         self.start(block)
         self._note(block)
 
     def start(self, *blocks: Block) -> None:
         """From now on, with the whole duration, for blocks that are not held and have one."""
         for block in blocks:
-            if block.duration_ms:
+            if block.traits.duration_ms:
                 self._started[block] = None
 
     def stop(self, block: Block) -> None:
-        if block.deadline_ns:
-            block.deadline_ns = 0
+        if block.traits.deadline_ns:
+            block.retain(block.traits.priority, block.traits.duration_ms, 0)
             self._running -= 1
 
     def enter(self, block: Block) -> None:
         """A block is indexed, with the duration and deadline that it was made with."""
-        deadline_ns, block.deadline_ns = block.deadline_ns, 0
-        if not block.duration_ms:
+        own, duration_ms, deadline_ns, _ = block.traits
+        if deadline_ns:
+            block.retain(own, duration_ms, 0)
+        if not duration_ms:
             return
-        self.give(block, block.duration_ms)
-        if block.duration_ms and deadline_ns:
+        self.give(block, duration_ms)
+        if block.traits.duration_ms and deadline_ns:
             del self._started[block]
             self._run(block, deadline_ns)
             del self._changed[block]  # its records say so, or are about to
@@ -89,8 +92,9 @@ class Clocks:
     def stamp(self, now: int) -> None:
         """The end of a call: clocks that were started in it run from ``now``."""
         for block in self._started:
-            if block.duration_ms and block.indexed and not block.held:
-                self._run(block, now + block.duration_ms * _NS_PER_MS)
+            duration_ms = block.traits.duration_ms
+            if duration_ms and block.indexed and not block.held:
+                self._run(block, now + duration_ms * _NS_PER_MS)
         self._started.clear()
 
     def due(self, now: int) -> bool:
@@ -101,7 +105,7 @@ class Clocks:
         block = self._first(now)
         if block is not None:
             self.stop(block)
-            block.duration_ms = 0
+            block.retain(block.traits.priority, 0, 0)
             self._note(block)
         return block
 
@@ -132,22 +136,22 @@ class Clocks:
 
     def running(self) -> set[Block]:
         """For the checker: blocks with a live entry."""
-        return {block for deadline, _, _, block in self._heap if block.deadline_ns == deadline}
+        return {block for deadline, _, _, block in self._heap if block.traits.deadline_ns == deadline}
 
     def _run(self, block: Block, deadline_ns: int) -> None:
         self.stop(block)
-        block.deadline_ns = deadline_ns
+        block.retain(block.traits.priority, block.traits.duration_ms, deadline_ns)
         self._running += 1
         self._note(block)
         heapq.heappush(self._heap, (deadline_ns, -block.depth, next(self._numbers), block))
         if len(self._heap) > 4 * self._running + 64:
-            self._heap = [entry for entry in self._heap if entry[3].deadline_ns == entry[0]]
+            self._heap = [entry for entry in self._heap if entry[3].traits.deadline_ns == entry[0]]
             heapq.heapify(self._heap)
 
     def _first(self, now: int) -> Block | None:
         while self._heap and self._heap[0][0] <= now:
             deadline, _, _, block = self._heap[0]
-            if block.deadline_ns == deadline:
+            if block.traits.deadline_ns == deadline:
                 return block
             heapq.heappop(self._heap)
         return None

@@ -159,7 +159,7 @@ class _Order:
     def _fall(self, parent: Block | None, lost: int) -> None:
         """A child that had the priority ``lost`` has gone."""
         while parent is not None and parent not in self._fallen and lost == parent.priority > parent.own_priority:
-            tops = self._tops[parent] = self._tops.get(parent, parent.top_children) - 1
+            tops = self._tops[parent] = self._tops.get(parent, self._state.priorities.top_children(parent)) - 1
             if tops > 0:
                 return
             self._fallen.add(parent)

@@ -35,3 +35,14 @@ class Traits(NamedTuple):
     duration_ms: int = 0
     deadline_ns: int = 0
     label: Label | None = None
+
+
+_PLAIN: Final = tuple(Traits(priority) for priority in range(101))
+
+
+def shared(traits: Traits) -> Traits:
+    """The same, as one object for all blocks that have nothing but a priority: most have no more."""
+    priority, duration_ms, deadline_ns, label = traits
+    if duration_ms or deadline_ns or label is not None or not 0 <= priority < len(_PLAIN):
+        return traits
+    return _PLAIN[priority]
