@@ -11,8 +11,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
+import grpc.aio
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 
@@ -21,6 +24,7 @@ from kvtier import (
     AsyncClient,
     BlockResult,
     Cache,
+    CacheSpec,
     Cause,
     Cursor,
     DeviceLost,
@@ -33,10 +37,14 @@ from kvtier import (
     connect,
 )
 from kvtier.abi.attach import RPC_SOCKET
+from kvtier.v1 import blocks_pb2, transfer_pb2
+from kvtier.wire import tier_to_wire
 from kvtierd.tiers.disk.superblock import SUPERBLOCK
 from tests import devices
-from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.raw import attached, refusal
 from tests.integration.seeing import tier_stats
+from tests.integration.test_transfer import header, part
 from tests.integration.torture import FaultyDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -230,6 +238,54 @@ async def test_the_first_call_that_names_no_tier_is_not_refused_whichever_it_is(
         async with (await fresh()).acquire_many([ON_HOST]) as (lease,):
             assert lease.tier is Tier.HOST
         assert (await (await fresh()).across.get(ON_BOTH)).blocks == len(ON_BOTH)
+
+
+async def test_a_put_whose_bytes_are_on_the_way_is_refused(daemon: LosableDaemon) -> None:
+    keys = chain("on the way", 2)
+    data = b"".join(block.tobytes() for block in blocks(keys))
+    async with attached(daemon.address) as raw, await connect(daemon.address) as client:
+        opened = await raw.open("c")
+        call = raw.stubs.transfer.Put(metadata=raw.metadata, timeout=60)
+        await call.write(header(opened.cache_id, keys, tier=tier_to_wire(Tier.DEVICE)))
+        await call.write(part(0, 0, data[: BLOCK_BYTES // 2]))
+        await eventually(lambda: tier_stats(client, "c", Tier.DEVICE), lambda seen: seen.held == len(keys))
+        daemon.lose_device()
+        await lost(client)
+        with suppress(asyncio.InvalidStateError):  # it may be refused already
+            await call.write(part(0, BLOCK_BYTES // 2, data[BLOCK_BYTES // 2 : BLOCK_BYTES]))
+            await call.done_writing()
+        assert (await refusal(call)).reason == "DEVICE_LOST"
+        await eventually(lambda: tier_stats(client, "c", Tier.DEVICE), lambda seen: seen.held == 0)
+
+
+async def test_a_get_whose_bytes_are_on_the_way_is_refused(short_dir: Path) -> None:
+    spec = CacheSpec.single("large", "uint8", tokens_per_block=64, layers=23, kv_heads=1, head_size=1024)
+    keys = chain("large", 8)
+    daemon = LosableDaemon(short_dir, {Tier.DEVICE: len(keys) * spec.record_bytes(0)})
+    daemon.start()
+    async with attached(daemon.address) as raw, await connect(daemon.address) as client:
+        opened = await raw.open("c", spec)
+        cache = await client.open_cache("c", spec)
+        await cache.put(keys, [np.zeros(spec.block_bytes(0), np.uint8)] * len(keys))
+        acquire = blocks_pb2.AcquireRequest(
+            cache_id=opened.cache_id,
+            tier=tier_to_wire(Tier.DEVICE),
+            chains=[blocks_pb2.Chain(keys=b"".join(keys))],
+        )
+        call = raw.stubs.transfer.Get(transfer_pb2.GetRequest(acquire=acquire), metadata=raw.metadata, timeout=60)
+        assert await call.read()
+        await eventually(lambda: tier_stats(client, "c", Tier.DEVICE), lambda seen: seen.held == len(keys))
+        daemon.lose_device()
+        await lost(client)
+        assert (await refusal(_to_the_end(call))).reason == "DEVICE_LOST"
+        await eventually(lambda: tier_stats(client, "c", Tier.DEVICE), lambda seen: seen.held == 0)
+    daemon.stop()
+    assert "a bug of kvtier" not in daemon.log and "AssertionError" not in daemon.log
+
+
+async def _to_the_end(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 async def test_health_and_explanations_say_so(daemon: LosableDaemon) -> None:
