@@ -179,7 +179,10 @@ class CudaCopies:
             self._staging.close()
         except CudaError as error:
             _log.warning("staging memory is not given back name=%s why=%r", self._name, str(error))
-        return self.locks.close()
+        if not self.locks.close():
+            return False
+        self._segment = None  # whoever still refers to this object keeps no memory
+        return True
 
     @property
     def _on_host(self) -> HostStore:
