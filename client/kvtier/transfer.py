@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from ctypes import addressof, c_char
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard, overload
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvtier.gpu import Gpu
 
 _BYTE: Final = np.dtype(np.uint8)
+_address_in: Final[Callable[[Any], c_char]] = c_char.from_buffer
 INLINE_BYTES: Final = 1 << 20
 """Copies up to this size run on the loop; above it a thread does less harm than the stall."""
 
@@ -282,6 +284,10 @@ def _wake(waiter: asyncio.Future[None], _: object = None) -> None:
 
 def into_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
     """Writes blocks into slots. ``pools`` as :meth:`kvtier.arena.Arena.pools` gives them."""
+    whole = _in_one_call(pools, blocks)
+    if whole is not None:
+        pools[0][np.asarray(slots, dtype=np.intp)] = whole
+        return
     start = 0
     for pool in pools:
         end = start + pool.shape[1]
@@ -292,12 +298,12 @@ def into_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[By
 
 def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes) -> None:
     """Reads slots into blocks. Raises IndexError for a slot that there is not."""
-    if isinstance(blocks, np.ndarray) and len(pools) == 1 and pools[0].flags.c_contiguous:
-        # One call that copies all of them, without the interpreter's lock. Of a pool with gaps it would make a copy.
+    whole = _in_one_call(pools, blocks)
+    if whole is not None:
         index = np.asarray(slots, dtype=np.intp)
         if len(index) and not 0 <= np.minimum.reduce(index) <= np.maximum.reduce(index) < len(pools[0]):
             raise IndexError(f"slots {slots}: the pool has {len(pools[0])}")
-        pools[0].take(index, axis=0, out=blocks, mode="clip")
+        pools[0].take(index, axis=0, out=whole, mode="clip")
         return
     if isinstance(slots, np.ndarray):
         slots = slots.tolist()
@@ -307,6 +313,32 @@ def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] |
         for slot, block in zip(slots, blocks, strict=True):
             np.copyto(block[start:end], pool[slot])
         start = end
+
+
+def _in_one_call(pools: Sequence[Bytes], blocks: Sequence[Bytes] | Bytes) -> Bytes | None:
+    """The blocks as one array, where a single call of numpy can copy them from or to their slots.
+
+    It does so without the interpreter's lock. A call a block asks for the lock between any two, and waits for it for as
+    long as a busy thread may keep it, which is 5 ms. Of a pool with gaps between its slots it would make a copy.
+    """
+    if len(pools) != 1 or not pools[0].flags.c_contiguous:
+        return None
+    return blocks if isinstance(blocks, np.ndarray) else _rows_of_one(blocks)
+
+
+def _rows_of_one(blocks: Sequence[Bytes]) -> Bytes | None:
+    """The array whose rows these are, all of one length and one after another; None where they are not, or may not be
+    written. The caller keeps them while it uses that array."""
+    if len(blocks) < 2 or blocks[0].base is None or blocks[0].base is not blocks[1].base:
+        return None
+    try:
+        addresses = [addressof(_address_in(block)) for block in blocks]  # a sixth of what numpy takes to tell them
+    except TypeError:
+        return None
+    first, nbytes = blocks[0], len(blocks[0])
+    if addresses != list(range(addresses[0], addresses[0] + len(blocks) * nbytes, nbytes)):
+        return None
+    return np.lib.stride_tricks.as_strided(first, (len(blocks), nbytes), (nbytes, 1))
 
 
 def _check(blocks: Blocks, field: str, count: int, block_bytes: int) -> None:

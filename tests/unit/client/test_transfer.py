@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -222,3 +223,56 @@ def test_rows_are_delivered_as_they_are_only_where_they_are_what_was_given() -> 
     assert transfer.are_rows(np.zeros((2, 16), np.uint8))
     for other in (np.zeros((2, 4), np.float32), np.zeros((2, 4, 4), np.uint8), [np.zeros(16, np.uint8)]):
         assert not transfer.are_rows(other)
+
+
+def apart(whole: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    return [row.copy() for row in whole]
+
+
+def in_another_order(whole: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    return [whole[index] for index in (1, 0, 2, 3)]
+
+
+def with_gaps(whole: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    return list(np.zeros((8, 16), np.uint8)[::2])
+
+
+def parts_of(whole: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    return [row[:8] for row in whole]
+
+
+def read_only(whole: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    whole.flags.writeable = False
+    return list(whole)
+
+
+@pytest.mark.parametrize("rows_of", [list, apart, in_another_order, with_gaps, read_only])
+def test_slots_have_the_blocks_wherever_those_lie(
+    rows_of: Callable[[NDArray[np.uint8]], list[NDArray[np.uint8]]],
+) -> None:
+    whole = np.random.default_rng(1).integers(0, 256, (4, 16), dtype=np.uint8)
+    pool = np.zeros((9, 16), np.uint8)
+    rows = rows_of(whole)
+    transfer.into_slots([pool], [8, 0, 3, 5], rows)
+    assert np.array_equal(pool[[8, 0, 3, 5]], rows)
+    assert not pool[[1, 2, 4, 6, 7]].any()
+
+
+@pytest.mark.parametrize("rows_of", [list, apart, in_another_order, with_gaps])
+def test_blocks_have_the_slots_wherever_they_lie(
+    rows_of: Callable[[NDArray[np.uint8]], list[NDArray[np.uint8]]],
+) -> None:
+    pool = np.random.default_rng(1).integers(0, 256, (9, 16), dtype=np.uint8)
+    rows = rows_of(np.zeros((4, 16), np.uint8))
+    transfer.out_of_slots([pool], [8, 0, 3, 5], rows)
+    assert np.array_equal(rows, pool[[8, 0, 3, 5]])
+
+
+def test_only_rows_one_after_another_are_copied_as_one_array() -> None:
+    whole = np.zeros((4, 16), np.uint8)
+    one = transfer._rows_of_one(list(whole[1:]))
+    assert one is not None
+    assert (one.shape, one.flags.c_contiguous, np.shares_memory(one, whole)) == ((3, 16), True, True)
+    for rows_of in (apart, in_another_order, with_gaps, parts_of, read_only):
+        assert transfer._rows_of_one(rows_of(whole)) is None
+    assert transfer._rows_of_one([]) is None
