@@ -50,6 +50,7 @@ def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper) -> dict[Tier, in
     if not 0 < device <= total:
         limit = f"it is {device} bytes: must be 1 to the {total} that {gpu.driver.name} has, of which {free} are free"
         raise TierConfigError("device_bytes", config.device_bytes, limit)
+    _log.info("the device tier is on a GPU uuid=%s device_bytes=%d free=%d", gpu.uuid, device, free)
     if device > free:
         _log.warning("the device tier is larger than what is free there device_bytes=%d free=%d", device, free)
     return sizes
