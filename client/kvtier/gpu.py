@@ -95,11 +95,21 @@ class Gpu:
 
     @staticmethod
     def wait(passed: Callable[[], bool]) -> None:
-        """In this thread. Whoever waits is short of time, not of CPU, for as long as a small copy takes."""
-        pause = 0.0
-        while not passed():
-            time.sleep(pause)
+        """In this thread, first without sleeping: whoever waits is short of time, not of CPU, while a small copy takes.
+
+        An interrupt (Ctrl-C) is raised when it is over: the memory is a lease's or the caller's, and taken back then.
+        """
+        pause, interrupt = 0.0, None
+        while True:
+            try:
+                if passed():
+                    break
+                time.sleep(pause)
+            except KeyboardInterrupt as error:
+                interrupt = error
             pause = min(pause + 20e-6, _LONGEST_PAUSE_S)
+        if interrupt is not None:
+            raise interrupt
 
     def _current(self) -> int:
         torch: Any = sys.modules.get("torch")

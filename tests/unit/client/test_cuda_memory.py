@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from mmap import PAGESIZE, mmap
@@ -186,6 +187,20 @@ def test_after_a_failed_copy_nothing_is_being_copied(fake: ModuleType) -> None:
     found = empty_blocks(2)
     memory.read(0, [0, 1], found)
     assert np.array_equal([row[:6000] for row in found], [row[:6000] for row in some_blocks(2)])
+
+
+def test_an_interrupted_wait_ends_when_the_copies_have(gpu: Gpu) -> None:
+    asked: list[bool] = []
+
+    def passed() -> bool:
+        asked.append(len(asked) == 3)
+        if len(asked) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return asked[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        gpu.wait(passed)
+    assert asked == [False, False, False, True]
 
 
 def test_a_lost_device_says_what_to_do(tmp_path: Path) -> None:
