@@ -327,16 +327,17 @@ def _in_one_call(pools: Sequence[Bytes], blocks: Sequence[Bytes] | Bytes) -> Byt
 
 
 def _rows_of_one(blocks: Sequence[Bytes]) -> Bytes | None:
-    """The array whose rows these are, all of one length and one after another; None where they are not, or may not be
-    written. The caller keeps them while it uses that array."""
-    if len(blocks) < 2 or blocks[0].base is None or blocks[0].base is not blocks[1].base:
-        return None
-    try:
-        addresses = [addressof(_address_in(block)) for block in blocks]  # a sixth of what numpy takes to tell them
-    except TypeError:
+    """The array whose rows these are, all of one length and one after another in memory; None where they are not, or
+    may not be written. The caller keeps them while it uses that array."""
+    if len(blocks) < 2:
         return None
     first, nbytes = blocks[0], len(blocks[0])
-    if addresses != list(range(addresses[0], addresses[0] + len(blocks) * nbytes, nbytes)):
+    try:
+        start = addressof(_address_in(first))  # a sixth of what numpy takes to tell an address
+        for number, block in enumerate(blocks):
+            if addressof(_address_in(block)) != start + number * nbytes:
+                return None
+    except TypeError:
         return None
     return np.lib.stride_tricks.as_strided(first, (len(blocks), nbytes), (nbytes, 1))
 

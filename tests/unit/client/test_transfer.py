@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from kvtier import transfer
@@ -273,6 +274,10 @@ def test_only_rows_one_after_another_are_copied_as_one_array() -> None:
     one = transfer._rows_of_one(list(whole[1:]))
     assert one is not None
     assert (one.shape, one.flags.c_contiguous, np.shares_memory(one, whole)) == ((3, 16), True, True)
+    tensor = torch.zeros((4, 16), dtype=torch.uint8)
+    one = transfer._rows_of_one(transfer.readable(tensor, 4, 16))
+    assert one is not None
+    assert one.ctypes.data == tensor.data_ptr()
     for rows_of in (apart, in_another_order, with_gaps, parts_of, read_only):
         assert transfer._rows_of_one(rows_of(whole)) is None
     assert transfer._rows_of_one([]) is None
