@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any, ClassVar, Final
 
 from kvtier.abi.cuda.driver import Copy, Driver, Event, Stream
-from kvtier.abi.cuda.errors import CudaError, CudaLost
+from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost
 from kvtier.abi.cuda.opening import uuid_name
 from kvtier.errors import DeviceError
 from kvtier.fences import Fence
@@ -63,10 +63,15 @@ class Gpu:
 
     def fence(self, stream: int | None) -> Fence:
         """The point that a stream has reached. None: torch's current one of this thread, else the legacy default."""
-        with failing("marking how far a stream has come"):
+        place = Stream(self._current() if stream is None else stream) or _LEGACY
+        with failing("marking how far a stream has come"), self.driver.visit():
+            if self.driver.capturing(place):
+                # An event recorded there belongs to the graph: to ask it would be an error, and spoil the graph.
+                message = f"stream {place:#x} is being captured into a graph: its work has no end yet to wait for"
+                raise DeviceError(message, call="cuEventRecord", code=CAPTURED_EVENT, reason="DEVICE_FAILED")
             event = self._events.pop() if self._events else self.driver.event()
             fence = _Recorded(self, event)
-            self.driver.record(event, Stream(self._current() if stream is None else stream) or _LEGACY)
+            self.driver.record(event, place)
             return fence
 
     def done(self, event: Event) -> bool:

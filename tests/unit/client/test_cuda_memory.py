@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from kvtier import DeviceError, InvalidArgument, tensors, transfer
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy, Driver
+from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, HOST, ArenaIdentity, ArenaLayout
@@ -138,6 +139,20 @@ def test_a_fence_has_passed_when_the_stream_has(fake: ModuleType, gpu: Gpu, memo
     assert fence_over([memory], fence) is fence
 
 
+def test_a_stream_that_is_being_captured_has_no_point_to_mark(fake: ModuleType, gpu: Gpu, memory: CudaMemory) -> None:
+    stream = gpu.driver.stream()
+    fake.fake_capture(stream, True)
+    with pytest.raises(DeviceError, match="being captured into a graph") as caught:
+        memory.fence(stream)
+    assert caught.value.reason == "DEVICE_FAILED"
+    event = gpu.driver.event()
+    gpu.driver.record(event, stream)
+    with pytest.raises(CudaError, match="CAPTURED_EVENT"):  # what it would have come to
+        gpu.driver.done(event)
+    fake.fake_capture(stream, False)
+    memory.fence(stream)
+
+
 def test_events_of_fences_are_used_again(fake: ModuleType, memory: CudaMemory) -> None:
     for _ in range(20):
         memory.fence(None)
@@ -169,9 +184,9 @@ def test_the_default_is_the_legacy_stream_or_torchs_current_one(
 
 
 def test_a_stream_of_nobodys_is_an_error_with_the_call_in_it(memory: CudaMemory) -> None:
-    with pytest.raises(DeviceError, match=r"how far a stream.*cuEventRecord.*INVALID_HANDLE") as caught:
+    with pytest.raises(DeviceError, match=r"how far a stream.*cuStreamIsCapturing.*INVALID_HANDLE") as caught:
         memory.fence(0xDEAD)
-    assert (caught.value.reason, caught.value.call, caught.value.code) == ("DEVICE_FAILED", "cuEventRecord", 400)
+    assert (caught.value.reason, caught.value.call, caught.value.code) == ("DEVICE_FAILED", "cuStreamIsCapturing", 400)
 
 
 def test_after_a_failed_copy_nothing_is_being_copied(fake: ModuleType) -> None:

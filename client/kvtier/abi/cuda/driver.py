@@ -224,6 +224,11 @@ class Driver:
         """What the stream was given is still done."""
         self._call(self._cuda.cuStreamDestroy, stream)
 
+    def capturing(self, stream: Stream) -> bool:
+        """Whether what the stream is given goes into a graph instead of being done."""
+        none = self._cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        return bool(self._call(self._cuda.cuStreamIsCapturing, stream) != none)
+
     def event(self) -> Event:
         """An event without a time, :meth:`done` until it is recorded."""
         return Event(int(self._call(self._cuda.cuEventCreate, self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)))

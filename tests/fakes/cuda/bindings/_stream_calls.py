@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._entry import entry
-from ._enums import CUresult
+from ._enums import CUresult, CUstreamCaptureStatus
 from ._refusal import Refusal, invalid
 from ._state import LEGACY, STATE
 from ._structs import CUevent, CUstream
@@ -28,6 +28,11 @@ def cuStreamDestroy(hStream: CUstream | int) -> None:
 
 
 @entry(1)
+def cuStreamIsCapturing(hStream: CUstream | int) -> CUstreamCaptureStatus:
+    return CUstreamCaptureStatus(int(STATE.stream(int(hStream)).capturing))
+
+
+@entry(1)
 def cuEventCreate(Flags: int) -> CUevent:
     return CUevent(STATE.new_event())
 
@@ -43,6 +48,7 @@ def cuEventRecord(hEvent: CUevent | int, hStream: CUstream | int) -> None:
     event, stream = STATE.event(int(hEvent)), STATE.stream(int(hStream))
     if event.context != stream.context:
         raise Refusal(CUresult.CUDA_ERROR_INVALID_HANDLE, "event and stream are of different contexts")
+    event.captured = stream.capturing
     event.mark = stream.mark()
     event.clock = STATE.races.recorded(stream.number)
 
@@ -50,6 +56,8 @@ def cuEventRecord(hEvent: CUevent | int, hStream: CUstream | int) -> None:
 @entry()
 def cuEventQuery(hEvent: CUevent | int) -> None:
     event = STATE.event(int(hEvent))
+    if event.captured:
+        raise Refusal(CUresult.CUDA_ERROR_CAPTURED_EVENT, "it was recorded in a stream that was being captured")
     if not event.mark.reached.is_set():
         raise Refusal(CUresult.CUDA_ERROR_NOT_READY, "")
     STATE.races.saw(event.clock)
@@ -69,6 +77,12 @@ def fake_work(stream: int, work: Callable[[], Any]) -> None:
     with STATE.lock:
         given = STATE.stream(stream)
     given.give(work)
+
+
+def fake_capture(stream: int, on: bool) -> None:
+    """Not NVIDIA's: what the stream is given from now on goes into a graph, as far as events can tell."""
+    with STATE.lock:
+        STATE.stream(stream).capturing = on
 
 
 def fake_left() -> dict[str, int]:

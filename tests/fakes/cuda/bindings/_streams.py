@@ -39,6 +39,7 @@ class FakeStream:
         failed: Callable[[Exception], None],
     ) -> None:
         self.number = number
+        self.capturing = False
         self.context = context
         self._hold = hold
         self._random = random.Random(seed)
@@ -98,3 +99,4 @@ class FakeEvent:
         self.context = context
         self.mark = Mark(reached=True)
         self.clock: Clock = {}
+        self.captured = False

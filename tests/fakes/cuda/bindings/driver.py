@@ -4,7 +4,7 @@ Device memory is real memory of the machine at real addresses, exported as real 
 it. Streams are threads that do their work late. A call that CUDA's documentation forbids is refused, and everything
 else about it is in ``_settings``: what goes wrong, when, and what is written down.
 
-Only for tests: of what is here, ``fake_work`` and ``fake_left`` are not NVIDIA's.
+Only for tests: of what is here, what begins with ``fake_`` is not NVIDIA's.
 """
 # ruff: noqa: F401, F403
 
@@ -57,7 +57,9 @@ from ._stream_calls import (
     cuEventRecord,
     cuStreamCreate,
     cuStreamDestroy,
+    cuStreamIsCapturing,
     cuStreamWaitEvent,
+    fake_capture,
     fake_left,
     fake_work,
 )

@@ -50,6 +50,7 @@ Result cuMemHostAlloc(void **address, size_t size, unsigned flags) { *address = 
 Result cuMemFreeHost(void *address) { SAYS("%p", address); return 0; }
 Result cuStreamCreate(Handle *stream, unsigned flags) { *stream = (Handle)0x51; SAYS("%u", flags); return 0; }
 Result cuStreamDestroy_v2(Handle stream) { SAYS("%p", stream); return 0; }
+Result cuStreamIsCapturing(Handle stream, int *status) { *status = 1; SAYS("%p", stream); return 0; }
 Result cuEventCreate(Handle *event, unsigned flags) { *event = (Handle)0xe1; SAYS("%u", flags); return 0; }
 Result cuEventDestroy_v2(Handle event) { SAYS("%p", event); return 0; }
 Result cuEventRecord(Handle event, Handle stream) { SAYS("%p %p", event, stream); return 0; }

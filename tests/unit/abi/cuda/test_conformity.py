@@ -134,6 +134,7 @@ def test_errors_are_what_they_are_called() -> None:
     assert documented[errors.OUT_OF_MEMORY][0] == "OUT_OF_MEMORY"
     assert documented[errors.NOT_INITIALIZED][0] == "NOT_INITIALIZED"
     assert documented[errors.NO_DEVICE][0] == "NO_DEVICE"
+    assert documented[errors.CAPTURED_EVENT][0] == "CAPTURED_EVENT"
     assert not errors.LOST.keys() & errors.UNSUPPORTED.keys()
 
 
@@ -196,6 +197,7 @@ def test_the_real_wrappers_take_every_call() -> None:
     driver.copy_batch([(memory.address, host, 4096), (Address(memory.address + 4096), host, 4096)], stream)
     driver.record(event, stream)
     driver.wait(stream, event)
+    assert not driver.capturing(stream)
     while not driver.done(event):
         pass
     driver.unregister(pages.address)
