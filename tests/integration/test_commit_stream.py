@@ -256,6 +256,7 @@ async def test_a_stop_ends_it(start_daemon: StartDaemon) -> None:
         fault = await refusal(asyncio.wait_for(stream.read(), PATIENCE_S))
         assert (fault.code, fault.reason) == (Code.UNAVAILABLE, "SHUTTING_DOWN")
         raw.detach()
+    assert await asyncio.to_thread(daemon.ended) == 0
 
 
 async def test_a_right_that_is_taken_away_counts_from_the_next_commit_on(

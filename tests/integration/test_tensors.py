@@ -103,6 +103,7 @@ def test_the_synchronous_client_takes_tensors(daemon: DaemonProcess, name: str) 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU")
 async def test_tensors_of_a_gpu(cache: Cache) -> None:
     blocks = some().cuda()
     assert await cache.put(KEYS, blocks) == OK

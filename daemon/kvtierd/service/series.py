@@ -68,6 +68,8 @@ class Series:
                 if session is None or context.cancelled():
                     raise  # the call itself was cancelled
                 refusal = self._why_ended(session)
+            except grpc.aio.InternalError:
+                return  # the peer went away before it took an answer: there is nobody to be told anything
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
                 await _drain(messages)
