@@ -116,6 +116,10 @@ class Catalog:
         for cache in self:
             self._stores.keeper.forget(cache.name, attach.CUDA)
 
+    def opens_again(self, cache: Cache) -> bool:
+        """Whether it could be, once it is cold."""
+        return not (self._device_is_lost and Tier.DEVICE in cache.slots)
+
     @asynccontextmanager
     async def holding(self, cache: Cache) -> AsyncIterator[bool]:
         """Keeps an open cache as it is meanwhile. Yields whether it still is there."""

@@ -78,7 +78,8 @@ class IdleCaches:
         self.look()
         ttl_s = self._ttl_s()
         long_enough = ttl_s > 0 and self.idle_ns(cache.id) >= ttl_s * 1e9
-        return long_enough and not cache.runtime.manager.pinned_slots()  # a pin keeps its block where it is
+        stays = cache.runtime.manager.pinned_slots() > 0  # a pin keeps its block where it is
+        return long_enough and not stays and self._catalog.opens_again(cache)
 
     async def _cool(self, cache: Cache) -> None:
         if Tier.DISK in cache.slots:
