@@ -3,50 +3,24 @@ and nothing is taken apart under a copy."""
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator, Mapping
-from types import ModuleType
+import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kvtier.abi.cuda.driver import Direction, Driver
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout
 from kvtierd.core.ids import SlotId, Tier
-from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.mover.cuda.loads import Load
 from kvtierd.mover.cuda.sites import Stretch
 from kvtierd.mover.cuda.staging import BUFFERS, Buffer, Staging
 from kvtierd.mover.work import Unaccounted
-from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, TierIOError
-from kvtierd.tiers.cuda.pool import Gpu
-from kvtierd.tiers.cuda.store import CudaDevice
-from kvtierd.tiers.host import HostStore
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
+from tests.unit.mover.cuda.rigs import Rig
 from tests.unit.mover.rig import GROUP, SPEC, content, key
-
-SLOTS: Mapping[tuple[int, int], int] = {(0, Tier.DEVICE): 8, (0, Tier.HOST): 8}
-
-
-class Rig:
-    def __init__(self, **settings: object) -> None:
-        self.fake: ModuleType = load_fake(**{"max_delay_ms": 1, **settings})
-        self.gpu = Gpu(Driver(self.fake, "cuda"))
-        layout = ArenaLayout.plan(SPEC, SLOTS)
-        segment = self.gpu.create("rig", layout.data_bytes(Tier.DEVICE))
-        identity = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=1, pid=os.getpid())
-        self.arena = Arena.create("rig", layout, identity, segment)
-        self.device = CudaDevice(layout, segment)
-        self.copies = CudaCopies("rig", layout, self.device, HostStore(self.arena), self.arena.data(Tier.HOST))
-
-    def close(self) -> None:
-        assert self.copies.close()
-        self.arena.close()
-        self.gpu.close()
-        assert self.fake.fake_left() == {}
 
 
 @pytest.fixture
@@ -158,3 +132,11 @@ def test_a_close_waits_for_a_copy_and_refuses_the_next(rig: Rig) -> None:
     assert len(found) == 1
     with pytest.raises(TierIOError, match="closed"):
         rig.copies.fetch(GROUP, [whole(3)])
+
+
+def test_a_closed_cache_keeps_no_host_memory_through_those_who_still_know_its_copies() -> None:
+    rig = Rig()
+    segment = weakref.ref(rig.arena.data(Tier.HOST))
+    rig.host.close()
+    rig.close()
+    assert segment() is None

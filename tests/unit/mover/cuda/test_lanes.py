@@ -1,0 +1,95 @@
+"""Lanes over a GPU's copies: what hangs shows and is not reported, what nobody can account for is never reported."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import pytest
+
+from kvtier.abi.cuda.driver import Direction
+from kvtierd.core.events import EventSequencer
+from kvtierd.core.ids import Tier
+from kvtierd.core.outcome import MoveResult
+from kvtierd.mover.cuda.copies import BATCH_BYTES
+from kvtierd.mover.edges import LANES, Edges
+from kvtierd.mover.runtime import CacheRuntime
+from tests.fakes.cuda.bindings._settings import Failure
+from tests.integration.waiting import eventually
+from tests.unit.mover.cuda.rigs import Rig
+from tests.unit.mover.rig import SPEC, fill, holds, key, make_runtime, move
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    yield Rig()
+
+
+@pytest.fixture
+def runtime(rig: Rig) -> CacheRuntime:
+    plain = make_runtime({DEVICE: 8, HOST: 8}, EventSequencer())
+    return dataclasses.replace(plain, arena=rig.arena, host=rig.host, device=rig.device, cuda=rig.copies)
+
+
+class Desk:
+    """Keeps what arrives."""
+
+    def __init__(self) -> None:
+        self.results: list[MoveResult] = []
+        self.edges = Edges(asyncio.get_running_loop(), self._deliver, stuck_after_s=0.05)
+
+    def _deliver(self, runtime: CacheRuntime, results: Sequence[MoveResult]) -> None:
+        self.results += results
+
+    async def problems(self) -> list[str]:
+        return self.edges.problems()
+
+
+@pytest.fixture
+async def desk() -> AsyncIterator[Desk]:
+    desk = Desk()
+    yield desk
+    assert await desk.edges.stop()
+
+
+async def test_a_copy_that_hangs_shows_and_is_reported_when_it_ends(
+    rig: Rig, runtime: CacheRuntime, desk: Desk
+) -> None:
+    gate = threading.Event()
+    rig.fake.fake_work(rig.copies._traffic._ways[Direction.TO_DEVICE].stream, gate.wait)
+    fill(runtime, HOST, 3, key(1))
+    desk.edges.submit(runtime, move(1, HOST, DEVICE, [(1, 3, 5)]))
+    (stuck,) = await eventually(desk.problems, lambda found: found)
+    assert stuck.startswith("host-to-device-finish: stuck, a batch has been running for")
+    assert desk.results == []
+
+    gate.set()
+    desk.edges.submit(runtime, move(2, DEVICE, HOST, [(1, 5, 0)]))
+    await desk.edges.idle()
+    assert [result.failed for result in desk.results] == [frozenset()] * 2
+    assert holds(runtime, HOST, 0, key(1))
+    rig.close()
+
+
+async def test_a_batch_that_nobody_can_account_for_is_never_reported(
+    rig: Rig, runtime: CacheRuntime, desk: Desk
+) -> None:
+    rig.fake.STATE.settings.fail.append(Failure("cuEventRecord", "CUDA_ERROR_INVALID_VALUE", times=0))
+    desk.edges.submit(runtime, move(1, HOST, DEVICE, [(1, 3, 5)]))
+    problems = await eventually(desk.problems, lambda found: found)
+    assert "Unaccounted" in problems[0]
+    assert desk.results == []
+    assert desk.edges.in_flight() == 1
+    assert rig.device.lost is not None
+
+
+def test_no_batch_keeps_the_bus_for_long(runtime: CacheRuntime) -> None:
+    large = dataclasses.replace(runtime, spec=dataclasses.replace(SPEC, tokens_per_block=1 << 15))
+    (lane, *_) = LANES
+    planned = move(1, DEVICE, HOST, [(1, 1, 1)])
+    assert lane.blocks_at_once(runtime, planned) == lane.batch_blocks
+    assert lane.blocks_at_once(large, planned) == max(1, BATCH_BYTES // large.spec.record_bytes(0)) == 1
