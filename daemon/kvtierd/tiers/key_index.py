@@ -201,13 +201,12 @@ class KeyIndex:
     def _find(self, start: int, tag: int, key: Key, group: GroupId) -> int:
         """The number of the block's place in the bucket that starts there; -1: it has none."""
         tags = TAGS.unpack_from(self._bytes, start + TAGS_OFFSET)
-        if tag not in tags:
-            return -1
-        for number in range(BUCKET_ENTRIES):
-            at = start + ENTRIES_OFFSET + number * ENTRY.size
+        number = -1
+        for _ in range(tags.count(tag)):
+            number = tags.index(tag, number + 1)
+            at = start + ENTRIES_OFFSET + number * _ENTRY_BYTES
             if (
-                tags[number] == tag
-                and self._bytes[start + TIERS_OFFSET + number]
+                self._bytes[start + TIERS_OFFSET + number]
                 and bytes(self._bytes[at : at + KEY_BYTES]) == key
                 and self._halves[(start + GROUPS_OFFSET) // 2 + number] == group
             ):
@@ -225,20 +224,20 @@ class KeyIndex:
             return
         if residency == before and host is None and device is None:
             return
-        at = start + ENTRIES_OFFSET + number * ENTRY.size
+        at = start + ENTRIES_OFFSET + number * _ENTRY_BYTES + KEY_BYTES
+        host_generation, device_generation, host_slot, device_slot = _PLACES.unpack_from(self._bytes, at)
+        if not residency & _HOST:
+            host_slot, host_generation = _NOWHERE
+        elif host is not None:
+            host_slot, host_generation = host
+        if not residency & _DEVICE:
+            device_slot, device_generation = _NOWHERE
+        elif device is not None:
+            device_slot, device_generation = device
         word = start // 8
         sequence = self._words[word] | 1
         self._words[word] = sequence
-        keeps = (residency & _HOST and host is None) or (residency & _DEVICE and device is None)
-        entry = _entry(self._read(at + KEY_BYTES, before) if keeps else ABSENT, residency, host, device)
-        _PLACES.pack_into(
-            self._bytes,
-            at + KEY_BYTES,
-            entry.host_generation,
-            entry.device_generation,
-            entry.host_slot,
-            entry.device_slot,
-        )
+        _PLACES.pack_into(self._bytes, at, host_generation, device_generation, host_slot, device_slot)
         self._bytes[start + TIERS_OFFSET + number] = residency
         self._words[word] = sequence + 1
 
