@@ -12,7 +12,7 @@ from kvtierd.core.ids import HOST, GroupId, Key, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Outcome
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.key_index import Name, Place
+from kvtierd.tiers.key_index import SURVEYED, Name, Place
 
 
 def follow(arena: Arena, outcome: Outcome) -> None:
@@ -36,7 +36,7 @@ def follow(arena: Arena, outcome: Outcome) -> None:
     gone: defaultdict[GroupId, list[Key]] = defaultdict(list)
     for event in outcome.events:
         group = event.group
-        if event.type is REMOVED:
+        if event.type is REMOVED and len(event.blocks) >= SURVEYED:
             keys = [change.key for change in event.blocks]
             gone[group] += keys
             for key in keys if after else ():

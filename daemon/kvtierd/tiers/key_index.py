@@ -40,8 +40,8 @@ _HOST: Final = Tier.HOST.bit
 _DEVICE: Final = Tier.DEVICE.bit
 _FEW: Final = 12
 """Below so many keys numpy's calls cost more than they save."""
-_SURVEYED: Final = 48
-"""Below so many keys it costs less to look for each that is absent than to look for all of them at once."""
+SURVEYED: Final = 48
+"""Below so many keys it costs less to look for each that is absent, or goes, than to look for all of them at once."""
 _ENTRY_BYTES: Final = ENTRY.size
 _PACK_ENTRY: Final = ENTRY.pack_into
 _NOWHERE: Final = (0, 0)
@@ -152,7 +152,7 @@ class KeyIndex:
             return [(*self._homes(key, group), False) for group, key in names]
         keys = np.frombuffer(b"".join([key for _, key in names]), "<u8").reshape(-1, 4)
         homes = self._buckets.mix.many(keys, np.array([group for group, _ in names], np.uint64))
-        if len(names) < _SURVEYED:
+        if len(names) < SURVEYED:
             return zip(*(column.tolist() for column in homes), repeat(False), strict=False)
         tags = self._buckets.tags
         there = ((tags[homes.first] == homes.tags[:, None]) | (tags[homes.second] == homes.tags[:, None])).any(axis=1)
