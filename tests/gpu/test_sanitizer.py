@@ -20,6 +20,7 @@ pytestmark = [
 ROOT: Final = Path(__file__).parents[2]
 _FOUND: Final = 86
 """Exit status of a process in which it found something."""
+_REFUSED: Final = "Device not supported"
 _LIMIT_S: Final = 180.0
 
 
@@ -34,6 +35,8 @@ def test_memcheck_finds_nothing(tmp_path: Path) -> None:
     command += ["tests/gpu/test_races.py", "-m", "gpu", "-k", "short", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
     said = log.read_text() if log.exists() else "it wrote no log"
+    if _REFUSED in said + done.stdout:
+        pytest.skip(f"compute-sanitizer says {_REFUSED!r} of this machine's GPU: no memory access was checked")
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:] + said[-20_000:]
     assert "1 passed" in done.stdout
     assert "ERROR SUMMARY: 0 errors" in said
