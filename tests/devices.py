@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,18 @@ DEVICE: Final = os.environ.get(VARIABLE) or STAND_IN
 ON_CUDA: Final = DEVICE != STAND_IN
 """Slots of the device are reached through CUDA's driver, be it NVIDIA's or the fake."""
 ON_FAKE: Final = DEVICE == FAKE
+
+
+CLIENT: Final = "KVTIER_FAKE_CUDA_CLIENT"
+"""Told to the fake in the clients of the session, pytest's process among them: what they read without a lease may be
+overtaken by what others write, which generations tell. A daemon's copies are judged in full."""
+
+
+def of_daemon(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment is for a daemon: nothing that configures one, nor what clients are told."""
+    return {
+        name: value for name, value in environment.items() if not name.upper().startswith("KVTIERD_") and name != CLIENT
+    }
 
 
 def flags() -> tuple[str, ...]:
@@ -41,4 +54,4 @@ def prepare() -> None:
     run on."""
     if ON_FAKE:
         sys.path.insert(0, str(FAKES))
-        os.environ |= with_fakes(dict(os.environ))
+        os.environ |= with_fakes(dict(os.environ)) | {CLIENT: "1"}

@@ -95,7 +95,7 @@ class DaemonProcess:
     def start(self) -> None:
         """Returns once it serves."""
         assert not self.running, "the daemon runs already"
-        environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
+        environment = devices.of_daemon(os.environ)
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(), stdout=subprocess.PIPE, stderr=log, env=environment | self.variables, text=True

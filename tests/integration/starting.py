@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests import devices
 from tests.integration.daemon import DaemonProcess
 
 _END_S = 30.0
@@ -17,7 +18,7 @@ Tree = Mapping[str, tuple[int, int, int, bytes]]
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's, without any configuration of a daemon but ``extra``."""
-    rest = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
+    rest = devices.of_daemon(os.environ)
     return rest | dict(extra or {})
 
 

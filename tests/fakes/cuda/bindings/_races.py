@@ -30,7 +30,9 @@ class _Access:
 class Races:
     """Not thread-safe: the caller holds the lock of the fake."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, overtaken: bool) -> None:
+        """``overtaken``: only writes are judged."""
+        self._overtaken = overtaken
         self._clocks: dict[int, Clock] = {}
         self._seen: Clock = {}
         self._open: dict[int, deque[_Access]] = {}
@@ -38,7 +40,7 @@ class Races:
     def given(self, stream: int, reads: Iterable[Span], writes: Iterable[Span]) -> None:
         """Work for ``stream``. Raises :class:`Refusal` where it races with earlier work."""
         clock = self._clocks.setdefault(stream, {})
-        reads, writes = tuple(reads), tuple(writes)
+        reads, writes = () if self._overtaken else tuple(reads), tuple(writes)
         spans = reads + writes
         bounds = min(first for first, _ in spans), max(end for _, end in spans)
         access = _Access(clock.get(stream, 0) + 1, reads, writes, bounds)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 VARIABLE: Final = "KVTIER_FAKE_CUDA"
+CLIENT: Final = "KVTIER_FAKE_CUDA_CLIENT"
 FEATURES: Final = ("vmm", "posix_fd", "batch_copy", "registered_address")
 
 
@@ -30,7 +31,9 @@ class Settings:
     their forms differ. ``features_off``: of FEATURES. ``lost``: a path; while a file is there every call answers the
     code that is its text, LAUNCH_FAILED where it has none, and for ever after in a process that has seen it.
     ``hold``: a path; while a file is there streams begin nothing, as behind a long kernel. ``record``: a path to which
-    every call is added as a line of JSON, and what was not given back when the process ended.
+    every call is added as a line of JSON, and what was not given back when the process ended. ``overtaken``: a read may
+    meet a write of another stream, as where a client reads without a lease and finds out by generations; by default
+    so in processes that have the variable CLIENT.
     """
 
     seed: int = 0
@@ -44,6 +47,7 @@ class Settings:
     lost: Path | None = None
     hold: Path | None = None
     record: Path | None = None
+    overtaken: bool = False
 
     def __post_init__(self) -> None:
         if unknown := set(self.features_off) - set(FEATURES):
@@ -58,4 +62,4 @@ def read_settings() -> Settings:
     for name in ("lost", "hold", "record"):
         if fields.get(name):
             fields[name] = Path(fields[name])
-    return Settings(**fields)
+    return Settings(**{"overtaken": CLIENT in os.environ} | fields)

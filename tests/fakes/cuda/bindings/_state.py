@@ -34,7 +34,7 @@ class State:
         self.settings = settings
         self.lock = threading.RLock()
         self.memory = Memory(settings.memory)
-        self.races = Races()
+        self.races = Races(overtaken=settings.overtaken)
         self.thread = _Thread()
         self.pid = os.getpid()
         self.started = False

@@ -212,6 +212,17 @@ class TestRaces:
         driver.wait(streams[1], event)
         driver.copy(plus(at, second[0] + 4095), plus(at, second[1] + 4095), 4096, streams[1])
 
+    def test_reads_of_a_client_may_be_overtaken_and_writes_may_not(self) -> None:
+        driver = Driver(load_fake(max_delay_ms=0, overtaken=True), "cuda")
+        driver.bind()
+        at, (one, other) = driver.alloc(3 * MIB), (driver.stream(), driver.stream())
+        driver.copy(at, plus(at, MIB), 4096, one)
+        driver.copy(plus(at, 2 * MIB), at, 4096, other)
+        with refused():
+            driver.copy(at, plus(at, MIB), 4096, other)
+        finish(driver, one)
+        finish(driver, other)
+
     def test_an_event_covers_only_what_came_before_it(
         self, driver: Driver, at: Address, streams: tuple[Stream, Stream]
     ) -> None:
