@@ -6,10 +6,8 @@ The device tier is a stand-in here, and the daemon a faulty one whose copies and
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +86,22 @@ class LosableDaemon(FaultyDaemon):
 
 
 @pytest.fixture
-def daemon() -> Iterator[LosableDaemon]:
-    home = Path(tempfile.mkdtemp(prefix="kv-"))
-    try:
-        process = LosableDaemon(home, sizes(**SLOTS))
-        process.start()
-        try:
-            yield process
-        finally:
-            process.stop()
-    finally:
-        shutil.rmtree(home)
+def start(short_dir: Path) -> Iterator[Callable[..., LosableDaemon]]:
+    """Starts one with tiers of so many bytes, and these flags; it is stopped at the end of the test."""
+    with ExitStack() as stack:
+
+        def begin(sizes: Mapping[Tier, int], *flags: str) -> LosableDaemon:
+            process = LosableDaemon(short_dir, sizes, flags)
+            process.start()
+            stack.callback(process.stop)
+            return process
+
+        yield begin
+
+
+@pytest.fixture
+def daemon(start: Callable[..., LosableDaemon]) -> LosableDaemon:
+    return start(sizes(**SLOTS))
 
 
 async def lost(client: AsyncClient) -> None:
@@ -258,11 +261,10 @@ async def test_a_put_whose_bytes_are_on_the_way_is_refused(daemon: LosableDaemon
         await eventually(lambda: tier_stats(client, "c", Tier.DEVICE), lambda seen: seen.held == 0)
 
 
-async def test_a_get_whose_bytes_are_on_the_way_is_refused(short_dir: Path) -> None:
+async def test_a_get_whose_bytes_are_on_the_way_is_refused(start: Callable[..., LosableDaemon]) -> None:
     spec = CacheSpec.single("large", "uint8", tokens_per_block=64, layers=23, kv_heads=1, head_size=1024)
     keys = chain("large", 8)
-    daemon = LosableDaemon(short_dir, {Tier.DEVICE: len(keys) * spec.record_bytes(0)})
-    daemon.start()
+    daemon = start({Tier.DEVICE: len(keys) * spec.record_bytes(0)})
     async with attached(daemon.address) as raw, await connect(daemon.address) as client:
         opened = await raw.open("c", spec)
         cache = await client.open_cache("c", spec)
@@ -279,7 +281,6 @@ async def test_a_get_whose_bytes_are_on_the_way_is_refused(short_dir: Path) -> N
         await lost(client)
         assert (await refusal(_to_the_end(call))).reason == "DEVICE_LOST"
         await eventually(lambda: tier_stats(client, "c", Tier.DEVICE), lambda seen: seen.held == 0)
-    daemon.stop()
     assert "a bug of kvtier" not in daemon.log and "AssertionError" not in daemon.log
 
 
@@ -360,9 +361,8 @@ async def test_new_caches_get_no_device_tier_and_a_restart_brings_it_back(daemon
                 break
 
 
-async def test_a_cache_that_could_not_be_opened_again_stays_warm(short_dir: Path) -> None:
-    daemon = LosableDaemon(short_dir, sizes(device=8, host=16, disk=32), ["--idle-ttl", "200ms"])
-    daemon.start()
+async def test_a_cache_that_could_not_be_opened_again_stays_warm(start: Callable[..., LosableDaemon]) -> None:
+    daemon = start(sizes(device=8, host=16, disk=32), "--idle-ttl", "200ms")
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC, budgets=sizes(device=8, host=8, disk=16))
         other = await client.open_cache("other", SPEC, budgets=sizes(host=8, disk=16))
@@ -374,7 +374,6 @@ async def test_a_cache_that_could_not_be_opened_again_stays_warm(short_dir: Path
         await eventually(client.stats, lambda stats: [one.name for one in stats.caches] == ["c"])
         again = await client.open_cache("c", SPEC)
         assert_bytes(ON_HOST, await again.get(ON_HOST))
-    daemon.stop()
 
 
 async def test_traffic_goes_on_and_the_events_stay_exact(daemon: LosableDaemon) -> None:

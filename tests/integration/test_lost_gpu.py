@@ -48,9 +48,11 @@ def gpu(short_dir: Path) -> Gpu:
 @pytest.fixture
 def daemon(short_dir: Path, gpu: Gpu) -> Iterator[SupervisedDaemon]:
     process = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST, disk=DISK), gpu={"lost": str(gpu.file)})
-    process.start()
-    yield process
-    process.close()
+    try:
+        process.start()
+        yield process
+    finally:
+        process.close()
 
 
 async def lost(client: AsyncClient) -> None:
