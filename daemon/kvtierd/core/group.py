@@ -112,10 +112,14 @@ class GroupState:
         return len(self._unsure)
 
     @property
+    def room_is_scarce(self) -> bool:
+        """Somebody will soon want victims."""
+        return any(table.free * _SOON < table.capacity for table in self.slots.values())
+
+    @property
     def placing_is_due(self) -> bool:
         """So much has been put off that who wants room, which may be soon, would notice."""
-        tables = self.slots.values()
-        return len(self._unsure) > UNPLACED_MOST and any(table.free * _SOON < table.capacity for table in tables)
+        return len(self._unsure) > UNPLACED_MOST and self.room_is_scarce
 
     def place_some(self, most: int) -> bool:
         """A part of what :meth:`candidates` would do. Whether nothing is left of it."""

@@ -74,7 +74,7 @@ class Room:
         self.working = False
         self._chooses: bool | None = False
         """Whether all candidates have been placed in this round, so that victims may be chosen; None: they will be
-        looked at when the first is wanted."""
+        when the first is wanted, while there is room anyway."""
         self._kept_waiting = False
         """A round could not make room for want of that, so the next one follows at once."""
         self._unplaced = 0
@@ -93,7 +93,7 @@ class Room:
         self._left = self._state.policy.victims_a_call if working else 0
         self._postponed = self._got_on = False
         self._chooses = None if places else False
-        if places and self._state.placing_is_due:
+        if places and self._state.room_is_scarce:
             self._chooses = self._place()
 
     def _place(self) -> bool:
