@@ -27,7 +27,7 @@ _PROBE: Final = 20
 def why_none() -> str:
     """Why no kernels can be run here; empty where they can."""
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
+        return "torch is not installed (pip install 'kvtier[torch]')"
     import torch
 
     return "" if torch.cuda.is_available() else "torch finds no CUDA device"
