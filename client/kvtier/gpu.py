@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from kvtier.abi.cuda.driver import Copy, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost
@@ -26,6 +26,8 @@ from kvtier.fences import Fence
 _LEGACY: Final = Stream(1)
 """``CU_STREAM_LEGACY``. A 0 means the same to torch, but to the bindings whatever their environment says."""
 _LONGEST_PAUSE_S: Final = 0.001
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,7 +46,7 @@ class Gpu:
 
     def __init__(self, driver: Driver) -> None:
         self.driver: Final = driver
-        # Appending and popping are atomic.
+        # Appending is atomic, and so is popping; to ask first whether there is any is not.
         self._lanes: Final[deque[_Lane]] = deque()
         self._events: Final[deque[Event]] = deque()
 
@@ -69,7 +71,7 @@ class Gpu:
                 # An event recorded there belongs to the graph: to ask it would be an error, and spoil the graph.
                 message = f"stream {place:#x} is being captured into a graph: its work has no end yet to wait for"
                 raise DeviceError(message, call="cuEventRecord", code=CAPTURED_EVENT, reason="DEVICE_FAILED")
-            event = self._events.pop() if self._events else self.driver.event()
+            event = _popped(self._events) or self.driver.event()
             fence = _Recorded(self, event)
             self.driver.record(event, place)
             return fence
@@ -89,14 +91,27 @@ class Gpu:
         to the driver, even where one range ends at the other's first byte.
         """
         with failing("copying to or from slots"), self.driver.visit():
-            lane = self._lanes.pop() if self._lanes else _Lane(self.driver.stream(), self.driver.event())
+            lane = _popped(self._lanes) or _Lane(self.driver.stream(), self.driver.event())
             try:
                 for dst, src, nbytes in chain.from_iterable(map(joined, runs)):
                     self.driver.copy(dst, src, nbytes, lane.stream)
             finally:
-                self.driver.record(lane.event, lane.stream)
-                self.wait(lambda: self.driver.done(lane.event))
+                self.wait(self._over(lane))
                 self._lanes.append(lane)
+
+    def _over(self, lane: _Lane) -> Callable[[], bool]:
+        """Whether what the lane was given so far is over. The point is marked when it is first asked, by :meth:`wait`:
+        an interrupt in between would leave copies that nobody waits for."""
+        marked = False
+
+        def over() -> bool:
+            nonlocal marked
+            if not marked:
+                self.driver.record(lane.event, lane.stream)
+                marked = True
+            return self.driver.done(lane.event)
+
+        return over
 
     @staticmethod
     def wait(passed: Callable[[], bool]) -> None:
@@ -133,6 +148,13 @@ class _Recorded(Fence):
 
     def __del__(self) -> None:
         self._gpu.take_back(self._event)
+
+
+def _popped(kept: deque[Kept]) -> Kept | None:
+    try:
+        return kept.pop()
+    except IndexError:
+        return None
 
 
 def joined(copies: Iterable[Copy]) -> Iterator[Copy]:

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from mmap import PAGESIZE, mmap
 from pathlib import Path
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from kvtier import DeviceError, InvalidArgument, tensors, transfer
 from kvtier.abi import attach
-from kvtier.abi.cuda.driver import Address, Copy, Driver
+from kvtier.abi.cuda.driver import Address, Copy, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
@@ -162,6 +163,25 @@ def test_events_of_fences_are_used_again(fake: ModuleType, memory: CudaMemory) -
     del both
 
 
+class Snatched(deque[Any]):
+    """Has one when it is asked, which another thread takes before it can be taken here."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def test_threads_that_want_the_last_stream_or_event_at_once_get_one_each(
+    gpu: Gpu, memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_lanes", Snatched())
+    monkeypatch.setattr(gpu, "_events", Snatched())
+    blocks, found = some_blocks(1), empty_blocks(1)
+    memory.write(0, [1], blocks)
+    gpu.wait(memory.fence(None).passed)
+    memory.read(0, [1], found)
+    assert np.array_equal(found, blocks)
+
+
 def test_the_default_is_the_legacy_stream_or_torchs_current_one(
     fake: ModuleType, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +236,27 @@ def test_an_interrupted_wait_ends_when_the_copies_have(gpu: Gpu) -> None:
     with pytest.raises(KeyboardInterrupt):
         gpu.wait(passed)
     assert asked == [False, False, False, True]
+
+
+def test_an_interrupt_before_the_end_of_the_copies_is_marked_leaves_none_under_way(
+    fake: ModuleType, gpu: Gpu, memory: CudaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = gpu.driver.record
+
+    def interrupted(event: Event, stream: Stream) -> None:
+        monkeypatch.setattr(gpu.driver, "record", record)
+        signal.raise_signal(signal.SIGINT)
+        record(event, stream)
+
+    monkeypatch.setattr(gpu.driver, "record", interrupted)
+    blocks = some_blocks(SLOTS)
+    with pytest.raises(KeyboardInterrupt):
+        memory.write(0, range(SLOTS), blocks)
+    for block in blocks:
+        block[:] = 0
+    found = empty_blocks(SLOTS)
+    memory.read(0, range(SLOTS), found)
+    assert np.array_equal(found, some_blocks(SLOTS))
 
 
 def test_a_lost_device_says_what_to_do(tmp_path: Path) -> None:
