@@ -2,7 +2,8 @@
 
 kvtier's code is tested on the fake, so what it uses is there; here the fake is held to the real package: names,
 arguments, numbers of answers, values, fields. And every call of the driver class gets through the real wrapper's checks
-of its arguments, up to the point where that looks for NVIDIA's driver. Both hold for 12.9 and for 13.0.
+of its arguments, up to the point where that looks for NVIDIA's driver. Both are so for 12.9, too, where that is what
+is installed.
 """
 
 from __future__ import annotations
