@@ -4,7 +4,6 @@ restart keeps, and what a start says where there is no GPU, or too little of it.
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import re
 import subprocess
@@ -14,18 +13,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvtier import RetryableError, Tier, connect
 from kvtier.abi import attach
-from kvtier.abi.layout import ArenaLayout
-from kvtier.v1 import blocks_pb2
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
-from tests.integration.on_gpu import CUDA, calls, fake_gpu, gpu_daemon, not_given_back, supervised_gpu_daemon
-from tests.integration.raw import RawClient, attached, close_all
+from tests.integration.on_gpu import (
+    CUDA,
+    calls,
+    committed,
+    device_generations,
+    fake_gpu,
+    gpu_daemon,
+    mapped,
+    not_given_back,
+    supervised_gpu_daemon,
+)
+from tests.integration.raw import attached, close_all
 from tests.integration.starting import refused
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_cli import kvtier
@@ -60,27 +65,6 @@ def exchange(mapped: attach.Mapped, fds: dict[str, int], text: str) -> bytes:
         text=True,
     )
     return bytes.fromhex(said.stdout.strip())
-
-
-def mapped(raw: RawClient, cache_id: int, *, write: bool) -> tuple[attach.Mapped, dict[str, int]]:
-    raw.socket.send(attach.encode(attach.Map(cache_id, write)))
-    data, fds = raw.socket.receive()
-    said = attach.decode_mapped(data)
-    assert isinstance(said, attach.Mapped), said
-    return said, dict(zip(said.fds, fds, strict=True))
-
-
-async def committed(raw: RawClient, cache_id: int, keys: list[bytes]) -> None:
-    """Blocks on the device, whatever bytes they have there; held by nobody."""
-    reserved = await raw.reserve(cache_id, Tier.DEVICE, len(keys))
-    await raw.commit(cache_id, reserved, keys)
-    release = blocks_pb2.ReleaseRequest(cache_id=cache_id, lease_ids=[reserved.lease_id])
-    await raw.call(raw.stubs.blocks.Release, release)
-
-
-async def residency(raw: RawClient, cache_id: int, keys: list[bytes]) -> list[int]:
-    request = blocks_pb2.LocateRequest(cache_id=cache_id, keys=b"".join(keys))
-    return list((await raw.call(raw.stubs.blocks.Locate, request)).residency)
 
 
 @pytest.fixture(scope="module")
@@ -175,12 +159,6 @@ async def test_the_gpus_blocks_survive_the_daemon(supervised: SupervisedDaemon, 
         assert_bytes(keys, await cache.get(keys))
     assert await asyncio.to_thread(supervised.stop) == 0
     assert "not adopted" not in supervised.log
-
-
-def device_generations(control: int) -> NDArray[np.uint64]:
-    """Of all slots, as they change."""
-    segment = np.frombuffer(mmap.mmap(control, 0, prot=mmap.PROT_READ), dtype=np.uint8)
-    return ArenaLayout.read(segment).generations(segment, Tier.DEVICE, 0)
 
 
 IMPORT_FAILS = {"fail": [{"call": "cuMemImportFromShareableHandle", "code": "CUDA_ERROR_INVALID_VALUE"}]}

@@ -13,10 +13,16 @@ import pytest
 from kvtier import AsyncClient, BlockResult, Cursor, DeviceLost, Tier, TierFull, TierOffline, connect
 from kvtier.abi import attach
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.on_gpu import calls, supervised_gpu_daemon
+from tests.integration.on_gpu import (
+    calls,
+    committed,
+    device_generations,
+    mapped,
+    residency,
+    supervised_gpu_daemon,
+)
 from tests.integration.raw import attached, close_all
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.test_gpu_pool import committed, device_generations, mapped, residency
 from tests.integration.waiting import PATIENCE_S, eventually
 
 DEVICE, HOST, DISK = 4, 8, 64
