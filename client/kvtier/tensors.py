@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
@@ -106,12 +107,21 @@ def is_in_place(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def fill(tensor: torch.Tensor, data: NDArray[np.uint8]) -> None:
-    """Copies bytes into a tensor on any device."""
+def current_stream(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    """The stream that this thread gives its work on the tensor to. None: there is none on the CPU."""
+    import torch
+
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def fill(tensor: torch.Tensor, data: NDArray[np.uint8], stream: torch.cuda.Stream | None) -> None:
+    """Copies bytes into a tensor on any device, after what its stream was given before; when this returns they are
+    there."""
     import torch
 
     source = torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape)
-    tensor.detach().copy_(source)
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        tensor.detach().copy_(source)
 
 
 def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:

@@ -165,10 +165,11 @@ def rows_of(out: NDArray[Any], count: int) -> Bytes:
 
 
 async def deliver(out: Blocks, rows: Sequence[Row]) -> None:
-    """After :func:`writable` and a copy into what it gave: fills the tensors that could not be written in place."""
+    """After :func:`writable` and a copy into what it gave: fills the tensors that could not be written in place, those
+    of a GPU when this thread's current stream has done what it was given so far."""
     late = _late(out, rows)
     if late:
-        await run(lambda: _fill(late), sum(len(row) for _, row in late))
+        await run(lambda: _fill(late), sum(len(row) for _, row, _ in late))
 
 
 def deliver_here(out: Blocks, rows: Sequence[Row]) -> None:
@@ -176,19 +177,23 @@ def deliver_here(out: Blocks, rows: Sequence[Row]) -> None:
     _fill(_late(out, rows))
 
 
-def _late(out: Blocks, rows: Sequence[Row]) -> list[tuple[torch.Tensor, Bytes]]:
+_Late: TypeAlias = "tuple[torch.Tensor, Bytes, torch.cuda.Stream | None]"
+
+
+def _late(out: Blocks, rows: Sequence[Row]) -> list[_Late]:
+    """With the current streams of this thread: that which copies has others."""
     if isinstance(out, np.ndarray):
         return []
     return [
-        (block, row)
+        (block, row, tensors.current_stream(block))
         for block, row in zip(out, rows, strict=True)
         if tensors.is_tensor(block) and not isinstance(row, DeviceBytes) and not tensors.is_in_place(block)
     ]
 
 
-def _fill(late: Sequence[tuple[torch.Tensor, Bytes]]) -> None:
-    for tensor, row in late:
-        tensors.fill(tensor, row)
+def _fill(late: Sequence[_Late]) -> None:
+    for tensor, row, stream in late:
+        tensors.fill(tensor, row, stream)
 
 
 async def run(copy: Callable[[], None], nbytes: int, *, waits: bool = False) -> None:

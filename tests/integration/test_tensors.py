@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvtier import AsyncClient, Cache, CacheSpec, Client, errors
+from kvtier import AsyncClient, Cache, CacheSpec, Client, errors, sync, tensors
 from kvtier.types import BlockResult, Tier
 from tests.integration.blocks import chain
 from tests.integration.daemon import DaemonProcess
@@ -100,6 +104,31 @@ def test_the_synchronous_client_takes_tensors(daemon: DaemonProcess, name: str) 
         assert torch.equal(out, some())
         with cache.acquire(KEYS) as lease:
             assert torch.equal(lease.tensors(1)[0].view(SHAPE), some()[1])
+
+
+@pytest.mark.parametrize("way", [sync.Cache.get, partial(sync.Cache.get, verify=True), sync.Cache.stream_get])
+def test_the_synchronous_client_fills_tensors_in_the_callers_thread(
+    daemon: DaemonProcess, name: str, monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any]
+) -> None:
+    """Whose current streams the caller's work on them is in, where they are on a GPU."""
+    threads = set()
+    fill = tensors.fill
+
+    def seen(tensor: torch.Tensor, *of: Any) -> None:
+        threads.add(threading.get_ident())
+        fill(tensor, *of)
+
+    monkeypatch.setattr(tensors, "fill", seen)
+    blocks = [block.transpose(0, 2) for block in some()]
+    out = [torch.zeros_like(block) for block in blocks]
+    assert not out[0].is_contiguous()
+    with Client(daemon.address) as client:
+        cache = client.open_cache(name, SPEC, budgets=BUDGET)
+        assert cache.put(KEYS[:2], blocks[:2]) == OK[:2]
+        found = way(cache, KEYS, out)
+        assert [id(each) for each in found] == [id(each) for each in out[:2]]
+    assert all(torch.equal(one, other) for one, other in zip(found, blocks, strict=False))
+    assert threads == {threading.get_ident()}
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -319,7 +319,9 @@ class Cache:
         """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
         if verify or not self._thread.usable_here(timeout):
             packed = packed_keys(keys)
-            return self._thread.run(lambda: self._inner.get(packed, out, tier=tier, verify=verify, timeout=timeout))
+            return self._into(
+                out, packed, lambda into: self._inner.get(packed, into, tier=tier, verify=verify, timeout=timeout)
+            )
         load = Loading(self._inner, keys, out, tier)
         load.copy()
         count = len(load.rows)
@@ -343,7 +345,23 @@ class Cache:
     ) -> list[Any]:
         """The longest stored prefix, through a stream: see :meth:`kvtier.Cache.stream_get`."""
         packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.stream_get(packed, out, tier=tier, timeout=timeout))
+        return self._into(out, packed, lambda into: self._inner.stream_get(packed, into, tier=tier, timeout=timeout))
+
+    def _into(
+        self,
+        out: transfer.Blocks | None,
+        packed: bytes,
+        get: Callable[[transfer.Blocks | None], Coroutine[Any, Any, list[Any]]],
+    ) -> list[Any]:
+        """What a get brings, in ``out``. Tensors that cannot be written in place are filled here: those of a GPU after
+        the work of this thread's current stream, of which the loop's thread knows nothing."""
+        if out is None or transfer.are_rows(out):
+            return self._thread.run(lambda: get(out))
+        into = transfer.writable(out, len(packed) // KEY_BYTES, self.block_bytes)
+        rows = self._thread.run(lambda: get(into))
+        filled: list[Any] = list(out[: len(rows)])
+        transfer.deliver_here(filled, rows)
+        return filled
 
     def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.

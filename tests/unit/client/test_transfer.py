@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvtier import transfer
+from kvtier import tensors, transfer
 from kvtier.errors import InvalidArgument
 
 POOLS = (48, 16)
@@ -281,3 +281,20 @@ def test_only_rows_one_after_another_are_copied_as_one_array() -> None:
     for rows_of in (apart, in_another_order, with_gaps, parts_of, read_only):
         assert transfer._rows_of_one(rows_of(whole)) is None
     assert transfer._rows_of_one([]) is None
+
+
+async def test_tensors_are_filled_on_the_stream_that_was_current_where_it_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that fills them has another one."""
+    loop, filled = asyncio.get_running_loop(), list[tuple[int, bool]]()
+    monkeypatch.setattr(tensors, "current_stream", lambda tensor: threading.get_ident())
+    here = threading.get_ident()
+    monkeypatch.setattr(
+        tensors, "fill", lambda tensor, row, stream: filled.append((stream, threading.get_ident() == here))
+    )
+    monkeypatch.setattr(transfer, "_begun", lambda copy: loop.run_in_executor(None, copy))
+    monkeypatch.setattr(transfer, "INLINE_BYTES", 0)
+    out = [torch.zeros(4, 4, dtype=torch.uint8).t()[:2]]
+    await transfer.deliver(out, [np.zeros(8, np.uint8)])
+    assert filled == [(here, False)]
