@@ -24,7 +24,7 @@ from tests.integration.on_gpu import calls, gpu_daemon, not_given_back
 from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, scrape
 from tests.integration.seeing import cache_stats, tier_stats
-from tests.integration.waiting import eventually
+from tests.integration.waiting import PATIENCE_S, eventually
 
 DEVICE, HOST, DISK = Tier
 EDGES = list(permutations(Tier, 2))
@@ -266,6 +266,27 @@ async def test_a_stop_does_not_wait_for_ever_for_a_stream_that_the_gpu_holds_up(
                 await eventually(lambda: cuda_calls(short_dir, daemon.pid, "cuMemcpyBatchAsync"), bool)
                 daemon.terminate()
                 assert await asyncio.to_thread(daemon.ended) != 0
+
+
+async def test_checksums_that_the_gpu_holds_up_take_no_threads_from_others(short_dir: Path) -> None:
+    """More of them than the loop's own executor has threads, each given up by who asked."""
+    hold = short_dir / "hold"
+    keys = chain("sums", 1)
+    with serving(short_dir, device=4, disk=16, gpu={"hold": hold}) as daemon:
+        async with attached(daemon.address) as raw, await connect(daemon.address) as client:
+            cache = await opened(client)
+            await cache.put(keys, blocks(keys), tier=DEVICE)
+            request = blocks_pb2.ChecksumsRequest(cache_id=(await raw.open("c")).cache_id, keys=keys[0])
+            hold.touch()
+            for _ in range(33):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await raw.call(raw.stubs.blocks.Checksums, request)
+            try:
+                async with asyncio.timeout(PATIENCE_S / 2):
+                    await cache.reset()
+            finally:
+                hold.unlink()
 
 
 async def cuda_calls(home: Path, pid: int, name: str) -> int:

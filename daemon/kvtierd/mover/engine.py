@@ -408,6 +408,13 @@ class Engine:
         so :meth:`afterwards`."""
         return await self._doing.run((session, (cache_id, lease)), work)
 
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Has one of the same threads do ``work`` on slots that nobody holds. It goes on whatever becomes of the
+        caller."""
+        if self._closing:
+            raise ShuttingDown
+        return await self._doing.run((), work)
+
     def afterwards(self, cache_id: CacheId, lease: LeaseId, action: Callable[[], None]) -> None:
         """At once, if no thread is at the lease's slots."""
         self._doing.after((cache_id, lease), action)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -35,7 +34,7 @@ async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequen
     before = [runtime.arena.generation(tier, group, slot) for tier, slot in known]
     sources = [_source(runtime, group, place) for place in known]
     try:
-        digests = await asyncio.to_thread(lambda: [_digest(source()) for source in sources])
+        digests = await engine.beside(lambda: [_digest(source()) for source in sources])
     except TierError:
         engine.runtime(cache)  # a cache that is gone is the better answer
         raise
