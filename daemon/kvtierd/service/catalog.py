@@ -26,16 +26,15 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.adoption import NOBODY, OldLife
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
-from kvtierd.service.budgets import Slots, TierBudget, share_of, tier_bytes
+from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
 from kvtierd.service.entries import Cache, ColdCache, Removal, require_same_cache, require_same_spec
 from kvtierd.service.errors import device_lost, no_such_cache, refused
 from kvtierd.service.faces import CacheFace
-from kvtierd.service.keeping import About
-from kvtierd.service.options import CacheOptions, Wanted, require_same
+from kvtierd.service.options import Wanted, require_same
+from kvtierd.service.restoring import kept_alone, memory_slots, new_options, slots_of_stored, stored_options
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Shared
-from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierConfigError, TierIOError
-from kvtierd.tiers.disk import StoredCache
+from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierIOError
 
 T = TypeVar("T")
 
@@ -158,7 +157,7 @@ class Catalog:
                         raise no_such_cache(name)
                     slots = self._stores.budgets.slots_for(spec, asked)
                     self._require_device_for(slots)
-                    plan = Plan(name, spec, slots, self._options(name, spec, named))
+                    plan = Plan(name, spec, slots, new_options(self._stores, name, spec, named))
                     self._stores.budgets.take(spec, slots)
                     return await self._make(plan), True
         require_same_cache(cache, spec or cache.spec, asked)
@@ -171,18 +170,6 @@ class Catalog:
         if self._device_is_lost and Tier.DEVICE in slots:
             says = "restart kvtierd, or ask for a new cache with budgets without the device tier"
             raise device_lost(f"a cache with a device tier cannot be opened: the device is lost; {says}")
-
-    def _options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheOptions:
-        """Of a new cache: what is not named is as it was where there was one before that nothing on disk tells of."""
-        policy = self._stores.policy
-        options = CacheOptions(write_policy=policy.write_policy, eviction=policy.eviction)
-        past = self._stores.remembered.past_options(name, spec.fingerprint().hex())
-        if past is not None:
-            try:
-                options = CacheOptions.from_stored(past)
-            except (TypeError, ValueError) as error:
-                _log.warning("remembered options are not used name=%s why=%r", name, str(error))
-        return replace(options, **named)
 
     async def _warm(self, name: str, spec: CacheSpec | None) -> Cache | None:
         """Opens a cold cache again: what its disk tier holds, with the memory it had or what is left of it."""
@@ -197,7 +184,7 @@ class Catalog:
         budgets = self._stores.budgets
         budgets.give_back(cold.spec, cold.on_disk)
         try:
-            slots = {**cold.on_disk, **self._memory_slots(cold.spec, cold.slots)}
+            slots = {**cold.on_disk, **memory_slots(budgets, cold.spec, cold.slots)}
             self._require_device_for(slots)
             if not slots:
                 budgets.slots_for(cold.spec, {})  # says what is missing
@@ -284,10 +271,6 @@ class Catalog:
     def _lock_of(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    async def restore(self, old: OldLife = NOBODY) -> None:
-        """Opens the caches of the life before: :meth:`plan_restore` and :meth:`load`."""
-        await self.load(await self.plan_restore(old))
-
     async def plan_restore(self, old: OldLife = NOBODY) -> list[Plan]:
         """Which caches are opened again: those that the disk remembers or whose memory was kept, with the budgets they
         had, which are theirs from now on; the others are announced as gone. Until :meth:`load` has opened one, whoever
@@ -301,16 +284,16 @@ class Catalog:
         if disk is not None:
             self._left_out = await asyncio.to_thread(disk.damaged)
         names = {cache.name for cache in stored}
-        kept = await asyncio.to_thread(self._kept_alone, names | set(self._left_out))
+        kept = await asyncio.to_thread(kept_alone, self._stores.keeper, names | set(self._left_out))
         self._announce_gone(remembered.names - names - set(kept))
         known = names | set(self._left_out) | set(kept) if disk is not None else None
         await asyncio.to_thread(remembered.forget_gone, known)
         unclean, budgets = self._identity.unclean, self._stores.budgets
         plans = []
         for position, cache in enumerate(stored):
-            slots = self._slots_of_stored(cache, len(stored) - position)
+            slots = slots_of_stored(self._stores, cache, len(stored) - position)
             budgets.take(cache.spec, slots)
-            options = _stored_options(cache)
+            options = stored_options(cache)
             plans.append(Plan(cache.name, cache.spec, slots, options, stored=True, unclean=unclean, old=old))
         for name, about in kept.items():
             if all(tier_bytes(about.spec, counts) <= budgets.left(t) for t, counts in about.slots.items()):
@@ -368,11 +351,6 @@ class Catalog:
         """Returns when every cache of the life before is open, or left out."""
         await self._loaded.wait()
 
-    def _kept_alone(self, others: Collection[str]) -> dict[str, About]:
-        """Caches that only memory has, of those whose memory was kept."""
-        abouts = self._stores.keeper.abouts()
-        return {name: about for name, about in abouts.items() if name not in others and Tier.DISK not in about.slots}
-
     def _announce_gone(self, names: Collection[str]) -> None:
         """Watchers of an earlier life know blocks of these, and nobody may ever open them again."""
         for name in sorted(names):
@@ -394,29 +372,6 @@ class Catalog:
         if self._stores.disk is not None:
             self._stores.disk.close()
         return all(closed)
-
-    def _slots_of_stored(self, cache: StoredCache, sharing: int) -> dict[Tier, tuple[int, ...]]:
-        """``sharing``: how many caches, this one included, are still to be given a share where none is remembered."""
-        budgets, spec = self._stores.budgets, cache.spec
-        on_disk = tuple(cache.slots[group] for group in sorted(cache.slots))
-        wanted = tier_bytes(spec, on_disk)
-        if wanted > budgets.left(Tier.DISK):
-            limit = f"at least {wanted} more than its other caches take: the stored cache {cache.name} has that much"
-            raise TierConfigError("disk_bytes", budgets.left(Tier.DISK), limit)
-        remembered = self._stores.remembered.get(cache.name)
-        if remembered is None:
-            remembered = {tier: share_of(spec, budgets.left(tier) // sharing) for tier in (Tier.DEVICE, Tier.HOST)}
-        return {Tier.DISK: on_disk, **self._memory_slots(spec, remembered)}
-
-    def _memory_slots(self, spec: CacheSpec, had: Slots) -> dict[Tier, tuple[int, ...]]:
-        """Of each memory tier what the cache had, or what is left where that is less."""
-        slots: dict[Tier, tuple[int, ...]] = {}
-        for tier in (Tier.DEVICE, Tier.HOST):
-            wanted, left = had.get(tier, ()), self._stores.budgets.left(tier)
-            share = wanted if tier_bytes(spec, wanted) <= left else share_of(spec, left)
-            if share:
-                slots[tier] = share
-        return slots
 
     async def _make(self, plan: Plan) -> Cache:
         """Its budgets have been taken, and are given back where it fails."""
@@ -454,10 +409,3 @@ class Catalog:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _stored_options(cache: StoredCache) -> CacheOptions:
-    try:
-        return CacheOptions.from_stored(cache.options)
-    except (TypeError, ValueError) as error:
-        raise TierConfigError(f"options of the stored cache {cache.name}", dict(cache.options), str(error)) from error
