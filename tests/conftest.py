@@ -38,13 +38,6 @@ def _compiled_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def stand_in() -> None:
-    """For tests of what only the device's stand-in does: it poisons what is freed, and is late when it is told to."""
-    if devices.ON_CUDA:
-        pytest.skip(f"only the stand-in does this, and the device is {devices.DEVICE}")
-
-
-@pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A directory, private to the test, whose path is short enough for unix sockets (107 bytes): `tmp_path` is not."""
     directory = Path(tempfile.mkdtemp(prefix="kv-"))

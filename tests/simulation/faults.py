@@ -451,7 +451,6 @@ FAULTS: Final = {
         Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),
         Fault("orphans_adopted", ((adoption, "reachable", _reaches_all),)),
-        Fault("removed_block_adopted", ((Recorder, "disown", _does_nothing),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
         Fault("generation_not_bumped", ((Recorder, "begin_write", _does_nothing),)),

@@ -244,11 +244,6 @@ class Daemon:
         """host:port for TCP clients; None where there are none."""
         return self._tcp
 
-    @property
-    def metrics_port(self) -> int | None:
-        """Where metrics are served; None where they are not."""
-        return self._metrics.port
-
     def stalled_s(self) -> float:
         """The movers' heartbeat, for a watchdog: for how long the slowest of their threads has been in one call."""
         return self._engine.stalled_s()

@@ -142,3 +142,14 @@ def test_a_block_forgotten_while_it_is_copied_is_disowned() -> None:
     _, outcome = bench.core.reset(NEW, bench.now, force=True)
     assert [(content.ref.tier, content.key) for content in outcome.contents] == [(Tier.DEVICE, None)]
     assert not outcome.begin_write, "the copy reads on"
+
+
+def test_a_block_that_goes_with_a_lost_ancestor_while_it_is_held_is_disowned() -> None:
+    """Its tier is well and its bytes stand: only the record could bring it back, under an ancestor stored anew."""
+    bench = Bench(device=1, host=1)
+    bench.put("a")
+    bench.store("b", Tier.HOST, under="a")
+    _, outcome = bench.core.lose_tier(Tier.DEVICE, Cause.LOST, bench.now)
+    assert [event.cause for event in outcome.events] == [Cause.ANCESTOR, Cause.LOST]
+    assert [(content.ref.tier, content.key) for content in outcome.contents] == [(Tier.HOST, None)]
+    assert {ref.tier for ref in outcome.begin_write} == {Tier.DEVICE}, "who holds it reads on"

@@ -30,7 +30,6 @@ from kvtierd.tiers.host import HostStore
 
 GROUP = GroupId(0)
 CACHE = CacheId(1)
-WRITER = SessionId(7)
 
 SPEC = CacheSpec(
     model="rig",

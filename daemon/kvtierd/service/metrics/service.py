@@ -25,11 +25,6 @@ class Metrics:
         self._probe: LoopProbe | None = None
         self._endpoint: MetricsEndpoint | None = None
 
-    @property
-    def port(self) -> int | None:
-        """Where the endpoint listens, while it does."""
-        return None if self._endpoint is None else self._endpoint.port
-
     def start(self, host: str, port: int, subjects: Subjects) -> None:
         """Raises :class:`kvtierd.tiers.base.TierConfigError` where the address cannot be had."""
         # Only here: an HTTP server and a library that a daemon without metrics would wait for at its start.
