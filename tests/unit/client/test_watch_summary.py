@@ -25,6 +25,7 @@ from kvtier.events import (
 from kvtier.types import Cause, Cursor, EventType
 
 KEYS = bytes(64)
+_END = b"\0"
 
 
 def event(moved: int = 0) -> Event:
@@ -78,7 +79,12 @@ class Terminal:
         fcntl.ioctl(self._outside, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def read(self) -> str:
-        return os.read(self._outside, 65536).decode().replace("\r\n", "\n")
+        """All that was written since: the kernel may hand it on in parts, so a mark after it says where it ends."""
+        os.write(self._inside, _END)
+        seen = b""
+        while not seen.endswith(_END):
+            seen += os.read(self._outside, 65536)
+        return seen.removesuffix(_END).decode().replace("\r\n", "\n")
 
     def close(self) -> None:
         self.stream.close()
