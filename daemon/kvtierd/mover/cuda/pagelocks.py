@@ -118,7 +118,7 @@ class PageLocks:
                 self._driver.register(Address(chunk.address), chunk.nbytes)
                 self._locked += 1
                 self.nbytes += chunk.nbytes
-        except CudaError as error:
+        except (CudaError, ValueError) as error:  # the latter where the host's pages are larger than a slot's
             self.problem = f"{self.nbytes} of {self.total} bytes of host memory are page-locked: {error}"
             _log.warning("%s name=%s", self.problem, self._name)
         else:

@@ -116,6 +116,16 @@ def test_memory_that_cannot_be_locked_stays_as_it_is_and_says_so(chunks: list[Ch
     assert fake.fake_left() == {}
 
 
+def test_a_host_whose_pages_are_larger_than_a_slot_says_so(chunks: list[Chunk]) -> None:
+    driver = Driver(load_fake(), "cuda")
+    locks = PageLocks("cache", driver, [chunks[0], Chunk(chunks[1].address, PAGE // 2)])
+    locks.start()
+    until(lambda: locks.problem is not None)
+    assert "must be whole pages" in str(locks.problem)
+    assert locks.close()
+    driver.close()
+
+
 def test_memory_that_cannot_be_unlocked_must_stay_mapped(chunks: list[Chunk]) -> None:
     failure = {"call": "cuMemHostUnregister", "code": "CUDA_ERROR_INVALID_VALUE", "after": 1}
     driver = Driver(load_fake(fail=[failure]), "cuda")
