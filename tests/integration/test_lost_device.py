@@ -41,7 +41,7 @@ from kvtierd.tiers.disk.superblock import SUPERBLOCK
 from tests import devices
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import attached, refusal
-from tests.integration.seeing import tier_stats
+from tests.integration.seeing import listed_without_device, tier_stats
 from tests.integration.test_transfer import header, part
 from tests.integration.torture import FaultyDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -404,12 +404,5 @@ async def test_traffic_goes_on_and_the_events_stay_exact(daemon: LosableDaemon) 
         over.set()
         async with asyncio.timeout(3 * PATIENCE_S):
             await asyncio.gather(*users)
-        stats = await client.stats()
-        async with asyncio.timeout(PATIENCE_S):
-            await mirror.synced(Cursor(stats.epoch, stats.last_event_id))
-        assert mirror.resyncs == 0
-        listed = {block.key: block.residency async for block in cache.blocks()}
-        assert not any(residency & 1 for residency in listed.values())
-        for keys in chains:
-            assert mirror.longest_prefix(keys) == next((n for n, key in enumerate(keys) if key not in listed), 6)
+        await listed_without_device(client, cache, mirror, chains)
         assert (await tier_stats(client, "c", Tier.DEVICE)).quarantined == SLOTS["device"]

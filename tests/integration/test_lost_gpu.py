@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cursor, DeviceLost, Tier, TierFull, TierOffline, connect
+from kvtier import AsyncClient, BlockResult, DeviceLost, Tier, TierFull, TierOffline, connect
 from kvtier.abi import attach
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import (
@@ -22,6 +22,7 @@ from tests.integration.on_gpu import (
     supervised_gpu_daemon,
 )
 from tests.integration.raw import attached, close_all
+from tests.integration.seeing import listed_without_device, stored_prefix
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -137,15 +138,9 @@ async def test_traffic_goes_on_the_events_stay_exact_and_a_restart_finds_what_ho
         async with asyncio.timeout(3 * PATIENCE_S):
             await asyncio.gather(*users)
         assert set(refused) == {Tier.DEVICE}
-        stats = await client.stats()
-        async with asyncio.timeout(PATIENCE_S):
-            await mirror.synced(Cursor(stats.epoch, stats.last_event_id))
-        assert mirror.resyncs == 0
-        listed = {block.key: block.residency async for block in cache.blocks()}
-        assert not any(residency & 1 for residency in listed.values())
-        prefixes = {n: next((i for i, key in enumerate(keys) if key not in listed), 3) for n, keys in enumerate(chains)}
-        assert {n: mirror.longest_prefix(keys) for n, keys in enumerate(chains)} == prefixes
-        assert any(prefixes.values())
+        listed = await listed_without_device(client, cache, mirror, chains)
+        prefixes = [stored_prefix(keys, listed) for keys in chains]
+        assert any(prefixes)
         assert await cache.move(list(listed), Tier.DISK) == [BlockResult.OK] * len(listed)
 
         gpu.mend()
