@@ -171,6 +171,21 @@ def test_promtool_has_nothing_to_say(seen: Scrape) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.long
+def test_prometheus_understands_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    assert PROMTOOL is not None, "promtool is not installed, and KVTIER_PROMTOOL does not name it"
+    asked = list(queries(json.loads((DOCS / "grafana-dashboard.json").read_text()), ("expr",)))
+    rules = [
+        {"record": f"asked:{number}", "expr": query.replace("$__rate_interval", "5m")}
+        for number, query in enumerate(asked)
+    ]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    done = subprocess.run([PROMTOOL, "check", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"SUCCESS: {len(asked)} rules found" in done.stdout
+
+
 def test_the_dashboard_asks_for_what_there_is(seen: Scrape) -> None:
     labels = {
         sample.name: set().union(*(other.labels for other in family.samples if other.name == sample.name))
@@ -191,18 +206,18 @@ def test_the_dashboard_asks_for_what_there_is(seen: Scrape) -> None:
     assert shown == {metric.name for metric in METRICS}, "every metric has its place on the dashboard"
 
 
-def queries(node: Any) -> Iterator[str]:
+def queries(node: Any, named: tuple[str, ...] = ("expr", "query")) -> Iterator[str]:
     """All expressions, and the queries of the variables, of a dashboard."""
     match node:
         case dict():
             for key, value in node.items():
-                if key in ("expr", "query") and isinstance(value, str) and "_" in value:
+                if key in named and isinstance(value, str) and "_" in value:
                     yield value
                 else:
-                    yield from queries(value)
+                    yield from queries(value, named)
         case list():
             for value in node:
-                yield from queries(value)
+                yield from queries(value, named)
 
 
 def labels_in(query: str) -> set[str]:
