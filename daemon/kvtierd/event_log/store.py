@@ -23,6 +23,7 @@ from kvtierd.event_log.runs import Head, LoggedRun, decode, decode_head, encode,
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.files import PRIVATE_FILE
 from kvtierd.tiers.disk.index import ENGINE
+from kvtierd.tiers.disk.sound import after_closing, before_opening
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -84,7 +85,7 @@ class EventStore:
     """On a directory that is ours: see :mod:`kvtierd.event_log.directory`."""
 
     def __init__(self, path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks) -> None:
-        """Raises :class:`DamagedDirectory` for files that are not LMDB's or are short, :class:`TierIOError`."""
+        """Raises :class:`DamagedDirectory` for files that are damaged, short or not LMDB's, :class:`TierIOError`."""
         self.most_at_once: Final = max_bytes // 8
         """Bytes that one transaction should take at most: larger ones leave too little of a small log."""
         self._path: Final = path
@@ -97,6 +98,7 @@ class EventStore:
         """It must be opened anew before it can be used."""
         self.damage: str | None = None
         """Why its file cannot be gone on with: writing has met what was never written."""
+        before_opening(path)
         with _errors(f"cannot open {path}"):
             self._open()
             stale = self._env.reader_check()
@@ -178,6 +180,11 @@ class EventStore:
         return None
 
     def close(self) -> None:
+        if not self.dead:
+            self._let_go()
+            after_closing(self._path)
+
+    def _let_go(self) -> None:
         with self._reading:
             self.dead = True
             self._env.close()
@@ -275,7 +282,7 @@ class EventStore:
     def _begin_anew(self) -> None:
         _log.warning("event log begins anew: its map has no room left path=%s", self._path)
         before, clock = self.extent.place, self._clock
-        self.close()
+        self._let_go()
         (self._path / _DATA).unlink()
         self._open()
         self._clock, self.dead = clock, False
@@ -323,11 +330,11 @@ class EventStore:
             try:
                 yield
             except lmdb.PanicError:
-                self.close()
+                self._let_go()
                 raise
             except DAMAGE as error:
                 self.damage = str(error)
-                self.close()
+                self._let_go()
                 raise
 
 

@@ -22,6 +22,7 @@ from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.files import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
 from kvtierd.tiers.disk.journal import MOST_INLINE, decode_journal, encode_journal, fits, journal_bytes
 from kvtierd.tiers.disk.records import HEAD_BYTES, Counters, encode_recency, restated, sequence_key, slot_key
+from kvtierd.tiers.disk.sound import after_closing, before_opening
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -152,13 +153,15 @@ class Index:
 
     @classmethod
     def open(cls, path: Path, groups: Sequence[GroupId], map_bytes: int) -> Self:
-        """Raises :class:`DamagedDirectory` for a file that is missing, short or not LMDB's, :class:`TierIOError`.
+        """Raises :class:`DamagedDirectory` for a file that is missing, short, damaged or not LMDB's,
+        :class:`TierIOError`.
 
         Short is refused here because LMDB reads through a mapping: past the file's end that is a SIGBUS.
         """
         data = path / "data.mdb"
         if not data.is_file() or data.stat().st_size < map_bytes:
             raise DamagedDirectory(path, f"data.mdb is missing or shorter than {map_bytes} bytes")
+        before_opening(path)
         try:
             index = cls(path, groups, map_bytes)
         except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, ValueError) as error:
@@ -207,7 +210,7 @@ class Index:
             except lmdb.PanicError:
                 # A commit died while it wrote the file's head: the environment is dead, the file holds one of its two
                 # states.
-                self.close()
+                self._env.close()
                 self._env, self._groups = self._open()
                 for group in self._ids:
                     self.load(group)
@@ -220,6 +223,7 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
+        after_closing(self._path)
 
     def _open(self) -> tuple[lmdb.Environment, dict[GroupId, _Group]]:
         env = lmdb.open(

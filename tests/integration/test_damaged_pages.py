@@ -1,0 +1,120 @@
+"""Pages of LMDB that are not what was written, of which LMDB ends the process that reads them: that costs one crash."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier import AsyncClient, CallerError, Tier, connect
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.supervised import SupervisedDaemon
+from tests.integration.test_event_log import logged, put, told
+
+PAGE = 4096
+LEAF = b"\x02\0"
+"""The flags in the head of a page with records."""
+LENGTH = 96
+READS_ALL = """
+import lmdb, sys
+with lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=16, lib_version=0) as env:
+    with env.begin() as txn:
+        names = [name for name, _ in txn.cursor()]
+    for name in names:
+        with env.begin(db=env.open_db(name, create=False)) as txn:
+            list(txn.cursor())
+"""
+
+
+def dies(environment: Path) -> bool:
+    """Whether LMDB ends a process that reads all of it."""
+    reader = subprocess.run([sys.executable, "-c", READS_ALL, str(environment)], capture_output=True, check=False)
+    return reader.returncode == -signal.SIGABRT
+
+
+def damage(environment: Path) -> None:
+    """Zeroes a page without which LMDB ends the process."""
+    with open(environment / "data.mdb", "r+b", buffering=0) as file:
+        data = file.read()
+        for place in range(2 * PAGE, len(data), PAGE):
+            page = data[place : place + PAGE]
+            if page[10:12] != LEAF:
+                continue
+            file.seek(place)
+            file.write(bytes(PAGE))
+            if dies(environment):
+                return
+            file.seek(place)
+            file.write(page)
+    pytest.fail("LMDB survives the loss of any page")
+
+
+@pytest.fixture
+def daemon(short_dir: Path) -> Iterator[SupervisedDaemon]:
+    process = SupervisedDaemon(short_dir, sizes(host=LENGTH, disk=4 * LENGTH))
+    process.start()
+    yield process
+    process.close()
+
+
+async def on_disk(client: AsyncClient, name: str) -> None:
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=LENGTH // 2, disk=2 * LENGTH))
+    keys = chain(name, LENGTH)
+    for first in range(0, LENGTH, 16):
+        some = keys[first : first + 16]
+        await cache.put(some, blocks(some), parent=keys[first - 1] if first else None)
+        await cache.move(some, Tier.DISK)
+
+
+async def test_an_index_that_ends_the_process_is_left_out_after_one_crash(daemon: SupervisedDaemon) -> None:
+    async with await connect(daemon.address) as client:
+        for name in ("good", "hurt"):
+            await on_disk(client, name)
+    daemon.stop()
+    damage(daemon.plain.disk_dir / "caches" / "hurt" / "index")
+
+    await asyncio.to_thread(daemon.start)
+    assert daemon.log.count("the daemon died") == 1
+    async with await connect(daemon.address) as client:
+        (problem,) = (await client.stats()).problems
+        assert problem.startswith("cache hurt is left out: ") and "SIGABRT" in problem
+        with pytest.raises(CallerError, match="cache hurt is left out"):
+            await client.open_cache("hurt", SPEC)
+        cache, keys = await client.open_cache("good", SPEC), chain("good", LENGTH)
+        assert_bytes(keys, await cache.get(keys))
+
+    daemon.upgrade()
+    assert daemon.log.count("the daemon died") == 1, "nobody opens it any more"
+    async with await connect(daemon.address) as client:
+        assert len((await client.stats()).problems) == 1
+        await client.remove_cache("hurt", force=True)
+        await on_disk(client, "hurt")
+        assert not (await client.stats()).problems
+
+
+async def test_a_log_that_ends_the_process_is_set_aside_after_one_crash(daemon: SupervisedDaemon) -> None:
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        for number in range(60):  # each in a record of its own
+            await put(cache, f"{number}", 1)
+            await logged(client)
+    daemon.stop()
+    events = daemon.plain.state_dir / "events"
+    damage(events)
+    await asyncio.to_thread(daemon.start)
+    async with await connect(daemon.address) as client:
+        await told(client, oldest=True)  # over the end of the daemon and the start of the next
+    await asyncio.to_thread(daemon.await_ready)
+    async with await connect(daemon.address) as client:
+        await put(await client.open_cache("c", SPEC), "after")
+        await logged(client)
+        assert not (await client.stats()).problems
+        assert (await told(client, oldest=True)).ids
+    assert daemon.log.count("the daemon died") == 1
+    assert "event log set aside" in daemon.log
+    assert events.with_name("events.aside-1").is_dir()
