@@ -82,7 +82,8 @@ class StateDir:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Takes the directory; :meth:`begin` then begins the life that ``identity`` describes.
+        """Takes the directory; :meth:`begin` then begins the life that ``identity`` describes. A new one is made ours
+        before anything else can be put there: a first start that is killed leaves a directory to go on with.
 
         Raises LockedDirectory, ForeignDirectory, DamagedDirectory, TierIOError.
         """
@@ -92,7 +93,10 @@ class StateDir:
             make_private_directory(path)
             lock = DirectoryLock.take(path / LOCK)
         try:
-            return cls(path, lock, _next_life(_read(path)))
+            before = _read(path)
+            if before is None:
+                _write(path, before := _BEFORE_THE_FIRST)
+            return cls(path, lock, _next_life(before))
         except BaseException:
             lock.release()
             raise
@@ -192,9 +196,11 @@ def _new_history() -> int:
     return secrets.randbelow((1 << 63) - 1) + 1
 
 
-def _next_life(before: State | None) -> Identity:
-    if before is None:
-        return Identity(epoch=1, boot=1, epoch_first=1, last=0, unclean=False, history=0)
+_BEFORE_THE_FIRST: Final = State(epoch=1, boot=0, epoch_first=1, last=0, clean=True)
+"""No life has begun, and no id been given out."""
+
+
+def _next_life(before: State) -> Identity:
     last, history = before.last, before.history
     epoch = before.epoch if before.clean else before.epoch + 1
     boot = max(before.boot + 1, epoch)

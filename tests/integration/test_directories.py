@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,11 +17,27 @@ import pytest
 from kvtier import AsyncClient, CacheSpec, CallerError, Event, EventType, Heartbeat, Tier, TierFull, connect
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
-from tests.integration.starting import refused, tree
+from tests.integration.starting import environment, refused, tree
 
 SLOTS = {"device": 8, "host": 16, "disk": 128}
 EACH = sizes(device=4, host=8, disk=64)
 CHAINS = {name: chain(name, 30) for name in ("good", "hurt")}
+
+DIES_ONCE_IT_HAS = """
+import os, signal, sys
+from kvtierd.service import daemon
+
+directory = getattr(daemon, sys.argv.pop(1))
+opens = directory.open
+
+def opens_and_dies(*arguments, **named):
+    opens(*arguments, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+directory.open = opens_and_dies
+from kvtierd.main import main
+main()
+"""
 
 AT_ONCE_S = 5.0
 """Most that a refusal may take, the start of the interpreter included."""
@@ -298,6 +316,19 @@ async def test_what_a_crash_leaves_is_no_hindrance(daemon: DaemonProcess) -> Non
         lock.write_text(f"{os.getpid()}\n")
     daemon.start()
     await assert_whole(daemon, "good", "hurt")
+
+
+@pytest.mark.parametrize("directory", ["StateDir", "RuntimeDir", "DiskRoot", "EventLog"])
+async def test_a_first_start_that_is_killed_is_no_hindrance(never_started: DaemonProcess, directory: str) -> None:
+    """With the disk tier where it is by default: in the directory of the state."""
+    never_started.flags = ["--disk-dir", str(never_started.state_dir / "disk")]
+    command = [sys.executable, "-c", DIES_ONCE_IT_HAS, directory, *never_started.command()[3:]]
+    killed = await asyncio.to_thread(subprocess.run, command, env=environment(), capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    never_started.start()
+    async with await connect(never_started.address) as client:
+        assert (await client.stats()).epoch == 1, "no life had begun"
+    never_started.stop()
 
 
 async def test_a_frozen_daemon_keeps_its_directories(daemon: DaemonProcess) -> None:
