@@ -2,13 +2,14 @@
 
 The daemon can serve without its past, so a log that is damaged, of a later version, or none at all does not keep it
 from starting, as a damaged state would: the directory is renamed, untouched, and a new log begins. Whoever asks for
-what is gone with it is told so, as with a log that has been compacted.
+what is gone with it is told so, as with a log that has been compacted. The newest few that were set aside are kept.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +17,17 @@ from kvtierd.event_log.clock import Clocks
 from kvtierd.event_log.store import DAMAGE, EventStore
 from kvtierd.tiers.base import DamagedDirectory, TierError
 from kvtierd.tiers.disk.files import io_errors, make_private_directory, sync_directory
-from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
+from kvtierd.tiers.disk.sound import CLOSED
+from kvtierd.tiers.disk.superblock import MAGIC, SUPERBLOCK, read_superblock, write_superblock
 
 _KIND: Final = "event-log"
 _FIRST_FILES: Final = frozenset({f"{SUPERBLOCK}.new"})
+_FILES: Final = _FIRST_FILES | {SUPERBLOCK, CLOSED, "data.mdb", "lock.mdb"}
+"""All that a log can have."""
+KEPT_ASIDE: Final = 3
+"""Logs that were set aside and stay, the newest: each is as large as a log may be. What is not one stays anyway."""
+
+_HEAD: Final = f"{MAGIC} {_KIND} ".encode()
 
 _log = logging.getLogger(__name__)
 
@@ -82,9 +90,38 @@ def _strange(path: Path) -> list[str]:
 
 
 def _set_aside(path: Path, reason: str) -> None:
-    aside = next(
-        name for number in range(1, 1 << 30) if not (name := path.with_name(f"{path.name}.aside-{number}")).exists()
-    )
+    earlier = dict(_aside(path))
+    aside = path.with_name(f"{path.name}.aside-{max(earlier, default=0) + 1}")
     path.rename(aside)
     sync_directory(path.parent)
     _log.warning("event log set aside, a new one begins now_at=%s why=%r", aside, reason)
+    logs = [earlier[number] for number in sorted(earlier) if _is_log(earlier[number])]
+    for old in logs[: max(0, len(logs) + _is_log(aside) - KEPT_ASIDE)]:
+        _delete(old)
+
+
+def _aside(path: Path) -> Iterator[tuple[int, Path]]:
+    """What has been set aside, logs and others, by its number."""
+    for entry in path.parent.iterdir():
+        if numbered := re.fullmatch(rf"{re.escape(path.name)}\.aside-([1-9][0-9]{{0,8}})", entry.name):
+            yield int(numbered[1]), entry
+
+
+def _is_log(path: Path) -> bool:
+    """Whether all that is there was made as a log, by whichever version, and is no use but to be looked at."""
+    if not path.is_dir() or path.is_symlink():
+        return False
+    entries = list(path.iterdir())
+    known = all(entry.name in _FILES and entry.is_file() and not entry.is_symlink() for entry in entries)
+    return known and path / SUPERBLOCK in entries and (path / SUPERBLOCK).read_bytes().startswith(_HEAD)
+
+
+def _delete(path: Path) -> None:
+    try:
+        for entry in path.iterdir():
+            entry.unlink()
+        path.rmdir()
+    except OSError as error:
+        _log.warning("a log that was set aside cannot be deleted path=%s why=%r", path, str(error))
+    else:
+        _log.info("a log that was set aside long ago is deleted path=%s", path)

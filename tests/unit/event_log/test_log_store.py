@@ -292,6 +292,29 @@ def test_what_cannot_be_a_log_is_set_aside_untouched(tmp_path: Path, spoil: Call
     again.close()
 
 
+def test_the_newest_that_were_set_aside_stay_and_what_is_no_log_stays_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    for number in range(1, 7):
+        store = reopened(path)
+        store.append([run(number, number)], 1)
+        store.close()
+        no_lmdb(path)
+        if number == 2:
+            (path / "thesis.tex").write_text("the only copy")
+        if number == 3:
+            a_file(path)
+    (tmp_path / "log.aside-x").mkdir()
+    (tmp_path / "log.aside-1000").symlink_to(tmp_path)
+    reopened(path).close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "log",
+        *("log.aside-1000", "log.aside-1001"),
+        *("log.aside-2", "log.aside-3", "log.aside-4", "log.aside-5"),
+        "log.aside-x",
+    ]
+    assert (tmp_path / "log.aside-2" / "thesis.tex").read_text() == "the only copy"
+
+
 def contents(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()} if path.is_dir() else {"": path.read_bytes()}
 

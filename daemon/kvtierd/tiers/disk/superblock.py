@@ -22,13 +22,13 @@ CACHE_VERSION: Final = 2
 STATE_VERSION: Final = 2
 """Of states: one of version 2 names its history, which a daemon that knows none would drop."""
 _VERSIONS: Final = {"cache": CACHE_VERSION, "state": STATE_VERSION}
-_MAGIC: Final = "kvtier"
+MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
 
 
 def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> None:
     """Replaces it whole. Raises OSError, and :class:`TierIOError` for more than can be read back."""
-    head = f"{_MAGIC} {kind} {_version(kind)}"
+    head = f"{MAGIC} {kind} {_version(kind)}"
     body = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     whole = f"{head} {_crc(head, body)}\n".encode() + body
     if len(whole) > _MAX_BYTES:
@@ -65,7 +65,7 @@ def _read(directory: Path, kind: str) -> tuple[int, dict[str, Any]] | None:
         except (FileNotFoundError, NotADirectoryError):
             return None
     words = line.decode("ascii", "replace").split(" ")
-    if len(words) != 4 or words[0] != _MAGIC:
+    if len(words) != 4 or words[0] != MAGIC:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} is not kvtier's")
     if words[1] != kind:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} is of a {words[1]}, not of a {kind}")
