@@ -36,6 +36,10 @@ class Prospect(Enum):
 
 PLACED_A_ROUND: Final = 128
 """Blocks put on lists of candidates before victims are chosen: a fraction of a millisecond."""
+PLACED_LIKE_ONE: Final = 8
+"""So many take as long as to vacate a slot."""
+LEAST_A_ROUND: Final = 4
+"""Slots that a round may vacate or fill however many blocks it has placed."""
 NOW: Final = Prospect.NOW
 COMING: Final = Prospect.COMING
 NEVER: Final = Prospect.NEVER
@@ -71,6 +75,10 @@ class Room:
         self._now = 0
         self._left = 0
         """How many slots this round may still vacate or fill."""
+        self._allowance = 0
+        """How many it might at first."""
+        self._placed = 0
+        """Blocks that it has put on lists of candidates."""
         self.working = False
         self._chooses: bool | None = False
         """Whether all candidates have been placed in this round, so that victims may be chosen; None: they will be
@@ -90,7 +98,8 @@ class Room:
         self._coming = dict.fromkeys(self._state.tiers, 0)
         self._now = now
         self.working = working
-        self._left = self._state.policy.victims_a_call if working else 0
+        self._placed = 0
+        self._left = self._allowance = self._state.policy.victims_a_call if working else 0
         self._postponed = self._got_on = False
         self._chooses = None if places else False
         if places and self._state.room_is_scarce:
@@ -101,10 +110,15 @@ class Room:
         so it ends, whatever others touch meanwhile."""
         state = self._state
         came = max(0, state.unplaced - self._unplaced) if self._kept_waiting else 0
-        placed = state.place_some(PLACED_A_ROUND + came)
+        unplaced = state.unplaced
+        all_placed = state.place_some(PLACED_A_ROUND + came)
         self._unplaced = state.unplaced
         self._kept_waiting = False
-        return placed
+        self._placed = unplaced - self._unplaced
+        cost = min(self._placed // PLACED_LIKE_ONE, max(0, self._left - LEAST_A_ROUND))
+        self._left -= cost
+        self._allowance -= cost
+        return all_placed
 
     def may_choose(self) -> bool:
         """Whether victims may be chosen in this round. Where not, the round says that another one would get on."""
@@ -118,7 +132,11 @@ class Room:
     @property
     def worked(self) -> bool:
         """Whether this round has vacated or filled any slots."""
-        return self.working and self._left < self._state.policy.victims_a_call
+        return self.working and self._left < self._allowance
+
+    def takes(self, slots: int) -> bool:
+        """Whether to fill so many is for this round: one that has done nothing yet fills any number."""
+        return not self.worked or slots <= self._left
 
     def end(self) -> None:
         self.again = (self._postponed and self._got_on) or (self.again and not self.working)
@@ -286,7 +304,7 @@ class Room:
         """
         policy = self._state.policy
         self.working = True
-        self._left = policy.victims_a_call
+        self._left = max(LEAST_A_ROUND, policy.victims_a_call - self._placed // PLACED_LIKE_ONE)
         self._sparing = policy.clean_high > 0  # else what the background wrote down would go first, again and again
         while self.disk_is_short and self.may_choose():
             if self._left <= 0:

@@ -56,6 +56,8 @@ class WindowManager:
         self._refusal = refusal
         self._queues: dict[Tier, deque[Ticket]] = {tier: deque() for tier in self.state.tiers}
         self._refill_is_next = False
+        self._starts_first: Tier | None = None
+        """The queue whose head could have been started in the round before, had that not done other work."""
         self.ahead = Ahead(self.state.tiers, policy)
         self.holding = Holding(self.state, self.ahead, self.background)
         self.uses = Uses(self.state, self.background)
@@ -148,7 +150,8 @@ class WindowManager:
                 self._finish(ticket, RefusalReason.TOO_SHORT)
 
     def pump(self, now: int, *, working: bool) -> None:
-        """Serves the queues, the highest tier first, as far as room is there or can be made.
+        """Serves the queues, as far as room is there or can be made: the highest tier first, but before it one whose
+        head was put off in the round before, to be started in a round of its own.
 
         Unless ``working``, only what takes neither room to be made nor copies to be planned; the rest is postponed.
         Where a round has done work and the disk is short of free slots, the next working one is for those alone: a
@@ -156,7 +159,7 @@ class WindowManager:
         """
         refill = working and self._refill_is_next
         self.room.begin(now, working=working and not refill, places=working)
-        for tier in self.state.tiers:
+        for tier in self._in_turn(working=working):
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
         self.room.serve(LAST)
@@ -172,6 +175,13 @@ class WindowManager:
         elif self._works_ahead:
             self.room.postpone()
         self.room.end()
+
+    def _in_turn(self, *, working: bool) -> Sequence[Tier]:
+        first = self._starts_first
+        if first is None or not working:
+            return self.state.tiers
+        self._starts_first = None
+        return [first, *(tier for tier in self.state.tiers if tier is not first)]
 
     def postpone(self) -> None:
         """The next :meth:`pump` that works may get on, if anything waits at all."""
@@ -235,6 +245,10 @@ class WindowManager:
             turn.able = prospect is NOW
             turn.room = self.room.available(tier) if prospect is NEVER else None
             return False  # the other groups' parts have to be able, too
+        if prospect is NOW and self.room.working and not self.room.takes(fills):
+            self._starts_first = self._starts_first or tier
+            self.room.postpone()
+            return False
         if prospect is NEVER and not self._settle_for_less(ticket):
             return True
         self._queues[tier].popleft()
