@@ -21,6 +21,7 @@ from kvtierd import logs
 from kvtierd.config import ENV_PREFIX, Config, ConfigError
 from kvtierd.config.describe import as_json, as_toml, reference
 from kvtierd.config.flags import given, with_flags
+from kvtierd.mover.leisure import Leisure
 from kvtierd.serve import Manager, Sources, serve
 from kvtierd.service.metrics.counting import TimedSelector
 from kvtierd.supervise import own_command, supervise
@@ -90,9 +91,9 @@ def _serve(sources: Sources, config: Config) -> None:
     except (ValueError, OSError) as error:
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
-        turns = TimedSelector() if config.metrics_listen is not None else None
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
-            if not runner.run(serve(sources, config, manager, turns)):
+        leisure = TimedSelector() if config.metrics_listen is not None else Leisure()
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(leisure)) as runner:
+            if not runner.run(serve(sources, config, manager, leisure)):
                 # A thread may hang in a call to a device or a disk; the runner would wait for it.
                 sys.stderr.flush()
                 os._exit(EXIT_UNCLEAN)

@@ -17,9 +17,9 @@ import click
 
 from kvtierd import logs
 from kvtierd.config import Config, ConfigError, Loaded, read
+from kvtierd.mover.leisure import Leisure
 from kvtierd.notify import Notifier, PassedFd, passed_fds, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
-from kvtierd.service.metrics.counting import TimedSelector
 from kvtierd.service.watchdog import Watchdog
 
 _EXTEND_EVERY_S: Final = 5.0
@@ -62,8 +62,8 @@ class Manager:
         return cls(Notifier.from_environment(environment), watchdog_interval_s(environment), passed_fds(environment))
 
 
-async def serve(sources: Sources, config: Config, manager: Manager, turns: TimedSelector | None = None) -> bool:
-    """A daemon until a signal asks for its end. Returns whether it ended cleanly. ``turns``: the loop's selector."""
+async def serve(sources: Sources, config: Config, manager: Manager, leisure: Leisure) -> bool:
+    """A daemon until a signal asks for its end. Returns whether it ended cleanly. ``leisure``: the loop's selector."""
     loop = asyncio.get_running_loop()
     notifier = manager.notifier
     stop, reload = asyncio.Event(), asyncio.Event()
@@ -71,7 +71,7 @@ async def serve(sources: Sources, config: Config, manager: Manager, turns: Timed
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
     async with _taking_long(notifier):
-        daemon = await Daemon.start(config, turns, notifier, manager.passed)
+        daemon = await Daemon.start(config, leisure, notifier, manager.passed)
     daemon.live.on_change(lambda now: logs.change(now.log_level, now.log_format))
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
     async with _watched(manager, daemon):

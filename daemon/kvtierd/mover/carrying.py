@@ -20,6 +20,7 @@ from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import MoveResult, Outcome
 from kvtierd.mover.edges import Arrived, Edges
 from kvtierd.mover.indexing import check_index, follow
+from kvtierd.mover.leisure import Defer
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Answer, Tickets
 from kvtierd.mover.uses import UseLog
@@ -39,7 +40,7 @@ class EventSink(Protocol):
 @dataclass(slots=True, eq=False)
 class OpenCache:
     """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more.
-    ``goes_on``: the core has more to do and is called again in the next turn of the loop."""
+    ``goes_on``: the core has more to do and is called again when the loop has leisure."""
 
     runtime: CacheRuntime
     tickets: Tickets
@@ -67,13 +68,16 @@ class Carrier:
         *,
         debug_checks: bool,
         arrived: Arrived | None,
+        defer: Defer | None,
     ) -> None:
+        """``defer``: how the loop calls what waits for no more than its turn; None: in the next one."""
         self._loop = loop
+        self._defer = defer or loop.call_soon
         self._hub = hub
         self._clock = clock
         self._debug_checks = debug_checks
         self.caches: dict[CacheId, OpenCache] = {}
-        self.edges = Edges(loop, self._completed, arrived=arrived)
+        self.edges = Edges(loop, self._completed, arrived=arrived, defer=defer)
         self._broken: deque[str] = deque(maxlen=BROKEN_SHOWN)
         self._ticker = loop.call_later(TICK_S, self._tick)
 
@@ -99,7 +103,7 @@ class Carrier:
             cache.tickets.answer(answer)
         if outcome.again and not cache.goes_on:
             cache.goes_on = True
-            self._loop.call_soon(self._go_on, cache)
+            self._defer(self._go_on, cache)
         if self._debug_checks:
             check(runtime.manager)
             check_index(runtime.manager, runtime.arena)

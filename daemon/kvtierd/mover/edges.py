@@ -16,6 +16,7 @@ from kvtierd.core.ids import CacheId, MoveId, Tier
 from kvtierd.core.outcome import Move, MoveResult
 from kvtierd.mover import diskio, ways
 from kvtierd.mover.lanes import Lane
+from kvtierd.mover.leisure import Defer
 from kvtierd.mover.mailbox import Mailbox
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Edge, Piece, Report
@@ -99,7 +100,7 @@ class Edges:
     """The lanes with their threads, and the moves under way.
 
     ``deliver`` gets the moves that have ended: all of a cache at once, at most once a loop turn. It must not raise.
-    ``arrived`` is told of each of them, with its move.
+    ``arrived`` is told of each of them, with its move. ``defer``: how the loop calls what delivers.
     """
 
     def __init__(
@@ -109,12 +110,13 @@ class Edges:
         lanes: Sequence[Lane] = LANES,
         stuck_after_s: float = STUCK_AFTER_S,
         arrived: Arrived | None = None,
+        defer: Defer | None = None,
     ) -> None:
         self._tell = arrived
         self._loop = loop
         self._deliver = deliver
         self._stuck_after_s = stuck_after_s
-        self._mailbox: Mailbox[Report] = Mailbox(loop, self._drain)
+        self._mailbox: Mailbox[Report] = Mailbox(loop, self._drain, defer)
         self._journeys: dict[tuple[CacheId, MoveId], _Journey] = {}
         self._in_flight: Counter[CacheId] = Counter()
         self._watchers: list[asyncio.Future[None]] = []

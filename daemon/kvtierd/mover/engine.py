@@ -37,6 +37,7 @@ from kvtierd.mover.carrying import Carrier, EventSink, OpenCache
 from kvtierd.mover.doing import Doing
 from kvtierd.mover.edges import Arrived
 from kvtierd.mover.errors import ShuttingDown, UnknownCache
+from kvtierd.mover.leisure import Defer
 from kvtierd.mover.requests import Requests, granted
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Waiting, cancelled
@@ -67,13 +68,15 @@ class Engine:
         clock: Callable[[], int] = time.time_ns,
         debug_checks: bool = False,
         arrived: Arrived | None = None,
+        defer: Defer | None = None,
     ) -> None:
-        """``arrived``: is told of each move that has ended, once. It must not raise."""
+        """``arrived``: is told of each move that has ended, once. It must not raise. ``defer``: how the loop calls what
+        can give way to calls; None: in its next turn."""
         self._loop = loop
         self._hub = hub
         self._sequencer = sequencer
         self._clock = clock
-        self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks, arrived=arrived)
+        self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks, arrived=arrived, defer=defer)
         self._requests = Requests(self._carrier, clock)
         self._doing = Doing(loop)
         self._closing = False

@@ -14,6 +14,7 @@ from kvtierd.config import Config, LiveConfig
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, LoggedRun
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.leisure import Leisure
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service.access import Access
@@ -119,12 +120,13 @@ class Daemon:
     """Serves from :meth:`start` to :meth:`stop`. ``live``: its configuration, to be reloaded through."""
 
     def __init__(
-        self, config: Config, directories: _Directories, turns: TimedSelector | None, kept: Kept, tiers: _Tiers
+        self, config: Config, directories: _Directories, leisure: Leisure | None, kept: Kept, tiers: _Tiers
     ) -> None:
         state, life = directories.state, directories.state.identity
         self.live: Final = LiveConfig(config)
         self._directories: Final = directories
         self._serving = False
+        self._leisure: Final = leisure
         self._collector: Final = Collector()
         self._sequencer: Final = DurableSequencer(state)
         faces: dict[CacheId, CacheFace] = {}
@@ -134,13 +136,14 @@ class Daemon:
         self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)
         self._history: Final = History(self._hub, self._log, life.history)
         moves = MoveCounts()
-        self._metrics: Final = Metrics(moves, turns)
+        self._metrics: Final = Metrics(moves, leisure if isinstance(leisure, TimedSelector) else None)
         self._engine: Final = Engine(
             asyncio.get_running_loop(),
             self._hub,
             self._sequencer,
             debug_checks=config.debug_checks,
             arrived=moves.moved,
+            defer=None if leisure is None else leisure.defer,
         )
         stores = Stores(
             Budgets(tiers.sizes),
@@ -188,13 +191,13 @@ class Daemon:
     async def start(
         cls,
         config: Config,
-        turns: TimedSelector | None = None,
+        leisure: Leisure | None = None,
         notifier: Notifier | None = None,
         passed: Sequence[PassedFd] = (),
     ) -> Self:
         """Serving when this returns; before that it answers already whoever does not need a cache that is still being
-        read. ``turns``: the loop's selector, for metrics. ``notifier``: to the service manager;
-        ``passed``: what that kept for us, the daemon's from now on.
+        read. ``leisure``: the loop's selector, one that counts where there are metrics; None: of a loop with another
+        one. ``notifier``: to the service manager; ``passed``: what that kept for us, the daemon's from now on.
 
         Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or the GPU cannot be had; nothing was
         touched where it is the GPU.
@@ -204,7 +207,7 @@ class Daemon:
         directories = await asyncio.to_thread(_Directories.open, config)
         kept = await asyncio.to_thread(Kept.open, keeper)
         tiers = _Tiers(gpu, await asyncio.to_thread(tier_sizes, config, gpu, keeper))
-        daemon = cls(config, directories, turns, kept, tiers)
+        daemon = cls(config, directories, leisure, kept, tiers)
         try:
             await daemon._serve()
         except BaseException:
@@ -228,7 +231,7 @@ class Daemon:
         self._attach.start(listener)
         await self._catalog.load(plans)
         self._sessions.settle()
-        self._collector.start()
+        self._collector.start(self._leisure)
         self._idle.start()
         self._failing.start()
         if self._lost_device is not None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 
-from kvtierd.service.collector import Collector
+from kvtierd.mover.leisure import Leisure
+from kvtierd.service.collector import SLICE, Collector
 
 LIVING = 60_000
-OLD_AT_MOST = 40_000
-"""Objects that one collection of the old generation may have to look at, however many live."""
 
 
 class Knot:
@@ -30,54 +30,113 @@ def _as_it_was() -> Iterator[None]:
     assert (gc.get_threshold(), len(gc.callbacks)) == before
 
 
-async def test_what_lives_long_is_not_looked_at_again() -> None:
-    before = [[number] for number in range(4 * OLD_AT_MOST)]
-    gc.collect()  # a quarter of what survives this has to be new before the interpreter collects the old ones by itself
-    collector = Collector()
-    collector.pause()
-    collector.start()
-    try:
+def run(collector: Collector, test: Callable[[Leisure], Coroutine[Any, Any, None]]) -> None:
+    """While the collector works, on a loop that has leisure."""
+    leisure = Leisure()
+
+    async def collecting() -> None:
+        collector.pause()
+        collector.start(leisure)
+        try:
+            await test(leisure)
+        finally:
+            collector.stop()
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(leisure)) as runner:
+        runner.run(asyncio.wait_for(collecting(), 60))
+
+
+async def at_leisure(leisure: Leisure) -> None:
+    """Once all has been done that waits for that now."""
+    done = asyncio.Event()
+    leisure.defer(done.set)
+    await done.wait()
+
+
+def test_what_lives_long_is_looked_at_once_and_a_little_at_a_time() -> None:
+    looked_at: list[int] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            looked_at.append(sum(len(gc.get_objects(generation=old)) for old in range(3)))
+
+    async def test(leisure: Leisure) -> None:
         living: list[list[int]] = []
-        most = 0
-        while len(living) < LIVING:
-            living.extend([len(living)] for _ in range(500))
-            await asyncio.sleep(0)
-            most = max(most, len(gc.get_objects(generation=2)))
-        assert gc.get_freeze_count() >= LIVING
-        assert most <= OLD_AT_MOST
-    finally:
-        collector.stop()
+        gc.callbacks.append(count)
+        try:
+            while len(living) < LIVING:
+                living.extend([len(living)] for _ in range(SLICE // 2))
+                await asyncio.sleep(0)
+                await at_leisure(leisure)
+        finally:
+            gc.callbacks.remove(count)
+        assert gc.get_freeze_count() >= LIVING - 2 * SLICE
+        assert sum(looked_at) <= 1.5 * LIVING
+        assert max(looked_at) <= 3 * SLICE
+
+    before = [[number] for number in range(4 * LIVING)]
+    run(Collector(), test)
     assert gc.get_freeze_count() == 0
-    assert len(before) == 4 * OLD_AT_MOST
+    assert len(before) == 4 * LIVING
 
 
-async def test_cycles_that_were_frozen_go_in_the_end() -> None:
+def test_garbage_goes_when_the_loop_has_leisure() -> None:
+    async def test(leisure: Leisure) -> None:
+        knots = [Knot() for _ in range(2 * SLICE)]
+        gone = weakref.ref(knots[0])
+        knots.clear()
+        assert gone() is not None
+        await asyncio.sleep(0)
+        await at_leisure(leisure)
+        assert gone() is None
+
+    run(Collector(), test)
+
+
+def test_cycles_that_were_frozen_go_in_the_end() -> None:
     collector = Collector(frozen_calls_max=5)
-    collector.pause()
-    collector.start()
-    try:
+
+    async def test(leisure: Leisure) -> None:
         knot = Knot()
         gone = weakref.ref(knot)
-        gc.collect()
-        await asyncio.sleep(0)  # frozen with all that lives
+        kept: list[list[int]] = []
+
+        async def call() -> None:
+            """Is under way while new objects are collected."""
+            kept.extend([number] for number in range(SLICE))
+            await asyncio.sleep(0)
+            await at_leisure(leisure)
+
+        await asyncio.create_task(call())
         del knot
         for _ in range(10):
             assert gone() is not None or collector.full_collections
-            gc.collect()
-            await asyncio.sleep(0)
+            await asyncio.create_task(call())
         assert collector.full_collections
         assert gone() is None
-    finally:
-        collector.stop()
+
+    run(collector, test)
 
 
-async def test_stopping_twice_is_nothing() -> None:
+def test_where_the_loop_has_no_leisure_the_interpreter_collects_as_elsewhere() -> None:
+    collector = Collector()
+    before = gc.get_threshold()
+    collector.pause()
+    assert not gc.isenabled()
+    collector.start(None)
+    assert gc.isenabled()
+    assert gc.get_threshold() == before
+    collector.stop()
+
+
+def test_stopping_twice_is_nothing() -> None:
     collector = Collector()
     collector.stop()
-    collector.pause()
-    collector.start()
-    collector.stop()
-    collector.stop()
+
+    async def test(leisure: Leisure) -> None:
+        collector.stop()
+        await at_leisure(leisure)
+
+    run(collector, test)
     gc.collect()
-    await asyncio.sleep(0)
     assert gc.get_freeze_count() == 0
