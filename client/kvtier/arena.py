@@ -29,6 +29,8 @@ from kvtier.types import MAPPED_TIERS, Tier
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
+_SERVING: Final = int(ArenaState.SERVING)
+"""A global by itself: every read asks twice, and a member of an enumeration takes ten times as long."""
 
 
 class Arena:
@@ -87,7 +89,7 @@ class Arena:
     @property
     def current(self) -> bool:
         """Whether its index and slots may be read without a call: it is not stale, and its daemon did not close it."""
-        return not self.stale and self._states[_STATE_WORD] == ArenaState.SERVING
+        return not self.stale and self._states[_STATE_WORD] == _SERVING
 
     def slots(self, tier: Tier, group: int) -> int:
         return self.layout.groups[group].slots[tier]

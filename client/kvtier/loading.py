@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.again import Again
 from kvtier.reading import Copying, Reader
 from kvtier.tensors import Bytes, DeviceBytes, Row, Rows
 from kvtier.types import Tier
@@ -32,6 +33,20 @@ async def run(load: Loading | AcrossLoading) -> None:
         load.copy()
     else:
         await transfer.run(load.copy, load.nbytes, waits=load.waits)
+
+
+async def read_again(known: Again, out: transfer.Blocks | None) -> list[Bytes] | None:
+    """The same of a chain that was read before: see :meth:`Again.read`."""
+    if known.nbytes <= _INLINE_BYTES:
+        return known.read(out)
+    rows: list[Bytes] | None = None
+
+    def read() -> None:
+        nonlocal rows
+        rows = known.read(out)
+
+    await transfer.run(read, known.nbytes)
+    return rows
 
 
 class Loading:

@@ -8,6 +8,7 @@ meanwhile, and what was copied is void.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
@@ -15,9 +16,11 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.key_index import Entry, Found
+from kvtier import again
+from kvtier.abi.key_index import Found, IndexReader
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
+from kvtier.again import Again, Asked, Remembered
 from kvtier.answers import AcrossMatch, Locations, Match, ReadCounts
 from kvtier.arena import Arena
 from kvtier.binding import Binder
@@ -29,33 +32,16 @@ from kvtier.types import Tier
 MAX_KEYS: Final = 16_384
 """Of one verb, as in a call to the daemon, which refuses more."""
 
-_REMEMBERED_CHAINS: Final = 16
-_REMEMBERED_BYTES: Final = 256 * KEY_BYTES
-"""Of one chain's keys: looking up more takes little of the time that copying them takes."""
-
 _TRIES: Final = 2
-"""How often a block is copied whose slot is given away meanwhile, before it counts as not there."""
+"""How often a block is copied whose slot is given away meanwhile, before it counts as not there. The copy of a chain
+that is read again (:mod:`kvtier.again`) comes before these."""
+
+_MOST_UNTOLD: Final = 1024
+"""Reads of chains that had been read before, until they are counted and noted."""
 
 _NONE: Final = np.empty(0, dtype=np.intp)
 
 T = TypeVar("T")
-
-
-Asked = tuple[int, int, bytes]
-"""Window group, bits of the tiers that will do, packed keys."""
-
-
-@dataclass(slots=True, frozen=True)
-class Remembered:
-    """Where all the blocks of a chain of a full-attention group were when it was read last. Whether they still are, the
-    index says of the last one, and generations of all. ``tier``: one that has them all, in these ``slots`` of these
-    ``generations``."""
-
-    found: Found
-    last: Entry
-    tier: Tier | None
-    slots: NDArray[np.intp]
-    generations: NDArray[np.uint64]
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +49,7 @@ class Mapping:
     """A mapped arena whose index can be asked."""
 
     arena: Arena
+    index: IndexReader
     chains: Chains
     remembered: dict[Asked, Remembered] = field(default_factory=dict)
 
@@ -75,11 +62,13 @@ class Reader:
 
     def __init__(self, binder: Binder) -> None:
         self._binder: Final = binder
-        self.recency: Final = Recency(binder)
+        self.recency: Final = Recency(binder, self._settle)
         self._mapping: Mapping | None = None
         self._counts: Final = [0] * len(fields(ReadCounts))
         """In the order of its fields."""
         self._lock: Final = threading.Lock()
+        self._read_again: Final[deque[Again]] = deque()
+        """What is not counted yet, nor noted: to append is one step, which needs no lock."""
 
     @property
     def spec(self) -> CacheSpec:
@@ -100,6 +89,7 @@ class Reader:
 
     @property
     def counts(self) -> ReadCounts:
+        self._settle()
         return ReadCounts(*self._counts)
 
     def count(self, *, lookups: int = 0, hits: int = 0, misses: int = 0, reuses: int = 0, calls: int = 0) -> None:
@@ -141,13 +131,25 @@ class Reader:
         mapping = self._current(keys)
         if mapping is None:
             return None
-        tiers = [each for each in mapping.arena.tiers if tier is None or each is tier]
-        remembered = mapping.remembered.get((group, _bits(tiers), keys)) if len(keys) <= _REMEMBERED_BYTES else None
+        remembered = mapping.remembered.get((group, tier, keys)) if len(keys) <= again.MOST_BYTES else None
         if remembered is not None and not mapping.chains.stands(keys, group, remembered.last):
             remembered = None
         if remembered is None and not _distinct(keys):
             return None
-        return Copying(self, mapping, keys, group, tiers, remembered)
+        if remembered is not None and (remembered.again is None or not remembered.again.stands()):
+            # It is read for the second time, or something else of its bucket has changed.
+            remembered.again = again.again(self, mapping.arena, mapping.index, keys, group, remembered)
+        return Copying(self, mapping, keys, group, tier, remembered)
+
+    def remembered(self, keys: bytes, group: int, tier: Tier | None) -> Again | None:
+        """A chain that was read before, if it is where it was then. None: :meth:`begin` tells more."""
+        mapping = self._mapping
+        if mapping is None or self._binder.readable is None or not mapping.arena.current:
+            return None
+        known = mapping.remembered.get((group, tier, keys))
+        if known is None or known.again is None or not known.again.stands():
+            return None
+        return known.again
 
     def noted(self, copying: Copying) -> None:
         """Blocks were copied: counts, and what the daemon is to be told."""
@@ -156,19 +158,35 @@ class Reader:
         if blocks or misses:
             self.recency.note(copying.group, copying.used(), misses)
 
+    def noted_again(self, read: Again) -> None:
+        """The same of a chain that was read once more."""
+        self._read_again.append(read)
+        if not self.recency.due or len(self._read_again) > _MOST_UNTOLD:
+            self._settle()
+            self.recency.tell_later()
+
     def missed_across(self, blocks: int) -> None:
         """So many of a chain were asked for in vain over all groups; they count once."""
         self.count(misses=blocks)
         self.recency.note(0, (), blocks)
 
-    def remember(self, mapping: Mapping, asked: Asked, found: Remembered) -> None:
+    def remember(self, mapping: Mapping, asked: Asked, known: Remembered) -> None:
         with self._lock:
             mapping.remembered.pop(asked, None)
-            while len(mapping.remembered) >= _REMEMBERED_CHAINS:
+            while len(mapping.remembered) >= again.CHAINS:
                 del mapping.remembered[next(iter(mapping.remembered))]
-            mapping.remembered[asked] = found
+            mapping.remembered[asked] = known
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        while self._read_again:
+            try:
+                read = self._read_again.popleft()
+            except IndexError:
+                return  # another thread was quicker
+            self.count(hits=read.blocks)
+            self.recency.add(read.group, (read.key,), 0)
 
     def _current(self, keys: bytes) -> Mapping | None:
         binding = self._binder.readable
@@ -178,7 +196,7 @@ class Reader:
         if arena is None or arena.index is None or not arena.current:
             return None
         if mapping is None or mapping.arena is not arena:
-            self._mapping = mapping = Mapping(arena, Chains(arena.index, self.spec))
+            self._mapping = mapping = Mapping(arena, arena.index, Chains(arena.index, self.spec))
         return mapping
 
 
@@ -194,7 +212,7 @@ class Copying:
         mapping: Mapping,
         keys: bytes,
         group: int,
-        tiers: Sequence[Tier],
+        tier: Tier | None,
         remembered: Remembered | None,
     ) -> None:
         self.group: Final = group
@@ -204,8 +222,9 @@ class Copying:
         self._reader: Final = reader
         self._mapping: Final = mapping
         self._keys: Final = keys
-        self._tiers: Final = tiers
-        self._bits: Final = _bits(tiers)
+        self._tier: Final = tier
+        self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier]
+        self._bits: Final = sum(each.bit for each in self._tiers)
         self._sliding: Final = mapping.chains.is_sliding(group)
         self._start = 0
         self._current = True
@@ -256,8 +275,8 @@ class Copying:
         found = self._mapping.chains.find(self._keys[self._start * KEY_BYTES :], self.group)
         there = count_leading(found.residency & self._bits != 0)
         self.blocks = self._start + there
-        if there == self.asked and len(self._keys) <= _REMEMBERED_BYTES and not self._sliding:
-            self._reader.remember(self._mapping, (self.group, self._bits, self._keys), self._to_remember(found))
+        if there == self.asked and len(self._keys) <= again.MOST_BYTES and not self._sliding:
+            self._reader.remember(self._mapping, (self.group, self._tier, self._keys), self._to_remember(found))
         return found
 
     def _to_remember(self, found: Found) -> Remembered:
@@ -309,10 +328,6 @@ def _of_tier(found: Found, tier: Tier) -> tuple[NDArray[np.uint32], NDArray[np.u
     if tier is Tier.DEVICE:
         return found.device_slots, found.device_generations
     return found.host_slots, found.host_generations
-
-
-def _bits(tiers: Sequence[Tier]) -> int:
-    return sum(tier.bit for tier in tiers)
 
 
 def _distinct(keys: bytes) -> bool:

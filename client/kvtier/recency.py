@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -28,18 +28,27 @@ _log = logging.getLogger(__name__)
 class Recency:
     """What was read of one cache since the daemon was last told. Any thread may note; the session's loop tells."""
 
-    def __init__(self, binder: Binder) -> None:
+    def __init__(self, binder: Binder, settle: Callable[[], None]) -> None:
+        """``settle``: adds what was read and has not been added yet, is called before any is told."""
         self._binder: Final = binder
+        self._settle: Final = settle
         self._loop: Final = asyncio.get_running_loop()
         self._lock: Final = threading.Lock()
         self._keys: dict[int, dict[bytes, None]] = {}
         """By group, the least recently read first."""
         self._misses: dict[int, int] = {}
-        self._due = False
+        self.due = False
+        """It will be told soon what was added so far."""
         binder.ahead = self.ahead
 
     def note(self, group: int, keys: Iterable[bytes], misses: int) -> None:
         """Blocks were read, the last one last, and so many others were asked for in vain."""
+        self.add(group, keys, misses)
+        if not self.due:
+            self.tell_later()
+
+    def add(self, group: int, keys: Iterable[bytes], misses: int) -> None:
+        """The same, where it is due, or :meth:`tell_later` is called next."""
         with self._lock:
             of_group = self._keys.setdefault(group, {})
             for key in keys:
@@ -49,12 +58,11 @@ class Recency:
                 del of_group[next(iter(of_group))]
             if misses:
                 self._misses[group] = min(self._misses.get(group, 0) + misses, _MAX_COUNT)
-            due, self._due = self._due, True
-        if not due:
-            try:
-                self._loop.call_soon_threadsafe(self._loop.call_later, EVERY_S, self._tell_soon)
-            except RuntimeError:
-                return  # the loop is closed, and with it the session
+
+    def tell_later(self) -> None:
+        self.due = True
+        with suppress(RuntimeError):  # the loop is closed, and with it the session
+            self._loop.call_soon_threadsafe(self._loop.call_later, EVERY_S, self._tell_soon)
 
     async def tell(self) -> None:
         """Tells now. What the daemon cannot be told is lost: it costs order, never blocks."""
@@ -63,7 +71,7 @@ class Recency:
     async def ahead(self) -> None:
         """What was read so far is on its way to the daemon before a call that follows: one that makes room there shall
         not take what its own caller has just read."""
-        if self._due:
+        if self.due:
             self._tell_soon()
             await asyncio.sleep(0)
 
@@ -72,10 +80,11 @@ class Recency:
             self._binder.session.spawn(telling)
 
     def _untold(self) -> list[Coroutine[Any, Any, None]]:
+        self.due = False  # before anything is taken: who adds after that sees it
+        self._settle()
         with self._lock:
             keys, self._keys = self._keys, {}
             misses, self._misses = self._misses, {}
-            self._due = False
         link = self._binder.session.live_link
         groups = keys.keys() | misses.keys()
         return [self._tell(link, group, list(keys.get(group, ())), misses.get(group, 0)) for group in groups]

@@ -158,6 +158,16 @@ def are_rows(out: Blocks) -> bool:
     return isinstance(out, np.ndarray) and out.ndim == 2 and out.dtype == _BYTE
 
 
+def as_rows(out: Blocks | None, shape: tuple[int, int]) -> Bytes | None:
+    """An array of this shape, flat bytes as they are and in one piece, or where there is none a fresh one. None: it is
+    another one."""
+    if out is None:
+        return np.empty(shape, _BYTE)
+    if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype is not _BYTE or not out.flags.carray:
+        return None
+    return out
+
+
 def rows_of(out: NDArray[Any], count: int) -> Bytes:
     """The bytes of an array that is :func:`in_one_piece`."""
     rows: Bytes = out.reshape(count, -1).view(np.uint8)

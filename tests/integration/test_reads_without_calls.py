@@ -145,9 +145,57 @@ async def test_a_slot_given_away_while_it_is_copied_is_a_miss(cache: Cache, monk
     monkeypatch.setattr(arena, "generations", lying)
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
     assert (cache.reads.hits, cache.reads.reuses, cache.reads.calls) == (4, 4, 0)
-    lies = 2
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
-    assert (cache.reads.hits, cache.reads.reuses, cache.reads.calls) == (4, 12, 1)
+    lies = 3  # once where it was when it was read before, twice where it is found now
+    assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
+    assert (cache.reads.hits, cache.reads.reuses, cache.reads.calls) == (8, 16, 1)
+
+
+async def test_a_chain_that_is_read_again_comes_as_it_came_first(cache: Cache, client: AsyncClient) -> None:
+    keys = chain("again", 4)
+    packed = b"".join(keys)
+    await cache.put(keys, blocks(keys), tier=Tier.HOST)
+    out = np.zeros((4, BLOCK_BYTES), np.uint8)
+    for number, into in enumerate((None, None, out, list(out), out.reshape(4, 2, -1), out.view(np.int16))):
+        out[:] = 0
+        found = await cache.get(packed if number % 2 else keys, into, tier=Tier.HOST)
+        assert_bytes(keys, [row.reshape(-1).view(np.uint8) for row in found])
+        if into is not None:
+            assert all(np.shares_memory(row, out) for row in found)
+            assert_bytes(keys, list(out))
+    assert (cache.reads.hits, cache.reads.calls) == (24, 0)
+    await cache.reader.recency.tell()
+    before = (await cache_stats(client, cache.name)).hits_host
+    await cache.get(packed, tier=Tier.HOST)
+    await eventually(lambda: cache_stats(client, cache.name), lambda stats: stats.hits_host == before + 4)
+    for wrong in (out[:3], out[:, 1:], np.broadcast_to(out[:1], out.shape), np.zeros((4, BLOCK_BYTES + 1), np.uint8)):
+        with pytest.raises(InvalidArgument, match="out"):
+            await cache.get(packed, wrong, tier=Tier.HOST)
+    await cache.close()
+    with pytest.raises(errors.ClientClosed):
+        await cache.get(packed, tier=Tier.HOST)
+
+
+async def test_what_is_read_again_has_not_been_forgotten_meanwhile(cache: Cache) -> None:
+    """Every time there is something else where the chain was: nothing, other bytes, its blocks in another tier."""
+    keys = chain("changing", 3)
+    packed = b"".join(keys)
+    for number in range(6):
+        stored = blocks(keys)[::-1] if number % 2 else blocks(keys)
+        await cache.put(keys, stored, tier=Tier.HOST)
+        for _ in range(3):
+            for got, wanted in zip(await cache.get(packed), stored, strict=True):
+                assert np.array_equal(got, wanted)
+        if number > 3:
+            await cache.move(keys, Tier.DEVICE)
+            assert len(await cache.get(packed)) == 3
+        others = [chain(f"others {number} {each}", 1) for each in range(4)]
+        for other in others:
+            await cache.put(other, blocks(other), tier=Tier.HOST)  # some of them may share its bucket
+        assert len(await cache.get(packed)) == 3
+        await cache.drop([keys[0], *(other[0] for other in others)])
+        assert await cache.get(packed) == []
+    assert cache.reads.calls == 0
 
 
 async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache: Cache) -> None:

@@ -317,12 +317,16 @@ class Cache:
         timeout: float | None = None,
     ) -> list[Any]:
         """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
+        packed = packed_keys(keys)
         if verify or not self._thread.usable_here(timeout):
-            packed = packed_keys(keys)
             return self._into(
                 out, packed, lambda into: self._inner.get(packed, into, tier=tier, verify=verify, timeout=timeout)
             )
-        load = Loading(self._inner, keys, out, tier)
+        known = self._inner.reader.remembered(packed, self._inner.group, tier)
+        rows = None if known is None else known.read(out)
+        if rows is not None:
+            return rows
+        load = Loading(self._inner, packed, out, tier)
         load.copy()
         count = len(load.rows)
         filled: list[Any] = load.rows
