@@ -11,6 +11,7 @@ help:
 	@echo "make test       every check and the default tests"
 	@echo "make test-long  the tests that take longer, too"
 	@echo "make gpu-test   the tests that need a GPU: no network, no .venv, what gpu-wheels carried"
+	@echo "make systemd-vm the systemd unit under a real systemd, in a virtual machine; as root on Debian"
 	@echo "make gpu-wheels into .whl, what a host with a GPU lacks for gpu-test"
 	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
 	@echo "make format     ruff format and ruff's safe fixes"
@@ -68,6 +69,11 @@ gpu-test:
 gpu-wheels: .venv/.stamp
 	@$(PYTHON) .ci/gpu_wheels.py
 
+# The processor is emulated: half an hour. What it makes of Debian's packages stays in .vm for the next time.
+.PHONY: systemd-vm
+systemd-vm: .venv/.stamp
+	@$(PYTHON) .ci/systemd_vm.py
+
 .PHONY: demo
 demo: .venv/.stamp
 	@$(PYTHON) examples/demo.py
@@ -78,5 +84,5 @@ screenshot: .venv/.stamp
 
 .PHONY: clean
 clean:
-	rm -rf .venv .venv-stubs .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-stubs .vm .whl build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client daemon tests examples .ci -name __pycache__ -type d -prune -exec rm -rf {} +
