@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import lmdb
@@ -110,6 +111,32 @@ def test_a_commit_takes_few_entries_until_the_journal_is_full(index: Index) -> N
     assert entries(index) == (0, 1)
     index.commit({GROUP: Changes(deletes=[key(0)], puts=[(key(n), RECORD) for n in range(12, 64)])})
     assert entries(index) == (63, 0)
+
+
+def test_the_journal_is_carried_over_a_little_with_each_commit(index: Index, path: Path) -> None:
+    """So that no transaction changes many pages, whose memory LMDB keeps."""
+    model: dict[Key, bytes] = {}
+    in_tree, in_journal, most_at_once = 0, [], 0
+    for turn in range(300):
+        names = [key(2 * turn), key(2 * turn + 1)]
+        gone = [key(turn - 20)] if turn >= 20 else []
+        index.commit({GROUP: Changes(deletes=gone, puts=[(name, RECORD) for name in names])})
+        model.update(dict.fromkeys(names, RECORD))
+        for name in gone:
+            model.pop(name, None)
+        records, values = entries(index)
+        most_at_once = max(most_at_once, records - in_tree)
+        in_tree = records
+        in_journal.append(values)
+    assert 0 < most_at_once <= 6, "twice as many as a commit changes"
+    assert any(after < before for before, after in pairwise(in_journal)), (
+        "what has been carried over leaves the journal"
+    )
+    assert max(in_journal[150:]) <= max(in_journal[:150]), "which does not grow"
+    assert held(index) == model
+    again = reopened(index, path)
+    assert held(again) == model
+    again.close()
 
 
 def test_where_carrying_over_finds_no_room_the_journal_goes_on(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

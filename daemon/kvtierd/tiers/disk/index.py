@@ -38,6 +38,9 @@ _PAGE_HEADER: Final = 16
 _NODE_OVERHEAD: Final = 48
 _JOURNAL_SHIFT: Final = 4
 _MOST_JOURNAL: Final = 1 << 20
+_CARRIED_AN_OP: Final = 2
+"""Ops of the journal's older part that are carried over for each new one: so at most half as many come meanwhile, and
+the journal, whose older part is what fills half of it, never fills."""
 _BASE_BYTES: Final = 8 << 20
 _TOUCH_OVERHEAD: Final = 24
 _log = logging.getLogger(__name__)
@@ -91,7 +94,12 @@ class Stored:
 
 @dataclass(slots=True)
 class _Group:
-    """``pending``: what the journal says of records, in memory; it outranks what the tree of records says."""
+    """``pending``: what the journal says of records and the tree may not say yet, in memory; it outranks the tree.
+
+    ``leaving``: keys that the journal's older part, the entries under ``older_end`` of ``older_bytes``, names, in
+    falling order, as far as they have not been carried over. It goes with the last of them. A key that is changed
+    meanwhile is named by a newer entry, so whether it is carried over as it was or as it is does not matter.
+    """
 
     records: _Database
     journal: _Database
@@ -99,6 +107,9 @@ class _Group:
     recency: _Database
     quarantine: _Database
     pending: dict[Key, bytes | None] = field(default_factory=dict)
+    leaving: list[Key] = field(default_factory=list)
+    older_end: int = 0
+    older_bytes: int = 0
     next_entry: int = 0
     journal_bytes: int = 0
     next_touch: int = 0
@@ -248,43 +259,62 @@ class Index:
 
     def _commit(self, changes: Mapping[GroupId, Changes]) -> None:
         try:
-            entered = self._transact(changes, self._most_journal)
+            entered = self._transact(changes, self._most_journal, _CARRIED_AN_OP)
         except lmdb.MapFullError:
             # To carry the journal over takes more room than to go on with it.
-            entered = self._transact(changes, self._map_bytes)
+            entered = self._transact(changes, self._map_bytes, 0)
         for group, change in changes.items():
             dbs = self._groups[group]
-            entered[group].note(dbs)
+            entered[group].note(dbs, self._most_journal)
             if change.recency is not None:
                 dbs.touch_bytes = 0
             dbs.next_touch += len(change.touches)
             dbs.touch_bytes += sum(len(value) + _TOUCH_OVERHEAD for value in change.touches)
 
-    def _transact(self, changes: Mapping[GroupId, Changes], most_journal: int) -> dict[GroupId, _Entered]:
+    def _transact(
+        self, changes: Mapping[GroupId, Changes], most_journal: int, carried_an_op: int
+    ) -> dict[GroupId, _Entered]:
         with self._env.begin(write=True) as txn:
-            return {group: _apply(txn, self._groups[group], change, most_journal) for group, change in changes.items()}
+            return {
+                group: _apply(txn, self._groups[group], change, most_journal, carried_an_op)
+                for group, change in changes.items()
+            }
 
 
 @dataclass(slots=True, frozen=True)
 class _Entered:
-    """What a transaction has done to a group's journal: so many values more, or, None, all of it is in the tree."""
+    """What a transaction has done to a group's journal: so many values more, or, None, all of it is in the tree.
+    ``carried``: so many of those that were leaving are in the tree, too."""
 
     ops: Mapping[Key, bytes | None]
     values: Sequence[bytes] | None
+    carried: int = 0
 
-    def note(self, dbs: _Group) -> None:
+    def note(self, dbs: _Group, most_journal: int) -> None:
         """Once it has committed."""
         if self.values is None:
             dbs.pending.clear()
+            dbs.leaving.clear()
             dbs.journal_bytes = 0
             return
+        for key in _next_to_leave(dbs, self.carried):
+            del dbs.pending[key]
         dbs.pending.update(self.ops)
         dbs.next_entry += len(self.values)
         dbs.journal_bytes += sum(map(len, self.values))
+        if self.carried:
+            del dbs.leaving[-self.carried :]
+            if not dbs.leaving:
+                dbs.journal_bytes -= dbs.older_bytes
+        if not dbs.leaving and 2 * dbs.journal_bytes > most_journal:
+            dbs.leaving = sorted(dbs.pending, reverse=True)
+            dbs.older_end, dbs.older_bytes = dbs.next_entry, dbs.journal_bytes
 
 
-def _apply(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes, most_journal: int) -> _Entered:
-    entered = _enter(txn, dbs, _record_ops(txn, dbs, change), most_journal)
+def _apply(
+    txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes, most_journal: int, carried_an_op: int
+) -> _Entered:
+    entered = _enter(txn, dbs, _record_ops(txn, dbs, change), most_journal, carried_an_op)
     if change.recency is not None:
         txn.drop(dbs.touches, delete=False)
         for place, value in encode_recency(change.recency):
@@ -308,16 +338,37 @@ def _record_ops(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> d
     return ops
 
 
-def _enter(txn: lmdb.Transaction[bytes], dbs: _Group, ops: dict[Key, bytes | None], most_journal: int) -> _Entered:
-    """Into the journal; where that is full, or a record too long for it, the journal and these go to the tree."""
+def _enter(
+    txn: lmdb.Transaction[bytes],
+    dbs: _Group,
+    ops: dict[Key, bytes | None],
+    most_journal: int,
+    carried_an_op: int,
+) -> _Entered:
+    """Into the journal, of which a part is carried over; where that is full, or a record too long for it, the journal
+    and these go to the tree.
+
+    LMDB keeps the memory of as many pages as one transaction has ever changed, and random keys change nearly a page
+    each, so no more of them go at once than must.
+    """
     inline = all(record is None or fits(record) for record in ops.values())
-    if inline and dbs.journal_bytes + journal_bytes(ops) <= most_journal:
-        values = list(encode_journal(ops))
-        for sequence, value in enumerate(values, dbs.next_entry):
-            txn.put(sequence_key(sequence), value, db=dbs.journal)
-        return _Entered(ops, values)
-    _carry_over(txn, dbs, {**dbs.pending, **ops})
-    return _Entered(ops, None)
+    if not inline or dbs.journal_bytes + journal_bytes(ops) > most_journal:
+        _carry_over(txn, dbs, {**dbs.pending, **ops})
+        txn.drop(dbs.journal, delete=False)
+        return _Entered(ops, None)
+    values = list(encode_journal(ops))
+    for sequence, value in enumerate(values, dbs.next_entry):
+        txn.put(sequence_key(sequence), value, db=dbs.journal)
+    carried = min(carried_an_op * len(ops), len(dbs.leaving))
+    if carried:
+        _carry_over(txn, dbs, {key: dbs.pending[key] for key in _next_to_leave(dbs, carried)})
+        if carried == len(dbs.leaving):
+            _drop_entries(txn, dbs, dbs.older_end)
+    return _Entered(ops, values, carried)
+
+
+def _next_to_leave(dbs: _Group, count: int) -> list[Key]:
+    return dbs.leaving[-count:] if count else []
 
 
 def _carry_over(txn: lmdb.Transaction[bytes], dbs: _Group, ops: Mapping[Key, bytes | None]) -> None:
@@ -326,7 +377,14 @@ def _carry_over(txn: lmdb.Transaction[bytes], dbs: _Group, ops: Mapping[Key, byt
             txn.delete(key, db=dbs.records)
         else:
             txn.put(key, record, db=dbs.records)
-    txn.drop(dbs.journal, delete=False)
+
+
+def _drop_entries(txn: lmdb.Transaction[bytes], dbs: _Group, end: int) -> None:
+    """Of the journal, those before that one."""
+    with txn.cursor(dbs.journal) as cursor:
+        there = cursor.first()
+        while there and cursor.key() < sequence_key(end):
+            there = cursor.delete()
 
 
 @contextmanager
