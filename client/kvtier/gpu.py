@@ -85,7 +85,8 @@ class Gpu:
         self._events.append(event)
 
     def copy(self, runs: Iterable[Iterable[Copy]]) -> None:
-        """Copies, in no order; when it returns or raises, nothing is being copied any more.
+        """Copies, in no order; when it returns or raises, nothing is being copied any more. Only where the driver
+        answers neither about an event nor about the stream, though the device is not lost, can nobody wait for that.
 
         Only within a run may the host memory of several copies be taken as one: what was page-locked apart stays apart
         to the driver, even where one range ends at the other's first byte.
@@ -101,15 +102,25 @@ class Gpu:
 
     def _over(self, lane: _Lane) -> Callable[[], bool]:
         """Whether what the lane was given so far is over. The point is marked when it is first asked, by :meth:`wait`:
-        an interrupt in between would leave copies that nobody waits for."""
-        marked = False
+        an interrupt in between would leave copies that nobody waits for. Where it cannot be marked, or asked for, the
+        stream itself is asked, and what went wrong is raised when that is idle."""
+        marked, fault = False, None
 
         def over() -> bool:
-            nonlocal marked
-            if not marked:
-                self.driver.record(lane.event, lane.stream)
-                marked = True
-            return self.driver.done(lane.event)
+            nonlocal marked, fault
+            if fault is None:
+                try:
+                    if not marked:
+                        self.driver.record(lane.event, lane.stream)
+                        marked = True
+                    return self.driver.done(lane.event)
+                except CudaLost:
+                    raise
+                except CudaError as error:
+                    fault = error
+            if self.driver.idle(lane.stream):
+                raise fault
+            return False
 
         return over
 

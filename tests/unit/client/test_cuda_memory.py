@@ -39,6 +39,7 @@ from kvtier.tensors import DeviceBytes
 from kvtier.types import Tier
 from kvtierd.tiers.arena import Arena as DaemonArena
 from tests.fake_cuda import load_fake
+from tests.fakes.cuda.bindings._settings import Failure
 
 POOL_BYTES = (6000, 160)
 BLOCK_BYTES = sum(POOL_BYTES)
@@ -255,6 +256,39 @@ def test_an_interrupt_before_the_end_of_the_copies_is_marked_leaves_none_under_w
     for block in blocks:
         block[:] = 0
     found = empty_blocks(SLOTS)
+    memory.read(0, range(SLOTS), found)
+    assert np.array_equal(found, some_blocks(SLOTS))
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
+def test_copies_whose_event_fails_are_over_when_that_is_raised(
+    fake: ModuleType, gpu: Gpu, memory: CudaMemory, call: str
+) -> None:
+    memory.write(0, [0], some_blocks(1))
+    (lane,) = gpu._lanes
+    go = threading.Event()
+    fake.fake_work(lane.stream, go.wait)
+    fake.STATE.settings.fail.append(Failure(call, "CUDA_ERROR_INVALID_VALUE", after=fake.STATE._calls[call]))
+    asked = fake.STATE._calls["cuStreamQuery"]
+    blocks = some_blocks(SLOTS)
+    raised: list[DeviceError] = []
+
+    def write() -> None:
+        try:
+            memory.write(0, range(SLOTS), blocks)
+        except DeviceError as error:
+            raised.append(error)
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    while fake.STATE._calls["cuStreamQuery"] < asked + 3:
+        assert writing.is_alive(), "it has raised, and the stream copies"
+    go.set()
+    writing.join(30)
+    assert [error.call for error in raised] == [call]
+    found = empty_blocks(SLOTS)
+    for block in blocks:
+        block[:] = 0
     memory.read(0, range(SLOTS), found)
     assert np.array_equal(found, some_blocks(SLOTS))
 

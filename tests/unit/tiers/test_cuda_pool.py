@@ -99,13 +99,26 @@ def test_an_allocation_that_fails_half_way_leaves_nothing(call: str) -> None:
     rig.gpu.create("c", MIB).close()
 
 
-@pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuEventRecord", "cuEventQuery", "cuStreamCreate"])
+@pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuStreamCreate"])
 def test_memory_that_cannot_be_cleared_is_not_used(call: str) -> None:
     rig = Rig(fail=[{"call": call, "code": "CUDA_ERROR_INVALID_VALUE"}])
     with pytest.raises(TierIOError, match=call):
         rig.gpu.create("c", MIB)
     assert rig.left == {}
     assert rig.gpu.lost is None
+
+
+def test_memory_that_may_still_be_cleared_is_nobodys_until_the_end(tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    rig = Rig(hold=hold, fail=[{"call": "cuStreamQuery", "code": "CUDA_ERROR_INVALID_VALUE"}])
+    before = rig.gpu.memory()[0]
+    with pytest.raises(TierIOError, match="cuStreamQuery"):
+        rig.gpu.create("c", 2 * MIB)
+    assert before - rig.gpu.memory()[0] == 2 * MIB
+    hold.unlink()
+    rig.gpu.create("d", 2 * MIB).close()
+    assert rig.gpu.memory()[0] == before - 2 * MIB
 
 
 def test_a_device_that_is_lost_is_noticed(rig: Rig, tmp_path: Path) -> None:

@@ -220,6 +220,13 @@ class Driver:
         flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         return Stream(int(self._call(self._cuda.cuStreamCreate, flags)))
 
+    def idle(self, stream: Stream) -> bool:
+        """Whether all is done that the stream was given. Does not wait. For who cannot record an event."""
+        if not self._thread.bound:
+            with self.visit():
+                return self.idle(stream)
+        return self._answered(self._cuda.cuStreamQuery, stream)
+
     def drop_stream(self, stream: Stream) -> None:
         """What the stream was given is still done."""
         self._call(self._cuda.cuStreamDestroy, stream)
@@ -245,12 +252,15 @@ class Driver:
         if not self._thread.bound:
             with self.visit():
                 return self.done(event)
-        code = self._cuda.cuEventQuery(event)[0]
+        return self._answered(self._cuda.cuEventQuery, event)
+
+    def _answered(self, query: Any, of: Event | Stream) -> bool:
+        code = query(of)[0]
         if not code:
             return True
         if code == NOT_READY:
             return False
-        raise self._error("cuEventQuery", int(code))
+        raise self._error(query.__name__, int(code))
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What the stream is given from now on starts after what the event stands for now."""

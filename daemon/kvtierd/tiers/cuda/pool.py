@@ -23,6 +23,14 @@ _POLL_S: Final = 0.002
 _log = logging.getLogger(__name__)
 
 
+class _Unsettled(Exception):
+    """Nobody can say whether the device still writes there."""
+
+    def __init__(self, error: CudaError) -> None:
+        super().__init__(str(error))
+        self.error: Final = error
+
+
 class Gpu:
     """One device. Every method blocks, some for as long as the driver does; for any thread but the loop's."""
 
@@ -33,6 +41,8 @@ class Gpu:
         """Bytes that the device has."""
         self.lost: str | None = None
         """Why no byte on the device can be relied on, and no call to it will succeed, until the daemon is restarted."""
+        self._out_of_use: Final[list[DeviceMemory]] = []
+        """Until the process ends: whoever got it next might be written over."""
         self._tell: Callable[[], None] | None = None
         self._losing: Final = threading.Lock()
 
@@ -82,7 +92,8 @@ class Gpu:
         whoever maps the new one can read all of it.
 
         ``patience_s``: so long what is free may be too little, where somebody is just about to let go of some. Raises
-        :class:`NoDeviceMemory` where there is not enough, :class:`DeviceIOError`; nothing is left behind then.
+        :class:`NoDeviceMemory` where there is not enough, :class:`DeviceIOError`; nothing is left behind then but what
+        the device may still be clearing.
         """
         wanted = self._rounded(nbytes)
         until = time.monotonic() + patience_s
@@ -98,6 +109,9 @@ class Gpu:
             raise self._failed(f"cannot allocate {wanted} bytes", error) from error
         try:
             self._clear(memory)
+        except _Unsettled as unsettled:
+            self._out_of_use.append(memory)
+            raise self._failed(f"cannot clear {wanted} bytes, which are out of use now", unsettled.error) from unsettled
         except CudaError as error:
             memory.close()
             raise self._failed(f"cannot clear {wanted} bytes", error) from error
@@ -137,12 +151,14 @@ class Gpu:
         with ExitStack() as undo:
             stream = driver.stream()
             undo.callback(driver.drop_stream, stream)
-            event = driver.event()
-            undo.callback(driver.drop_event, event)
             driver.fill(memory.address, 0, memory.nbytes, stream)
-            driver.record(event, stream)
-            while not driver.done(event):
-                time.sleep(_POLL_S)
+            try:
+                while not driver.idle(stream):
+                    time.sleep(_POLL_S)
+            except CudaLost:
+                raise  # it has stopped
+            except CudaError as error:
+                raise _Unsettled(error) from error
 
     def _short(self, name: str, wanted: int, free: int) -> NoDeviceMemory:
         says = f"not enough memory on {self.driver.name}: {free} bytes are free"

@@ -27,6 +27,14 @@ def cuStreamDestroy(hStream: CUstream | int) -> None:
     del STATE.streams[int(hStream)]
 
 
+@entry()
+def cuStreamQuery(hStream: CUstream | int) -> None:
+    stream = STATE.stream(int(hStream))
+    if not stream.idle:
+        raise Refusal(CUresult.CUDA_ERROR_NOT_READY, "")
+    STATE.races.saw(STATE.races.recorded(stream.number))
+
+
 @entry(1)
 def cuStreamIsCapturing(hStream: CUstream | int) -> CUstreamCaptureStatus:
     return CUstreamCaptureStatus(int(STATE.stream(int(hStream)).capturing))

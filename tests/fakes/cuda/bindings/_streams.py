@@ -47,6 +47,7 @@ class FakeStream:
         self._failed = failed
         self._work: deque[Work | Mark | None] = deque()
         self._given = threading.Condition()
+        self._busy = False
         threading.Thread(target=self._run, name=f"fake-cuda-{seed}", daemon=True).start()
 
     def give(self, work: Work) -> None:
@@ -61,6 +62,12 @@ class FakeStream:
             self._given.notify()
         return mark
 
+    @property
+    def idle(self) -> bool:
+        """Whether all has been done."""
+        with self._given:
+            return not self._busy and not self._work
+
     def end(self) -> None:
         """When all has been done."""
         with self._given:
@@ -71,9 +78,11 @@ class FakeStream:
         broken = False
         while True:
             with self._given:
+                self._busy = False
                 while not self._work:
                     self._given.wait()
                 work = self._work.popleft()
+                self._busy = True
             if work is None:
                 return
             if isinstance(work, Mark):

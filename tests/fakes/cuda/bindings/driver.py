@@ -58,6 +58,7 @@ from ._stream_calls import (
     cuStreamCreate,
     cuStreamDestroy,
     cuStreamIsCapturing,
+    cuStreamQuery,
     cuStreamWaitEvent,
     fake_capture,
     fake_left,

@@ -51,6 +51,7 @@ Result cuMemFreeHost(void *address) { SAYS("%p", address); return 0; }
 Result cuStreamCreate(Handle *stream, unsigned flags) { *stream = (Handle)0x51; SAYS("%u", flags); return 0; }
 Result cuStreamDestroy_v2(Handle stream) { SAYS("%p", stream); return 0; }
 Result cuStreamIsCapturing(Handle stream, int *status) { *status = 1; SAYS("%p", stream); return 0; }
+Result cuStreamQuery(Handle stream) { static int asked; SAYS("%p", stream); return asked++ ? 0 : 600; }
 Result cuEventCreate(Handle *event, unsigned flags) { *event = (Handle)0xe1; SAYS("%u", flags); return 0; }
 Result cuEventDestroy_v2(Handle event) { SAYS("%p", event); return 0; }
 Result cuEventRecord(Handle event, Handle stream) { SAYS("%p %p", event, stream); return 0; }

@@ -199,7 +199,7 @@ def test_the_real_wrappers_take_every_call() -> None:
     driver.record(event, stream)
     driver.wait(stream, event)
     assert not driver.capturing(stream)
-    while not driver.done(event):
+    while not (driver.done(event) and driver.idle(stream)):
         pass
     driver.unregister(pages.address)
     driver.drop_event(event)

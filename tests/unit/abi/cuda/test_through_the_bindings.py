@@ -38,6 +38,7 @@ driver.record(event, stream)
 tell(driver.done(event), driver.done(event))
 driver.wait(stream, event)
 tell(driver.capturing(stream))
+tell(driver.idle(stream), driver.idle(stream))
 driver.copy(plain, host, 8, stream)
 driver.copy_rows(plain, 512, host, 256, 128, 4, stream, direction=Direction.TO_DEVICE)
 driver.copy_rows(host, 512, plain, 256, 128, 4, stream, direction=Direction.TO_HOST)
@@ -98,6 +99,9 @@ cuEventQuery 0xe1
 cuStreamWaitEvent 0x51 0xe1 0
 cuStreamIsCapturing 0x51
 >True
+cuStreamQuery 0x51
+cuStreamQuery 0x51
+>False True
 cuMemcpyAsync 7100000000 7200000000 8 0x51
 cuMemcpy2DAsync_v2 128 4 0x51 from 1 0x7200000000 0 256 0 0 to 2 (nil) 7100000000 512 0 0
 cuMemcpy2DAsync_v2 128 4 0x51 from 2 (nil) 7100000000 256 0 0 to 1 0x7200000000 0 512 0 0
