@@ -27,10 +27,12 @@ class Piece:
 
 @dataclass(slots=True, frozen=True)
 class Faults:
-    """What did not work, as indices into the items of a batch, its pieces laid end to end."""
+    """What did not work, as indices into the items of a batch, its pieces laid end to end. ``unaccounted``: items of
+    which nobody can say whether hardware still works on them; the pieces that they are in are never reported."""
 
     failed: frozenset[int] = frozenset()
     corrupt: frozenset[int] = frozenset()
+    unaccounted: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,21 +78,22 @@ def destination(item: MoveItem) -> SlotId:
 
 
 def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> list[Report]:
-    """Splits a batch's faults and times among its pieces."""
+    """Splits a batch's faults and times among its pieces, but for those that nobody can account for."""
     blocks = sum(len(piece.items) for piece in batch)
     reports = []
     base = 0
     for piece in batch:
         count = len(piece.items)
-        reports.append(
-            Report(
-                piece=piece,
-                failed=_within(faults.failed, base, piece),
-                corrupt=_within(faults.corrupt, base, piece),
-                queue_ns=started_ns - piece.submitted_ns,
-                copy_ns=(ended_ns - started_ns) * count // blocks,
+        if not _within(faults.unaccounted, base, piece):
+            reports.append(
+                Report(
+                    piece=piece,
+                    failed=_within(faults.failed, base, piece),
+                    corrupt=_within(faults.corrupt, base, piece),
+                    queue_ns=started_ns - piece.submitted_ns,
+                    copy_ns=(ended_ns - started_ns) * count // blocks,
+                )
             )
-        )
         base += count
     return reports
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -84,7 +85,8 @@ class CudaCopies:
         return finish() if self._traffic.ends_soon(passage) else finish
 
     def write(self, batch: Batch) -> Finish:
-        """See :func:`kvtierd.mover.diskio.write`. What cannot be fetched from the device fails alone."""
+        """See :func:`kvtierd.mover.diskio.write`. What cannot be fetched from the device fails alone, also where nobody
+        can say whether it is still being copied: to staging memory then that nobody uses again."""
         copied = [(place, move, item) for place, (move, item) in enumerate(items_of(batch)) if item.dst is not None]
         parts = {
             place: self._on_host.padded_parts(move.group, item.src)
@@ -96,16 +98,19 @@ class CudaCopies:
             return diskio.store(batch, parts)
         with ExitStack() as holding:
             try:
-                load = Load(self._sites.layout, holding.enter_context(self._buffer()), wanted)
-                self._fill(load)
-            except (CudaError, TierError) as error:
+                with ExitStack() as fetching:
+                    load = Load(self._sites.layout, fetching.enter_context(self._buffer()), wanted)
+                    self._fill(load)
+                    holding.push(fetching.pop_all())
+            except (CudaError, TierError, Unaccounted) as error:
                 _log.warning("blocks could not be fetched from the device cache=%s why=%r", self._name, str(error))
             else:
                 parts |= load.records()
             return diskio.store(batch, parts)
 
     def read(self, batch: Batch) -> Faults | Finish:
-        """See :func:`kvtierd.mover.diskio.read`. Only what has been verified goes on to the device."""
+        """See :func:`kvtierd.mover.diskio.read`. Only what has been verified goes on to the device; where nobody can
+        say whether that is still being written, the rest of the batch is reported all the same."""
         wanted = {
             place: (move.group, destination(item))
             for place, (move, item) in enumerate(items_of(batch))
@@ -126,19 +131,33 @@ class CudaCopies:
             verified = wanted.keys() - faults.failed - faults.corrupt
             if not verified:
                 return faults
-            passage = self._issue_load(Direction.TO_DEVICE, load, verified)
             held = holding.pop_all()
+        try:
+            with ExitStack() as issuing:
+                issuing.push(held)
+                passage = self._issue_load(Direction.TO_DEVICE, load, verified)
+                held = issuing.pop_all()
+        except Unaccounted as error:
+            return self._unaccounted(faults, verified, error)
 
         def finish() -> Faults:
-            with held:
-                try:
+            try:
+                with held:
                     self._traffic.settle(passage)
-                except (CudaError, TierError) as error:
-                    _log.warning("blocks did not reach the device cache=%s why=%r", self._name, str(error))
-                    return Faults(faults.failed | verified, faults.corrupt)
-                return faults
+            except Unaccounted as error:
+                return self._unaccounted(faults, verified, error)
+            except (CudaError, TierError) as error:
+                _log.warning("blocks did not reach the device cache=%s why=%r", self._name, str(error))
+                return Faults(faults.failed | verified, faults.corrupt)
+            return faults
 
         return finish
+
+    def _unaccounted(self, faults: Faults, places: Collection[int], error: Unaccounted) -> Faults:
+        _log.error(
+            "blocks are out of use until a restart cache=%s count=%d why=%r", self._name, len(places), str(error)
+        )
+        return replace(faults, unaccounted=frozenset(places))
 
     # bytes for streams and checksums
 

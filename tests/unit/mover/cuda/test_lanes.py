@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +17,14 @@ from kvtierd.core.outcome import MoveResult
 from kvtierd.mover.cuda.copies import BATCH_BYTES
 from kvtierd.mover.edges import LANES, Edges
 from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.work import Faults, Piece, reports_of
+from kvtierd.tiers.disk import DiskRoot
 from tests.fakes.cuda.bindings._settings import Failure
 from tests.integration.waiting import eventually
 from tests.unit.mover.cuda.rigs import Rig
-from tests.unit.mover.rig import SPEC, fill, holds, key, make_runtime, move
+from tests.unit.mover.rig import GROUP, SPEC, fill, holds, key, make_runtime, move
 
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
 
 @pytest.fixture
@@ -87,6 +90,62 @@ async def test_a_batch_that_nobody_can_account_for_is_never_reported(
     assert desk.results == []
     assert desk.edges.in_flight() == 1
     assert rig.device.lost is not None
+
+
+@pytest.fixture
+def with_disk(runtime: CacheRuntime, tmp_path: Path) -> Iterator[CacheRuntime]:
+    root = DiskRoot.open(tmp_path / "disk", floor_bytes=0)
+    yield dataclasses.replace(runtime, disk=root.create("c", SPEC, {GROUP: 8}))
+    root.close()
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
+async def test_a_fetch_that_nobody_can_account_for_is_no_matter_to_the_rest_of_its_batch(
+    rig: Rig, with_disk: CacheRuntime, desk: Desk, call: str
+) -> None:
+    for slot in (1, 2, 3):
+        fill(with_disk, HOST, slot, key(slot))
+    desk.edges.submit(with_disk, move(1, HOST, DISK, [(3, 3, 3)]))
+    await desk.edges.idle()
+    rig.fake.STATE.settings.fail.append(Failure(call, "CUDA_ERROR_INVALID_VALUE", times=0))
+    # What the writer is given at once it takes as one batch.
+    lane = next(lane for lane in LANES if lane.name == "disk-writer")
+    moves = (
+        move(2, HOST, DISK, [(1, 1, 1)]),
+        move(3, DEVICE, DISK, [(5, 5, 5)]),
+        move(4, HOST, DISK, [(2, 2, 2)]),
+        move(5, DISK, None, [(3, 3, None)]),
+    )
+    batch = [Piece(with_disk, each, 0, each.items, 0) for each in moves]
+    assert all(lane.joins(batch[:end], batch[end]) for end in range(1, len(batch)))
+    begun = await asyncio.to_thread(lane.carry_out, batch)
+    assert callable(begun)
+    assert await asyncio.to_thread(begun) == Faults(failed=frozenset({1}))
+    assert rig.device.lost is not None
+    fill(with_disk, HOST, 1, key(9))
+    desk.edges.submit(with_disk, move(6, DISK, HOST, [(1, 1, 1), (2, 2, 4), (3, 3, 6)]))
+    await desk.edges.idle()
+    assert holds(with_disk, HOST, 1, key(1)) and holds(with_disk, HOST, 4, key(2))
+    assert desk.results[-1].corrupt == frozenset({2}), "it was retired"
+
+
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
+async def test_a_load_that_nobody_can_account_for_keeps_its_own_slots_out_of_use(
+    rig: Rig, with_disk: CacheRuntime, desk: Desk, call: str
+) -> None:
+    fill(with_disk, HOST, 1, key(1))
+    fill(with_disk, HOST, 2, key(2))
+    desk.edges.submit(with_disk, move(1, HOST, DISK, [(1, 1, 1), (2, 2, 2)]))
+    await desk.edges.idle()
+    rig.fake.STATE.settings.fail.append(Failure(call, "CUDA_ERROR_INVALID_VALUE", times=0))
+    lane = next(lane for lane in LANES if lane.name == "disk-reader")
+    moves = move(2, DISK, DEVICE, [(1, 1, 6)]), move(3, DISK, HOST, [(2, 2, 7)])
+    batch = [Piece(with_disk, each, 0, each.items, 0) for each in moves]
+    done = await asyncio.to_thread(lane.carry_out, batch)
+    faults = await asyncio.to_thread(done) if callable(done) else done
+    (report,) = reports_of(batch, faults, 0, 1)
+    assert (report.piece.move.id, report.failed, report.corrupt) == (3, frozenset(), frozenset())
+    assert holds(with_disk, HOST, 7, key(2))
 
 
 def test_no_batch_keeps_the_bus_for_long(runtime: CacheRuntime) -> None:
