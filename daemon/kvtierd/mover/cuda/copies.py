@@ -189,9 +189,10 @@ class CudaCopies:
         """False: copies may be under way, or memory is still page-locked. Then neither the device's memory nor the
         host's may be given back before the process ends."""
         deadline = time.monotonic() + DRAIN_S
-        while not self._traffic.close():
+        while not self._traffic.close(max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
-                _log.error("copies are still under way name=%s batches=%d", self._name, self._traffic.under_way)
+                hangs, left = self._traffic.issuing, self._traffic.under_way
+                _log.error("copies are still under way name=%s batches=%d call_hangs=%s", self._name, left, hangs)
                 return False
             time.sleep(_LOOK_S)
         try:

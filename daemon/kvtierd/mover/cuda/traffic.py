@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -63,6 +64,11 @@ class Traffic:
             undo.pop_all()
 
     @property
+    def issuing(self) -> bool:
+        """Whether somebody is inside a call that begins copies, which may hang."""
+        return any(way.issuing.locked() for way in self._ways.values())
+
+    @property
     def under_way(self) -> int:
         """Batches that the hardware may be working on."""
         return len(self._hazards)
@@ -119,12 +125,15 @@ class Traffic:
         if passage.fault is not None:
             raise passage.fault
 
-    def close(self) -> bool:
-        """Gives streams and events back; nothing is issued any more. False: something is under way, and nothing has
-        been given back. Once is enough, more does nothing."""
+    def close(self, patience_s: float = 0.0) -> bool:
+        """Gives streams and events back; nothing is issued any more. False: something is under way, or being issued for
+        longer than ``patience_s``, and nothing has been given back. Once is enough, more does nothing."""
+        until = time.monotonic() + patience_s
         with ExitStack() as issuing:
             for way in self._ways.values():
-                issuing.enter_context(way.issuing)
+                if not way.issuing.acquire(timeout=max(0.0, until - time.monotonic())):
+                    return False
+                issuing.callback(way.issuing.release)
             if self.under_way or self._closed:
                 return self._closed
             self._closed = True

@@ -208,6 +208,35 @@ def test_a_batch_of_which_nobody_can_say_whether_it_runs_is_never_over(call: str
     assert not rig.traffic.close()
 
 
+def test_a_close_beside_a_call_that_hangs_ends_and_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def hangs(*_: object) -> None:
+        inside.set()
+        go.wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.driver, "copy", hangs)
+        patch.setattr(rig.driver, "copy_batch", hangs)
+
+        def copy() -> None:
+            rig.up(0, 0)()
+
+        copying = threading.Thread(target=copy, daemon=True)
+        copying.start()
+        inside.wait()
+        closed: list[bool] = []
+        closing = threading.Thread(target=lambda: closed.append(rig.traffic.close(0.01)), daemon=True)
+        closing.start()
+        closing.join(5)
+        assert closed == [False]
+        assert rig.traffic.issuing
+        go.set()
+        copying.join(30)
+    rig.up(1, 1)()
+    assert not rig.traffic.issuing
+
+
 def test_events_are_used_again(rig: Rig) -> None:
     for turn in range(30):
         rig.up(turn, turn)()
