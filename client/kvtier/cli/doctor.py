@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvtier.abi import attach
 from kvtier.cli.common import console, json_option, run
-from kvtier.doctor import service
+from kvtier.doctor import gpu, service
 from kvtier.doctor.examine import examine
 from kvtier.doctor.finding import Finding, Level, worst
 from kvtier.doctor.settings import Settings, read_settings, read_started, unseen
@@ -36,6 +36,7 @@ _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold re
 )
 @click.option("--address", metavar="DIR", envvar=attach.ADDRESS_VARIABLE, help="Instead of its runtime directory.")
 @click.option("--disk-dir", metavar="DIR", help="Instead of its directory of the disk tier.")
+@click.option("--device", metavar="DEVICE", help="Instead of what its device tier is on: cuda, cuda:1, GPU-<uuid>.")
 @click.option("--device-bytes", metavar="SIZE", help="Instead of its size of the device tier, such as 8GiB.")
 @click.option("--host-bytes", metavar="SIZE", help="Instead of its size of the host tier.")
 @click.option("--disk-bytes", metavar="SIZE", help="Instead of its size of the disk tier.")
@@ -44,6 +45,7 @@ def doctor(
     config: Path | None,
     address: str | None,
     disk_dir: str | None,
+    device: str | None,
     device_bytes: str | None,
     host_bytes: str | None,
     disk_bytes: str | None,
@@ -64,13 +66,19 @@ def doctor(
     given = {
         "--runtime-dir": address,
         "--disk-dir": disk_dir,
+        "--device": device,
         "--device-bytes": device_bytes,
         "--host-bytes": host_bytes,
         "--disk-bytes": disk_bytes,
     }
     flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
     state = Path("/var/lib/kvtier")
-    otherwise = Settings(Path(address or attach.DEFAULT_ADDRESS), state, Path(disk_dir) if disk_dir else state / "disk")
+    otherwise = Settings(
+        runtime_dir=Path(address or attach.DEFAULT_ADDRESS),
+        state_dir=state,
+        disk_dir=Path(disk_dir) if disk_dir else state / "disk",
+        device=device or gpu.STAND_IN,
+    )
     settings, accepted, daemon = _look(config, flags, otherwise)
     findings = [accepted, *examine(settings, daemon)]
     if as_json:

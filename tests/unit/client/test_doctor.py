@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,25 @@ def test_a_driver_that_crashes_or_hangs_takes_nobody_along(
     monkeypatch.setattr(gpu, "_TIMEOUT_S", 2.0)
     device = gpu.read("cuda").device
     assert device is not None and says in device.error
+
+
+@pytest.mark.parametrize(
+    ("flags", "level", "says"),
+    [
+        (["--device", "cuda", "--device-bytes", "1MiB"], "ok", "1.0 GiB of 1.0 GiB free"),
+        (["--device", "cuda:0", "--device-bytes", "50%"], "ok", "memory can be shared"),
+        (["--device", "cuda", "--device-bytes", "2GiB"], "fail", "device_bytes is 2.0 GiB"),
+        (["--device", "cuda:3"], "fail", "not among those"),
+        (["--device", "cuda", "--disk-dir", "relative"], "ok", "Fake GPU 0"),
+    ],
+)
+def test_a_device_is_looked_at_before_it_is_configured(tmp_path: Path, flags: list[str], level: str, says: str) -> None:
+    file, nobody = tmp_path / "kvtierd.toml", tmp_path / "nobody"
+    file.touch()
+    command = [sys.executable, "-m", "kvtier.cli", "doctor", "--json", "--config", str(file), "--address", str(nobody)]
+    asked = subprocess.run([*command, *flags], env=fake_environment(), capture_output=True, text=True, check=False)
+    found = {finding["check"]: finding for finding in json.loads(asked.stdout)["findings"]}["GPU"]
+    assert (found["level"], says in found["found"]) == (level, True), found
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
