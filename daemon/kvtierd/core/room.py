@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from itertools import chain, takewhile
+from itertools import chain
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -337,9 +337,13 @@ class Room:
         seen: set[Block] = set()
         missing: list[Block] = []
         for block in blocks:
-            fresh = list(takewhile(lambda member: member not in seen, chain([block], block.ancestors())))
+            fresh: list[Block] = []
+            for member in chain([block], block.ancestors()):
+                if member in seen or member.copy(DISK) is not None:  # then all that it stands on is there, too
+                    break
+                fresh.append(member)
             seen.update(fresh)
-            missing.extend(member for member in reversed(fresh) if member.copy(DISK) is None)
+            missing += reversed(fresh)
         return missing
 
     def copy_ancestors(self, missing: list[Block]) -> None:
