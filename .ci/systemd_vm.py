@@ -26,7 +26,7 @@ GUEST: Final = (
 )
 GUEST_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 IMAGE_SIZE: Final = "3G"
-BLOCKS: Final = ("package.sh", "files.sh", "start.sh")
+BLOCKS: Final = ("package.sh", "files.sh", "start.sh", "disk.sh")
 """What the commands of docs/operations.md are called here. The first are typed while the disk is made, for speed."""
 LIMIT_S: Final = 5400.0
 """Of one boot with all its parts."""
@@ -115,7 +115,7 @@ def system(work: Path) -> Path:
 
 
 def blocks() -> list[str]:
-    """The blocks of the page's first section: the package, the files of the unit, the start."""
+    """The blocks of the page's first section: the package, the files of the unit, the start, a disk."""
     section = PAGE.read_text().partition("## Install as a service\n")[2].partition("\n## ")[0]
     found = re.findall(r"^```sh by-hand\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     if len(found) != len(BLOCKS):

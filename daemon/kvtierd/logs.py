@@ -90,8 +90,7 @@ class _Lines(logging.Formatter):
             parts["suppressed"] = str(suppressed)
         if record.exc_info:
             parts["exception"] = self.formatException(record.exc_info)
-        prefix = f"<{_PRIORITY.get(record.levelno, 6)}>" if self._journal else ""
-        return prefix + self.line(parts)
+        return (_prefix(record.levelno) if self._journal else "") + self.line(parts)
 
     def line(self, parts: Mapping[str, str]) -> str:
         raise NotImplementedError
@@ -170,6 +169,15 @@ def change(level: str, form: str) -> None:
     for handler in root.handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setFormatter(_FORMATS[form](journal=is_journal(handler.stream)))
+
+
+def marked(line: str, level: int, stream: TextIO = sys.stderr) -> str:
+    """A line for people, of which there is no record: with its priority where the stream goes to the journal."""
+    return (_prefix(level) if is_journal(stream) else "") + line
+
+
+def _prefix(level: int) -> str:
+    return f"<{_PRIORITY.get(level, 6)}>"
 
 
 def is_journal(stream: TextIO) -> bool:

@@ -111,7 +111,7 @@ def _raise_descriptor_limit() -> None:
 
 def _fail(status: int, message: str) -> NoReturn:
     for line in message.splitlines():
-        click.echo(f"kvtierd: {line}", err=True)
+        click.echo(logs.marked(f"kvtierd: {line}", logging.ERROR), err=True)
     sys.exit(status)
 
 

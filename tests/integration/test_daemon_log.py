@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +47,18 @@ def test_json_is_an_object_a_line(start_daemon: StartDaemon) -> None:
         "event": "stopped",
         "clean": "True",
     }
+
+
+def test_the_journal_has_what_stops_a_start_among_the_errors(tmp_path: Path) -> None:
+    """Where `journalctl -p err` finds it, as it does what is logged later."""
+    file = tmp_path / "kvtierd.toml"
+    file.write_text('hots_bytes = "1GiB"\n')
+    with (tmp_path / "journal").open("w+") as journal:
+        status = os.fstat(journal.fileno())
+        variables = os.environ | {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
+        command = [sys.executable, "-m", "kvtierd.main", "--config", str(file)]
+        ended = subprocess.run(command, stderr=journal, env=variables, check=False, timeout=60)
+        journal.seek(0)
+        lines = journal.read().splitlines()
+    assert ended.returncode == 2
+    assert len(lines) == 1 and lines[0].startswith(f"<3>kvtierd: {file}:1: hots_bytes: "), lines

@@ -27,13 +27,14 @@ def test_where_a_guest_cannot_be_made_a_line_says_why(tmp_path: Path) -> None:
 
 
 def test_the_guest_types_what_the_documentation_says() -> None:
-    package, files, start = systemd_vm.blocks()
+    package, files, start, disk = systemd_vm.blocks()
     named = re.findall(r"(?<= )systemd/\S+", files)
     assert named and all((ROOT / name).is_file() for name in named)
     (program,) = re.findall(r"^ExecStart=(\S+)", (ROOT / "systemd" / "kvtierd.service").read_text(), re.MULTILINE)
     assert program == "/usr/bin/kvtierd"
     assert re.search(r"^ln -s .*/kvtierd /usr/bin/$", package, re.MULTILINE)
     assert "enable --now kvtierd" in start
+    assert f"ReadWritePaths={systemd_guest.ELSEWHERE}\\n" in disk
 
 
 def test_every_part_of_the_trial_says_what_it_shows() -> None:
