@@ -117,6 +117,32 @@ async def test_it_ends_at_a_cursor_at_a_time_and_with_what_existed(
     assert ids("--since", "+1h", "--no-follow") == []
 
 
+async def test_a_cursor_that_cannot_be_is_refused_with_its_limit(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=8)
+    async with await connect(daemon.address) as client:
+        await stored(await client.open_cache("c", SPEC, budgets=sizes(host=4)), "one")
+        await asyncio.to_thread(daemon.kill)
+        await asyncio.to_thread(daemon.start)
+        begins = (await now(client)).id
+        await stored(await client.open_cache("c", SPEC, budgets=sizes(host=4)), "two")
+        end = await now(client)
+    assert (end.epoch, begins > 1, end.id > begins) == (2, True, True)
+
+    async def refused(*flags: str) -> str:
+        ended = await asyncio.to_thread(kvtier, "watch", "--address", daemon.address, *flags, status=1)
+        return ended.stderr.strip()
+
+    for option in ("since", "until"):
+        assert await refused(f"--{option}", "9:1") == f"Error: {option}.epoch = 9: must be at most 2, the present epoch"
+        too_late = await refused(f"--{option}", f"1:{end.id}")
+        assert too_late.startswith(f"Error: {option}.id = {end.id}: must be at most ")
+        too_early = await refused(f"--{option}", "2:1")
+        assert re.fullmatch(rf"Error: {option}.id = 1: must be at least \d+, after which the epoch begins", too_early)
+    only = ("watch", "--address", daemon.address, "--oldest", "--json", "--type", "stored")
+    for until in (f"2:{end.id}", str(end.id)):
+        assert lines((await asyncio.to_thread(kvtier, *only, "--until", until)).stdout)
+
+
 async def test_who_may_watch_and_nothing_else_may_end_it_with_what_exists_or_at_a_time(
     start_daemon: StartDaemon,
 ) -> None:

@@ -215,7 +215,9 @@ async def _follow(daemon: DaemonAt, plan: Plan, output: Output, interrupts: Inte
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(await daemon.connect())
         end_when_nobody_reads(sys.stdout)
-        ending = Ending(lambda: client.watch(caches=plan.wanted.caches), plan.bounds)
+        ending = Ending(
+            lambda since: client.watch(since=since, caches=plan.wanted.caches, heartbeats=True), plan.bounds
+        )
         await ending.begin()
         watch = await stack.enter_async_context(_watch(client, plan))
         summary = Summary(time.monotonic())

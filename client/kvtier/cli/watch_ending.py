@@ -15,7 +15,7 @@ from typing import Final, TextIO
 
 from kvtier.cli.watch_moments import Instant, Moment
 from kvtier.cli.watch_output import Output
-from kvtier.errors import DaemonUnavailable
+from kvtier.errors import CursorCompacted, DaemonUnavailable, InvalidArgument
 from kvtier.events import Event, WatchItem
 from kvtier.types import Cursor
 from kvtier.watch import Watch
@@ -40,16 +40,19 @@ class Bounds:
 class Ending:
     """Judges items in their order. Ids rise over all epochs, so the id alone says what comes before a cursor."""
 
-    def __init__(self, watch_now: Callable[[], Watch], bounds: Bounds) -> None:
-        """``watch_now``: a watch that begins now, of what the user may watch."""
-        self._watch_now = watch_now
+    def __init__(self, watch_from: Callable[[Cursor | None], Watch], bounds: Bounds) -> None:
+        """``watch_from``: a watch with heartbeats that begins there, None = now, of what the user may watch."""
+        self._watch_from = watch_from
         self._left = bounds.limit
         self._until = bounds.until
         self._last: int | None = bounds.until.id if isinstance(bounds.until, Cursor) else None
         self._follow = bounds.follow
 
     async def begin(self) -> None:
-        """Before the watch begins: what exists at the start is what exists now."""
+        """Before the watch begins: what exists at the start is what exists now. Raises :class:`InvalidArgument` for an
+        end in an epoch that there is not, or that it does not lie in."""
+        if isinstance(self._until, Cursor) and self._until.epoch:
+            await self._require_known(self._until)
         if not self._follow:
             await self._end_at_newest()
 
@@ -71,10 +74,26 @@ class Ending:
             await self._end_at_newest()
         return self._last is not None and watch.cursor is not None and watch.cursor.id >= self._last
 
+    async def _require_known(self, end: Cursor) -> None:
+        """Of the present epoch, ids to come are as good as others."""
+        async with self._watch_from(None) as watch:
+            now = watch.cursor
+        if now is None or (end.epoch == now.epoch and end.id >= now.id):
+            return
+        if end.epoch > now.epoch:
+            raise InvalidArgument("until.epoch", end.epoch, f"at most {now.epoch}, the present epoch")
+        try:
+            async with self._watch_from(end) as watch:
+                await anext(watch)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.field.replace("since", "until"), error.value, error.limit) from error
+        except CursorCompacted:
+            return  # it has been, and nothing of it is left to be shown
+
     async def _end_at_newest(self) -> None:
         """Asks anew instead of taking what the watch says: its last batch may have been on the way for long."""
         try:
-            async with self._watch_now() as watch:
+            async with self._watch_from(None) as watch:
                 now = watch.cursor
         except DaemonUnavailable:
             return  # the watch waits for it; asked again with the next item

@@ -140,7 +140,7 @@ class EventsService:
         raise CallRefused(grpc.StatusCode.OUT_OF_RANGE, message, detail)
 
     def _resume_at(self, since: blocks_pb2.Cursor) -> tuple[int, int]:
-        """Raises INVALID_ARGUMENT for the future, OUT_OF_RANGE for what is not held."""
+        """Raises INVALID_ARGUMENT for the future and for an id of another epoch, OUT_OF_RANGE for what is not held."""
         history, present = self._history, self._hub.epoch
         if since.epoch > present:
             raise bad_argument("since.epoch", since.epoch, f"at most {present}, the present epoch")
@@ -148,6 +148,9 @@ class EventsService:
         most = self._hub.last if end is None else end
         if since.id > most:
             raise bad_argument("since.id", since.id, f"at most {most}, the last id of the epoch")
+        least = history.begins_after(since.epoch)
+        if least is not None and since.id < least:
+            raise bad_argument("since.id", since.id, f"at least {least}, after which the epoch begins")
         oldest = history.oldest
         # Of an epoch that was lost whole, that is told as a loss, as long as all that followed is held.
         if since.id + 1 < oldest and (end is None or oldest > end + 1):

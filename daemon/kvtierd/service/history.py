@@ -68,6 +68,10 @@ class History:
         epochs = self._epochs()
         return epochs[max(0, bisect_right(epochs, number, key=lambda entry: entry[0]) - 1)][1]
 
+    def begins_after(self, epoch: int) -> int | None:
+        """The id after which an epoch begins; None where that is not known."""
+        return next((first - 1 for first, number in self._epochs() if number == epoch), None)
+
     def end_of(self, epoch: int) -> int | None:
         """The last id of an earlier epoch, given out or not; None of the present one."""
         following = self._following(epoch)
