@@ -29,7 +29,7 @@ LOCK: Final = "LOCK"
 EVENT_LOG: Final = "events"
 """The event log's directory. It may lie beside no state: what it knows of ids is heeded."""
 _KIND: Final = "state"
-_NOT_FOREIGN: Final = frozenset({LOCK, EVENT_LOG, f"{SUPERBLOCK}.new", "lost+found"})
+_NOT_FOREIGN: Final = frozenset({LOCK, EVENT_LOG, f"{SUPERBLOCK}.new", f"{SUPERBLOCK}.old", "lost+found"})
 
 _log = logging.getLogger(__name__)
 
@@ -226,4 +226,4 @@ def _read(path: Path) -> State | None:
 
 def _write(path: Path, state: State) -> None:
     with io_errors(f"cannot write the state directory {path}"):
-        write_superblock(path, _KIND, asdict(state))
+        write_superblock(path, _KIND, asdict(state), often=True)

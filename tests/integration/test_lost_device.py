@@ -317,6 +317,7 @@ async def test_the_epoch_waits_for_a_state_directory_that_fails_and_nothing_else
     in_the_way = daemon.state_dir / f"{SUPERBLOCK}.new"
     async with await connect(daemon.address) as client:
         cache = await filled(client)
+        in_the_way.unlink()
         in_the_way.mkdir()
         daemon.lose_device()
         problems = await eventually(

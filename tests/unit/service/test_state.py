@@ -154,6 +154,52 @@ def test_a_write_that_a_crash_cut_short_changes_nothing(tmp_path: Path) -> None:
     again.close(5)
 
 
+def test_what_a_crash_left_as_one_file_is_not_written_over(tmp_path: Path) -> None:
+    """A system that went down while one state took the place of another."""
+    life(tmp_path).close(5)
+    (tmp_path / f"{SUPERBLOCK}.new").unlink()
+    os.link(tmp_path / SUPERBLOCK, tmp_path / f"{SUPERBLOCK}.new")
+    os.link(tmp_path / SUPERBLOCK, tmp_path / f"{SUPERBLOCK}.old")
+    with (tmp_path / SUPERBLOCK).open("rb") as before:
+        again = life(tmp_path)
+        assert b'"last": 5' in before.read(), "it was replaced, not changed"
+    assert (again.identity.last, again.identity.unclean) == (5, False)
+    again.close(6)
+
+
+LIVES_ON_A_FULL_DISK = """
+import errno, os, pathlib, sys
+from kvtierd.state import StateDir
+
+home = pathlib.Path(sys.argv[1])
+opened = StateDir.open(home / "state")
+opened.begin()
+opened.close(5)
+with open(home / "rest", "wb", buffering=0) as rest:
+    try:
+        while True:
+            rest.write(bytes(4096))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+for life in range(3):
+    opened = StateDir.open(home / "state")
+    assert (opened.identity.epoch, opened.identity.last) == (1, 5 + life)
+    opened.begin()
+    opened.reserve(1 << 40)
+    opened.close(6 + life)
+"""
+
+
+def test_a_full_disk_keeps_no_life_from_beginning(tmp_path: Path) -> None:
+    mounted = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount anything")
+    shell = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"'
+    command = [*mounted, "sh", "-c", shell, "sh", str(tmp_path), sys.executable, LIVES_ON_A_FULL_DISK]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_kill_9_is_an_unclean_stop(tmp_path: Path) -> None:
     program = """
 import sys, pathlib, kvtierd.state as s
@@ -243,7 +289,7 @@ def test_no_id_above_the_mark_leaves_when_the_disk_refuses(tmp_path: Path, monke
     opened = life(tmp_path)
     ids = DurableSequencer(opened)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise TierIOError(28, "No space left on device")
 
     monkeypatch.setattr(state, "write_superblock", full)

@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -59,6 +59,29 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
+def swap_in(path: Path, content: bytes) -> None:
+    """As :func:`write_atomically`, for a file that is written again and again: what it held before stays beside it, as
+    ``.new``, and is written over the next time. So that takes no more of the disk, and can be done on a full one."""
+    temporary, before = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
+    if os.fstat(fd).st_nlink > 1:  # a system that went down in between may have left it the same file as ``path``
+        os.close(fd)
+        temporary.unlink()
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.truncate()
+        file.flush()
+        os.fsync(fd)
+    before.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):  # the first time
+        os.link(path, before)
+    temporary.rename(path)
+    with suppress(FileNotFoundError):
+        before.rename(temporary)
+    sync_directory(path.parent)
+
+
 class DirectoryLock:
     """An exclusive hold on a directory, for as long as the process lives: flock on a file that names the holder."""
 
@@ -75,8 +98,8 @@ class DirectoryLock:
             pid = _holder(fd)
             os.close(fd)
             raise LockedDirectory(path.parent, pid) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        written = os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        os.ftruncate(fd, written)  # after it: what the file has of a full disk it keeps
         return cls(fd)
 
     def release(self) -> None:

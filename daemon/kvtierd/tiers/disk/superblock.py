@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
-from kvtierd.tiers.disk.files import io_errors, write_atomically
+from kvtierd.tiers.disk.files import io_errors, swap_in, write_atomically
 
 SUPERBLOCK: Final = "SUPERBLOCK"
 FORMAT_VERSION: Final = 1
@@ -26,8 +26,9 @@ MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
 
 
-def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> None:
-    """Replaces it whole. Raises OSError, and :class:`TierIOError` for more than can be read back."""
+def write_superblock(directory: Path, kind: str, content: dict[str, Any], *, often: bool = False) -> None:
+    """Replaces it whole. ``often``: so that it can be done again on a full disk. Raises OSError, and
+    :class:`TierIOError` for more than can be read back."""
     head = f"{MAGIC} {kind} {_version(kind)}"
     body = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     whole = f"{head} {_crc(head, body)}\n".encode() + body
@@ -35,7 +36,7 @@ def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> Non
         raise TierIOError(
             errno.EFBIG, f"{directory / SUPERBLOCK} would have {len(whole)} bytes of at most {_MAX_BYTES}"
         )
-    write_atomically(directory / SUPERBLOCK, whole)
+    (swap_in if often else write_atomically)(directory / SUPERBLOCK, whole)
 
 
 def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
