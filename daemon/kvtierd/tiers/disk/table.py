@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.tiers.disk.checksum import CHECKSUM_BYTES
 from kvtierd.tiers.disk.records import Counters
+from kvtierd.tiers.disk.slot_index import SlotIndex
 
 
 class GroupTable:
@@ -22,8 +23,8 @@ class GroupTable:
     __slots__ = ("_checksums", "_keys", "_slots", "counter", "last_use")
 
     def __init__(self, slots: int) -> None:
-        self._slots: dict[Key, SlotId] = {}
         self._keys: list[Key | None] = [None] * slots
+        self._slots = SlotIndex(self._keys)
         self._checksums = bytearray(slots * CHECKSUM_BYTES)
         self.last_use: Counters = np.zeros(slots, np.uint64)
         self.counter = 1
@@ -37,7 +38,7 @@ class GroupTable:
         return len(self._keys)
 
     def slot_of(self, key: Key) -> SlotId | None:
-        return self._slots.get(key)
+        return self._slots.find(key)
 
     def key_at(self, slot: SlotId) -> Key | None:
         return self._keys[slot]
@@ -47,14 +48,16 @@ class GroupTable:
         return bytes(self._checksums[start : start + CHECKSUM_BYTES])
 
     def put(self, key: Key, slot: SlotId, checksum: bytes) -> None:
-        """A key that had another slot moves here."""
+        """A key that had another slot moves here; one that stood here is gone."""
         self.discard(key)
-        self._slots[key] = slot
+        if (there := self._keys[slot]) is not None:
+            self.discard(there)
+        self._slots.add(key, slot)
         self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
         self._keys[slot] = key
 
     def discard(self, key: Key) -> None:
-        slot = self._slots.pop(key, None)
+        slot = self._slots.remove(key)
         if slot is not None:
             self._keys[slot] = None
 
@@ -62,10 +65,10 @@ class GroupTable:
         self, keys: Sequence[Key], slots: NDArray[np.uint32], checksums: NDArray[np.void], last_use: Counters
     ) -> None:
         """Everything at once, into an empty table. ``last_use``: one a slot of the table, the rest one a key."""
-        self._slots = dict(zip(keys, slots.tolist(), strict=True))
-        by_slot = np.empty(self.capacity, object)
-        by_slot[slots] = keys
-        self._keys = by_slot.tolist()
+        add, by_slot = self._slots.add, self._keys
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            by_slot[slot] = key
+            add(key, slot)
         np.frombuffer(self._checksums, checksums.dtype)[slots] = checksums
         self.last_use = last_use
         self.counter = 1 + int(last_use.max(initial=0))
