@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from kvtier.errors import LeaseLost, StaleRead, TooShort
 from kvtier.fences import PASSED
 from kvtier.lease import ReadLease, WriteLease
 from kvtier.retention import BlockRetention
-from kvtier.tensors import Row
+from kvtier.tensors import Bytes, Row, Rows
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 MAX_PIECE: Final = 16_384
 """Keys that the daemon takes in one call."""
 _LAST_BYTES: Final = 8 << 20
-"""At least so much, and a quarter, of what one put stores at once is left for a second commit: to copy it takes about
-as long as the daemon is busy with the first."""
+"""At least so much, and three eighths, of what one put stores at once is left for a second commit: to copy it takes
+about as long as the first commit."""
+_HALVED_BYTES: Final = 8 << 20
+"""From so much on, two threads copy what comes before that: to wake one takes less, and the daemon, which may want the
+core, has nothing to do then."""
 _MOST_LAST_BYTES: Final = 64 << 20
 """Since the first commit's time runs while they are copied."""
 
@@ -125,19 +128,30 @@ class Mapped:
         """Two, where the daemon can commit the first while the second is copied. Where other puts go on meanwhile, it
         has enough to do."""
         count, nbytes = len(piece.chain), len(piece.chain) * self._cache.block_bytes
-        last = min(max(nbytes // 4, _LAST_BYTES), _MOST_LAST_BYTES) // self._cache.block_bytes
+        last = min(max(nbytes * 3 // 8, _LAST_BYTES), _MOST_LAST_BYTES) // self._cache.block_bytes
         if nbytes < 2 * _LAST_BYTES or not 0 < last < count:
             return [piece]
         return [piece.part(0, count - last), piece.part(count - last, count)]
 
     def _filling(self, lease: WriteLease, parts: Sequence[Piece]) -> transfer.Steps:
         """Copies the parts, one after another, into the first slots of the lease."""
-        memory, copies, start = lease.arena.memory(lease.tier), [], 0
-        for part in parts:
-            end = start + len(part.chain)
-            copies.append(partial(memory.write, self._cache.group, lease.slots[start:end], part.blocks))
-            start = end
-        return transfer.Steps(copies, start * self._cache.block_bytes, waits=memory.waits)
+        memory = lease.arena.memory(lease.tier)
+        write = partial(memory.write, self._cache.group)
+        blocks = [block for part in parts for block in part.blocks]
+        rows = transfer.rows_of_one(cast("Sequence[Bytes]", blocks)) if memory.gpu is None else None
+        first, block_bytes = len(parts[0].chain), self._cache.block_bytes
+        # Beside other puts the cores have enough to do; and where each block is a call of its own, they do not share.
+        halved = rows is not None and len(parts) > 1 and first * block_bytes >= _HALVED_BYTES
+        ends = [first // 2, first] if halved else [first]
+        for part in parts[1:]:
+            ends.append(ends[-1] + len(part.chain))
+        from_all: Rows = blocks if rows is None else rows
+        copies = [
+            partial(write, lease.slots[start:end], from_all[start:end])
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        half = copies.pop(1) if halved else None
+        return transfer.Steps(copies, len(blocks) * block_bytes, half=half, waits=memory.waits)
 
     async def get(
         self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None

@@ -77,9 +77,10 @@ class CudaMemory:
     def view(self, group: int, slot: int, *, write: bool) -> list[DeviceView]:
         return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
 
-    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
-        self._after(blocks)
-        self.gpu.copy(self._parts(group, slots, blocks))
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        rows = list(blocks)
+        self._after(rows)
+        self.gpu.copy(self._parts(group, slots, rows))
 
     def read(self, group: int, slots: Slots, blocks: Rows) -> None:
         rows = list(blocks)

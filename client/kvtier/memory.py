@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 from kvtier import transfer
 from kvtier.abi.layout import ArenaLayout
 from kvtier.fences import PASSED, Fence
-from kvtier.tensors import Bytes, Row, Rows
+from kvtier.tensors import Bytes, Rows
 from kvtier.types import Tier
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Memory(Protocol):
         """A slot's bytes in place, one 1-D view a pool."""
         ...
 
-    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
         """Copies blocks into slots; when it returns, or raises, nothing is being copied any more."""
         ...
 
@@ -75,8 +75,8 @@ class CpuMemory:
                 view.flags.writeable = False
         return views
 
-    def write(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> None:
-        transfer.into_slots(self._pools[group], slots, cast("Sequence[Bytes]", blocks))
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        transfer.into_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
 
     def read(self, group: int, slots: transfer.Slots, blocks: Rows) -> None:
         transfer.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))

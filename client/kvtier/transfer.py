@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import tensors
+from kvtier.beside import Beside
 from kvtier.errors import InvalidArgument
 from kvtier.tensors import Bytes, CudaArray, DeviceBytes, Row
 
@@ -222,8 +223,16 @@ class Steps:
     """Copies that are made one after another, in a thread where they would hold up the loop: what is done meanwhile
     stands in the body of ``async with``, which ends when the last copy has, as :func:`run` does."""
 
-    def __init__(self, copies: Sequence[Callable[[], None]], nbytes: int, *, waits: bool = False) -> None:
-        """``nbytes``: of all of them. ``waits``: as for :func:`run`."""
+    def __init__(
+        self,
+        copies: Sequence[Callable[[], None]],
+        nbytes: int,
+        *,
+        half: Callable[[], None] | None = None,
+        waits: bool = False,
+    ) -> None:
+        """``nbytes``: of all of them. ``half``: belongs to the first one, and another thread may make it meanwhile.
+        ``waits``: as for :func:`run`."""
         loop = asyncio.get_running_loop()
         self._loop: Final = loop
         self._copies: Final = copies
@@ -231,6 +240,8 @@ class Steps:
         self._passed: Final = [loop.create_future() for _ in copies]
         """As many copies as come before it in the list have been made."""
         self._copying: asyncio.Future[None] | None = None
+        self._beside: Final = None if half is None else Beside(half)
+        self._helping: asyncio.Future[None] | None = None
 
     async def made(self, count: int) -> None:
         """Waits until so many copies have been made; 0: until the thread is at work. What is to be done here while it
@@ -244,20 +255,28 @@ class Steps:
 
     async def __aenter__(self) -> Self:
         if self._here:
-            for copy in self._copies:
-                copy()
+            self._make()
         else:
             self._copying = _begun(self._make)
             self._copying.add_done_callback(self._wake_all)  # where one fails, those after it are never made
+            if self._beside is not None:
+                self._helping = self._loop.run_in_executor(None, self._beside.help)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.made(len(self._copies))
+        try:
+            await self.made(len(self._copies))
+        finally:
+            if self._beside is not None and self._helping is not None and self._beside.leave():
+                await _to_the_end(self._helping)
 
     def _make(self) -> None:
-        for passed, copy in zip(self._passed, self._copies, strict=True):
-            self._loop.call_soon_threadsafe(_wake, passed)
+        for number, copy in enumerate(self._copies):
+            if not self._here:
+                self._loop.call_soon_threadsafe(_wake, self._passed[number])
             copy()
+            if number == 0 and self._beside is not None:
+                self._beside.finish()
 
     def _wake_all(self, _: object) -> None:
         for passed in self._passed:
@@ -297,7 +316,7 @@ def _wake(waiter: asyncio.Future[None], _: object = None) -> None:
         waiter.set_result(None)
 
 
-def into_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[Bytes]) -> None:
+def into_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[Bytes] | Bytes) -> None:
     """Writes blocks into slots. ``pools`` as :meth:`kvtier.arena.Arena.pools` gives them."""
     whole = _in_one_call(pools, blocks)
     if whole is not None:
@@ -338,10 +357,10 @@ def _in_one_call(pools: Sequence[Bytes], blocks: Sequence[Bytes] | Bytes) -> Byt
     """
     if len(pools) != 1 or not pools[0].flags.c_contiguous:
         return None
-    return blocks if isinstance(blocks, np.ndarray) else _rows_of_one(blocks)
+    return blocks if isinstance(blocks, np.ndarray) else rows_of_one(blocks)
 
 
-def _rows_of_one(blocks: Sequence[Bytes]) -> Bytes | None:
+def rows_of_one(blocks: Sequence[Bytes]) -> Bytes | None:
     """The array whose rows these are, all of one length and one after another in memory; None where they are not, or
     may not be written. The caller keeps them while it uses that array."""
     if len(blocks) < 2:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, Client, Tier, arrays, transfer
@@ -140,3 +141,36 @@ async def test_who_gives_up_meanwhile_keeps_the_first_blocks_and_no_slot(
     assert_bytes(keys[:-LAST], await cache.get(keys))
     free = SLOTS - (COUNT - LAST)
     await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.free == free)
+
+
+async def test_who_gives_up_while_two_threads_copy_waits_for_both(
+    client: AsyncClient, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both write into slots, which are somebody else's once they are given back."""
+    monkeypatch.setattr(arrays, "_HALVED_BYTES", 1)
+    monkeypatch.setattr(arrays, "_LAST_BYTES", LAST * BLOCK_BYTES)
+    monkeypatch.setattr(transfer, "INLINE_BYTES", 0)
+    copy, both, go = transfer.into_slots, threading.Barrier(3), threading.Event()
+
+    def slow(pools: Sequence[Bytes], slots: Sequence[int], rows: Sequence[Bytes]) -> None:
+        if not go.is_set():
+            both.wait(PATIENCE_S)
+            assert go.wait(PATIENCE_S)
+        copy(pools, slots, rows)
+
+    monkeypatch.setattr(transfer, "into_slots", slow)
+    keys = chain(cache.name, COUNT)
+    whole = np.stack(blocks(keys))
+    putting = asyncio.create_task(cache.put(keys, whole))
+    await asyncio.to_thread(both.wait, PATIENCE_S)
+    putting.cancel()
+    await asyncio.wait([putting], timeout=0.01)
+    assert not putting.done()
+    assert (await tier_stats(client, cache.name, Tier.HOST)).free == SLOTS - COUNT
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await putting
+    assert await stored(cache, keys) == 0
+    await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.free == SLOTS)
+    assert await cache.put(keys, whole) == [BlockResult.OK] * COUNT
+    assert_bytes(keys, await cache.get(keys))

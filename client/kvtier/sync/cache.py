@@ -30,7 +30,8 @@ T = TypeVar("T")
 class Cache:
     """Made by :meth:`kvtier.Client.open_cache`. Verbs, arguments and errors are those of :class:`kvtier.Cache`.
 
-    Arrays are copied in the calling thread, and what shared memory tells is looked up there.
+    Arrays are copied in the calling thread, with one of the client's where a put is large, and what shared memory tells
+    is looked up there.
     """
 
     def __init__(self, thread: LoopThread, cache: inner.Cache) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,97 @@ async def test_a_copy_that_fails_is_told_though_what_was_beside_it_did_not(made:
             await steps.made(made)
 
 
+async def test_half_of_the_first_copy_is_made_by_another_thread() -> None:
+    both = threading.Barrier(2)
+    threads: list[int] = []
+
+    def half() -> None:
+        threads.append(threading.get_ident())
+        both.wait(10)
+
+    def last() -> None:
+        assert len(threads) == 2
+
+    async with transfer.Steps([half, last], transfer.INLINE_BYTES + 1, half=half) as steps:
+        await steps.made(1)
+        assert len(threads) == 2
+    assert len({*threads, threading.get_ident()}) == 3
+
+
+async def test_a_copy_is_made_when_both_halves_are() -> None:
+    both, go = threading.Barrier(2), threading.Event()
+    ended: list[bool] = []
+
+    def own() -> None:
+        both.wait(10)
+
+    def half() -> None:
+        both.wait(10)
+        ended.append(go.wait(10))
+
+    async with transfer.Steps([own, lambda: None], transfer.INLINE_BYTES + 1, half=half) as steps:
+        made = asyncio.create_task(steps.made(1))
+        await asyncio.wait([made], timeout=0.05)
+        assert not made.done()
+        go.set()
+        await made
+        assert ended == [True]
+
+
+@pytest.mark.parametrize("nbytes", [1, transfer.INLINE_BYTES + 1], ids=["here", "in a thread"])
+async def test_nobody_waits_for_a_thread_that_has_not_begun(nbytes: int) -> None:
+    """All threads of the loop but one are busy."""
+    made: list[str] = []
+    loop, go = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(2))
+    busy = loop.run_in_executor(None, go.wait, 10)
+    async with transfer.Steps([lambda: made.append("own")], nbytes, half=lambda: made.append("half")):
+        pass
+    assert made == ["own", "half"]
+    go.set()
+    await busy
+
+
+async def test_what_fails_in_the_other_thread_is_raised() -> None:
+    both = threading.Barrier(2)
+
+    def fail() -> None:
+        both.wait(10)
+        raise ValueError("the other half")
+
+    made: list[int] = []
+    copies: list[Callable[[], None]] = [lambda: made.append(both.wait(10)), lambda: made.append(-1)]
+    with pytest.raises(ValueError, match="the other half"):
+        async with transfer.Steps(copies, transfer.INLINE_BYTES + 1, half=fail) as steps:
+            await steps.made(1)
+    assert -1 not in made
+
+
+async def test_an_error_in_the_own_half_is_raised_when_the_other_has_ended() -> None:
+    both, go = threading.Barrier(2), threading.Event()
+    ended: list[bool] = []
+
+    def fail() -> None:
+        both.wait(10)
+        raise ValueError("the own half")
+
+    def half() -> None:
+        both.wait(10)
+        ended.append(go.wait(10))
+
+    async def copy() -> None:
+        async with transfer.Steps([fail], transfer.INLINE_BYTES + 1, half=half):
+            pass
+
+    copying = asyncio.create_task(copy())
+    await asyncio.wait([copying], timeout=0.01)
+    assert not copying.done()
+    go.set()
+    with pytest.raises(ValueError, match="the own half"):
+        await copying
+    assert ended == [True]
+
+
 def test_a_loop_that_is_torn_down_waits_for_a_copy_before_the_slots_are_given_back() -> None:
     """``asyncio.run`` cancels every task that is left, also those that nobody but a copy's caller knows of."""
     started, go, ended = threading.Event(), threading.Event(), threading.Event()
@@ -271,16 +363,16 @@ def test_blocks_have_the_slots_wherever_they_lie(
 
 def test_only_rows_one_after_another_are_copied_as_one_array() -> None:
     whole = np.zeros((4, 16), np.uint8)
-    one = transfer._rows_of_one(list(whole[1:]))
+    one = transfer.rows_of_one(list(whole[1:]))
     assert one is not None
     assert (one.shape, one.flags.c_contiguous, np.shares_memory(one, whole)) == ((3, 16), True, True)
     tensor = torch.zeros((4, 16), dtype=torch.uint8)
-    one = transfer._rows_of_one(transfer.readable(tensor, 4, 16))
+    one = transfer.rows_of_one(transfer.readable(tensor, 4, 16))
     assert one is not None
     assert one.ctypes.data == tensor.data_ptr()
     for rows_of in (apart, in_another_order, with_gaps, parts_of, read_only):
-        assert transfer._rows_of_one(rows_of(whole)) is None
-    assert transfer._rows_of_one([]) is None
+        assert transfer.rows_of_one(rows_of(whole)) is None
+    assert transfer.rows_of_one([]) is None
 
 
 async def test_tensors_are_filled_on_the_stream_that_was_current_where_it_was_asked(
