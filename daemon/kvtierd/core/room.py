@@ -280,6 +280,7 @@ class Room:
 
     def _copy(self, block: Block, tier: Tier, low: Tier, missing: list[Block], cause: Cause) -> None:
         self.copy_ancestors(missing)
+        self._left -= len(missing)
         self._flights.start(block, tier, low, cause)
 
     def _promised_only(self, low: Tier, needed: list[Block]) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 PATIENCE: Final = 12
 """While something else is ready in every turn, a slice runs in one of so many."""
+EXPECTED_S: Final = 0.001
+"""The least that a selector can wait; what is expected comes in a twentieth of it."""
 
 Defer = Callable[..., object]
 """Has a function called with arguments, in some later turn of the loop that is running: like ``loop.call_soon``."""
@@ -29,10 +31,15 @@ class Leisure(selectors.DefaultSelector):
         """Called in every turn, and for less than a microsecond. It may defer."""
         self._waited = 0
         """Turns in which the first of them has given way."""
+        self._expecting = False
 
     def defer(self, function: Callable[..., object], *arguments: Any) -> None:
         """Has it called when its turn has come: first come, first served."""
         self._deferred.append((function, arguments))
+
+    def expect(self) -> None:
+        """Something will be ready in a moment, and is to be waited for before anything is done at leisure."""
+        self._expecting = True
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """As the loop asks for it: without a ``timeout`` above 0 where it has something to run at once."""
@@ -42,6 +49,10 @@ class Leisure(selectors.DefaultSelector):
             return super().select(timeout)
         ready = super().select(0)
         idle = not ready and (timeout is None or timeout > 0)
+        if idle and self._expecting:
+            ready = super().select(EXPECTED_S if timeout is None else min(timeout, EXPECTED_S))
+            idle = not ready
+        self._expecting = self._expecting and not ready and not idle
         self._waited += 1
         if idle or self._waited >= PATIENCE:
             self._waited = 0

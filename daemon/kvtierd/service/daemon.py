@@ -184,7 +184,9 @@ class Daemon:
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
         others = {RemoteSessions.name: self._remote.handler()}
-        self._rpc: Final = RpcServer(self._dispatcher, self._services(), others, self._pace)
+        self._rpc: Final = RpcServer(
+            self._dispatcher, self._services(), others, self._pace, None if leisure is None else leisure.expect
+        )
         self._tcp: str | None = None
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvtierd.core.outcome import Outcome
 from kvtierd.core.policy import Policy
 from tests.unit.core.bench import ALICE, DEVICE, GROUP, HOST, Bench, keys
@@ -66,6 +68,20 @@ def test_a_round_that_places_many_blocks_makes_less_room() -> None:
     bench.land()
     bench.rounds()
     assert ticket in bench.grants
+
+
+def test_ancestors_that_go_to_disk_with_a_victim_count_as_well() -> None:
+    bench = Rounds(device=4 * VICTIMS, host=0, disk=8 * VICTIMS, recovered="")
+    for tail, chain in zip("wxyz", batched(numbered(4 * (VICTIMS - 1)), VICTIMS - 1), strict=True):
+        bench.put(chain, priority=60)
+        bench.put(tail, under=chain[-1])
+    bench.reserve(DEVICE, 4)
+    assert bench.rounds()[:4] == [VICTIMS] * 4, "a tail, and all that it stands on"
+
+
+def batched(names: str, count: int) -> Iterator[str]:
+    for first in range(0, len(names), count):
+        yield names[first : first + count]
 
 
 def numbered(count: int) -> str:

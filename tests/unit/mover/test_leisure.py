@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
+from kvtierd.mover import leisure as module
 from kvtierd.mover.leisure import PATIENCE, Leisure
 from kvtierd.mover.mailbox import Mailbox
 
@@ -90,5 +94,38 @@ def test_what_one_piece_defers_comes_after_those_that_wait() -> None:
         leisure.defer(done.append, "second")
         await idle.wait()
         assert done == ["first", "second", "later"]
+
+    run(test)
+
+
+def test_what_is_expected_is_waited_for_by_a_loop_that_has_nothing_else_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXPECTED_S", 20.0)
+
+    async def test(leisure: Leisure) -> None:
+        done: list[str] = []
+        idle, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def somebody() -> None:
+            time.sleep(0.02)  # takes far longer than the loop to find itself idle
+            loop.call_soon_threadsafe(done.append, "expected")
+
+        leisure.defer(done.append, "deferred")
+        leisure.defer(idle.set)
+        leisure.expect()
+        thread = threading.Thread(target=somebody)
+        thread.start()
+        await idle.wait()
+        assert done == ["expected", "deferred"]
+        thread.join()
+
+    run(test)
+
+
+def test_what_is_expected_and_does_not_come_puts_nothing_off_for_long() -> None:
+    async def test(leisure: Leisure) -> None:
+        idle = asyncio.Event()
+        leisure.defer(idle.set)
+        leisure.expect()
+        await idle.wait()
 
     run(test)
