@@ -206,6 +206,8 @@ async def test_garbage_is_refused_and_the_stream_goes_on(raw: RawClient, name: s
 
 
 async def test_who_does_not_read_is_not_read_either(client: AsyncClient, raw: RawClient, name: str) -> None:
+    """That its sending comes to a halt, and that the others go on meanwhile. By what it is halted does not show: with a
+    daemon that did not wait for its answers to be taken it halted after about as many messages."""
     written = 0
 
     async def flood(stream: Any) -> None:
