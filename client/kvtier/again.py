@@ -72,8 +72,8 @@ class Again:
         return self._index.stands(self._seen)
 
     def read(self, out: transfer.Blocks | None) -> list[Bytes] | None:
-        """Copies the blocks into ``out``, or where that is None into a fresh array, whose rows it returns. None: that
-        array takes more steps to fill, or the blocks were not there to the end."""
+        """Copies the blocks into ``out``, or where that is None into a fresh array, and returns them one by one. None:
+        to fill that takes more steps, or the blocks were not there to the end."""
         rows = transfer.as_rows(out, self._shape)
         if rows is None:
             return None
@@ -89,7 +89,7 @@ class Again:
         if not self._arena.current:
             return None
         self._reader.noted_again(self)
-        return list(rows)
+        return list(out) if isinstance(out, list) else list(rows)
 
 
 def again(reader: Reader, arena: Arena, index: IndexReader, keys: bytes, group: int, known: Remembered) -> Again | None:

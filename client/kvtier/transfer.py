@@ -160,10 +160,13 @@ def are_rows(out: Blocks) -> bool:
 
 
 def as_rows(out: Blocks | None, shape: tuple[int, int]) -> Bytes | None:
-    """An array of this shape, flat bytes as they are and in one piece, or where there is none a fresh one. None: it is
-    another one."""
+    """An array of this shape, flat bytes as they are and in one piece, or the one whose rows a list has, or where there
+    is none a fresh one. None: it is something else."""
     if out is None:
         return np.empty(shape, _BYTE)
+    if isinstance(out, list):
+        fit = len(out) == shape[0] and all(_is_flat(block) and len(block) == shape[1] for block in out)
+        return rows_of_one(out) if fit else None
     if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype is not _BYTE or not out.flags.carray:
         return None
     return out
