@@ -3,46 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.core.outcome import Move, MoveItem
 from kvtierd.mover.work import Batch, Faults, Finish, Piece, destination, items_of
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.disk import Begun, DiskRead, DiskWrite, Retirement
-
-
-@dataclass(slots=True, frozen=True)
-class Storing:
-    """The second half of a batch: what makes it durable. ``places``: of the writes in the batch."""
-
-    batch: Batch
-    begun: Begun
-    places: Sequence[int]
-    retires: Sequence[Retirement]
-    failed: frozenset[int]
-
-    def __call__(self) -> Faults:
-        unstored = self.batch[0].runtime.store.finish(self.begun, self.retires)
-        return Faults(failed=self.failed.union(self.places[index] for index in unstored))
-
-
-def together(first: Finish, later: Finish) -> Finish | None:
-    """Two batches, one sync and one transaction. None where they are of two caches, or concern the same slot or block:
-    then their order counts, which a transaction has not."""
-    if not isinstance(first, Storing) or not isinstance(later, Storing):
-        return None
-    batch = [*first.batch, *later.batch]
-    if batch[0].runtime is not batch[-1].runtime or not _independent(first.batch, later.batch):
-        return None
-    base = sum(len(piece.items) for piece in first.batch)
-    return Storing(
-        batch,
-        first.begun.then(later.begun),
-        [*first.places, *(base + place for place in later.places)],
-        [*first.retires, *later.retires],
-        first.failed.union(base + place for place in later.failed),
-    )
+from kvtierd.tiers.disk import DiskRead, DiskWrite
 
 
 def write(batch: Batch) -> Finish:
@@ -74,7 +40,13 @@ def store(batch: Batch, parts: Mapping[int, Sequence[Bytes]]) -> Finish:
             places.append(place)
         else:
             failed.add(place)
-    return Storing(batch, disk.begin(writes), places, retires, frozenset(failed))
+    begun = disk.begin(writes)
+
+    def finish() -> Faults:
+        unstored = disk.finish(begun, retires)
+        return Faults(failed=frozenset(failed.union(places[index] for index in unstored)))
+
+    return finish
 
 
 def read(batch: Batch) -> Faults:
@@ -106,11 +78,7 @@ def independent(batch: Batch, piece: Piece) -> bool:
     A slot is written only after the transaction that deleted its old record, and a record deleted only after the one
     that put it there; inside a transaction payloads come first, then deletions, then records.
     """
-    return _independent(batch, [piece])
-
-
-def _independent(batch: Batch, later: Batch) -> bool:
-    return _concerns(items_of(batch)).isdisjoint(_concerns(items_of(later)))
+    return _concerns(items_of(batch)).isdisjoint(_concerns(items_of([piece])))
 
 
 def _concerns(items: Iterable[tuple[Move, MoveItem]]) -> set[tuple[GroupId, SlotId | Key]]:

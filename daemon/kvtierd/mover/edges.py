@@ -50,7 +50,6 @@ LANES: Final = (
         carry_out=ways.write,
         may_join=diskio.independent,
         halves=True,
-        together=diskio.together,
     ),
     Lane(
         "disk-reader",

@@ -9,7 +9,7 @@ from typing import Final
 from kvtierd.core.ids import DEVICE
 from kvtierd.core.outcome import Move
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Batch, CarryOut, Edge, Piece, Together
+from kvtierd.mover.work import Batch, CarryOut, Edge, Piece
 
 RETIRES_PER_COPY: Final = 4
 """Deletions are cheap next to copies: a batch takes this many for each copy that it could take."""
@@ -22,8 +22,7 @@ class Lane:
     ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat. More are
     taken as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over many small
     blocks or some large ones. ``may_join`` is what the lane adds to the rules that hold for all: one cache a batch, in
-    the order queued. ``halves``: the second half of a batch's work is done by another thread while the next one begins;
-    ``together``: of all batches that wait for that thread, at once.
+    the order queued. ``halves``: the second half of a batch's work is done by another thread while the next one begins.
     ``in_turn``: moves take turns, a piece each, so that a small one does not wait for all of a large one before it;
     else what is queued first is done first.
     """
@@ -35,7 +34,6 @@ class Lane:
     carry_out: CarryOut
     may_join: Callable[[Batch, Piece], bool] = lambda batch, piece: True
     halves: bool = False
-    together: Together | None = None
     batch_bytes: int = 0
     in_turn: bool = False
 

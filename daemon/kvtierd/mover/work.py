@@ -56,10 +56,6 @@ Batch = Sequence[Piece]
 Finish = Callable[[], Faults]
 """The rest of a batch's work, for another thread."""
 
-Together = Callable[[Finish, Finish], Finish | None]
-"""The rests of two batches that follow each other as that of one, their pieces laid end to end; None where the later
-one has to wait for the first."""
-
 CarryOut = Callable[[Batch], Faults | Finish]
 """Does a batch's work, in a worker thread; or only its first half, and returns the rest. An exception means that every
 item failed, unless it is :class:`Unaccounted`."""
@@ -85,7 +81,7 @@ def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> 
     """Splits a batch's faults and times among its pieces, but for those that nobody can account for.
 
     Copies first: somebody may wait for them, while slots are freed for those to come, and the loop takes its time for
-    each. A piece queued after ``started_ns``, when the first batch of several was begun, has not waited.
+    each.
     """
     blocks = sum(len(piece.items) for piece in batch)
     reports = []
@@ -98,7 +94,7 @@ def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> 
                     piece=piece,
                     failed=_within(faults.failed, base, piece),
                     corrupt=_within(faults.corrupt, base, piece),
-                    queue_ns=max(0, started_ns - piece.submitted_ns),
+                    queue_ns=started_ns - piece.submitted_ns,
                     copy_ns=(ended_ns - started_ns) * count // blocks,
                 )
             )

@@ -1,7 +1,6 @@
 """Worker threads: take pieces in order, carry them out in batches, report each one.
 
-A batch may come in two halves, the second of which another thread does while the next batch's first half begins. Where
-that thread falls behind, it may do those of several batches at once.
+A batch may come in two halves, the second of which another thread does while the next batch's first half begins.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from queue import Empty, Queue
@@ -19,12 +17,10 @@ from typing import Final, TypeVar
 
 from kvtierd.mover.lanes import Lane
 from kvtierd.mover.queues import WorkQueue
-from kvtierd.mover.work import Batch, Faults, Finish, Piece, Report, Together, Unaccounted, reports_of
+from kvtierd.mover.work import Batch, Faults, Finish, Piece, Report, Unaccounted, reports_of
 from kvtierd.tiers.device import Chaos
 
 FAILURE_SHOWN_S: Final = 60.0
-MOST_WAITING: Final = 3
-"""Batches, their first halves done, that wait for what does the second halves of several at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -113,61 +109,36 @@ class Hand:
         time.sleep(next(self._delays[chaos]))
 
 
-@dataclass(slots=True, frozen=True)
-class HalfDone:
-    """A batch, or several as one, and the second half of the work. ``started_ns``: when the first of them began."""
-
-    batch: Batch
-    finish: Finish
-    started_ns: int
-
-
 class Finisher(Hand):
-    """Does the second halves of a worker's batches, in order: one by one, or ``together`` all that wait, as far as they
-    can be.
+    """Does the second halves of a worker's batches, in order.
 
     Where batches overlap, the later one's time is counted from the end of the one before: whatever does them does one
     after another, and the times of a lane add up to how long it was busy.
     """
 
-    def __init__(self, name: str, post: Post, exited: Callable[[], None], together: Together | None) -> None:
+    def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
         super().__init__(name, post, exited)
-        self._together = together
         self._ended_ns = 0
-        self._queue: Queue[HalfDone | None] = Queue(maxsize=MOST_WAITING if together else 1)
+        self._queue: Queue[tuple[Batch, Finish, int] | None] = Queue(maxsize=1)
 
-    def put(self, half: HalfDone) -> None:
-        """Blocks while as many wait as may. Besides these, under way are the one put and those being finished: at most
-        one more than may wait."""
-        self._queue.put(half)
+    def put(self, batch: Batch, finish: Finish, started_ns: int) -> None:
+        """Blocks while another batch waits: no more than three are under way."""
+        self._queue.put((batch, finish, started_ns))
 
     def end(self) -> None:
         """After what was put before."""
         self._queue.put(None)
 
     def _work(self) -> None:
-        while (half := self._queue.get()) is not None:
-            half = self._with_those_waiting(half)
-            self._finish(half)
-            del half  # it holds views, and with them a removed cache's memory, for as long as nothing else comes
+        while (begun := self._queue.get()) is not None:
+            self._finish(*begun)
+            del begun  # it holds views, and with them a removed cache's memory, for as long as nothing else comes
 
-    def _with_those_waiting(self, half: HalfDone) -> HalfDone:
-        if self._together is None:
-            return half
-        for _ in range(self._queue.qsize()):
-            later: HalfDone | None = self._queue.queue[0]  # it stays the first: nobody else takes any
-            finish = None if later is None else self._together(half.finish, later.finish)
-            if later is None or finish is None:
-                break
-            self._queue.get()
-            half = HalfDone([*half.batch, *later.batch], finish, half.started_ns)
-        return half
-
-    def _finish(self, half: HalfDone) -> None:
+    def _finish(self, batch: Batch, finish: Finish, started_ns: int) -> None:
         self.busy_since_ns = time.monotonic_ns()
-        faults = self._attempt(half.batch, half.finish)
-        turn_ns, self._ended_ns = max(half.started_ns, self._ended_ns), time.monotonic_ns()
-        self._report(half.batch, faults, turn_ns)
+        faults = self._attempt(batch, finish)
+        turn_ns, self._ended_ns = max(started_ns, self._ended_ns), time.monotonic_ns()
+        self._report(batch, faults, turn_ns)
 
 
 class Worker(Hand):
@@ -222,7 +193,7 @@ class Worker(Hand):
             self._report(batch, self._attempt(batch, done) if callable(done) else done, started_ns)
             return
         self.busy_since_ns = None
-        self._finisher.put(HalfDone(batch, done, started_ns))
+        self._finisher.put(batch, done, started_ns)
 
 
 class Crew:
@@ -238,7 +209,7 @@ class Crew:
             finisher = None
             if lane.halves:
                 gone = asyncio.Event()
-                finisher = Finisher(f"{name}-finish", post, partial(_tell, loop, gone), lane.together)
+                finisher = Finisher(f"{name}-finish", post, partial(_tell, loop, gone))
                 self._exits[finisher] = gone
             exited = asyncio.Event()
             worker = Worker(name, lane, self._queue, post, partial(_tell, loop, exited), finisher)

@@ -59,10 +59,6 @@ def block(
     return DiskWrite(group, SlotId(slot), key(name), above, traits or Traits(priority), payload(key(name), sizes))
 
 
-def retire(name: int | str, slot: int) -> tuple[GroupId, Key, SlotId]:
-    return GROUP, key(name), SlotId(slot)
-
-
 def fetch(name: int | str, slot: int, group: GroupId = GROUP) -> DiskRead:
     return DiskRead(group, SlotId(slot), key(name), buffers())
 

@@ -14,6 +14,7 @@ import lmdb
 import numpy as np
 import pytest
 
+from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.disk import DiskStore, transfers
 from kvtierd.tiers.disk import slab as slabs
@@ -32,7 +33,6 @@ from tests.unit.disk.disk_blocks import (
     names,
     new_store,
     reopened,
-    retire,
     shapes,
     verdicts,
 )
@@ -48,6 +48,10 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
     return tmp_path / "store" / "group-0.slab"
+
+
+def retire(name: int | str, slot: int) -> tuple[GroupId, Key, SlotId]:
+    return GROUP, key(name), SlotId(slot)
 
 
 def flip(path: Path, offset: int) -> None:

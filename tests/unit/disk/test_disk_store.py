@@ -33,7 +33,6 @@ from tests.unit.disk.disk_blocks import (
     payload,
     places,
     reopened,
-    retire,
     shapes,
     verdicts,
 )
@@ -44,6 +43,10 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
     store = new_store(tmp_path / "store")
     yield store
     store.close()
+
+
+def retire(name: int | str, slot: int) -> tuple[GroupId, Key, SlotId]:
+    return GROUP, key(name), SlotId(slot)
 
 
 def touch(*used: int | str) -> list[tuple[GroupId, bytes]]:

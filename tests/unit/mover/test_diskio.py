@@ -59,40 +59,6 @@ def test_a_failure_beside_deletions_is_the_right_items(runtime: CacheRuntime) ->
     assert holds(runtime, HOST, 1, key(4))
 
 
-def test_batches_finished_together_fail_the_right_items(runtime: CacheRuntime) -> None:
-    for slot in range(6):
-        fill(runtime, HOST, slot, key(slot))
-    assert diskio.write(batch(runtime, move(1, HOST, DISK, [(0, 0, 0)])))() == Faults()
-    assert isinstance(runtime.disk, PickyDisk)
-    runtime.disk.refuses = frozenset([key(2), key(4)])
-    first = diskio.write(
-        batch(runtime, move(2, HOST, DISK, [(1, 1, 1), (2, 2, 2)]), move(3, DISK, None, [(0, 0, None)]))
-    )
-    later = diskio.write(batch(runtime, move(4, HOST, DISK, [(3, 3, 3), (4, 4, 4), (5, 5, 5)])))
-
-    both = diskio.together(first, later)
-
-    assert both is not None
-    assert both() == Faults(failed=frozenset([1, 4]))
-    back = move(5, DISK, HOST, [(1, 1, 6), (3, 3, 7), (5, 5, 0), (2, 2, 1), (0, 0, 2)])
-    assert diskio.read(batch(runtime, back)) == Faults(corrupt=frozenset([3, 4]))
-    assert holds(runtime, HOST, 6, key(1))
-    assert holds(runtime, HOST, 7, key(3))
-
-
-def test_batches_whose_order_counts_are_not_finished_together(runtime: CacheRuntime) -> None:
-    for slot in range(3):
-        fill(runtime, HOST, slot, key(slot))
-    writes = diskio.write(batch(runtime, move(1, HOST, DISK, [(0, 0, 0)])))
-    same_block = diskio.write(batch(runtime, move(2, DISK, None, [(0, 5, None)])))
-    same_slot = diskio.write(batch(runtime, move(3, DISK, None, [(7, 0, None)])))
-    other = diskio.write(batch(runtime, move(4, HOST, DISK, [(1, 1, 1)])))
-    assert diskio.together(writes, same_block) is None
-    assert diskio.together(writes, same_slot) is None
-    assert diskio.together(writes, Faults) is None
-    assert diskio.together(writes, other) is not None
-
-
 def test_copies_are_told_before_deletions(runtime: CacheRuntime) -> None:
     """Somebody may wait for them."""
     members = batch(

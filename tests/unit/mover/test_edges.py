@@ -5,7 +5,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 
 import pytest
 
@@ -348,45 +347,3 @@ async def test_a_batch_begins_while_the_one_before_is_finished(
         (3, frozenset()),
     ]
     assert 10_000_000 <= sum(result.copy_ns for result in desk.results) <= busy_ns
-
-
-async def test_batches_that_wait_are_finished_together_as_far_as_they_can_be(
-    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
-) -> None:
-    """Three may wait; 4 goes with nobody; of what is done together each is told its own fate."""
-    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
-    finishing: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-    durable = threading.Event()
-
-    @dataclass
-    class Rest:
-        numbers: list[int]
-
-        def __call__(self) -> Faults:
-            finishing.put(self.numbers)
-            assert durable.wait(30)
-            return Faults(failed=frozenset([self.numbers.index(3)] if 3 in self.numbers else ()))
-
-    def begin(batch: Batch) -> Finish:
-        begun.put(int(batch[0].move.id))
-        return Rest([int(batch[0].move.id)])
-
-    def together(first: Finish, later: Finish) -> Finish | None:
-        assert isinstance(first, Rest)
-        assert isinstance(later, Rest)
-        return None if 4 in first.numbers + later.numbers else Rest(first.numbers + later.numbers)
-
-    edges = make_edges([Lane("test-together", (DOWN,), 1, 1, begin, halves=True, together=together)])
-    edges.submit(runtime, numbered(1, [1]))
-    assert await asyncio.to_thread(finishing.get, timeout=30) == [1]
-    for number in range(2, 7):
-        edges.submit(runtime, numbered(number, [number]))
-    assert [await asyncio.to_thread(begun.get, timeout=30) for _ in range(5)] == [1, 2, 3, 4, 5]
-    assert begun.empty(), "2, 3 and 4 wait and 5 has nowhere to"
-    durable.set()
-    await edges.idle()
-
-    assert finishing.get_nowait() == [2, 3]
-    assert finishing.get_nowait() == [4]
-    assert [(result.id, bool(result.failed)) for result in desk.results] == [(n, n == 3) for n in range(1, 7)]
-    assert all(result.copy_ns >= 0 and result.queue_ns >= 0 for result in desk.results)

@@ -158,8 +158,7 @@ class DiskStore:
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
-        """The second half of :meth:`write`, of a batch or of several as one (:meth:`Begun.then`): one sync, one
-        transaction."""
+        """The second half of :meth:`write`."""
         writes = begun.writes
         with self._committing:
             failed = self._not_synced(begun)

@@ -49,23 +49,12 @@ Restatement = tuple[GroupId, Key, Traits]
 
 @dataclass(slots=True, frozen=True)
 class Begun:
-    """A batch whose bytes have been handed to the disk. ``sync_failures``: how many there had been when it began; of
-    several as one, when the first did."""
+    """A batch whose bytes have been handed to the disk. ``sync_failures``: how many there had been when it began."""
 
     writes: Sequence[DiskWrite]
     checksums: Sequence[bytes]
     failed: frozenset[int]
     sync_failures: int
-
-    def then(self, later: Begun) -> Begun:
-        """This batch and one that began after it, of other slots and other blocks, as one."""
-        shifted = frozenset(len(self.writes) + number for number in later.failed)
-        return Begun(
-            [*self.writes, *later.writes],
-            [*self.checksums, *later.checksums],
-            self.failed | shifted,
-            self.sync_failures,
-        )
 
 
 @dataclass(slots=True, frozen=True)
