@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
-from kvtierd.core.events import EventSequencer
-from kvtierd.core.ids import EventId
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory
 from kvtierd.tiers.disk.files import DirectoryLock, io_errors, make_private_directory
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
@@ -71,6 +69,7 @@ class StateDir:
 
     def __init__(self, path: Path, lock: DirectoryLock, identity: Identity) -> None:
         self.identity = identity
+        self.reserved_ids = RESERVED_IDS
         self._path = path
         self._lock = lock
         self._state = State(
@@ -118,12 +117,12 @@ class StateDir:
                 "the state is older than the event log: a new epoch begins state=%d:%d log=%d:%d",
                 *(epoch_before, before.last, logged_epoch, logged_last),
             )
-            last = max(before.last, logged_last + RESERVED_IDS)
+            last = max(before.last, logged_last + self.reserved_ids)
             epoch = max(epoch_before, logged_epoch) + 1
             boot = max(before.boot, epoch)
             self.identity = replace(before, epoch=epoch, boot=boot, epoch_first=last + 1, last=last, unclean=True)
             self._state = replace(self._state, epoch=epoch, boot=boot, epoch_first=last + 1, last=last)
-        self.reserve(self.identity.last + RESERVED_IDS)
+        self.reserve(self.identity.last + self.reserved_ids)
 
     @property
     def mark(self) -> int:
@@ -163,33 +162,6 @@ class StateDir:
             state = replace(state, epoch_first=self._epoch_first)
         _write(self._path, state)
         self._state = state
-
-
-class DurableSequencer(EventSequencer):
-    """Gives out ids up to the state directory's mark, which a thread moves ahead of need."""
-
-    __slots__ = ("_state", "_try_at")
-
-    def __init__(self, state: StateDir) -> None:
-        super().__init__(state.identity.last)
-        self._state = state
-        self._try_at = 0
-
-    def take(self) -> EventId:
-        left = self._state.mark - self._last
-        if left <= RESERVED_IDS // 2 and self._last >= self._try_at:
-            self._try_at = self._last + RESERVED_IDS // 16  # a disk that refuses is not asked for every id
-            threading.Thread(target=self._extend, name="kvtierd-ids", daemon=True).start()
-        if left <= 0:
-            # The thread was overtaken, or failed: an id above the mark must not leave, whatever this costs the loop.
-            self._state.reserve(self._last + RESERVED_IDS)
-        return super().take()
-
-    def _extend(self) -> None:
-        try:
-            self._state.reserve(self._state.mark + RESERVED_IDS)
-        except Exception:  # noqa: BLE001  the last resort in take() meets the same error where it can be raised
-            _log.exception("cannot reserve event ids ahead")
 
 
 def _new_history() -> int:

@@ -51,7 +51,8 @@ from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
-from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
+from kvtierd.event_ids import DurableSequencer
+from kvtierd.state import EVENT_LOG, StateDir
 from kvtierd.tiers.base import Device
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.device import Chaos
