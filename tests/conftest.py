@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvtierd.build import COMPILED, VERSION
 from tests import devices
 
 devices.prepare()
@@ -26,8 +27,20 @@ settings.load_profile("kvtier-ci" if os.environ.get("CI") else "kvtier")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_report_header() -> str:
+    return f"kvtierd {VERSION}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Machine code does not look up what a test replaces: there such tests would find nothing, or the wrong thing."""
+    if COMPILED:
+        reaching_in = [item for item in items if item.get_closest_marker("interpreted")]
+        items[:] = [item for item in items if item not in reaching_in]
+        config.hook.pytest_deselected(items=reaching_in)
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_once() -> Iterator[None]:
+def _bytecode_kept() -> Iterator[None]:
     """Hundreds of daemons are started: where the environment forbids Python to keep what it compiled, as images of
     containers like to, each of them would compile all of kvtier anew, a third of its start."""
     with tempfile.TemporaryDirectory(prefix="kv-pyc-") as directory, pytest.MonkeyPatch.context() as patch:

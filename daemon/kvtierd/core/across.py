@@ -192,9 +192,12 @@ class AcrossGroups:
     def _make_do(self, ticket: AcrossTicket, now: int) -> None:
         """Nothing more can be had in some group and nothing is in flight there."""
 
+        def missing(block: Block) -> bool:
+            return block.copy(ticket.tier) is None
+
         def within(covers: Sequence[Cover]) -> list[Limit]:
             return [
-                cover.affordable(lambda block: block.copy(ticket.tier) is None, max(0, part.turn.room))
+                cover.affordable(missing, max(0, part.turn.room))
                 for cover, part in zip(covers, ticket.parts, strict=True)
                 if part.turn.room is not None and part.window.heads(part.fetch)
             ]

@@ -58,7 +58,8 @@ class Lru:
         self._clock = clock = self._clock + 1
         block.used(clock)
 
-    enter = use
+    def enter(self, block: Block) -> None:
+        self.use(block)
 
     def settle(self) -> Iterator[Block]:
         return iter(())

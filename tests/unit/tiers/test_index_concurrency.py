@@ -227,6 +227,7 @@ def never_odd(arena: Arena) -> Writer:
     ("fault", "found_out"),
     [(no_generation, "the bytes of"), (late_odd, "the bytes of"), (never_odd, "a block that")],
 )
+@pytest.mark.interpreted
 def test_the_reader_finds_out(arena: Arena, fault: Callable[[Arena], Writer], found_out: str) -> None:
     said = " ".join(report(arena, fault(arena), turns=1_000_000))
     assert said.startswith(f"wrong: {found_out}"), said
