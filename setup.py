@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: with ``KVTIER_COMPILE=1`` the modules below become machine code, by mypyc.
 
-They are the same files that run interpreted everywhere else: the core, and what the daemon does for each block around it.
-Without the variable, or on an interpreter without a C compiler beside it, kvtier is pure Python. ``make wheel`` sets it.
+They are the same files that run interpreted everywhere else: the core, and what the daemon does for each block around
+it. Without the variable kvtier is pure Python. ``make wheel`` sets it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from kvtierd.config import Config, LiveConfig
 from kvtierd.core.ids import CacheId, SessionId, Tier
+from kvtierd.event_ids import DurableSequencer
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, LoggedRun
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.leisure import Leisure
@@ -51,7 +52,6 @@ from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
-from kvtierd.event_ids import DurableSequencer
 from kvtierd.state import EVENT_LOG, StateDir
 from kvtierd.tiers.base import Device
 from kvtierd.tiers.cuda.pool import Gpu

@@ -11,11 +11,11 @@ import asyncio
 import logging
 from typing import Final
 
+from kvtierd.event_ids import DurableSequencer
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.hub import EventHub
-from kvtierd.event_ids import DurableSequencer
 from kvtierd.state import StateDir
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import setuptools
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 def modules() -> dict[str, ast.Module]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr(setuptools, "setup", _nothing)
+        patch.setattr("setuptools.setup", _nothing)
         sources: Callable[[], list[str]] = runpy.run_path("setup.py")["sources"]
         return {source: ast.parse(Path(source).read_text()) for source in sources()}
 
