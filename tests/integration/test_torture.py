@@ -26,7 +26,7 @@ from tests.integration.torture_blocks import SPEC
 from tests.integration.waiting import eventually
 
 PARTS = ("read_in_threads", "read_and_hold", "put", "fill")
-COVERED = ("blocks", "hits", "calls", "reuses", "verified", "misses", "leases", "puts", "stored", "stocked")
+COVERED = ("repeats", "blocks", "hits", "calls", "reuses", "verified", "misses", "leases", "puts", "stored", "stocked")
 """What a run goes on for until it has seen it."""
 LONG_S = 75.0
 UNCHECKED = ("--no-debug-checks",)
@@ -150,6 +150,21 @@ def test_every_byte_is_right_for_a_long_time(
 ) -> None:
     """Once with all of the daemon's own checks after each of its steps, once with many more steps."""
     variant(short_dir, SEED + 1, parts=PARTS + PARTS, turns=200, ends=4, seconds=LONG_S, flags=flags)
+
+
+@pytest.mark.long
+def test_a_reader_that_does_not_look_whether_its_slots_are_still_the_same_is_found(short_dir: Path) -> None:
+    """So the others do go the way that they look in: chains that are read once more."""
+    daemon = DaemonProcess(short_dir, {Tier.HOST: SIZES[Tier.HOST]}, UNCHECKED)
+    daemon.start()
+    try:
+        with Crowd(daemon.address, ("read_blindly", "read_blindly", "put", "fill"), SEED, verifies=False) as crowd:
+            crowd.await_all(["wrong"])
+            report = crowd.stop(0)
+        print(report)
+        assert any("words are wrong" in found for found in report.faults), report.faults
+    finally:
+        daemon.stop()
 
 
 @pytest.mark.parametrize("fault", [fault.__name__ for fault in SEEN_BY_READERS])

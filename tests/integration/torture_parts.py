@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 
@@ -31,15 +32,19 @@ from kvtier import (
     connect,
     transfer,
 )
+from kvtier.again import Again
 from kvtier.answers import ReadCounts
+from kvtier.arena import Arena
 from kvtier.lease import WriteLease
 from kvtier.stock import Stock
+from kvtier.tensors import Bytes
 from tests.integration.torture_blocks import CHAIN_BLOCKS, CHAINS, GARBAGE, SPEC, block, chain, fault_in
 from tests.integration.touching import bytes_in, scribble_into, write_into
 
 COUNTERS: Final = (
     "turns",  # operations that have ended, one way or another
     "reads",  # gets
+    "repeats",  # chains that were asked for once more at once, since the last get had them whole
     "blocks",  # blocks that gets returned; each has been compared
     "hits",  # of those, copied without a call
     "calls",  # gets and lookups that asked the daemon
@@ -60,6 +65,8 @@ _DAWDLE_S: Final = 0.006
 _HOLD_S: Final = 0.01
 _PAUSE_S: Final = 0.001
 """After each read: who reads without calls would leave the others no time on a small machine."""
+_AGAIN: Final = 0.9
+"""Of chains that were read whole are read again at once, which goes another way: :mod:`kvtier.again`."""
 _PRIORITIES: Final = (20, 35)
 """What gives way first is dropped, and the others are written to the disk."""
 
@@ -107,6 +114,8 @@ class Part:
         self.rng = random.Random(script.seed)
         self.verifies = script.verifies
         self.faults: list[str] = []
+        self._whole: list[bytes] = []
+        """What was read last, if all of it was there."""
         self._board = Board(script.fd, script.parts)
         self._row = self._board.rows[script.number]
         self._lock = threading.Lock()
@@ -149,6 +158,9 @@ class Part:
         self.count(turns=1)
 
     def some_chain(self) -> list[bytes]:
+        if self._whole and self.rng.random() < _AGAIN:
+            self.count(repeats=1)
+            return self._whole
         return chain(self.rng.randrange(CHAINS))[: self.rng.randint(1, CHAIN_BLOCKS)]
 
     def compare(self, how: str, keys: Sequence[bytes], found: Sequence[Any]) -> None:
@@ -159,6 +171,7 @@ class Part:
 
     def has_read(self, keys: Sequence[bytes], found: Sequence[Any], counts: ReadCounts) -> None:
         self.compare("get", keys, found)
+        self._whole = list(keys) if len(found) == len(keys) else []
         self.count(reads=1, blocks=len(found), misses=len(found) < len(keys))
         self.note(counts)
 
@@ -169,7 +182,7 @@ class Part:
         self.count(puts=1, stored=results.count(BlockResult.OK))
 
 
-def dawdle(rng: random.Random) -> None:
+def dawdle(rng: random.Random, most_s: float = _DAWDLE_S) -> None:
     """Copies of this process take their time now and then: before them, when their slots are known, and after them,
     before anybody has looked whether the slots still are those blocks'."""
     copy = transfer.out_of_slots
@@ -179,7 +192,7 @@ def dawdle(rng: random.Random) -> None:
             if step is not None:
                 step(*arguments)
             elif rng.random() < 0.5:
-                time.sleep(rng.uniform(0, _DAWDLE_S))
+                time.sleep(rng.uniform(0, most_s))
 
     transfer.out_of_slots = slow  # type: ignore[assignment]
 
@@ -285,8 +298,22 @@ def fill(part: Part) -> None:
                         part.has_put(lease.commit(keys, priorities=part.rng.choice(_PRIORITIES)))
 
 
+def read_blindly(part: Part) -> None:
+    """A fault, planted: what is read once more is taken for right, whatever has become of its slots meanwhile."""
+    read = Again.read
+
+    def blindly(known: Again, out: transfer.Blocks | None) -> list[Bytes] | None:
+        unchanged = np.frombuffer(known._generations, np.uint64)
+        with patch.object(Arena, "generations", return_value=unchanged):
+            return read(known, out)
+
+    setattr(Again, "read", blindly)  # noqa: B010  mypy would have it that a method is for ever
+    dawdle(part.rng, 10 * _DAWDLE_S)
+    asyncio.run(_read_and_hold(part))
+
+
 PARTS: Final[Mapping[str, Callable[[Part], None]]] = {
-    play.__name__: play for play in (read_in_threads, read_and_hold, put, fill)
+    play.__name__: play for play in (read_in_threads, read_and_hold, read_blindly, put, fill)
 }
 
 
