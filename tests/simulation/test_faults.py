@@ -14,6 +14,8 @@ STEPS_A_WALK: Final = 1_000
 MOST_STEPS: Final = 40_000
 SILENT_WALKS: Final = 20
 
+pytestmark = pytest.mark.interpreted
+
 
 def steps_until_caught(*, inspect: bool) -> int:
     """Walks with seeds 0, 1, 2 … until one fails: some have no disk, some no host, some never crash."""
@@ -28,14 +30,12 @@ def steps_until_caught(*, inspect: bool) -> int:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.interpreted
 def test_a_planted_fault_is_caught(name: str) -> None:
     with FAULTS[name].planted():
         steps_until_caught(inspect=True)
 
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.outside])
-@pytest.mark.interpreted
 def test_a_planted_fault_shows_outside(name: str) -> None:
     """The world finds it without the core's own checker: by bytes, events, records and answers."""
     with FAULTS[name].planted():
