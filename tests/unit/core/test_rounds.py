@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from kvtierd.core.outcome import Outcome
 from kvtierd.core.policy import Policy
 from tests.unit.core.bench import ALICE, DEVICE, GROUP, HOST, Bench, keys
 
+OUTCOME = [field.name for field in fields(Outcome)]
 VICTIMS = Policy().victims_a_call
 WANTED = "abcdefghijklmnopqrst"
 """More than a round vacates."""
@@ -23,7 +25,7 @@ class Rounds(Bench):
 
     def apply(self, outcome: Outcome) -> Outcome:
         again, self.again = outcome.again, False
-        super().apply(Outcome(**{name: getattr(outcome, name) for name in outcome.__slots__} | {"again": False}))
+        super().apply(Outcome(**{name: getattr(outcome, name) for name in OUTCOME} | {"again": False}))
         self.planned.append(sum(len(move.items) for move in outcome.moves if move.dst is not None))
         self.again = again
         return outcome
