@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -68,8 +69,11 @@ class Flights:
         return len(self._flights) + self._state.retiring_moves
 
     def all(self) -> list[Flight]:
-        """For the checker."""
         return [flight for flights in self._flights.values() for flight in flights]
+
+    def reading(self, tier: Tier) -> Iterator[tuple[Block, Copy]]:
+        """What is being copied out of the tier."""
+        return ((flight.block, flight.source) for flight in self.all() if flight.edge[0] is tier)
 
     def usable(self, src: Tier, dst: Tier, now: int) -> bool:
         """The edge is neither degraded nor at an offline tier."""

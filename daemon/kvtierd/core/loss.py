@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import UPDATED, Cause
 from kvtierd.core.group import GroupState
@@ -28,6 +30,14 @@ def lose_tier(state: GroupState, tier: Tier, cause: Cause, before: int, limit: i
         if block.copy(tier) is not None:
             _lose_copy(state, block, tier, cause)
     return following
+
+
+def lose_detached(state: GroupState, tier: Tier, copies: Iterable[tuple[Block, Copy]]) -> None:
+    """Of these, in a memory tier, whose bytes are gone: no index leads to those that are their blocks' no more, so who
+    still holds or reads their slots is told here."""
+    for block, copy in copies:
+        if block.copy(tier) is not copy:
+            state.recorder.begin_write(state.ref(tier, copy.slot))
 
 
 def restore_tier(state: GroupState, tier: Tier) -> None:

@@ -16,7 +16,7 @@ from kvtierd.core.arguments import check_chains, check_items, check_keys, check_
 from kvtierd.core.errors import BadArgument, StillHeld, TierOffline, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explaining import BlockNow
-from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import Leases, holders_of
 from kvtierd.core.matching import Cover, indexed, match
 from kvtierd.core.outcome import MoveResult, Outcome, Refusal, RefusalReason
@@ -537,6 +537,8 @@ class BlockManager:
         for window, ticket in list(self.tickets.values()):
             if ticket.tier is tier:
                 window.refuse_offline(ticket)
+        if following is None and tier is not DISK:
+            self._lose_detached(tier)
         left = dict(following or {group: _NEWEST for group, w in self.windows.items() if tier in w.state.slots})
         for group, before in list(left.items()):
             left[group] = loss.lose_tier(self.windows[group].state, tier, cause, before, LOSS_SLICE)
@@ -544,6 +546,13 @@ class BlockManager:
                 del left[group]
         self._pump_all(now)
         return left or None, self._take(now)
+
+    def _lose_detached(self, tier: Tier) -> None:
+        for lease in self._leases.live.values():
+            if lease.tier is tier:
+                loss.lose_detached(self.windows[lease.group].state, tier, lease.held.items())
+        for window in self.windows.values():
+            loss.lose_detached(window.state, tier, window.flights.reading(tier))
 
     def require_in_service(self, group: GroupId, tier: Tier) -> None:
         """Raises :class:`TierOffline` where the tier has been lost since a lease on it was granted."""

@@ -62,6 +62,24 @@ def test_who_holds_or_copies_lost_bytes_finds_out_at_once() -> None:
     assert bench.stored() == "", "what was copied after its source was lost is nothing"
 
 
+def test_who_holds_or_copies_what_was_removed_before_finds_out_at_once() -> None:
+    bench = Bench(device=3, host=3)
+    bench.put("a", HOST)
+    held = bench.blank(DEVICE, 1)
+    bench.commit(held, [("b", "a", 35)])
+    bench.lose(HOST)
+    bench.restore(HOST)
+    bench.put("c")
+    bench.reserve(DEVICE, 2)
+    assert [(move.src, move.dst) for move in bench.moves] == [(DEVICE, HOST)], "c is being copied"
+    bench.apply(bench.core.reset(BOB, bench.now, force=True)[1])
+    assert bench.stored() == ""
+    _, outcome = bench.core.lose_tier(DEVICE, Cause.LOST, bench.now)
+    told = {ref.slot for ref in outcome.begin_write}
+    assert told >= {0, 1}, "what b is held in and what c is read from"
+    assert 2 not in told, "the third slot was free"
+
+
 def test_nothing_is_given_out_there() -> None:
     bench = Bench(device=1, host=2)
     grant = bench.blank(DEVICE, 1)
