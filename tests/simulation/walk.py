@@ -53,7 +53,11 @@ def walk(seed: int, steps: int, *, inspect: bool = True) -> Walked:
     choose = Chooser.seeded(seed)
     world = World(Setup.draw(choose), inspect=inspect)
     with (
-        patch.multiple(recorder, MAX_MOVE_BLOCKS=choose.pick((recorder.MAX_MOVE_BLOCKS, 2, 1)), MAX_EVENT_BLOCKS=choose.pick((256, 2))),
+        patch.multiple(
+            recorder,
+            MAX_MOVE_BLOCKS=choose.pick((recorder.MAX_MOVE_BLOCKS, 2, 1)),
+            MAX_EVENT_BLOCKS=choose.pick((256, 2)),
+        ),
         patch.object(group, "EXPIRY_SLICE", choose.pick((group.EXPIRY_SLICE, 1))),
         patch.object(manager, "LOSS_SLICE", choose.pick((1, 3, manager.LOSS_SLICE))),
     ):
