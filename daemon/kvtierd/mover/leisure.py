@@ -10,12 +10,16 @@ import asyncio
 import selectors
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, Final
 
 PATIENCE: Final = 12
 """While something else is ready in every turn, a slice runs in one of so many."""
 EXPECTED_S: Final = 0.001
 """The least that a selector can wait; what is expected comes in a twentieth of it."""
+POLLS_APART_S: Final = 0.00005
+"""While something is ready in every turn, the kernel is asked for more only so often: most turns of a call are one
+short callback, and to ask takes as long as that."""
 
 Defer = Callable[..., object]
 """Has a function called with arguments, in some later turn of the loop that is running: like ``loop.call_soon``."""
@@ -28,7 +32,9 @@ class Leisure(selectors.DefaultSelector):
         super().__init__()
         self._deferred: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self.between: Callable[[], None] | None = None
-        """Called in every turn, and for less than a microsecond. It may defer."""
+        """Called whenever the kernel is asked, and for less than a microsecond. It may defer."""
+        self._asked_s = 0.0
+        """By the monotonic clock, when the kernel was."""
         self._waited = 0
         """Turns in which the first of them has given way."""
         self._expecting = False
@@ -43,14 +49,16 @@ class Leisure(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """As the loop asks for it: without a ``timeout`` above 0 where it has something to run at once."""
-        if self.between is not None:
+        more = timeout is not None and timeout <= 0
+        asks = not more or monotonic() - self._asked_s >= POLLS_APART_S
+        if asks and self.between is not None:
             self.between()
         if not self._deferred:
-            return super().select(timeout)
-        ready = super().select(0)
-        idle = not ready and (timeout is None or timeout > 0)
+            return self._ask(timeout) if asks else []
+        ready = self._ask(0) if asks else []
+        idle = not ready and not more
         if idle and self._expecting:
-            ready = super().select(EXPECTED_S if timeout is None else min(timeout, EXPECTED_S))
+            ready = self._ask(EXPECTED_S if timeout is None else min(timeout, EXPECTED_S))
             idle = not ready
         self._expecting = self._expecting and not ready and not idle
         self._waited += 1
@@ -58,4 +66,9 @@ class Leisure(selectors.DefaultSelector):
             self._waited = 0
             function, arguments = self._deferred.popleft()
             asyncio.get_running_loop().call_soon(function, *arguments)
+        return ready
+
+    def _ask(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(timeout)
+        self._asked_s = monotonic()
         return ready

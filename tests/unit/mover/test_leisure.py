@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -127,5 +128,42 @@ def test_what_is_expected_and_does_not_come_puts_nothing_off_for_long() -> None:
         leisure.defer(idle.set)
         leisure.expect()
         await idle.wait()
+
+    run(test)
+
+
+def test_what_comes_in_is_seen_by_a_loop_that_is_never_idle() -> None:
+    async def test(leisure: Leisure) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            seen = asyncio.Event()
+            asyncio.get_running_loop().add_reader(ours, seen.set)
+            await asyncio.sleep(0)
+            theirs.send(b"1")
+            while not seen.is_set():  # noqa: ASYNC110  it is to be busy
+                await asyncio.sleep(0)
+            asyncio.get_running_loop().remove_reader(ours)
+
+    run(test)
+
+
+def test_a_loop_that_is_busy_asks_the_kernel_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLLS_APART_S", 60.0)
+
+    async def test(leisure: Leisure) -> None:
+        asked = 0
+
+        def count() -> None:
+            nonlocal asked
+            asked += 1
+
+        await asyncio.sleep(0.001)
+        leisure.between = count
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert asked == 0
+        await asyncio.sleep(0.001)
+        assert asked == 1
+        leisure.between = None
 
     run(test)
