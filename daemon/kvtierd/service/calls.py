@@ -26,6 +26,7 @@ from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
 from kvtierd.service.series import Answer, Series
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
+from kvtierd.service.writes import Write
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
 StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
@@ -222,22 +223,21 @@ async def _write(
     """Raises DEADLINE_EXCEEDED where the peer does not take the reply, and UNAUTHENTICATED where its session ends
     meanwhile, after ``give_back``. Not before the write has ended: gRPC has no way to end a call while one is pending.
     """
-    writing = asyncio.ensure_future(context.write(reply))
+    writing = Write(context, reply)
     try:
-        await asyncio.wait([writing], timeout=idle_s)
-        if not writing.done():
+        if not await writing.ended(idle_s):
             await give_back()
-            await writing
+            await writing.taken()
             raise _stalled(f"no message was taken for {idle_s:g} seconds")
-        writing.result()
+        writing.require_taken()
     except asyncio.CancelledError:
         if not session.ended or context.cancelled():
             raise  # the call itself was cancelled
         await give_back()
-        await asyncio.wait([writing])
+        await writing.ended()
         raise session_ended() from None
     finally:
-        writing.cancel()
+        writing.abandon()
 
 
 class _Upload:

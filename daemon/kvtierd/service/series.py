@@ -20,6 +20,7 @@ from kvtierd.core.ids import SessionId
 from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, refused, shutting_down
 from kvtierd.service.sessions import Session, SessionRegistry, session_ended
+from kvtierd.service.writes import Write
 
 MAX_STREAMS: Final = 1024
 """At a time. Each is a call that stays open, and all calls of the daemon are 4096: who gets none makes calls."""
@@ -126,12 +127,12 @@ async def _drain(messages: AsyncIterator[bytes]) -> None:
 async def _taken(context: _Context, reply: bytes) -> None:
     """Ends when the peer has taken it, also where the task is cancelled: gRPC has no way to end a call while a write is
     pending."""
-    writing = asyncio.ensure_future(context.write(reply))
+    writing = Write(context, reply)
     try:
-        await asyncio.shield(writing)
+        await writing.taken()
     except asyncio.CancelledError:
         if not context.cancelled():
-            await asyncio.wait([writing])
+            await writing.ended()
         raise
     finally:
-        writing.cancel()
+        writing.abandon()
