@@ -38,6 +38,9 @@ UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_p
 NEVER_WAIT: Final = frozenset({"kvtier.v1.Blocks.Commit", "kvtier.v1.Blocks.Release"})
 """Verbs on the way of every put and get that end in the turn in which they begin."""
 
+AT_ONCE: Final = "kvtier.v1.Blocks."
+"""Methods whose verbs begin in the turn in which their calls come. Most end in it, too, and need no task."""
+
 SERIES: Final = {"Commits": "Commit"}
 """Streams of the requests of another method of their service, which never waits."""
 
@@ -137,6 +140,7 @@ class Dispatcher:
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
         waits = method.full_name not in NEVER_WAIT
+        at_once = method.full_name.startswith(AT_ONCE)
 
         async def answer(raw: bytes, context: _Context) -> Message:
             if self._stopping:
@@ -148,7 +152,7 @@ class Dispatcher:
                 return await verb(session, request)
             digest = xxhash.xxh3_128_digest(name + raw)
             run = lambda: _run(verb, session, request)  # noqa: E731
-            return await session.replies.answer(request.seq, digest, run, waits=waits)
+            return await session.replies.answer(request.seq, digest, run, waits=waits, at_once=at_once)
 
         return answer
 
@@ -308,7 +312,7 @@ async def _run_upload(verb: UploadVerb, session: Session, header: transfer_pb2.P
 
 
 async def _run(verb: Verb, session: Session, request: Any) -> Message:
-    # The task starts a turn later than the call came in: its session may be gone by now, and must not get a lease.
+    # A task starts a turn later than the call came in: its session may be gone by now, and must not get a lease.
     require_attached(session)
     return await verb(session, request)
 

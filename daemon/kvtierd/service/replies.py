@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
 from kvtierd.service.errors import bad_argument
 
 REMEMBERED: Final = 128
+
+_NOTHING: Final = object()
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[T]):
+    """A call that may wait is a ``task``, also when it is over; of one that does not only the ``reply`` is kept."""
+
     digest: bytes
-    task: asyncio.Future[T]
+    task: asyncio.Task[T] | None
+    reply: T | None = None
     waiting: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.task is None or self.task.done()
 
 
 class ReplyMemory(Generic[T]):
@@ -34,16 +43,25 @@ class ReplyMemory(Generic[T]):
         self._entries: OrderedDict[int, _Entry[T]] = OrderedDict()
 
     async def answer(
-        self, seq: int, digest: bytes, call: Callable[[], Coroutine[Any, Any, T]], *, waits: bool = True
+        self,
+        seq: int,
+        digest: bytes,
+        call: Callable[[], Coroutine[Any, Any, T]],
+        *,
+        waits: bool = True,
+        at_once: bool = False,
     ) -> T:
-        """The reply to the call numbered ``seq``; ``digest`` tells its body from any other. ``waits``: it may."""
+        """The reply to the call numbered ``seq``; ``digest`` tells its body from any other. ``waits``: it may.
+        ``at_once``: it begins in this turn, and gets its task only where it waits; up to there it must not ask which
+        task is running."""
         entry = self._entries.get(seq)
-        if entry is None:
-            task = asyncio.create_task(call()) if waits else _ended(call())
-            entry = self._entries[seq] = _Entry(digest, task)
-            self._forget_old()
-        elif entry.digest != digest:
+        if entry is not None and entry.digest != digest:
             raise bad_argument("seq", seq, "a number that no other call of this session had")
+        if entry is None:
+            entry = self._entries[seq] = self._begun(digest, call(), waits, at_once)
+            self._forget_old()
+        if entry.task is None:
+            return cast(T, entry.reply)
         entry.waiting += 1
         try:
             return await asyncio.shield(entry.task)
@@ -55,6 +73,19 @@ class ReplyMemory(Generic[T]):
             elif entry.task.done() and (entry.task.cancelled() or entry.task.exception() is not None):
                 self._forget(seq, entry)
 
+    def _begun(self, digest: bytes, call: Coroutine[Any, Any, T], waits: bool, at_once: bool) -> _Entry[T]:
+        if waits and not at_once:
+            return _Entry(digest, asyncio.create_task(call))
+        try:
+            waits_for = call.send(None)
+        except StopIteration as end:
+            return _Entry(digest, None, end.value)
+        if not waits:
+            call.close()
+            raise AssertionError("a call waits that was said not to")
+        _hand_over(waits_for, taken=False)
+        return _Entry(digest, asyncio.create_task(_Begun(call, waits_for)))
+
     def _forget(self, seq: int, entry: _Entry[T]) -> None:
         if self._entries.get(seq) is entry:
             del self._entries[seq]
@@ -62,22 +93,41 @@ class ReplyMemory(Generic[T]):
     def _forget_old(self) -> None:
         # Calls still running are never forgotten: a repeat of one would run beside it.
         while len(self._entries) > REMEMBERED:
-            oldest = next((seq for seq, entry in self._entries.items() if entry.task.done()), None)
+            oldest = next((seq for seq, entry in self._entries.items() if entry.is_over), None)
             if oldest is None:
                 return
             del self._entries[oldest]
 
 
-def _ended(call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """Runs a call that never waits: a task would cost it a tenth of a millisecond."""
-    ended: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    try:
-        call.send(None)
-    except StopIteration as end:
-        ended.set_result(end.value)
-    except Exception as error:  # noqa: BLE001  it is raised where the answer is awaited
-        ended.set_exception(error)
-    else:
-        call.close()
-        raise AssertionError("a call waits that was said not to")
-    return ended
+class _Begun(Coroutine[Any, Any, T]):
+    """A coroutine whose first step has been taken. Whoever runs it waits for the same as if they had taken it."""
+
+    __slots__ = ("_steps", "_waits_for")
+
+    def __init__(self, steps: Coroutine[Any, Any, T], waits_for: object) -> None:
+        self._steps = steps
+        self._waits_for: object = waits_for
+
+    def send(self, value: object) -> Any:
+        if self._waits_for is not _NOTHING:
+            waits_for, self._waits_for = self._waits_for, _NOTHING
+            _hand_over(waits_for, taken=True)
+            return waits_for
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        self._waits_for = _NOTHING
+        return self._steps.throw(*error)
+
+    def close(self) -> None:
+        self._steps.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        raise NotImplementedError("it is for a task to run")
+
+
+def _hand_over(waits_for: Any, *, taken: bool) -> None:
+    """A future must know whether a coroutine that yielded it has a task that took it; until then others may wait for
+    it."""
+    if waits_for is not None:  # what gives up its turn yields nothing
+        waits_for._asyncio_future_blocking = taken

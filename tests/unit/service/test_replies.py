@@ -67,10 +67,11 @@ async def test_what_waits_though_it_should_not_is_a_bug() -> None:
         await ReplyMemory[int]().answer(1, b"a", Counted(asyncio.Event()), waits=False)
 
 
-async def test_a_repeat_in_flight_waits_for_the_same_answer() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_repeat_in_flight_waits_for_the_same_answer(at_once: bool) -> None:
     gate = asyncio.Event()
     memory, call = ReplyMemory[int](), Counted(gate)
-    both = [asyncio.create_task(memory.answer(1, b"a", call)) for _ in range(2)]
+    both = [asyncio.create_task(memory.answer(1, b"a", call, at_once=at_once)) for _ in range(2)]
     await turns()
     gate.set()
     assert await asyncio.gather(*both) == [1, 1]
@@ -85,21 +86,23 @@ async def test_another_body_under_a_used_number_is_refused() -> None:
     assert call.runs == 1
 
 
-async def test_what_was_refused_runs_anew() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_what_was_refused_runs_anew(at_once: bool) -> None:
     memory, call = ReplyMemory[int](), Counted()
 
     async def refuse() -> int:
         raise ValueError("no")
 
-    both = [asyncio.create_task(memory.answer(1, b"a", refuse)) for _ in range(2)]
+    both = [asyncio.create_task(memory.answer(1, b"a", refuse, at_once=at_once)) for _ in range(2)]
     assert [type(error) for error in await asyncio.gather(*both, return_exceptions=True)] == [ValueError, ValueError]
-    assert await memory.answer(1, b"a", call) == 1
+    assert await memory.answer(1, b"a", call, at_once=at_once) == 1
 
 
-async def test_a_call_ends_with_the_last_who_waits_for_it_and_may_then_run_again() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_call_ends_with_the_last_who_waits_for_it_and_may_then_run_again(at_once: bool) -> None:
     gate = asyncio.Event()
     memory, call = ReplyMemory[int](), Counted(gate)
-    first, second = (asyncio.create_task(memory.answer(1, b"a", call)) for _ in range(2))
+    first, second = (asyncio.create_task(memory.answer(1, b"a", call, at_once=at_once)) for _ in range(2))
     await turns()
     first.cancel()
     await turns()
@@ -109,7 +112,7 @@ async def test_a_call_ends_with_the_last_who_waits_for_it_and_may_then_run_again
     await asyncio.sleep(0)
     assert call.cancelled == 1
     gate.set()
-    assert await memory.answer(1, b"a", call) == 2
+    assert await memory.answer(1, b"a", call, at_once=at_once) == 2
 
 
 async def test_an_answer_whose_only_waiter_was_cancelled_late_is_kept() -> None:
@@ -122,17 +125,54 @@ async def test_an_answer_whose_only_waiter_was_cancelled_late_is_kept() -> None:
     assert await memory.answer(1, b"a", call) == 1
 
 
-async def test_old_answers_are_forgotten_but_never_a_call_that_runs() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_old_answers_are_forgotten_but_never_a_call_that_runs(at_once: bool) -> None:
     gate = asyncio.Event()
     memory, waiting, quick = ReplyMemory[int](), Counted(gate), Counted()
-    running = asyncio.create_task(memory.answer(1, b"a", waiting))
+    running = asyncio.create_task(memory.answer(1, b"a", waiting, at_once=at_once))
     await asyncio.sleep(0)
     for seq in range(2, REMEMBERED + 10):
-        await memory.answer(seq, b"a", quick)
+        await memory.answer(seq, b"a", quick, at_once=at_once)
     before = quick.runs
-    await memory.answer(2, b"a", quick)
+    await memory.answer(2, b"a", quick, at_once=at_once)
     assert quick.runs == before + 1, "the oldest was forgotten"
-    repeat = asyncio.create_task(memory.answer(1, b"a", waiting))
+    repeat = asyncio.create_task(memory.answer(1, b"a", waiting, at_once=at_once))
     await asyncio.sleep(0)
     gate.set()
     assert await running == await repeat == 1
+
+
+async def test_what_begins_at_once_and_does_not_wait_takes_no_turn_of_the_loop() -> None:
+    memory, call = ReplyMemory[int](), Counted()
+    answer = memory.answer(1, b"a", call, at_once=True)
+    with pytest.raises(StopIteration) as end:
+        answer.send(None)
+    assert end.value.value == 1
+    assert await memory.answer(1, b"a", call, at_once=True) == 1
+    assert call.runs == 1
+
+
+async def test_what_has_begun_hears_of_its_end_even_before_its_task_has_run() -> None:
+    memory, call = ReplyMemory[int](), Counted(asyncio.Event())
+    answer = memory.answer(1, b"a", call, at_once=True)
+    answer.send(None)
+    answer.close()  # whoever asked is gone in the same turn
+    await turns()
+    assert call.cancelled == 1
+
+
+async def test_others_may_wait_for_what_a_call_that_has_begun_waits_for() -> None:
+    memory, shared = ReplyMemory[int](), asyncio.get_running_loop().create_future()
+
+    async def call() -> int:
+        await asyncio.sleep(0)
+        return int(await shared)
+
+    async def other() -> int:
+        return int(await shared)
+
+    both = [memory.answer(seq, b"a", each, at_once=True) for seq, each in ((1, other), (2, call))]
+    waiting = [asyncio.ensure_future(each) for each in (*both, other(), other())]
+    await asyncio.sleep(0)
+    shared.set_result(3)
+    assert await asyncio.gather(*waiting) == [3, 3, 3, 3]
