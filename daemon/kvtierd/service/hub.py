@@ -120,7 +120,8 @@ class EventHub:
         self._bytes = 0
         self._asked: tuple[int, int, int] | None = None
         self._answer: Run | None = None
-        self._news = asyncio.Event()
+        self._waiting: dict[asyncio.Future[bool], None] = {}
+        """Those who wait for news, in the order in which they came."""
         self._woken = -BUSY_S
         self._closed = False
 
@@ -208,11 +209,22 @@ class EventHub:
                 return next(event.id for event in events if event.time_ns >= time_ns)
         return next((event.id for event in self._pending if event.time_ns >= time_ns), None)
 
-    async def news(self, cursor: int, epoch: int | None = None) -> None:
-        """Returns once something above ``cursor`` can be read, or the hub is closed; or another epoch than this one has
-        begun right after the cursor."""
+    async def news(self, cursor: int, epoch: int | None = None, until: float = inf) -> bool:
+        """Returns when :meth:`after` has something above the cursor, when the hub is closed, or when another ``epoch``
+        has begun right after the cursor; False where that has not come ``until`` then, by the loop's clock."""
         while self._packed <= cursor and not self._closed and (epoch is None or not self.has_begun(cursor, epoch)):
-            await self._news.wait()
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[bool] = loop.create_future()
+            timer = None if until == inf else loop.call_at(until, _answer, waiter, False)
+            self._waiting[waiter] = None
+            try:
+                if not await waiter:
+                    return False
+            finally:
+                self._waiting.pop(waiter, None)
+                if timer is not None:
+                    timer.cancel()
+        return True
 
     def has_begun(self, cursor: int, epoch: int) -> bool:
         """Whether the present epoch is another one and begins right after ``cursor``."""
@@ -263,10 +275,15 @@ class EventHub:
             self._head += 1
 
     def _wake(self) -> None:
-        # Waiters hold the event that they wait on, so a fresh one for those to come wakes each exactly once.
         self._woken = asyncio.get_running_loop().time()
-        self._news.set()
-        self._news = asyncio.Event()
+        waiting, self._waiting = self._waiting, {}  # whoever comes from here on waits for the next news
+        for waiter in waiting:
+            _answer(waiter, True)
+
+
+def _answer(waiter: asyncio.Future[bool], news: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(news)
 
 
 def _run_length(events: Sequence[Event]) -> int:

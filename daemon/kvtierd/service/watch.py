@@ -39,7 +39,8 @@ class Watcher:
         self._covered = cursor
         self.wanted = wanted
         self._heartbeat_s = heartbeat_s
-        self.quiet_until = asyncio.get_running_loop().time() + heartbeat_s
+        self._loop = asyncio.get_running_loop()
+        self.quiet_until = self._loop.time() + heartbeat_s
         """When it must have heard something."""
         self.refusal: CallRefused | None = None
         """Why it may not go on, once its rights have changed."""
@@ -62,8 +63,7 @@ class Watcher:
         ``snapshot_end``: the first batch to reach this id is marked as such. Raises UNAVAILABLE once the hub is closed
         and everything in it was sent.
         """
-        loop = asyncio.get_running_loop()
-        self.quiet_until = loop.time()
+        self.quiet_until = self._loop.time()
         if snapshot_end is not None and snapshot_end <= self._cursor:
             yield self._batch(snapshot_end=True)
             self.heard()
@@ -112,11 +112,11 @@ class Watcher:
 
     @property
     def is_due(self) -> bool:
-        return asyncio.get_running_loop().time() >= self.quiet_until
+        return self._loop.time() >= self.quiet_until
 
     def heard(self) -> None:
         """It has just been sent something."""
-        self.quiet_until = asyncio.get_running_loop().time() + self._heartbeat_s
+        self.quiet_until = self._loop.time() + self._heartbeat_s
 
     def _cover_at(self, quiet_until: float) -> float:
         """When a batch without events is due: earlier where it tells that events were filtered away, for which somebody
@@ -124,18 +124,13 @@ class Watcher:
         if self._covered == self._cursor:
             return quiet_until
         apart = max(COVER_S, COVER_SHARE_S * len(self._hub.watchers))
-        return min(quiet_until, asyncio.get_running_loop().time() + apart)
+        return min(quiet_until, self._loop.time() + apart)
 
     async def _news(self, until: float) -> bool:
         """False when it stays quiet until then."""
         if self._hub.closed:
             raise shutting_down()
-        try:
-            async with asyncio.timeout_at(until):
-                await self._hub.news(self._cursor, self._epoch)
-        except TimeoutError:
-            return False
-        return True
+        return await self._hub.news(self._cursor, self._epoch, until)
 
     def _look_at(self, run: Run) -> bytes:
         """Moves on over ``run``; what of it this watcher wants."""

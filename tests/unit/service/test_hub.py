@@ -185,6 +185,19 @@ async def test_all_waiters_wake_and_late_ones_need_not_wait() -> None:
         await ring.news(0)
 
 
+async def test_who_waits_until_then_hears_whether_there_was_any_news() -> None:
+    ring, loop = hub(), asyncio.get_running_loop()
+    assert not await ring.news(0, until=loop.time() + 0.001)
+    waiter = asyncio.create_task(ring.news(0, until=loop.time() + 60))
+    gives_up = asyncio.create_task(ring.news(0, until=loop.time() + 60))
+    await asyncio.sleep(0)
+    gives_up.cancel()
+    publish(ring, 1, 1)
+    async with asyncio.timeout(5):
+        assert await waiter
+    assert gives_up.cancelled()
+
+
 async def test_closing_makes_everything_readable_and_wakes_waiters() -> None:
     ring = hub()
     waiter = asyncio.create_task(ring.news(1000))
