@@ -225,8 +225,8 @@ class BlocksService:
     def _reserve_ahead(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Grant | None:
         """For the session's next commit; None, too, where it could not be reserved by a call."""
         try:
-            with self._caps.reserving(session, cache, group, tier, count):
-                return self._engine.reserve_ahead(cache.id, session.id, group, tier, count)
+            self._caps.require_room(session, cache, group, tier, count)
+            return self._engine.reserve_ahead(cache.id, session.id, group, tier, count)
         except (CallRefused, TierOffline, ShuttingDown, UnknownCache):
             return None
 

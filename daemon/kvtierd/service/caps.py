@@ -44,30 +44,39 @@ class Caps:
         self._reserving: Counter[tuple[SessionId, CacheId, GroupId, Tier]] = Counter()
         self._leasing: Counter[SessionId] = Counter()
 
-    @contextmanager
-    def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
-        """Around a reservation. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
+    def require_room(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> None:
+        """Before a reservation that does not wait. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
         slots = cache.slots[tier][group]
-        allowed = max(1, int(self._limits().reserved_fraction * slots))
-        key = (session.id, cache.id, group, tier)
+        limits = self._limits()
+        allowed = max(1, int(limits.reserved_fraction * slots))
         if allowed < slots:
-            held = cache.runtime.manager.blank_of(session.id, group, tier) + self._reserving[key]
+            under_way = self._reserving[session.id, cache.id, group, tier]
+            held = cache.runtime.manager.blank_of(session.id, group, tier) + under_way
             if held + count > allowed:
                 says = f"{count} {tier} slots of cache {cache.name} wanted, {held} are reserved, {allowed} may be"
                 raise _over("max_reserved_fraction", says, session, tier, count, held, allowed)
-        with self.leasing(session, 1), _added(self._reserving, key, count):
+        self._require_leases(session, 1, limits.leases)
+
+    @contextmanager
+    def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
+        """Around a reservation. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
+        self.require_room(session, cache, group, tier, count)
+        key = (session.id, cache.id, group, tier)
+        with _added(self._leasing, session.id, 1), _added(self._reserving, key, count):
             yield
 
     @contextmanager
     def leasing(self, session: Session, count: int) -> Iterator[None]:
         """Around what may grant so many leases. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
-        allowed = self._limits().leases
+        self._require_leases(session, count, self._limits().leases)
+        with _added(self._leasing, session.id, count):
+            yield
+
+    def _require_leases(self, session: Session, count: int, allowed: int) -> None:
         held = self._engine.session_leases(session.id) + self._leasing[session.id]
         if held + count > allowed:
             says = f"{count} leases wanted, the session has {held}, {allowed} may be"
             raise _over("max_session_leases", says, session, None, count, held, allowed)
-        with _added(self._leasing, session.id, count):
-            yield
 
 
 @contextmanager

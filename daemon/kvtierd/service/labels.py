@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
+from google.protobuf.message import Message
+
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.keys import DIGEST_BYTES
 from kvtier.v1 import blocks_pb2, events_pb2
@@ -17,6 +19,8 @@ MAX_SALT_BYTES: Final = 1024
 _TOKEN_BYTES: Final = 4
 _EXTRA_ID_BYTES: Final = 8
 _ONLY_WITH_TOKENS: Final = ("token_extra_ids", "lora_id", "cache_salt", "mm_digests", "mm_blocks", "mm_offsets")
+_MAY_BE_ZERO: Final = frozenset({"lora_id", "cache_salt"})
+"""Told or not, whatever their values."""
 
 
 def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
@@ -44,10 +48,9 @@ def _hashes(cache: Cache, packed: bytes, count: int) -> Sequence[bytes]:
 
 def _tokens(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[bytes]:
     """A serialised ``BlockTokens`` a block."""
-    present = {field.name for field, _ in request.ListFields()}
     if not request.tokens:
         for field in _ONLY_WITH_TOKENS:
-            if field in present:
+            if _is_told(request, field):
                 raise bad_argument(field, "some", "none without tokens")
         return [b""] * count
     if not cache.options.keep_tokens:
@@ -57,12 +60,17 @@ def _tokens(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequ
     messages = [events_pb2.BlockTokens(token_ids=ids) for ids in _ids(cache, request, count)]
     for message, extra in zip(messages, _extra_ids(cache, request, count), strict=True):
         message.extra_ids = extra
-        if "lora_id" in present:
+        if request.HasField("lora_id"):
             message.lora_id = request.lora_id
-        if "cache_salt" in present:
+        if request.HasField("cache_salt"):
             message.cache_salt = request.cache_salt
     _add_items(request, messages)
     return [message.SerializeToString() for message in messages]
+
+
+def _is_told(request: Message, field: str) -> bool:
+    """All fields of a request at once would be copies of its keys and its parents, too."""
+    return request.HasField(field) if field in _MAY_BE_ZERO else bool(getattr(request, field))
 
 
 def _ids(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[bytes]:
