@@ -22,10 +22,11 @@ def write(batch: Batch) -> Finish:
     return store(batch, parts)
 
 
-def store(batch: Batch, parts: Mapping[int, Sequence[Bytes]]) -> Finish:
+def store(batch: Batch, parts: Mapping[int, Sequence[Bytes]], *, lent: bool = False) -> Finish:
     """The same with the records of the blocks, by their places in the batch; what has none fails.
 
-    While one batch is made durable, the bytes of the next are written.
+    While one batch is made durable, the bytes of the next are written. ``lent``: the records are the caller's again
+    when this returns, so the disk is waited for.
     """
     disk = batch[0].runtime.store
     writes: list[DiskWrite] = []
@@ -41,6 +42,8 @@ def store(batch: Batch, parts: Mapping[int, Sequence[Bytes]]) -> Finish:
         else:
             failed.add(place)
     begun = disk.begin(writes)
+    if lent:
+        begun.written()
 
     def finish() -> Faults:
         unstored = disk.finish(begun, retires)

@@ -19,12 +19,12 @@ RETIRES_PER_COPY: Final = 4
 class Lane:
     """A queue and its threads.
 
-    ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat. More are
-    taken as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over many small
-    blocks or some large ones. ``may_join`` is what the lane adds to the rules that hold for all: one cache a batch, in
-    the order queued. ``halves``: the second half of a batch's work is done by another thread while the next one begins.
-    ``in_turn``: moves take turns, a piece each, so that a small one does not wait for all of a large one before it;
-    else what is queued first is done first.
+    ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat. Behind others
+    more are taken, as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over
+    many small blocks or some large ones. ``may_join`` is what the lane adds to the rules that hold for all: one cache a
+    batch, in the order queued. ``halves``: the second half of a batch's work is done by another thread while the next
+    one begins. ``in_turn``: moves take turns, a piece each, so that a small one does not wait for all of a large one
+    before it; else what is queued first is done first.
     """
 
     name: str
@@ -44,14 +44,15 @@ class Lane:
         fit = runtime.cuda.batch_bytes // runtime.spec.record_bytes(move.group)
         return max(1, min(self.batch_blocks, fit))
 
-    def joins(self, batch: Batch, piece: Piece) -> bool:
-        """Whether ``piece``, which comes next in the queue, may be carried out together with ``batch``."""
+    def joins(self, batch: Batch, piece: Piece, *, alone: bool = False) -> bool:
+        """Whether ``piece``, which comes next in the queue, may be carried out together with ``batch``. ``alone``:
+        nothing else is under way, so the batch begins sooner rather than grows."""
         members = [*batch, piece]
         copying = [member for member in members if member.move.dst is not None]
         copies = sum(len(member.items) for member in copying)
         retires = sum(len(member.items) for member in members if member.move.dst is None)
         nbytes = sum(len(member.items) * _slot_bytes(member) for member in copying)
-        small = copies <= self.batch_blocks or nbytes <= self.batch_bytes
+        small = copies <= self.batch_blocks or (nbytes <= self.batch_bytes and not alone)
         fits = small and retires <= self.batch_blocks * RETIRES_PER_COPY and _fits_device(members)
         return fits and batch[0].runtime is piece.runtime and self.may_join(batch, piece)
 

@@ -119,11 +119,18 @@ class Finisher(Hand):
     def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
         super().__init__(name, post, exited)
         self._ended_ns = 0
+        self._begun = self._done = 0
         self._queue: Queue[tuple[Batch, Finish, int] | None] = Queue(maxsize=1)
 
     def put(self, batch: Batch, finish: Finish, started_ns: int) -> None:
         """Blocks while another batch waits: no more than three are under way."""
+        self._begun += 1
         self._queue.put((batch, finish, started_ns))
+
+    @property
+    def idle(self) -> bool:
+        """All that was put has been reported. For the thread that puts."""
+        return self._begun == self._done
 
     def end(self) -> None:
         """After what was put before."""
@@ -132,6 +139,7 @@ class Finisher(Hand):
     def _work(self) -> None:
         while (begun := self._queue.get()) is not None:
             self._finish(*begun)
+            self._done += 1
             del begun  # it holds views, and with them a removed cache's memory, for as long as nothing else comes
 
     def _finish(self, batch: Batch, finish: Finish, started_ns: int) -> None:
@@ -167,6 +175,11 @@ class Worker(Hand):
             if self._finisher is not None:
                 self._finisher.end()
 
+    @property
+    def _alone(self) -> bool:
+        """Nothing that was begun before is under way."""
+        return self._finisher is not None and self._finisher.idle
+
     def _batches(self) -> Iterator[list[Piece]]:
         batch: list[Piece] = []
         while True:
@@ -176,7 +189,7 @@ class Worker(Hand):
                 yield batch
                 batch = []
                 continue
-            if piece is not None and (not batch or self._lane.joins(batch, piece)):
+            if piece is not None and (not batch or self._lane.joins(batch, piece, alone=self._alone)):
                 batch.append(piece)
                 continue
             if batch:

@@ -48,20 +48,28 @@ def after(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def torn(move: Callable[..., Any]) -> Callable[..., Any]:
+def ended(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*arguments: Any) -> None:
+        begin(*arguments)()
+        die()
+
+    return wrapper
+
+
+def torn(begin: Callable[..., Any]) -> Callable[..., Any]:
     """Half of each record, or of each run of them, reaches the slab."""
 
-    def wrapper(fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> None:
-        move(fd, way, [Run(run.offset, run.parts[: len(run.parts) // 2]) for run in runs])
+    def wrapper(fd: int, way: Way, runs: Sequence[Run]) -> None:
+        begin(fd, way, [Run(run.offset, run.parts[: len(run.parts) // 2]) for run in runs])()
         die()
 
     return wrapper
 
 
 POINTS: Final[Mapping[str, tuple[object, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]] = {
-    "before transfer": (slab, "transfer", before),
-    "torn transfer": (slab, "transfer", torn),
-    "after transfer": (slab, "transfer", after),
+    "before transfer": (slab, "begin", before),
+    "torn transfer": (slab, "begin", torn),
+    "after transfer": (slab, "begin", ended),
     "before fdatasync": (os, "fdatasync", before),
     "after fdatasync": (os, "fdatasync", after),
     "before commit": (Index, "commit", before),

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from kvtierd.tiers.disk import DiskStore, transfers
 from kvtierd.tiers.disk import slab as slabs
 from kvtierd.tiers.disk.index import Index
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.disk.transfers import Queues, Run, Way, transfer
+from kvtierd.tiers.disk.transfers import End, Queues, Run, Way, begin
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
@@ -196,16 +196,18 @@ def test_writes_that_the_system_refuses_fail_alone(tmp_path: Path) -> None:
 
 
 class Faulty:
-    """``transfer`` over a disk with bad places."""
+    """``begin`` over a disk with bad places."""
 
     def __init__(self, way: Way, bad: set[int], short: bool) -> None:
         self._way = way
         self._bad = bad
         self._short = short
 
-    def __call__(self, fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> list[int]:
-        moved = transfer(fd, way, [self._cut(run) for run in runs] if way is self._way else runs, meanwhile)
-        return [self._result(run, got) if way is self._way else got for run, got in zip(runs, moved, strict=True)]
+    def __call__(self, fd: int, way: Way, runs: Sequence[Run]) -> End:
+        end = begin(fd, way, [self._cut(run) for run in runs] if way is self._way else runs)
+        if way is not self._way:
+            return end
+        return lambda: [self._result(run, got) for run, got in zip(runs, end(), strict=True)]
 
     def _good(self, run: Run) -> int:
         """Parts before the first bad place."""
@@ -232,7 +234,7 @@ def way_of_moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def test_a_bad_place_costs_only_the_block_that_was_to_go_there(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short: bool
 ) -> None:
-    monkeypatch.setattr(slabs, "transfer", Faulty(Way.WRITE, {4}, short))
+    monkeypatch.setattr(slabs, "begin", Faulty(Way.WRITE, {4}, short))
     writes = [block(1, 3), block(2, 4), block(3, 5), block(4, 9), block(5, 10, 2)]
     assert store.write(writes) == {1, 4}
     assert verdicts(store, {1: 3, 2: 4, 3: 5, 4: 9, 5: 10}) == {
@@ -255,7 +257,7 @@ def test_a_place_that_cannot_be_read_costs_only_its_block(
 ) -> None:
     spread = {1: 3, 2: 4, 3: 5, 4: 9}
     store.write([block(name, slot) for name, slot in spread.items()])
-    monkeypatch.setattr(slabs, "transfer", Faulty(Way.READ, {4}, short))
+    monkeypatch.setattr(slabs, "begin", Faulty(Way.READ, {4}, short))
     assert verdicts(store, spread) == {1: "ok", 2: "failed", 3: "ok", 4: "ok"}
     monkeypatch.undo()
     assert verdicts(store, spread) == dict.fromkeys(spread, "ok")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape, slab
 from kvtierd.tiers.disk.index import Index, index_bytes
 from kvtierd.tiers.disk.slab import Piece, Slab, create_slab
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.disk.transfers import Run, Way, nothing, transfer
+from kvtierd.tiers.disk.transfers import End, Run, Way, begin
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
@@ -243,11 +243,11 @@ def test_adjacent_slots_are_moved_together_as_far_as_one_call_can_take(
 ) -> None:
     pieces: list[int] = []
 
-    def watched(fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> list[int]:
+    def watched(fd: int, way: Way, runs: Sequence[Run]) -> End:
         pieces.extend(len(run.parts) for run in runs)
-        return transfer(fd, way, runs, meanwhile)
+        return begin(fd, way, runs)
 
-    monkeypatch.setattr(slab, "transfer", watched)
+    monkeypatch.setattr(slab, "begin", watched)
     store = new_store(tmp_path, slots=1200)
     spread = {n: n for n in range(1200)}
     assert store.write([block(n, n) for n in spread]) == frozenset()
@@ -259,15 +259,15 @@ def test_adjacent_slots_are_moved_together_as_far_as_one_call_can_take(
 def test_one_call_moves_no_more_than_64_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def watched(fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> list[int]:
+    def watched(fd: int, way: Way, runs: Sequence[Run]) -> End:
         sizes.extend(sum(part.nbytes for part in run.parts) for run in runs)
-        return sizes
+        return lambda: sizes
 
     create_slab(tmp_path / "slab", SlabShape(24 << 20, 7))
     big = Slab.open(tmp_path / "slab", SlabShape(24 << 20, 7))
-    monkeypatch.setattr(slab, "transfer", watched)
+    monkeypatch.setattr(slab, "begin", watched)
     parts = buffers((24 << 20,))
-    assert big.write([Piece(n, SlotId(slot), parts) for n, slot in enumerate([6, 0, 1, 2, 3])], nothing) == []
+    assert big.begin_write([Piece(n, SlotId(slot), parts) for n, slot in enumerate([6, 0, 1, 2, 3])])() == []
     assert sizes == [48 << 20, 48 << 20, 24 << 20]
     big.close()
 
@@ -285,7 +285,17 @@ def test_payload_is_durable_before_the_index_says_so(store: DiskStore, monkeypat
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    watch(slab, "transfer")
+    def watched(fd: int, way: Way, runs: Sequence[Run]) -> End:
+        end = begin(fd, way, runs)
+
+        def wrapper() -> list[int]:
+            moved = end()
+            steps.append("transfer")
+            return moved
+
+        return wrapper
+
+    monkeypatch.setattr(slab, "begin", watched)
     watch(os, "fdatasync")
     watch(Index, "commit")
     store.write([block(1, 3), block(2, 4), block(3, 9)], [retire("x", 1)])

@@ -15,12 +15,13 @@ import pytest
 from numpy.typing import NDArray
 
 from kvtierd.tiers.disk import transfers
-from kvtierd.tiers.disk.transfers import DEPTH, KernelQueue, Queues, Run, Way, transfer
+from kvtierd.tiers.disk.transfers import DEPTH, KernelQueue, Queues, Run, Way, begin
 from tests.unit.disk.disk_blocks import buffers
 
 PAGE = 4096
 RUNS = 2 * DEPTH + 3
 """More than the queue takes at a time."""
+CALLS = transfers.QUEUES.calls
 
 
 @pytest.fixture
@@ -35,6 +36,10 @@ def fd(tmp_path: Path) -> Iterator[int]:
 def way_of_moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     queued = request.param == "queued"
     monkeypatch.setattr(transfers, "QUEUES", Queues(transfers.QUEUES.calls if queued else None))
+
+
+def transfer(fd: int, way: Way, runs: list[Run]) -> list[int]:
+    return begin(fd, way, runs)()
 
 
 def scattered(seed: int, pages: int = 1) -> list[Run]:
@@ -90,19 +95,33 @@ def test_a_file_that_is_not_open_is_a_fault_of_every_run() -> None:
     assert transfer(1 << 20, Way.READ, scattered(seed=1)) == [-errno.EBADF] * RUNS
 
 
-@pytest.mark.parametrize("runs", [0, 1, RUNS])
-def test_what_is_to_be_done_meanwhile_is_done_once(fd: int, runs: int) -> None:
-    done: list[int] = []
-    transfer(fd, Way.WRITE, scattered(seed=1)[:runs], lambda: done.append(1))
-    assert done == [1]
+def test_what_has_begun_is_on_disk_at_its_end_whoever_waits(fd: int) -> None:
+    written = [scattered(seed) for seed in range(3)]
+    for place, runs in enumerate(written):
+        written[place] = [Run(run.offset + place * PAGE, run.parts) for run in runs]
+    ends = [begin(fd, Way.WRITE, runs) for runs in written]
+    moved: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: moved.extend(end() for end in reversed(ends)))
+    waiting.start()
+    waiting.join()
+    assert moved == [[PAGE] * RUNS] * 3
+    for runs in written:
+        assert transfer(fd, Way.READ, read := blank(runs)) == [PAGE] * RUNS
+        assert same(read, runs)
 
 
-def test_what_fails_meanwhile_is_said_when_nothing_is_under_way(fd: int) -> None:
-    def fails() -> None:
-        raise ValueError("a bad block")
+def test_a_queue_that_fails_has_nothing_under_way_and_is_not_used_again(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(queue: KernelQueue, count: int, moved: NDArray[np.int64]) -> int:
+        raise OSError(errno.EIO, "no events to be had")
 
-    with pytest.raises(ValueError, match="a bad block"):
-        transfer(fd, Way.WRITE, scattered(seed=1), fails)
+    monkeypatch.setattr(transfers, "QUEUES", Queues(CALLS))
+    with monkeypatch.context() as broken:
+        broken.setattr(KernelQueue, "_wait", fails)
+        end = begin(fd, Way.WRITE, scattered(seed=1))
+        with pytest.raises(OSError, match="no events"):
+            end()
     written = scattered(seed=2)
     assert transfer(fd, Way.WRITE, written) == [PAGE] * RUNS, "with another queue"
     assert transfer(fd, Way.READ, read := blank(written)) == [PAGE] * RUNS

@@ -24,7 +24,8 @@ class PickyDisk(StubbornDisk):
 
     def begin(self, writes: Sequence[DiskWrite]) -> Begun:
         refused = frozenset(number for number, write in enumerate(writes) if write.key in self.refuses)
-        return replace(super().begin(writes), failed=refused)
+        begun = super().begin(writes)
+        return replace(begun, written=lambda: begun.written() | refused)
 
 
 @pytest.fixture

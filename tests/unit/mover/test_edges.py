@@ -309,6 +309,34 @@ async def test_stop_gives_up_what_has_not_begun_and_leaves_a_thread_that_hangs(
     assert desk.results == []
 
 
+@pytest.mark.parametrize("under_way", [False, True])
+async def test_many_small_blocks_go_together_only_behind_others(
+    make_edges: MakeEdges, runtime: CacheRuntime, under_way: bool
+) -> None:
+    """A disk that has nothing to do is given what there is; one that has something takes the next ones in fewer
+    batches."""
+    durable = threading.Event()
+
+    def finish() -> Faults:
+        assert durable.wait(30)
+        return Faults()
+
+    gate = Gate(lambda batch: finish if under_way else Faults())
+    edges = make_edges([Lane("test-halves", (DOWN,), 1, 2, gate, halves=True, batch_bytes=1 << 20)])
+    edges.submit(runtime, numbered(1, [0]))
+    assert gate.begun.acquire(timeout=30)
+    for number in (2, 3, 4):
+        edges.submit(runtime, numbered(number, [number]))
+    gate.open()
+    if under_way:
+        assert await asyncio.to_thread(gate.begun.acquire, timeout=30)
+        durable.set()
+    await edges.idle()
+
+    batches = [[number for number, _ in batch] for batch in gate.batches]
+    assert batches == ([[1], [2, 3, 4]] if under_way else [[1], [2, 3], [4]])
+
+
 async def test_a_batch_begins_while_the_one_before_is_finished(
     make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
 ) -> None:

@@ -106,7 +106,7 @@ class CudaCopies:
                 _log.warning("blocks could not be fetched from the device cache=%s why=%r", self._name, str(error))
             else:
                 parts |= load.records()
-            return diskio.store(batch, parts)
+            return diskio.store(batch, parts, lent=True)
 
     def read(self, batch: Batch) -> Faults | Finish:
         """See :func:`kvtierd.mover.diskio.read`. Only what has been verified goes on to the device; where nobody can

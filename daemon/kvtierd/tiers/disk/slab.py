@@ -16,7 +16,7 @@ from kvtier.abi.spec import PAGE
 from kvtierd.core.ids import SlotId
 from kvtierd.tiers.base import Bytes, DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk.files import PRIVATE_FILE, io_errors
-from kvtierd.tiers.disk.transfers import Run, Way, nothing, transfer
+from kvtierd.tiers.disk.transfers import Run, Way, begin
 from kvtierd.tiers.disk.values import SlabShape
 
 MAX_PIECES: Final = 1024
@@ -100,13 +100,14 @@ class Slab:
                 raise
         return slab
 
-    def write(self, pieces: Iterable[Piece], meanwhile: Callable[[], None]) -> list[int]:
-        """The numbers of pieces that were not written whole. ``meanwhile`` is called once, while the disk works."""
-        return self._transfer(Way.WRITE, pieces, meanwhile)
+    def begin_write(self, pieces: Iterable[Piece]) -> Callable[[], list[int]]:
+        """Returns while the disk works. What it returns waits for that, once, and gives the numbers of pieces that were
+        not written whole."""
+        return self._begin(Way.WRITE, pieces)
 
     def read(self, pieces: Iterable[Piece]) -> list[int]:
         """The numbers of pieces that were not read whole."""
-        return self._transfer(Way.READ, pieces, nothing)
+        return self._begin(Way.READ, pieces)()
 
     def sync(self) -> None:
         """Raises :class:`OSError`: then nothing written since the last sync may be taken as stored."""
@@ -132,30 +133,35 @@ class Slab:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _transfer(self, way: Way, pieces: Iterable[Piece], meanwhile: Callable[[], None]) -> list[int]:
-        failed: list[int] = []
+    def _begin(self, way: Way, pieces: Iterable[Piece]) -> Callable[[], list[int]]:
         runs = list(_runs(pieces, self.shape.record_bytes))
-        for run, fault in zip(runs, self._faults(way, runs, meanwhile), strict=True):
-            if fault is not None:
-                _log.warning("%s: %d records from slot %d: %s", self.path, len(run), run[0].slot, fault)
-                failed += self._one_by_one(way, run)
+        end = begin(self._fd, way, self._wanted(runs))
+
+        def failed() -> list[int]:
+            numbers: list[int] = []
+            for run, moved in zip(runs, end(), strict=True):
+                if (fault := self._fault(run, moved)) is not None:
+                    _log.warning("%s: %d records from slot %d: %s", self.path, len(run), run[0].slot, fault)
+                    numbers += self._one_by_one(way, run)
+            return numbers
+
         return failed
 
     def _one_by_one(self, way: Way, run: Sequence[Piece]) -> list[int]:
         """One bad sector must not cost its neighbours."""
         if len(run) == 1:
             return [run[0].number]
-        faults = self._faults(way, [[piece] for piece in run], nothing)
-        return [piece.number for piece, fault in zip(run, faults, strict=True) if fault is not None]
+        moved = begin(self._fd, way, self._wanted([[piece] for piece in run]))()
+        return [piece.number for piece, nbytes in zip(run, moved, strict=True) if self._fault([piece], nbytes)]
 
-    def _faults(self, way: Way, runs: Sequence[Sequence[Piece]], meanwhile: Callable[[], None]) -> list[str | None]:
-        """Why the records of adjacent slots could not be moved whole, for each of these runs."""
+    def _wanted(self, runs: Iterable[Sequence[Piece]]) -> list[Run]:
         record_bytes = self.shape.record_bytes
-        wanted = [Run(run[0].slot * record_bytes, [part for piece in run for part in piece.parts]) for run in runs]
-        return [
-            None if moved == len(run) * record_bytes else _said(moved, len(run) * record_bytes)
-            for moved, run in zip(transfer(self._fd, way, wanted, meanwhile), runs, strict=True)
-        ]
+        return [Run(run[0].slot * record_bytes, [part for piece in run for part in piece.parts]) for run in runs]
+
+    def _fault(self, run: Sequence[Piece], moved: int) -> str | None:
+        """Why the records of adjacent slots could not be moved whole."""
+        wanted = len(run) * self.shape.record_bytes
+        return None if moved == wanted else _said(moved, wanted)
 
 
 def _said(moved: int, wanted: int) -> str:

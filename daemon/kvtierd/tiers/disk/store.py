@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -147,9 +146,13 @@ class DiskStore:
         """
         self._check(writes)
         sync_failures = self._sync_failures
-        checksums: dict[int, bytes] = {}
-        failed = self._write_payloads(writes, checksums)
-        return Begun(writes, [checksums[number] for number in range(len(writes))], failed, sync_failures)
+        written = self._begin_payloads(writes)
+        try:
+            checksums = [checksum(write.parts, write.key, self._fingerprint) for write in writes]
+        except BaseException:
+            written()
+            raise
+        return Begun(writes, checksums, written, sync_failures)
 
     def finish(
         self,
@@ -161,21 +164,20 @@ class DiskStore:
         """The second half of :meth:`write`."""
         writes = begun.writes
         with self._committing:
-            failed = self._not_synced(begun)
-            failed |= self._without_parent(writes, failed, retire)
-            stored = [
-                (write, checked)
-                for number, (write, checked) in enumerate(zip(writes, begun.checksums, strict=True))
-                if number not in failed
-            ]
             try:
-                self._commit(self._plan(stored, retire, touches, restate))
+                planned, failed = self._plan(begun, frozenset(), retire, touches, restate)  # while the disk works
+            finally:
+                unwritten = begun.written()
+            if lost := self._not_synced(begun, unwritten):
+                planned, failed = self._plan(begun, lost, retire, touches, restate)
+            try:
+                self._commit(planned)
             except TierIOError:
                 if retire or not writes:
                     raise
                 _log.exception("%d blocks were not stored", len(writes))
                 return frozenset(range(len(writes)))
-            return frozenset(failed)
+            return failed
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
         """Fetches and verifies blocks. Raises :class:`TierConfigError` for malformed arguments, having read nothing."""
@@ -288,22 +290,24 @@ class DiskStore:
             self._table(group)
             _check_traits(traits)
 
-    def _write_payloads(self, writes: Sequence[DiskWrite], checksums: dict[int, bytes]) -> frozenset[int]:
-        """Indices of writes whose bytes did not reach the disk. While it works, ``checksums`` are taken of all."""
+    def _begin_payloads(self, writes: Sequence[DiskWrite]) -> Callable[[], frozenset[int]]:
+        """See :attr:`Begun.written`."""
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
         for number, write in enumerate(writes):
             pieces[write.group].append(Piece(number, write.slot, write.parts))
+        failed: list[int] = []
+        with ExitStack() as under_way:
+            for group, wanted in pieces.items():
+                under_way.callback(lambda end: failed.extend(end()), self._slabs[group].begin_write(wanted))
+            ending = under_way.pop_all()
 
-        def take_checksums(wanted: Sequence[Piece]) -> None:
-            for number, _, parts in wanted:
-                checksums[number] = checksum(parts, writes[number].key, self._fingerprint)
+        def written() -> frozenset[int]:
+            ending.close()  # what raises in it has been waited for, too, and so has all else
+            return frozenset(failed)
 
-        failed: set[int] = set()
-        for group, wanted in pieces.items():
-            failed.update(self._slabs[group].write(wanted, partial(take_checksums, wanted)))
-        return frozenset(failed)
+        return written
 
-    def _not_synced(self, begun: Begun) -> set[int]:
+    def _not_synced(self, begun: Begun, unwritten: frozenset[int]) -> frozenset[int]:
         """Indices of writes whose bytes did not reach the medium. A sync that fails says nothing of which bytes were
         lost, so whatever had begun by then is."""
         for group in {write.group for write in begun.writes}:
@@ -313,9 +317,11 @@ class DiskStore:
                 _log.exception("%s: sync failed", self._slabs[group].path)
                 self._sync_failures += 1
         lost = begun.sync_failures != self._sync_failures
-        return set(range(len(begun.writes))) if lost else set(begun.failed)
+        return frozenset(range(len(begun.writes))) if lost else unwritten
 
-    def _without_parent(self, writes: Sequence[DiskWrite], failed: set[int], retire: Sequence[Retirement]) -> set[int]:
+    def _without_parent(
+        self, writes: Sequence[DiskWrite], failed: frozenset[int], retire: Sequence[Retirement]
+    ) -> set[int]:
         """Indices of writes that nobody could reach: their parent is not on disk, nor will it be after this batch."""
         leaving = {*self._doubtful, *self._effective(retire)}
         arriving: set[tuple[GroupId, Key]] = set()
@@ -343,17 +349,20 @@ class DiskStore:
 
     def _plan(
         self,
-        writes: Sequence[tuple[DiskWrite, bytes]],
+        begun: Begun,
+        lost: frozenset[int],
         retire: Sequence[Retirement],
         touches: Sequence[tuple[GroupId, bytes]],
         restate: Sequence[Restatement],
-    ) -> Batch:
-        """``writes`` with their checksums."""
+    ) -> tuple[Batch, frozenset[int]]:
+        """Without those writes that are ``lost``; and which are not in it, the lost ones among them."""
+        failed = lost | self._without_parent(begun.writes, lost, retire)
         batch = Batch(self._tables)
         for group, key in self._effective(retire):
             batch.discard(group, key)
-        for write, checked in writes:
-            batch.put(write, checked)
+        for number, (write, checked) in enumerate(zip(begun.writes, begun.checksums, strict=True)):
+            if number not in failed:
+                batch.put(write, checked)
         for group, key, traits in restate:
             batch.restate(group, key, traits)
         for group, packed in touches:
@@ -362,7 +371,7 @@ class DiskStore:
                 _MIN_TOUCH_BYTES, _TOUCH_BYTES_PER_SLOT * self._shapes[group].slots
             ):
                 batch.fold(group)
-        return batch
+        return batch, failed
 
     def _commit(self, batch: Batch) -> None:
         """Does the housekeeping that was waiting for a transaction, too. Raises :class:`TierIOError`."""

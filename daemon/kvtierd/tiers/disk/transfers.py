@@ -1,4 +1,4 @@
-"""Reads and writes of many places of a file by one call, all of them in the disk's queue at once.
+"""Reads and writes of many places of a file begun by one call, all of them in the disk's queue at once.
 
 Through the kernel's queue of Linux AIO (``io_submit``; the system call, no library). One ``preadv`` after another keeps
 a disk waiting for us, and, in a thread beside a busy one, for the interpreter lock after each: scattered records of 64
@@ -14,7 +14,8 @@ import logging
 import os
 import platform
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -76,8 +77,13 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
+End = Callable[[], list[int]]
+"""Waits for runs that have begun, and gives the bytes moved by each, or minus the error's number. Nothing is under way
+any more when it returns or raises."""
+
+
 class KernelQueue:
-    """One context of the kernel's; one thread at a time."""
+    """One context of the kernel's, for one call's runs at a time."""
 
     def __init__(self, calls: Calls) -> None:
         """Raises :class:`OSError`."""
@@ -86,29 +92,45 @@ class KernelQueue:
         self._events = np.zeros(DEPTH, _EVENT)
         _call(calls.setup, DEPTH, ctypes.addressof(self._context))
 
-    def transfer(self, fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None]) -> list[int]:
-        """As the function of that name. An error ends the queue, too: it is not to be used again."""
+    def begin(self, fd: int, way: Way, runs: Sequence[Run]) -> End:
+        """As the function of that name; the end comes before the next beginning. An error ends the queue, too: it is
+        not to be used again."""
         vectors, requests = _requests(fd, way, runs)
         addresses = requests.ctypes.data + np.arange(len(runs), dtype=np.uint64) * _REQUEST.itemsize
         moved = np.zeros(len(runs), np.int64)
+        alive = [vectors, requests]  # the kernel reads from both
         begun = ended = 0
+
+        def submit() -> None:
+            nonlocal begun, ended
+            while begun < len(runs) and begun - ended < DEPTH:
+                try:
+                    begun += self._submit(addresses[begun : ended + DEPTH])
+                except OSError:  # the first of them is not under way then: a call of its own does it, or says why
+                    moved[begun] = _move(fd, way, runs[begun])
+                    begun, ended = begun + 1, ended + 1
+
+        def end() -> list[int]:
+            nonlocal ended
+            with self._closed_by_errors():
+                while ended < len(runs):
+                    if ended < begun:
+                        ended += self._wait(begun - ended, moved)
+                    submit()
+            alive.clear()
+            return [int(each) for each in moved]
+
+        with self._closed_by_errors():
+            submit()
+        return end
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
         try:
-            while ended < len(runs):
-                while begun < len(runs) and begun - ended < DEPTH:
-                    try:
-                        begun += self._submit(addresses[begun : ended + DEPTH])
-                    except OSError:  # the first of them is not under way then: a call of its own does it, or says why
-                        moved[begun] = _move(fd, way, runs[begun])
-                        begun, ended = begun + 1, ended + 1
-                meanwhile()
-                meanwhile = nothing
-                if ended < begun:
-                    ended += self._wait(begun - ended, moved)
+            yield
         except BaseException:
             self.close()
             raise
-        del vectors  # the requests point into it
-        return [int(each) for each in moved]
 
     def close(self) -> None:
         """Waits for what is still under way."""
@@ -188,23 +210,23 @@ class Queues:
 QUEUES: Final = Queues(_CALLS.get(platform.machine()))
 
 
-def nothing() -> None:
-    pass
+def begin(fd: int, way: Way, runs: Sequence[Run]) -> End:
+    """Hands all runs to the disk. The buffers stay as they are until the end has been waited for, once, by any thread.
 
-
-def transfer(fd: int, way: Way, runs: Sequence[Run], meanwhile: Callable[[], None] = nothing) -> list[int]:
-    """Bytes moved a run, or minus the error's number. Nothing is under way any more when this returns or raises.
-
-    ``meanwhile``: called once, if it can be while the disk works. What it raises is passed on, as is :class:`OSError`
-    where the queue itself fails.
+    Raises :class:`OSError` where the queue itself fails, as the end does; nothing is under way then.
     """
-    queue = QUEUES.take() if len(runs) > 1 else None
+    queue = QUEUES.take() if len(runs) > 1 or way is Way.WRITE else None  # a single read is waited for at once
     if queue is None:
-        meanwhile()
-        return [_move(fd, way, run) for run in runs]
-    moved = queue.transfer(fd, way, runs, meanwhile)
-    QUEUES.give_back(queue)
-    return moved
+        moved = [_move(fd, way, run) for run in runs]
+        return lambda: moved
+    wait = queue.begin(fd, way, runs)
+
+    def end() -> list[int]:
+        moved = wait()
+        QUEUES.give_back(queue)
+        return moved
+
+    return end
 
 
 def _move(fd: int, way: Way, run: Run) -> int:

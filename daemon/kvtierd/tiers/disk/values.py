@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,11 +49,12 @@ Restatement = tuple[GroupId, Key, Traits]
 
 @dataclass(slots=True, frozen=True)
 class Begun:
-    """A batch whose bytes have been handed to the disk. ``sync_failures``: how many there had been when it began."""
+    """A batch whose bytes have been handed to the disk. ``written`` waits until it has them, and gives the indices
+    of writes of which it has not. ``sync_failures``: how many there had been when it began."""
 
     writes: Sequence[DiskWrite]
     checksums: Sequence[bytes]
-    failed: frozenset[int]
+    written: Callable[[], frozenset[int]]
     sync_failures: int
 
 
