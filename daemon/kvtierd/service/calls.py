@@ -24,6 +24,7 @@ from kvtier.v1 import transfer_pb2
 from kvtierd.service.access import NEEDS, Access
 from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
+from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.series import Answer, Series
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
 from kvtierd.service.writes import Write
@@ -75,10 +76,11 @@ class Pace:
 class Dispatcher:
     """Makes gRPC handlers of verbs."""
 
-    def __init__(self, sessions: SessionRegistry, access: Access, translate: Translator) -> None:
+    def __init__(self, sessions: SessionRegistry, access: Access, translate: Translator, open_calls: OpenCalls) -> None:
         self._sessions: Final = sessions
         self._access: Final = access
         self._translate: Final = translate
+        self._open: Final = open_calls
         self._series: Final = Series(sessions, translate)
         self._stopping = False
 
@@ -107,20 +109,24 @@ class Dispatcher:
             raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")
         if uploads and pace is None:
             raise ValueError(f"{service.full_name}: uploads need a pace")
+        counted = self._open.counted
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = (
             {
                 name: grpc.unary_unary_rpc_method_handler(
-                    self._unary(self._answering(service.methods_by_name[name], verb)), response_serializer=_serialise
+                    counted(self._unary(self._answering(service.methods_by_name[name], verb))),
+                    response_serializer=_serialise,
                 )
                 for name, verb in verbs.items()
             }
             | {
-                name: grpc.unary_stream_rpc_method_handler(self._stream(service.methods_by_name[name], verb, pace))
+                name: grpc.unary_stream_rpc_method_handler(
+                    counted(self._stream(service.methods_by_name[name], verb, pace))
+                )
                 for name, verb in streams.items()
             }
             | {
                 name: grpc.stream_stream_rpc_method_handler(
-                    self._series.of(self._answering(service.methods_by_name[of], verbs[of]))
+                    counted(self._series.of(self._answering(service.methods_by_name[of], verbs[of])))
                 )
                 for name, of in series.items()
             }
@@ -128,7 +134,7 @@ class Dispatcher:
         if pace is not None:
             handlers |= {
                 name: grpc.stream_unary_rpc_method_handler(
-                    self._upload(service.methods_by_name[name], verb, pace), response_serializer=_serialise
+                    counted(self._upload(service.methods_by_name[name], verb, pace)), response_serializer=_serialise
                 )
                 for name, verb in uploads.items()
             }

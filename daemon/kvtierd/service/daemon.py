@@ -46,6 +46,7 @@ from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
 from kvtierd.service.metrics.reading import Subjects
 from kvtierd.service.metrics.service import Metrics
+from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.remnants import Kept
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
@@ -60,6 +61,9 @@ from kvtierd.tiers.disk import DiskRoot
 
 WATCHES_END_S: Final = 2.0
 """How long watchers get to read what is left for them once everything else has stopped."""
+
+FAREWELL_S: Final = 0.5
+"""How long those get at least who have been answered, to acknowledge the end of their connections."""
 
 LOG_ENDS_S: Final = 5.0
 """How long the event log gets for the last events; what it has not got by then is a hole in it."""
@@ -174,7 +178,8 @@ class Daemon:
             self._history, self._engine, self._catalog, self._access, lambda: self.live.now.heartbeat_seconds
         )
         self._drains: Final = Drains(self._events.watch, self._catalog, self._access.on)
-        self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator)
+        self._calls: Final = OpenCalls()
+        self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator, self._calls)
         self._attach: Final = AttachServer(
             self._sessions,
             self._catalog,
@@ -184,7 +189,7 @@ class Daemon:
         )
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
-        others = {RemoteSessions.name: self._remote.handler()}
+        others = {RemoteSessions.name: self._remote.handler(self._calls)}
         self._rpc: Final = RpcServer(
             self._dispatcher, self._services(), others, self._pace, None if leisure is None else leisure.expect
         )
@@ -269,7 +274,10 @@ class Daemon:
         self._hub.close()
         self._remote.close()
         logged = None if self._log is None else asyncio.create_task(self._log.flush(LOG_ENDS_S))
-        await self._rpc.stop(WATCHES_END_S)
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + WATCHES_END_S
+        await self._calls.answered(WATCHES_END_S)
+        await self._rpc.stop(max(FAREWELL_S, ends - loop.time()))
         await self._drains.close()
         self._sessions.close()
         await self._attach.hang_up()

@@ -23,6 +23,7 @@ from kvtierd.service.access import Access
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import Translator, bad_argument, refused, shutting_down
+from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry
 
 HELLO_TIMEOUT_S: Final = 5.0
@@ -103,9 +104,9 @@ class RemoteSessions:
         self._conversations: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def handler(self, open_calls: OpenCalls) -> grpc.GenericRpcHandler:
         method = grpc.stream_stream_rpc_method_handler(
-            self._serve,
+            open_calls.counted(self._serve),
             request_deserializer=session_pb2.SessionRequest.FromString,
             response_serializer=session_pb2.SessionReply.SerializeToString,
         )

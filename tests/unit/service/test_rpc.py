@@ -14,11 +14,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
+from kvtier.abi import attach
 from kvtier.abi.attach import SESSION_METADATA_KEY, Welcome
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2
+from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, events_pb2_grpc
 from kvtierd.service import validate, wire
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.device import Chaos
+from tests.unit.service.relay import relay
 from tests.unit.service.rig import (
     DEVICE,
     DISK,
@@ -682,12 +684,30 @@ async def test_a_stop_ends_watches_and_refuses_what_comes_after(short_dir: Path)
         assert await daemon.stop()
         assert asyncio.get_running_loop().time() - started < 1.5, "no watch held it up"
         code, detail = await reading
-        assert code is Code.UNAVAILABLE
-        # The end of the connection may overtake the last words: twice in two whole runs, never by itself.
-        assert detail.reason in {"SHUTTING_DOWN", ""}
+        assert (code, detail.reason) == (Code.UNAVAILABLE, "SHUTTING_DOWN")
         code, _ = await client.refusal(client.blocks.Match, blocks_pb2.MatchRequest(cache_id=cache, keys=PACKED))
         assert code is Code.UNAVAILABLE
     assert sorted(path.name for path in (short_dir / "run").iterdir()) == ["kvtierd.lock"]
+
+
+async def test_a_stop_says_the_last_words_of_every_call_before_it_takes_leave_of_their_connection(
+    short_dir: Path,
+) -> None:
+    daemon = await Daemon.start(config(short_dir))
+    rpc_socket = attach.socket_path(daemon.address, attach.RPC_SOCKET)
+    async with attached(daemon) as client, relay(short_dir / "relay.sock", rpc_socket) as through:
+        async with grpc.aio.insecure_channel(through.address) as channel:
+            events: Any = events_pb2_grpc.EventsStub(channel)
+            watches = [aiter(events.Watch(events_pb2.WatchRequest(), metadata=client.metadata)) for _ in range(20)]
+            for watch in watches:
+                await anext(watch)
+            reading = [asyncio.create_task(refusal(_read_on(watch))) for watch in watches]
+            assert not through.last_words()
+            assert await daemon.stop()
+            assert {detail.reason for _, detail in await asyncio.gather(*reading)} == {"SHUTTING_DOWN"}
+        # A client that answers to the farewell has read what came before it; after it, the connection may be gone.
+        assert len(through.last_words()) == len(watches)
+        assert max(through.last_words()) < min(through.farewells())
 
 
 async def test_a_daemon_that_is_stopped_at_once_leaves_no_socket(short_dir: Path) -> None:
