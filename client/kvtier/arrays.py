@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import numpy as np
@@ -29,9 +30,9 @@ MAX_PIECE: Final = 16_384
 _LAST_BYTES: Final = 8 << 20
 """At least so much, and three eighths, of what one put stores at once is left for a second commit: to copy it takes
 about as long as the first commit."""
-_HALVED_BYTES: Final = 8 << 20
-"""From so much on, two threads copy what comes before that: to wake one takes less, and the daemon, which may want the
-core, has nothing to do then."""
+_SHARED_BYTES: Final = 8 << 20
+"""From so much on, two threads copy what comes before that: the daemon, which may want the core, has nothing to do
+then."""
 _MOST_LAST_BYTES: Final = 64 << 20
 """Since the first commit's time runs while they are copied."""
 
@@ -99,7 +100,7 @@ class Mapped:
         cache, count = self._cache, len(piece.chain)
         lease = await self._holdings.reserve_to_put(cache, tier, count, timeout)
         try:
-            async with self._filling(lease, [piece]) as steps:
+            async with self._filling(lease, [piece], alone=False) as steps:
                 await steps.made(0)
                 requests = self._holdings.to_store(lease, [piece])
         except BaseException:
@@ -112,9 +113,11 @@ class Mapped:
         parts = self._parts(piece) if holdings.puts == 0 else [piece]
         holdings.puts += 1
         try:
+            await asyncio.sleep(0)  # puts that are made at once know of each other then
+            alone = holdings.puts == 1
             lease = await holdings.reserve_to_put(self._cache, tier, len(piece.chain), timeout)
             try:
-                async with self._filling(lease, parts) as steps:
+                async with self._filling(lease, parts, alone=alone) as steps:
                     await steps.made(0)
                     requests = holdings.to_store(lease, parts)
                     await steps.made(1)
@@ -133,25 +136,27 @@ class Mapped:
             return [piece]
         return [piece.part(0, count - last), piece.part(count - last, count)]
 
-    def _filling(self, lease: WriteLease, parts: Sequence[Piece]) -> transfer.Steps:
-        """Copies the parts, one after another, into the first slots of the lease."""
+    def _filling(self, lease: WriteLease, parts: Sequence[Piece], *, alone: bool) -> transfer.Steps:
+        """Copies the parts, one after another, into the first slots of the lease. ``alone``: no other puts go on."""
         memory = lease.arena.memory(lease.tier)
         write = partial(memory.write, self._cache.group)
         blocks = [block for part in parts for block in part.blocks]
         rows = transfer.rows_of_one(cast("Sequence[Bytes]", blocks)) if memory.gpu is None else None
-        first, block_bytes = len(parts[0].chain), self._cache.block_bytes
-        # Beside other puts the cores have enough to do; and where each block is a call of its own, they do not share.
-        halved = rows is not None and len(parts) > 1 and first * block_bytes >= _HALVED_BYTES
-        ends = [first // 2, first] if halved else [first]
-        for part in parts[1:]:
-            ends.append(ends[-1] + len(part.chain))
+        block_bytes = self._cache.block_bytes
         from_all: Rows = blocks if rows is None else rows
-        copies = [
-            partial(write, lease.slots[start:end], from_all[start:end])
-            for start, end in zip([0, *ends], ends, strict=False)
-        ]
-        half = copies.pop(1) if halved else None
-        return transfer.Steps(copies, len(blocks) * block_bytes, half=half, waits=memory.waits)
+
+        def copy(start: int, end: int) -> None:
+            write(lease.slots[start:end], from_all[start:end])
+
+        ends = list(accumulate(len(part.chain) for part in parts))
+        copies = [partial(copy, start, end) for start, end in pairwise([0, *ends])]
+        # Beside other puts the cores have enough to do; and where each block is a call of its own, they do not share.
+        shared = None
+        if rows is not None and len(parts) > 1 and ends[0] * block_bytes >= _SHARED_BYTES:
+            shared = transfer.Sharing(copy, ends[0], block_bytes)
+            copies.pop(0)
+        one_call = alone and rows is not None
+        return transfer.Steps(copies, len(blocks) * block_bytes, shared=shared, one_call=one_call, waits=memory.waits)
 
     async def get(
         self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None

@@ -1,4 +1,4 @@
-"""Half of a copy that two threads share, where the other one comes to it in time."""
+"""A copy that two threads make, each some of it at a time, until there is none left to take."""
 
 from __future__ import annotations
 
@@ -7,47 +7,82 @@ from collections.abc import Callable
 from typing import Final
 
 
-class Beside:
-    """One thread makes its own half and calls :meth:`finish` then, another one calls :meth:`help` when it gets a core.
-    Who of them takes the other half makes it, so that nobody waits for a thread that has not begun."""
+class Shared:
+    """One thread makes the copy with :meth:`make`; another one takes from it with :meth:`help` when it gets a core. So
+    nobody waits for a thread that has not begun, nor longer than for what that one has under way."""
 
-    def __init__(self, copy: Callable[[], None]) -> None:
+    def __init__(self, copy: Callable[[int, int], None], count: int, over: Callable[[], None]) -> None:
+        """``copy`` copies blocks from one number up to another, in either thread. ``over`` is called when all of them
+        are copied, or the copy failed in one of the threads and the other one has ended, by the last to end; never
+        where :meth:`make` raised."""
         self._copy: Final = copy
+        self._count: Final = count
+        self._over: Final = over
         self._lock: Final = threading.Lock()
-        self._taken = False
-        self._helps = False
-        self._made: Final = threading.Lock()
-        """Held until the helper has made it."""
-        self._made.acquire()
+        self._next = 0
+        """The first block that nobody has taken."""
+        self._made = False
+        self._helping = False
         self._error: BaseException | None = None
 
-    def help(self) -> None:
-        """Makes the half, unless somebody has taken it."""
-        if not self._take(helps=True):
-            return
+    def make(self) -> None:
+        """Half of what is left at a time, so that the last is small. Raises what the copy does."""
         try:
-            self._copy()
-        except BaseException as error:  # noqa: BLE001  it is raised where the half is waited for
-            self._error = error
-        finally:
-            self._made.release()
+            while span := self._take(None, helps=False):
+                self._copy(*span)
+        except BaseException:
+            self.leave()
+            raise
+        with self._lock:
+            self._made = True
+            over = not self._helping
+        if over:
+            self._over()
 
-    def finish(self) -> None:
-        """Returns when the half is made, by whomever; raises what its copy raised."""
-        if self._take(helps=False):
-            self._copy()
-            return
-        self._made.acquire()
+    def help(self, most: int | None) -> bool:
+        """Copies so many blocks of what is left, or half of it; False: there was nothing. What the copy raises,
+        :meth:`check` does."""
+        span = self._take(most, helps=True)
+        if span is None:
+            return False
+        error: BaseException | None = None
+        try:
+            self._copy(*span)
+        except BaseException as raised:  # noqa: BLE001  it is raised where the copy is waited for
+            error = raised
+        with self._lock:
+            self._helping = False
+            if error is not None:
+                self._error, self._next = error, self._count
+            over = self._made
+        if over:
+            self._over()
+        return True
+
+    def check(self) -> None:
+        """Raises what the copy raised in the thread that helps."""
         if self._error is not None:
             raise self._error
 
-    def leave(self) -> bool:
-        """The half is not wanted any more. Whether it is being made, or was, by the helper, who is to be waited for."""
-        return not self._take(helps=False) and self._helps
+    @property
+    def failed(self) -> bool:
+        """Whether it did."""
+        return self._error is not None
 
-    def _take(self, *, helps: bool) -> bool:
+    def leave(self) -> bool:
+        """No more is taken. Whether the thread that helps has some under way; if so and :meth:`make` has returned,
+        ``over`` is still to be called."""
         with self._lock:
-            if self._taken:
-                return False
-            self._taken, self._helps = True, helps
-            return True
+            self._next = self._count
+            return self._helping
+
+    def _take(self, most: int | None, *, helps: bool) -> tuple[int, int] | None:
+        with self._lock:
+            left = self._count - self._next
+            if not left:
+                return None
+            start = self._next
+            self._next += -(-left // 2) if most is None else min(most, left)
+            if helps:
+                self._helping = True
+            return start, self._next

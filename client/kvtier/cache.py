@@ -365,8 +365,9 @@ class Cache:
         :meth:`acquire` of what the put goes under holds it. A chain of more than half a tier goes in pieces of a
         quarter, each copied while the one before it is committed and released; where a piece's parent was evicted
         meanwhile, as by another put, it and the rest are PARENT_MISSING and not stored. One of 16 MiB or more has its
-        first blocks stored while the last are copied, so that a put that fails or is given up may leave those; two
-        threads copy these first ones where the blocks are rows of one array.
+        first blocks stored while the last are copied, so that a put that fails or is given up may leave those; where
+        the blocks are rows of one array, the loop copies some of these first ones as well, a mebibyte or a block at a
+        time and others in between (or a second thread, where a block has more than 4 MiB).
         ``retention``: instead of ``priorities``. ``prompt``: what the keys are of, for a cache that tells more than
         keys in its events (see :meth:`prompt`). ``timeout`` is for each piece. Where the cache is not mapped, the bytes
         go through a stream.

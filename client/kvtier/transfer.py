@@ -6,9 +6,11 @@ A block is one array of exactly ``block_bytes``: its parts in all pools, one aft
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from ctypes import addressof, c_char
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard, overload
 
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import tensors
-from kvtier.beside import Beside
+from kvtier.beside import Shared
 from kvtier.errors import InvalidArgument
 from kvtier.tensors import Bytes, CudaArray, DeviceBytes, Row
 
@@ -30,6 +32,12 @@ _BYTE: Final = np.dtype(np.uint8)
 _address_in: Final[Callable[[Any], c_char]] = c_char.from_buffer
 INLINE_BYTES: Final = 1 << 20
 """Copies up to this size run on the loop; above it a thread does less harm than the stall."""
+
+_MOST_AT_ONCE: Final = 4 << 20
+"""A larger block is never copied on the loop."""
+_ONE_CALL_BYTES: Final = 4 << 20
+"""Where one call of numpy copies all and no other put goes on, so much is copied on the loop: to wake a thread, and to
+be woken by it, takes about as long."""
 
 copy_in: ContextVar[Callable[[Callable[[], None]], asyncio.Future[None]] | None] = ContextVar("copy_in", default=None)
 """Where copies of this task run, whatever their size. None: here, or in a thread of the loop's executor."""
@@ -216,10 +224,19 @@ async def run(copy: Callable[[], None], nbytes: int, *, waits: bool = False) -> 
     A cancelled caller still waits for the thread to end, however often it is cancelled: the memory that it reads or
     writes is the caller's, or held by a lease that must not be released before.
     """
-    if _fits_here(nbytes, waits):
+    if _fits_here(nbytes, waits, INLINE_BYTES):
         copy()
     else:
         await _to_the_end(_begun(copy))
+
+
+@dataclass(slots=True, frozen=True)
+class Sharing:
+    """A copy that two threads can make: ``copy`` copies the blocks from one number up to another, of ``count``."""
+
+    copy: Callable[[int, int], None]
+    count: int
+    block_bytes: int
 
 
 class Steps:
@@ -231,64 +248,115 @@ class Steps:
         copies: Sequence[Callable[[], None]],
         nbytes: int,
         *,
-        half: Callable[[], None] | None = None,
+        shared: Sharing | None = None,
+        one_call: bool = False,
         waits: bool = False,
     ) -> None:
-        """``nbytes``: of all of them. ``half``: belongs to the first one, and another thread may make it meanwhile.
-        ``waits``: as for :func:`run`."""
+        """``nbytes``: of all of them. ``shared``: comes before them and counts as one of them. The loop makes some of
+        it while it waits, no more at a time than what may hold it up, and lets all others have their turn in between.
+        Of blocks too large for that another thread makes some. ``one_call``: see ``_ONE_CALL_BYTES``. ``waits``: as for
+        :func:`run`."""
         loop = asyncio.get_running_loop()
         self._loop: Final = loop
+        self._thread: Final = threading.get_ident()
         self._copies: Final = copies
-        self._here: Final = _fits_here(nbytes, waits)
-        self._passed: Final = [loop.create_future() for _ in copies]
-        """As many copies as come before it in the list have been made."""
+        self._here: Final = _fits_here(nbytes, waits, _ONE_CALL_BYTES if one_call else INLINE_BYTES)
+        self._shared: Final = None if shared is None else Shared(shared.copy, shared.count, self._over)
+        self._some: Final = 0 if shared is None else _at_a_time(shared.block_bytes)
+        """Blocks that the loop copies at a time; 0: none."""
+        self._count: Final = len(copies) + (shared is not None)
+        self._passed: Final = [loop.create_future() for _ in range(self._count + 1)]
+        """So many copies have been made."""
         self._copying: asyncio.Future[None] | None = None
-        self._beside: Final = None if half is None else Beside(half)
-        self._helping: asyncio.Future[None] | None = None
+        self._helper_ended: Final = loop.create_future()
 
     async def made(self, count: int) -> None:
-        """Waits until so many copies have been made; 0: until the thread is at work. What is to be done here while it
-        copies waits for that, since it could not begin while this one has the interpreter's lock."""
+        """Waits until so many copies have been made; 0: until the thread is at work, or has had time for that. What is
+        to be done here while it copies waits for that, since it could not begin while this one has the interpreter's
+        lock."""
         if self._copying is None:
             return
-        if count < len(self._copies) and not self._copying.done():
-            await self._passed[count]
-        if count == len(self._copies) or self._copying.done():
-            await _to_the_end(self._copying)
+        shared = self._shared
+        if shared is not None and self._some:
+            while shared.help(self._some):
+                await asyncio.sleep(0)
+                if not count:
+                    break
+            if not count:
+                return
+        if shared is not None and count:
+            await self._passed[1]
+        await self._passed[count]
+        if self._copying.done():
+            self._copying.result()
+        if shared is not None:
+            shared.check()
 
     async def __aenter__(self) -> Self:
         if self._here:
             self._make()
-        else:
-            self._copying = _begun(self._make)
-            self._copying.add_done_callback(self._wake_all)  # where one fails, those after it are never made
-            if self._beside is not None:
-                self._helping = self._loop.run_in_executor(None, self._beside.help)
+            return self
+        self._copying = _begun(self._make)
+        self._copying.add_done_callback(self._wake_all)
+        if self._shared is not None and not self._some:
+            self._loop.run_in_executor(None, self._help, self._shared)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        shared = self._shared
         try:
-            await self.made(len(self._copies))
+            if self._copying is not None:
+                await _to_the_end(self._copying)
         finally:
-            if self._beside is not None and self._helping is not None and self._beside.leave():
-                await _to_the_end(self._helping)
+            if shared is not None and shared.leave() and not self._some:
+                await _to_the_end(self._helper_ended)
+        if shared is not None:
+            shared.check()
 
     def _make(self) -> None:
-        for number, copy in enumerate(self._copies):
-            if not self._here:
-                self._loop.call_soon_threadsafe(_wake, self._passed[number])
+        made = 0
+        if not self._some:
+            self._tell(self._passed[0])
+        if self._shared is not None:
+            self._shared.make()  # which tells when it is over: the other thread may end later
+            if self._shared.failed:
+                return
+            made = 1
+        for number, copy in enumerate(self._copies, made + 1):
             copy()
-            if number == 0 and self._beside is not None:
-                self._beside.finish()
+            self._tell(self._passed[number])
 
-    def _wake_all(self, _: object) -> None:
-        for passed in self._passed:
+    def _help(self, shared: Shared) -> None:
+        try:
+            while shared.help(None):
+                pass
+        finally:
+            self._tell(self._helper_ended)
+
+    def _over(self) -> None:
+        self._tell(self._passed[1])
+
+    def _tell(self, passed: asyncio.Future[None]) -> None:
+        if threading.get_ident() == self._thread:
             _wake(passed)
+        else:
+            self._loop.call_soon_threadsafe(_wake, passed)
+
+    def _wake_all(self, copying: asyncio.Future[None]) -> None:
+        """Where a copy fails, those after it are never made."""
+        if copying.cancelled() or copying.exception() is not None or (self._shared is not None and self._shared.failed):
+            for passed in self._passed:
+                _wake(passed)
 
 
-def _fits_here(nbytes: int, waits: bool) -> bool:
+def _at_a_time(block_bytes: int) -> int:
+    """Blocks that the loop copies before it lets others have their turn; 0: one would hold it up too long."""
+    return max(1, INLINE_BYTES // block_bytes) if block_bytes <= _MOST_AT_ONCE else 0
+
+
+def _fits_here(nbytes: int, waits: bool, most: int) -> bool:
     """Whether a copy is made at once, on the loop."""
-    return copy_in.get() is None and nbytes <= INLINE_BYTES and not waits
+    return copy_in.get() is None and nbytes <= most and not waits
 
 
 def _begun(copy: Callable[[], None]) -> asyncio.Future[None]:

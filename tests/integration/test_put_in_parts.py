@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ class Copies:
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     monkeypatch.setattr(arrays, "_LAST_BYTES", LAST * BLOCK_BYTES)
     monkeypatch.setattr(transfer, "INLINE_BYTES", 0)
+    monkeypatch.setattr(transfer, "_ONE_CALL_BYTES", 0)
     made = Copies(transfer.into_slots)
     monkeypatch.setattr(transfer, "into_slots", made)
     return made
@@ -146,10 +148,12 @@ async def test_who_gives_up_meanwhile_keeps_the_first_blocks_and_no_slot(
 async def test_who_gives_up_while_two_threads_copy_waits_for_both(
     client: AsyncClient, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both write into slots, which are somebody else's once they are given back."""
-    monkeypatch.setattr(arrays, "_HALVED_BYTES", 1)
+    """Both write into slots, which are somebody else's once they are given back. Blocks too large for the loop."""
+    monkeypatch.setattr(transfer, "_MOST_AT_ONCE", 0)
+    monkeypatch.setattr(arrays, "_SHARED_BYTES", 1)
     monkeypatch.setattr(arrays, "_LAST_BYTES", LAST * BLOCK_BYTES)
     monkeypatch.setattr(transfer, "INLINE_BYTES", 0)
+    monkeypatch.setattr(transfer, "_ONE_CALL_BYTES", 0)
     copy, both, go = transfer.into_slots, threading.Barrier(3), threading.Event()
 
     def slow(pools: Sequence[Bytes], slots: Sequence[int], rows: Sequence[Bytes]) -> None:
@@ -173,4 +177,41 @@ async def test_who_gives_up_while_two_threads_copy_waits_for_both(
     assert await stored(cache, keys) == 0
     await eventually(lambda: tier_stats(client, cache.name, Tier.HOST), lambda stats: stats.free == SLOTS)
     assert await cache.put(keys, whole) == [BlockResult.OK] * COUNT
+    assert_bytes(keys, await cache.get(keys))
+
+
+async def test_the_loop_copies_beside_the_thread_and_others_have_their_turn(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "_SHARED_BYTES", 1)
+    monkeypatch.setattr(arrays, "_LAST_BYTES", LAST * BLOCK_BYTES)
+    monkeypatch.setattr(transfer, "INLINE_BYTES", 0)
+    monkeypatch.setattr(transfer, "_ONE_CALL_BYTES", 0)
+    copy, here, loop_is_done = transfer.into_slots, threading.get_ident(), threading.Event()
+    turns, own, turns_at_copies = 0, 0, []
+
+    def seen(pools: Sequence[Bytes], slots: Sequence[int], rows: Sequence[Bytes]) -> None:
+        nonlocal own
+        if threading.get_ident() == here:
+            own += len(rows)
+            turns_at_copies.append(turns)
+            if own == COUNT - 2 * LAST:  # all but what the thread took first
+                loop_is_done.set()
+        else:
+            assert loop_is_done.wait(PATIENCE_S)
+        copy(pools, slots, rows)
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(transfer, "into_slots", seen)
+    keys = chain(cache.name, COUNT)
+    beside = asyncio.create_task(other())
+    assert await cache.put(keys, np.stack(blocks(keys))) == [BlockResult.OK] * COUNT
+    beside.cancel()
+    assert own == COUNT - 2 * LAST
+    assert all(later > earlier for earlier, later in pairwise(turns_at_copies))
     assert_bytes(keys, await cache.get(keys))

@@ -173,6 +173,20 @@ async def test_a_copy_that_fails_is_told_though_what_was_beside_it_did_not(made:
             await steps.made(made)
 
 
+TOO_LARGE = transfer._MOST_AT_ONCE + 1
+"""Bytes of a block that no loop copies: another thread does."""
+
+
+def halves(own: Callable[[], object], half: Callable[[], object], block_bytes: int = TOO_LARGE) -> transfer.Sharing:
+    """Two blocks, of which the first thread to come takes ``own``, and another one, unless it is late, ``half``."""
+
+    def copy(start: int, end: int) -> None:
+        for number in range(start, end):
+            (own, half)[number]()
+
+    return transfer.Sharing(copy, 2, block_bytes)
+
+
 async def test_half_of_the_first_copy_is_made_by_another_thread() -> None:
     both = threading.Barrier(2)
     threads: list[int] = []
@@ -184,10 +198,75 @@ async def test_half_of_the_first_copy_is_made_by_another_thread() -> None:
     def last() -> None:
         assert len(threads) == 2
 
-    async with transfer.Steps([half, last], transfer.INLINE_BYTES + 1, half=half) as steps:
+    async with transfer.Steps([last], transfer.INLINE_BYTES + 1, shared=halves(half, half)) as steps:
         await steps.made(1)
         assert len(threads) == 2
     assert len({*threads, threading.get_ident()}) == 3
+
+
+async def test_small_blocks_are_copied_by_the_loop_as_well_which_others_have_in_between() -> None:
+    begun, taken = threading.Event(), threading.Event()
+    turn, turns = 0, list[int]()
+    threads: list[tuple[int, int]] = []
+
+    def copy(start: int, end: int) -> None:
+        threads.append((threading.get_ident(), end - start))
+        if threading.get_ident() == here:
+            turns.append(turn)
+            if len(turns) == 3:
+                taken.set()
+        else:
+            begun.set()
+            assert taken.wait(10)
+
+    async def other() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    here = threading.get_ident()
+    beside = asyncio.create_task(other())
+    shared = transfer.Sharing(copy, 6, transfer.INLINE_BYTES)
+    async with transfer.Steps([], transfer.INLINE_BYTES + 1, shared=shared) as steps:
+        await asyncio.to_thread(begun.wait, 10)  # the thread takes its half first
+        await steps.made(1)
+    beside.cancel()
+    assert [count for thread, count in threads if thread == here] == [1, 1, 1]
+    assert turns == sorted(set(turns))
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+async def test_what_one_call_copies_leaves_the_loop_s_thread_only_where_it_is_larger(one_call: bool) -> None:
+    where: list[int] = []
+    for nbytes in (transfer.INLINE_BYTES + 1, 4 << 20, (4 << 20) + 1):
+        async with transfer.Steps([lambda: where.append(threading.get_ident())], nbytes, one_call=one_call):
+            pass
+    assert [thread == threading.get_ident() for thread in where] == [one_call, one_call, False]
+
+
+async def test_what_fails_on_the_loop_is_raised_when_the_thread_has_ended() -> None:
+    begun, go = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def copy(start: int, end: int) -> None:
+        if threading.get_ident() == here:
+            go.set()
+            raise ValueError("on the loop")
+        begun.set()
+        assert go.wait(10)
+        ended.append(True)
+
+    here = threading.get_ident()
+    with pytest.raises(ValueError, match="on the loop"):
+        async with transfer.Steps(
+            [lambda: ended.append(False)],
+            transfer.INLINE_BYTES + 1,
+            shared=transfer.Sharing(copy, 4, 1 << 20),
+        ) as steps:
+            await asyncio.to_thread(begun.wait, 10)
+            await steps.made(1)
+    assert ended == [True]
 
 
 async def test_a_copy_is_made_when_both_halves_are() -> None:
@@ -201,7 +280,7 @@ async def test_a_copy_is_made_when_both_halves_are() -> None:
         both.wait(10)
         ended.append(go.wait(10))
 
-    async with transfer.Steps([own, lambda: None], transfer.INLINE_BYTES + 1, half=half) as steps:
+    async with transfer.Steps([lambda: None], transfer.INLINE_BYTES + 1, shared=halves(own, half)) as steps:
         made = asyncio.create_task(steps.made(1))
         await asyncio.wait([made], timeout=0.05)
         assert not made.done()
@@ -217,7 +296,8 @@ async def test_nobody_waits_for_a_thread_that_has_not_begun(nbytes: int) -> None
     loop, go = asyncio.get_running_loop(), threading.Event()
     loop.set_default_executor(ThreadPoolExecutor(2))
     busy = loop.run_in_executor(None, go.wait, 10)
-    async with transfer.Steps([lambda: made.append("own")], nbytes, half=lambda: made.append("half")):
+    shared = halves(lambda: made.append("own"), lambda: made.append("half"))
+    async with transfer.Steps([], nbytes, shared=shared):
         pass
     assert made == ["own", "half"]
     go.set()
@@ -231,10 +311,17 @@ async def test_what_fails_in_the_other_thread_is_raised() -> None:
         both.wait(10)
         raise ValueError("the other half")
 
+    def own() -> None:
+        made.append(both.wait(10))
+        while not failed.wait(0.001):
+            if steps._shared is not None and steps._shared.failed:
+                failed.set()
+
     made: list[int] = []
-    copies: list[Callable[[], None]] = [lambda: made.append(both.wait(10)), lambda: made.append(-1)]
+    failed = threading.Event()
+    steps = transfer.Steps([lambda: made.append(-1)], transfer.INLINE_BYTES + 1, shared=halves(own, fail))
     with pytest.raises(ValueError, match="the other half"):
-        async with transfer.Steps(copies, transfer.INLINE_BYTES + 1, half=fail) as steps:
+        async with steps:
             await steps.made(1)
     assert -1 not in made
 
@@ -252,7 +339,7 @@ async def test_an_error_in_the_own_half_is_raised_when_the_other_has_ended() -> 
         ended.append(go.wait(10))
 
     async def copy() -> None:
-        async with transfer.Steps([fail], transfer.INLINE_BYTES + 1, half=half):
+        async with transfer.Steps([], transfer.INLINE_BYTES + 1, shared=halves(fail, half)):
             pass
 
     copying = asyncio.create_task(copy())
