@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvtierd.core.ids import GroupId, SlotId
-from kvtierd.core.outcome import SlotRef
+from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.main import main
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.arena import Arena
@@ -29,11 +28,11 @@ def keeps_the_generation() -> None:
     """A slot that is used again keeps the generation that it had for the block before."""
     begin, end = Arena.begin_writes, Arena.end_writes
 
-    def begin_writes(arena: Arena, refs: Iterable[SlotRef]) -> list[SlotRef]:
-        return begin(arena, [ref for ref in refs if _was_never_used(arena, ref)])
+    def begin_writes(arena: Arena, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> list[SlotId]:
+        return begin(arena, tier, group, [slot for slot in slots if _was_never_used(arena, tier, group, slot)])
 
-    def end_writes(arena: Arena, refs: Iterable[SlotRef]) -> None:
-        end(arena, [ref for ref in refs if _was_never_used(arena, ref)])
+    def end_writes(arena: Arena, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> None:
+        end(arena, tier, group, [slot for slot in slots if _was_never_used(arena, tier, group, slot)])
 
     _plant(begin_writes, end_writes)
 
@@ -42,26 +41,26 @@ def turns_odd_too_late() -> None:
     """A slot is written while its generation is still that of the block before; it changes when all is written."""
     begin, end = Arena.begin_writes, Arena.end_writes
 
-    def begin_writes(arena: Arena, refs: Iterable[SlotRef]) -> list[SlotRef]:
+    def begin_writes(arena: Arena, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> list[SlotId]:
         return []  # not yet
 
-    def end_writes(arena: Arena, refs: Iterable[SlotRef]) -> None:
-        begin(arena, refs := list(refs))
-        end(arena, refs)
+    def end_writes(arena: Arena, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> None:
+        begin(arena, tier, group, slots := list(slots))
+        end(arena, tier, group, slots)
 
     _plant(begin_writes, end_writes)
 
 
 def _plant(
-    begin_writes: Callable[[Arena, Iterable[SlotRef]], list[SlotRef]],
-    end_writes: Callable[[Arena, Iterable[SlotRef]], None],
+    begin_writes: Callable[[Arena, Tier, GroupId, Iterable[SlotId]], list[SlotId]],
+    end_writes: Callable[[Arena, Tier, GroupId, Iterable[SlotId]], None],
 ) -> None:
     setattr(Arena, "begin_writes", begin_writes)  # noqa: B010  mypy would have it that a method is for ever
     setattr(Arena, "end_writes", end_writes)  # noqa: B010
 
 
-def _was_never_used(arena: Arena, ref: SlotRef) -> bool:
-    return arena.generation(ref.tier, ref.group, ref.slot) % 2 == 1
+def _was_never_used(arena: Arena, tier: Tier, group: GroupId, slot: SlotId) -> bool:
+    return arena.generation(tier, group, slot) % 2 == 1
 
 
 class _LosableDevice:

@@ -24,8 +24,9 @@ from kvtierd.core.flights import Flight, Flights
 from kvtierd.core.group import GroupState
 from kvtierd.core.holding import Holding
 from kvtierd.core.ids import Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ledger import Ledger
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import MoveResult, SlotRef
+from kvtierd.core.outcome import MoveResult
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.priorities import Priorities
 from kvtierd.core.recorder import Recorder, Transfer
@@ -326,9 +327,9 @@ def _back_between_slices(right: Method) -> Method:
 
 
 def _keeps_what_is_held_even(right: Method) -> Method:
-    def begin_write(recorder: Recorder, ref: SlotRef) -> None:
-        if ref not in recorder._disowned:
-            right(recorder, ref)
+    def begin_write(ledger: Ledger, slot: SlotId) -> None:
+        if slot not in ledger._disowned:
+            right(ledger, slot)
 
     return begin_write
 
@@ -446,14 +447,14 @@ FAULTS: Final = {
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
         Fault("part_released_whole", ((Holding, "release_first", _lets_go_of_all),)),
         Fault("tier_back_between_slices", ((loss, "lose_tier", _back_between_slices),)),
-        Fault("lost_bytes_look_ready", ((Recorder, "begin_write", _keeps_what_is_held_even),)),
+        Fault("lost_bytes_look_ready", ((Ledger, "begin_write", _keeps_what_is_held_even),)),
         Fault("lost_tier_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),
         Fault("orphans_adopted", ((adoption, "reachable", _reaches_all),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
-        Fault("generation_not_bumped", ((Recorder, "begin_write", _does_nothing),)),
+        Fault("generation_not_bumped", ((Ledger, "begin_write", _does_nothing),)),
         Fault("id_reused_after_restart", ((EventSequencer, "__init__", _starts_anew),)),
     )
 }

@@ -38,6 +38,7 @@ from tests.simulation.remains import Died, Lifetime, Remains
 from tests.simulation.setup import Setup, draw_memory
 from tests.simulation.site import Site
 from tests.simulation.violation import require
+from tests.slot_rows import begun, contents, filled, owners, restated
 
 CACHE: Final = CacheId(1)
 DRAIN_BOUND: Final = 2000
@@ -634,12 +635,12 @@ class World:
         alone = not self.clients.leases and not pinned and len(self.clients.requests) == 1
         before = {group: site.mirror.blocks.copy() for group, site in self.sites.items()} if outcome.grants else {}
         store = self.lifetime.store
-        noted = (content.ref for content in outcome.contents)  # among them slots that lost their block while held
-        self._about = frozenset((*outcome.begin_write, *outcome.end_write, *noted))
-        for ref in outcome.begin_write:
+        noted = (content.ref for content in contents(outcome))  # among them slots that lost their block while held
+        self._about = frozenset((*begun(outcome), *filled(outcome), *noted))
+        for ref in begun(outcome):
             store()
             self.sites[ref.group].memories[ref.tier].begin_write(ref.slot)
-        for ownership in outcome.owners:
+        for ownership in owners(outcome):
             store()
             ref = ownership.ref
             self.sites[ref.group].memories[ref.tier].owners[ref.slot] = ownership.session
@@ -653,14 +654,14 @@ class World:
             route = f"{move.src}>{move.dst if move.dst is not None else 'nowhere'}"
             self.seen[f"{route} {move.cause.name}"] += len(move.items)
             self.sites[move.group].submit(move)
-        for content in outcome.contents:
+        for content in contents(outcome):
             store()
             self._notes += 1
             self.sites[content.ref.group].memories[content.ref.tier].note(content, self._notes)
-        for ref in outcome.end_write:
+        for ref in filled(outcome):
             store()
             self.sites[ref.group].memories[ref.tier].end_write(ref.slot)
-        for content in outcome.restated:
+        for content in restated(outcome):
             store()
             self.sites[content.ref.group].memories[content.ref.tier].restate(content)
         store()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvtierd.core.block import COLD_RANK, COPY_IN, WHOLE_RANK, Block, Copy
+from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy
 from kvtierd.core.evict import Ranked
 from kvtierd.core.ids import Tier
 
@@ -76,10 +76,8 @@ class Candidates:
 
 
 def _on_list(tier: Tier, bit: int) -> Callable[[int, Block], bool]:
-    copy_in = COPY_IN[tier]
-
     def listed(rank: int, block: Block) -> bool:
-        copy = copy_in(block)
+        copy = block.copy(tier)
         return copy is not None and copy.listed & bit != 0 and copy.ranked == rank
 
     return listed

@@ -7,9 +7,10 @@ change, so that applying an event twice changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.core.traits import Label
@@ -71,6 +72,51 @@ class BlockChange(NamedTuple):
     parent_label: Label | None = None
 
 
+class Changes:
+    """The blocks of an event by the column, one place in each for a block: most of what is done with them is done to a
+    column. Row by row they are :class:`BlockChange`."""
+
+    __slots__ = ("keys", "labels", "parent_labels", "parents", "priorities", "residencies")
+
+    def __init__(
+        self,
+        keys: list[Key],
+        parents: list[Key | None],
+        residencies: list[int],
+        priorities: list[int],
+        labels: list[Label | None],
+        parent_labels: list[Label | None],
+    ) -> None:
+        self.keys = keys
+        self.parents = parents
+        self.residencies = residencies
+        self.priorities = priorities
+        self.labels = labels
+        self.parent_labels = parent_labels
+
+    @classmethod
+    def of(cls, rows: Iterable[BlockChange]) -> Self:
+        changes = cls([], [], [], [], [], [])
+        for key, parent, residency, priority, label, parent_label in rows:
+            changes.keys.append(key)
+            changes.parents.append(parent)
+            changes.residencies.append(residency)
+            changes.priorities.append(priority)
+            changes.labels.append(label)
+            changes.parent_labels.append(parent_label)
+        return changes
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[BlockChange]:
+        columns = (self.keys, self.parents, self.residencies, self.priorities, self.labels, self.parent_labels)
+        return map(BlockChange, *columns)
+
+
+NO_CHANGES: Final = Changes.of(())
+
+
 @dataclass(slots=True, frozen=True)
 class Event:
     """One event. ``time_ns`` is the wall clock that the caller of the core passed in.
@@ -85,7 +131,7 @@ class Event:
     cache: CacheId
     group: GroupId
     time_ns: int
-    blocks: tuple[BlockChange, ...] = ()
+    blocks: Changes = NO_CHANGES
     moved_from: Tier | None = None
     moved_to: Tier | None = None
     moved_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Eviction order: one small class behind one Protocol.
+"""Eviction order: one small class for each policy.
 
 A block's place in the order is its rank, one number a block: so no parent ranks under its child, in whatever tiers the
 two are, and a tier's candidates are ordered by comparing numbers. What differs between policies is what a use does to a
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Final, Protocol
+from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.ids import Key
@@ -22,53 +22,40 @@ SWEPT_AN_OFFER: Final = 2
 """Entries of a list of candidates that an offer looks at, where stale ones are to go."""
 
 
-class Evictor(Protocol):
-    """Ranks the blocks of one group, lowest priority first; inside a priority, as it decides.
+class Lru:
+    """Ranks the blocks of one group, lowest priority first; inside a priority, the least recently used first. Other
+    policies are its subclasses.
 
     Ranks are unique, and after :meth:`settle` none of a parent is under its child's. ``hot``: how many blocks it
-    protects now, :attr:`Block.hot` each, their ancestors among them; never more than ``most_hot``.
+    protects now, :attr:`Block.hot` each, their ancestors among them; never more than ``most_hot``: here none.
     """
 
-    hot: int
-    most_hot: int
+    __slots__ = ("_clock", "hot", "most_hot")
 
-    def enter(self, block: Block) -> None:
-        """The block is indexed: its first use."""
+    def __init__(self, slots: int) -> None:
+        """``slots``: of the group's lowest tier."""
+        self._clock = 0
+        self.hot = 0
+        self.most_hot = 0
 
     def use(self, block: Block) -> None:
         """It is used. Always with all that it stands on, children before parents."""
+        self._clock += 1
+        block.used(self._clock)
 
-    def settle(self) -> Iterator[Block]:
+    def enter(self, block: Block) -> None:
+        """The block is indexed: its first use."""
+        self.use(block)
+
+    def settle(self) -> Iterable[Block]:
         """Such a prefix has been used whole. Gives the blocks whose rank has changed besides."""
+        return ()
 
     def leave(self, block: Block) -> None:
         """It is indexed no more."""
 
 
-class Lru:
-    """Least recently used first."""
-
-    __slots__ = ("_clock", "hot", "most_hot")
-
-    def __init__(self, slots: int) -> None:
-        self._clock = 0
-        self.hot = self.most_hot = 0
-
-    def use(self, block: Block) -> None:
-        self._clock = clock = self._clock + 1
-        block.used(clock)
-
-    def enter(self, block: Block) -> None:
-        self.use(block)
-
-    def settle(self) -> Iterator[Block]:
-        return iter(())
-
-    def leave(self, block: Block) -> None:
-        pass
-
-
-class TwoQueues:
+class TwoQueues(Lru):
     """Blocks that come back after they have left go after all others, each kind least recently used first: 2Q (Johnson
     and Shasha, VLDB 1994) for chains.
 
@@ -77,15 +64,14 @@ class TwoQueues:
     the hot blocks used least recently are hot no more: their children were used before them, and so are not hot either.
     """
 
-    __slots__ = ("_clock", "_departed", "_order", "_rebuild_at", "hot", "most_hot")
+    __slots__ = ("_departed", "_order", "_rebuild_at")
 
     def __init__(self, slots: int) -> None:
-        self._clock = 0
+        super().__init__(slots)
         self._departed = Departed(slots)
         self._order: list[tuple[int, Block]] = []
         """A heap of the hot blocks by their last use, with stale entries."""
         self._rebuild_at = 64
-        self.hot = 0
         self.most_hot = int(PROTECTED * slots)
 
     def enter(self, block: Block) -> None:
@@ -94,10 +80,9 @@ class TwoQueues:
         self.use(block)
 
     def use(self, block: Block) -> None:
-        self._clock = clock = self._clock + 1
-        block.used(clock)
+        super().use(block)
         if block.hot:
-            heapq.heappush(self._order, (clock, block))
+            heapq.heappush(self._order, (self._clock, block))
             if block.parent is not None and not block.parent.hot:
                 self._heat(block.parent)
 
@@ -151,8 +136,8 @@ class Departed:
         return self._places.pop(hash(key), None) is not None
 
 
-EVICTORS: Final[Mapping[str, Callable[[int], Evictor]]] = {"lru": Lru, "2q": TwoQueues}
-"""By the name that a cache's options give; made with the slots of the group's lowest tier."""
+EVICTORS: Final[Mapping[str, type[Lru]]] = {"lru": Lru, "2q": TwoQueues}
+"""By the name that a cache's options give."""
 
 
 class Ranked:

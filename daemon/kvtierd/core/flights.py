@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvtierd.core import loss
-from kvtierd.core.block import COPY_IN, LEAVING, Block, Copy
+from kvtierd.core.block import LEAVING, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, UPDATED, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
@@ -127,7 +127,7 @@ class Flights:
         self.to_disk -= dst is DISK
         source.reads -= 1
         source.sinks -= dst > src
-        attached = COPY_IN[dst](block) is copy and COPY_IN[src](block) is source
+        attached = block.copy(dst) is copy and block.copy(src) is source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)
@@ -137,7 +137,7 @@ class Flights:
                 loss.lose_bytes(state, block, src, source)
         else:
             self._arrive(flight, transfer)
-        if COPY_IN[src](block) is not source:
+        if block.copy(src) is not source:
             self._settle_source(flight)
 
     def _count_background(self, src: Tier, cause: Cause, by: int) -> None:
@@ -187,5 +187,5 @@ class Flights:
         return flight.edge == (HOST, DEVICE) and not self._through and self._idle(flight.block, HOST)
 
     def _idle(self, block: Block, tier: Tier) -> bool:
-        copy = COPY_IN[tier](block)
+        copy = block.copy(tier)
         return copy is not None and copy.still and block.claims == 0

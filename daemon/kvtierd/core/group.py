@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from itertools import repeat
 from operator import attrgetter
 from typing import Final
 
-from kvtierd.core.block import COPY_IN, FILLING, LEAVING, READY, Block, Copy
-from kvtierd.core.bulk import rows
+from kvtierd.core.block import FILLING, LEAVING, READY, Block, Copy
 from kvtierd.core.candidates import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, Candidates
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, Key, MoveId, SessionId, SlotId, Tier
 from kvtierd.core.index import BlockIndex
-from kvtierd.core.outcome import SlotRef
 from kvtierd.core.pins import Pins
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
 from kvtierd.core.priorities import Priorities
-from kvtierd.core.recorder import Recorder, Transfer, move_item
+from kvtierd.core.recorder import Recorder, Transfer
 from kvtierd.core.residencies import Residencies
 from kvtierd.core.retention import Clocks
 from kvtierd.core.slots import (
@@ -64,7 +61,7 @@ class GroupState:
         self.slots = {tier: SlotTable(shape.slots[tier]) for tier in self.tiers}
         self._candidates = {tier: Candidates(tier, lowest=not self.below[tier]) for tier in self.tiers}
         self.evictor = EVICTORS[policy.eviction](shape.slots[self.tiers[-1]])
-        self._places = tuple((tier, COPY_IN[tier], self._candidates[tier]) for tier in self.tiers)
+        self.ledgers = {tier: recorder.ledger(self.group, tier) for tier in self.tiers}
         self._unsure: deque[Block] = deque()
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
@@ -146,8 +143,8 @@ class GroupState:
         """Puts the block on exactly the candidate lists where it belongs."""
         block.unsure = False
         movable = block.indexed and block.claims == 0
-        for tier, copy_in, candidates in self._places:
-            copy = copy_in(block)
+        for tier in self.tiers:
+            copy = block.copy(tier)
             if copy is None:
                 continue
             lists = 0
@@ -157,11 +154,11 @@ class GroupState:
                 elif copy.reads == copy.sinks == 1:
                     lists = DEMOTABLE
             if lists or copy.listed:
-                candidates.put(block, copy, lists)
+                self._candidates[tier].put(block, copy, lists)
 
     def _lists(self, block: Block, tier: Tier) -> int:
         """Where a block belongs whose copy in the tier may leave."""
-        bit = tier.bit
+        bit = BITS[tier]
         residency = block.residency
         low = residency > 2 * bit - 1
         lists = CLEAN if low else 0
@@ -185,26 +182,24 @@ class GroupState:
 
     # -- slots -----------------------------------------------------------------------------------------------------
 
-    def ref(self, tier: Tier, slot: SlotId) -> SlotRef:
-        return SlotRef(self.group, tier, slot)
-
     def take_blanks(self, tier: Tier, session: SessionId, count: int) -> list[SlotId]:
         """So many, of which the caller has seen that they are free."""
-        slots = self.slots[tier].take_many(count, SLOT_BLANK)
-        refs = list(rows(SlotRef, repeat(self.group), repeat(tier), slots))
-        for ref in refs:
-            self.recorder.begin_write(ref)
-        self.recorder.owners(refs, session)
+        slots, ledger = self.slots[tier].take_many(count, SLOT_BLANK), self.ledgers[tier]
+        for slot in slots:
+            ledger.begin_write(slot)
+            ledger.owner(slot, session)
         return slots
 
-    def disown(self, refs: Iterable[SlotRef]) -> None:
+    def disown(self, tier: Tier, slots: list[SlotId]) -> None:
         """Whoever wrote these slots has no part in them any more."""
-        self.recorder.owners(refs, None)
+        ledger = self.ledgers[tier]
+        for slot in slots:
+            ledger.owner(slot, None)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
         if tier is not DISK:
-            self.recorder.free(self.ref(tier, slot))
+            self.ledgers[tier].free(slot)
         if tier in self.offline:
             self._enter(tier, slot, SLOT_QUARANTINED)
         else:
@@ -217,7 +212,7 @@ class GroupState:
             return
         bad = slot in self.corrupt[DISK]
         self._enter(DISK, slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
-        move = self.recorder.plan(self.group, DISK, None, CAPACITY, move_item(block, slot, None))
+        move = self.recorder.plan(self.group, DISK, None, CAPACITY, block, slot, None)
         self._retirements.setdefault(move, []).append(slot)
 
     def retired(self, move: MoveId, failed: Iterable[int]) -> bool:
@@ -259,10 +254,10 @@ class GroupState:
         copy = Copy(slot, FILLING)
         self._attach(block, dst, copy)
         if dst is not DISK:
-            self.recorder.begin_write(self.ref(dst, slot))
+            self.ledgers[dst].begin_write(slot)
         source.reads += 1
         source.sinks += dst > src
-        move = self.recorder.plan(self.group, src, dst, cause, move_item(block, source.slot, slot))
+        move = self.recorder.plan(self.group, src, dst, cause, block, source.slot, slot)
         self.reconsider(block)
         return move, source, copy
 
@@ -277,7 +272,7 @@ class GroupState:
 
     def stay(self, block: Block, tier: Tier) -> None:
         """A hit during a demotion: the source stays, the copy goes on."""
-        copy = COPY_IN[tier](block)
+        copy = block.copy(tier)
         if copy is not None and copy.phase is LEAVING:
             copy.phase = READY
             self.slots[tier].change(copy.slot, SLOT_READY)
@@ -289,15 +284,15 @@ class GroupState:
         if copy is None or copy.phase is not FILLING:
             raise InvariantViolation(f"block {block} arrives in {tier} unplanned")
         copy.phase = READY
-        self.residencies.change(block, block.residency | tier.bit)
+        self.residencies.change(block, block.residency | BITS[tier])
         self.slots[tier].change(copy.slot, SLOT_READY)
         if tier is not DISK:
-            self.recorder.end_write(self.ref(tier, copy.slot), block)
+            self.ledgers[tier].end_write(copy.slot, block)
 
     def detach(self, block: Block, tier: Tier) -> Copy:
         """The copy is the block's no more. Its slot is freed as soon as nobody holds or touches it. Records no
         event."""
-        copy = COPY_IN[tier](block)
+        copy = block.copy(tier)
         if copy is None:
             raise InvariantViolation(f"block {block} has no copy in {tier}")
         block.put_copy(tier, None)
@@ -308,10 +303,9 @@ class GroupState:
             self._end_pin(tier, copy)
             self.clocks.start(block)
         if (copy.holds or copy.reads) and tier is not DISK:
-            ref = self.ref(tier, copy.slot)
-            self.recorder.disown(ref, block)
+            self.ledgers[tier].disown(copy.slot)
             if tier in self.offline:  # the bytes are gone: who holds or reads the slot is to find out
-                self.recorder.begin_write(ref)
+                self.ledgers[tier].begin_write(copy.slot)
         if copy.listed:
             self._candidates[tier].put(block, copy, 0)
         if tier is DISK and block.indexed and block.parent is not None:
@@ -358,7 +352,7 @@ class GroupState:
         if block.claims or tier is DISK:
             self.placings[tier] += 1
         if copy.valid:
-            self.residencies.change(block, block.residency | tier.bit)
+            self.residencies.change(block, block.residency | BITS[tier])
         if tier is DISK and block.parent is not None:
             block.parent.disk_children += 1
             self.reconsider(block.parent)
@@ -366,16 +360,16 @@ class GroupState:
     # -- holds and recency -----------------------------------------------------------------------------------------
 
     def hold(self, block: Block, tier: Tier, session: SessionId) -> Copy:
-        copy = COPY_IN[tier](block)
+        copy = block.copy(tier)
         if copy is None:
             raise InvariantViolation(f"block {block} is held in {tier} but is not there")
         self._keep(block, tier, copy)
-        self.recorder.owner(self.ref(tier, copy.slot), session)
+        self.ledgers[tier].owner(copy.slot, session)
         return copy
 
     def unhold(self, block: Block, tier: Tier, copy: Copy) -> None:
         if copy.holds == 1 or (copy.holds == 2 and self.pins.count(tier, copy)):
-            self.recorder.owner(self.ref(tier, copy.slot), None)
+            self.ledgers[tier].owner(copy.slot, None)
         self._let_go(block, tier, copy)
 
     def pin(self, block: Block, tier: Tier, copy: Copy) -> None:
@@ -405,7 +399,7 @@ class GroupState:
         if copy.holds > 0:
             return
         self.held[tier] -= 1
-        if COPY_IN[tier](block) is copy:
+        if block.copy(tier) is copy:
             self.clocks.start(block)
             self.reconsider(block)
         else:
@@ -434,11 +428,11 @@ class GroupState:
         return found
 
     def _touch_all(self, touched: Iterable[Block]) -> None:
-        use, reconsider, used_on_disk = self.evictor.use, self.reconsider, self._used_on_disk
+        used_on_disk = self._used_on_disk
         for block in sorted(touched, key=_DEPTH, reverse=True):
             if block.indexed:
-                use(block)
-                reconsider(block)
+                self.evictor.use(block)
+                self.reconsider(block)
                 if block.on_disk is not None:
                     used_on_disk.pop(block, None)
                     used_on_disk[block] = None
@@ -459,7 +453,7 @@ class GroupState:
         for block in self.clocks.take_changed():
             for tier, copy in ((DEVICE, block.on_device), (HOST, block.on_host)):
                 if copy is not None and copy.valid:
-                    self.recorder.restate(self.ref(tier, copy.slot), block)
+                    self.ledgers[tier].restate(copy.slot, block)
 
     def expire(self, now: int) -> None:
         """Ends retentions whose deadline has passed, a bounded slice of them; :meth:`Clocks.due` says if there are
@@ -491,7 +485,7 @@ class GroupState:
         """What a block under this parent would stand on is not indexed."""
         return parent_key is not None and not self._sliding and self.index.get(parent_key) is None
 
-    def insert(self, key: Key, parent_key: Key | None, traits: Traits, ref: SlotRef, cause: Cause) -> Block:
+    def insert(self, key: Key, parent_key: Key | None, traits: Traits, tier: Tier, slot: SlotId, cause: Cause) -> Block:
         """Indexes a new block whose bytes are READY in a slot of memory that is not FREE.
 
         A window slides off the front of its chain, so in a sliding group every block stands for itself: it gets
@@ -505,17 +499,15 @@ class GroupState:
             parent_key = parent.key  # one object for all that name it
         block = Block(key, parent_key, parent, traits)
         block.indexed = True
-        if traits.duration_ms or traits.deadline_ns:
-            self.clocks.enter(block)
+        self.clocks.enter(block)
         self.evictor.enter(block)
         self.index.add(block)
         if parent is not None:
             parent.add_child(block)
-        _, tier, slot = ref
         self.slots[tier].enter(slot, SLOT_READY)
         block.put_copy(tier, Copy(slot, READY))
         self.residencies.change(block, BITS[tier])
-        self.recorder.end_write(ref, block)
+        self.ledgers[tier].end_write(slot, block)
         self.introduce(block, cause)
         return block
 
@@ -524,7 +516,7 @@ class GroupState:
         self.stored += 1
         self.recorder.change(STORED, cause, self.group, block)
         parent = block.parent
-        if parent is not None and block.priority > parent.traits.priority:
+        if parent is not None and block.priority > parent.own_priority:
             self.priorities.carry_up(parent, None, block.priority, cause)
         self.reconsider(block)
 
@@ -533,8 +525,8 @@ class GroupState:
         goes in the same call, so no priority falls that anybody could see, and it is on no list any more."""
         if block.first_child is not None:
             raise InvariantViolation(f"block {block} is removed before its children")
-        for tier, copy_in, _ in self._places:
-            if copy_in(block) is not None:
+        for tier in self.tiers:
+            if block.copy(tier) is not None:
                 self.detach(block, tier)
         if block.claims:
             for tier in self.tiers:
@@ -545,7 +537,8 @@ class GroupState:
         self.evictor.leave(block)
         self.priorities.forget(block)
         self.clocks.stop(block)
-        self.reused.discard(block)
+        if self._selective:
+            self.reused.discard(block)
         block.indexed = False
         self.removed += 1
         self.recorder.change(REMOVED, cause, self.group, block)

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice, repeat
+from itertools import islice
 
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block
-from kvtierd.core.bulk import rows
 from kvtierd.core.events import COMMIT
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SlotId
-from kvtierd.core.outcome import SlotRef
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED
 from kvtierd.core.tickets import Lease
-from kvtierd.core.traits import Traits
+from kvtierd.core.traits import traits_of
 from kvtierd.core.verbs import EXISTS, OK, PARENT_CONFLICT, PARENT_MISSING, BlockResult, CommitItem
 
 
@@ -33,40 +31,35 @@ class Holding:
         """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the slot becomes free; where
         the parent is not indexed, or is not that of the equal key, the slot stays blank. All blocks found or made are
         used. ``last``: the lease ends with this call, and holds none of them."""
-        state, unsupported, insert = self._state, self._state.unsupported, self._state.insert
-        find = state.index.get
+        state, tier = self._state, lease.tier
         results: list[BlockResult] = []
         used: list[Block] = []
         made: list[Block] = []
-        written: list[SlotRef] = []
-        slots, keys, parents, priorities, durations, labels = zip(*items, strict=True)
-        refs = rows(SlotRef, repeat(state.group), repeat(lease.tier), slots)
-        traits = rows(Traits, priorities, durations, repeat(0), labels)
-        for ref, key, parent_key, its in zip(refs, keys, parents, traits, strict=True):
-            slot = ref.slot
-            block = find(key)
+        written: list[SlotId] = []
+        for slot, key, parent_key, priority, duration_ms, label in items:
+            block = state.index.get(key)
             if block is not None:
                 if block.parent_key != parent_key:
                     results.append(PARENT_CONFLICT)
                     continue
                 self._keep(lease, slot, block)
                 results.append(EXISTS)
-            elif unsupported(parent_key):
+            elif state.unsupported(parent_key):
                 results.append(PARENT_MISSING)
                 continue
             else:
-                block = insert(key, parent_key, its, ref, COMMIT)
+                block = state.insert(key, parent_key, traits_of(priority, duration_ms, label), tier, slot, COMMIT)
                 del lease.blank[slot]
                 made.append(block)
                 if last:
-                    written.append(ref)
+                    written.append(slot)
                 else:
-                    lease.held[block] = state.hold(block, lease.tier, lease.session)
+                    lease.held[block] = state.hold(block, tier, lease.session)
                     self._slide(lease, block)
                 results.append(OK)
             used.append(block)
         self._background.committed(made)
-        state.disown(written)
+        state.disown(tier, written)
         state.touch(reversed(used))
         return tuple(results)
 
@@ -128,6 +121,6 @@ class Holding:
         lease.blank = dict.fromkeys(blank)
         state.slots[lease.tier].claim(lease.blank, SLOT_ORPHANED)
         for slot in lease.blank:
-            state.recorder.owner(state.ref(lease.tier, slot), lease.session)
+            state.ledgers[lease.tier].owner(slot, lease.session)
         for block in filter(None, map(state.index.get, keys)):
             lease.held[block] = state.hold(block, lease.tier, lease.session)

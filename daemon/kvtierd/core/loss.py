@@ -37,7 +37,7 @@ def lose_detached(state: GroupState, tier: Tier, copies: Iterable[tuple[Block, C
     still holds or reads their slots is told here."""
     for block, copy in copies:
         if block.copy(tier) is not copy:
-            state.recorder.begin_write(state.ref(tier, copy.slot))
+            state.ledgers[tier].begin_write(copy.slot)
 
 
 def restore_tier(state: GroupState, tier: Tier) -> None:

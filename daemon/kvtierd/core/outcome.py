@@ -1,11 +1,12 @@
 """What the core tells its caller to do.
 
 Every mutating call of the core returns one :class:`Outcome`. The caller carries out all of it in the same loop turn,
-with no ``await`` between the call and the last of it, in this order: ``begin_write``, ``owners``, ``events``,
-``moves``, ``contents``, ``end_write``, ``restated``, then (what ``events`` say of) the key index, ``grants`` and
-``refusals``.
+with no ``await`` between the call and the last of it, in this order: of all ``slots`` what is ``begun``, then the
+``owners``, ``events``, ``moves``, of all ``slots`` what is ``filled`` and ``disowned``, and what is ``restated``, then
+(what ``events`` say of) the key index, ``grants`` and ``refusals``.
 
-What there is one of for each block is a named tuple: a frozen dataclass takes four times as long to make.
+What there is one of for each block is a named tuple, or a place in a column: a frozen dataclass takes four times as
+long to make.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from kvtierd.core.block import Block
 from kvtierd.core.events import Cause, Event
 from kvtierd.core.ids import GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.traits import Traits
@@ -28,13 +30,43 @@ class SlotRef(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a slot of memory holds from this call on, for a restarted daemon to know. ``key`` None: nothing that anybody
+    """What a slot of memory holds from now on, for a restarted daemon to know. ``key`` None: nothing that anybody
     should find again, though its bytes still stand for those who hold them."""
 
     ref: SlotRef
     key: Key | None
     parent: Key | None
     traits: Traits
+
+
+class SlotChanges:
+    """What becomes of the slots of one group in one tier of memory.
+
+    ``begun``: their bytes are, or are about to be, no block's: their generations are odd until they are filled.
+    ``filled``: their bytes are these blocks'. ``disowned``: their bytes are no block's that anybody should find again,
+    though they still stand for those who hold or copy them. ``restated``: they hold what they held, but the block's
+    retention has changed. ``owners``: who leases them from now on; None = nobody.
+    """
+
+    __slots__ = ("begun", "disowned", "filled", "group", "owners", "restated", "tier")
+
+    def __init__(
+        self,
+        group: GroupId,
+        tier: Tier,
+        begun: dict[SlotId, None],
+        filled: dict[SlotId, Block],
+        disowned: dict[SlotId, None],
+        restated: dict[SlotId, Block],
+        owners: dict[SlotId, SessionId | None],
+    ) -> None:
+        self.group = group
+        self.tier = tier
+        self.begun = begun
+        self.filled = filled
+        self.disowned = disowned
+        self.restated = restated
+        self.owners = owners
 
 
 class MoveItem(NamedTuple):
@@ -143,25 +175,13 @@ class Refusal:
     matched: int = 0
 
 
-class Ownership(NamedTuple):
-    """A slot's new owner in the arena's owner table; None = nobody."""
-
-    ref: SlotRef
-    session: SessionId | None
-
-
 @dataclass(slots=True, frozen=True)
 class Outcome:
     moves: tuple[Move, ...] = ()
     grants: tuple[Grant, ...] = ()
     refusals: tuple[Refusal, ...] = ()
-    begin_write: tuple[SlotRef, ...] = ()
-    contents: tuple[Content, ...] = ()
-    """Of all in ``end_write``, and of slots that lost their block while held or copied."""
-    end_write: tuple[SlotRef, ...] = ()
-    restated: tuple[Content, ...] = ()
-    """Of slots that hold what they held, but for the block's retention."""
-    owners: tuple[Ownership, ...] = ()
+    slots: tuple[SlotChanges, ...] = ()
+    """One of each group and tier of memory whose slots anything becomes of."""
     events: tuple[Event, ...] = ()
     again: bool = False
     """There is more to do at once: ``tick`` is to be called when others have had their turn."""

@@ -54,7 +54,7 @@ class Priorities:
     def carry_up(self, parent: Block | None, old: int | None, new: int | None, cause: Cause) -> None:
         """A child's effective priority went from ``old`` to ``new`` (None: not a child)."""
         while parent is not None:
-            own = parent.traits.priority
+            own = parent.own_priority
             if parent.priority == own and (new is None or new <= own):
                 return  # as mostly: what it has is its own
             effective = self._effective(parent, old, new)

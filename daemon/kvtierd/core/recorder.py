@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.bulk import rows
-from kvtierd.core.events import REMOVED, STORED, BlockChange, Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import DISK, CacheId, GroupId, MoveId, SessionId, SlotId, Tier
-from kvtierd.core.outcome import Content, Grant, Move, MoveItem, Outcome, Ownership, Refusal, SlotRef
+from kvtierd.core.events import REMOVED, STORED, Cause, Changes, Event, EventSequencer, EventType
+from kvtierd.core.ids import DISK, CacheId, GroupId, Key, MoveId, SlotId, Tier
+from kvtierd.core.ledger import Ledger
+from kvtierd.core.outcome import Grant, Move, MoveItem, Outcome, Refusal
+from kvtierd.core.traits import Label, Traits, label_of
 
 MAX_EVENT_BLOCKS: Final = 256
 MAX_MOVE_BLOCKS: Final = 16
@@ -27,21 +28,70 @@ class Transfer:
     copy_ns: int
 
 
-_Header = tuple[EventType, Cause, GroupId, Transfer | None]
+class _Telling:
+    """An event that may still grow. What of a block may change afterwards, in columns; the rest is asked of it then."""
+
+    __slots__ = ("blocks", "cause", "group", "priorities", "residencies", "transfer", "type")
+
+    def __init__(self, type: EventType, cause: Cause, group: GroupId, transfer: Transfer | None) -> None:
+        self.type = type
+        self.cause = cause
+        self.group = group
+        self.transfer = transfer
+        self.blocks: list[Block] = []
+        self.residencies: list[int] = []
+        self.priorities: list[int] = []
+
+    def takes(self, type: EventType, cause: Cause, group: GroupId, transfer: Transfer | None) -> bool:
+        """Whether a change with this header belongs to it."""
+        return (
+            self.type is type
+            and self.cause is cause
+            and self.group == group
+            and (self.transfer is transfer or self.transfer == transfer)
+            and len(self.blocks) < MAX_EVENT_BLOCKS
+        )
+
+    def changes(self) -> Changes:
+        blocks = self.blocks
+        keys, parents = [block.key for block in blocks], [block.parent_key for block in blocks]
+        labels = [label_of(block.traits) for block in blocks]
+        above: list[Label | None] = [None] * len(blocks)
+        if self.type is STORED:
+            above = [None if block.parent is None else label_of(block.parent.traits) for block in blocks]
+        return Changes(keys, parents, self.residencies, self.priorities, labels, above)
 
 
-@dataclass(slots=True, frozen=True)
-class _Lane:
-    group: GroupId
-    src: Tier
-    dst: Tier | None
-    cause: Cause
+class _Planned:
+    """A move that may still grow, along one lane: a group's edge and why. Its items are columns."""
 
+    __slots__ = ("cause", "dst", "group", "id", "keys", "parents", "slots", "src", "to", "traits")
 
-_DISK_LANES: Final = (DISK, None)
-"""Only the newest lane that writes or deletes on disk takes items: ancestors are committed before or with their
-descendants, and a deletion before a slot or a key is written again, so none of them may overtake another by joining an
-older move."""
+    def __init__(self, id: MoveId, group: GroupId, src: Tier, dst: Tier | None, cause: Cause) -> None:
+        self.id = id
+        self.group = group
+        self.src = src
+        self.dst = dst
+        self.cause = cause
+        self.keys: list[Key] = []
+        self.parents: list[Key | None] = []
+        self.traits: list[Traits] = []
+        self.slots: list[SlotId] = []
+        self.to: list[SlotId | None] = []
+
+    def is_along(self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause) -> bool:
+        return self.src is src and self.dst is dst and self.cause is cause and self.group == group
+
+    @property
+    def touches_disk(self) -> bool:
+        """Only the newest lane that writes or deletes on disk takes items: ancestors are committed before or with their
+        descendants, and a deletion before a slot or a key is written again, so none of them may overtake another by
+        joining an older move."""
+        return self.dst is DISK or self.dst is None
+
+    def move(self) -> Move:
+        items = rows(MoveItem, self.keys, self.parents, self.traits, self.slots, self.to)
+        return Move(self.id, self.group, self.src, self.dst, self.cause, tuple(items))
 
 
 class Recorder:
@@ -54,89 +104,66 @@ class Recorder:
         self._cache = cache
         self._sequencer = sequencer
         self._last_move = 0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._begins: dict[SlotRef, None] = {}
-        self._ends: dict[SlotRef, Block] = {}
-        self._restated: dict[SlotRef, Block] = {}
-        self._disowned: dict[SlotRef, Block] = {}
-        self._owners: dict[SlotRef, SessionId | None] = {}
-        self._events: list[tuple[_Header, list[BlockChange]]] = []
-        self._moves: list[tuple[MoveId, _Lane, list[MoveItem]]] = []
-        self._open_lanes: dict[_Lane, int] = {}
+        self._touched: list[Ledger] = []
+        self._events: list[_Telling] = []
+        self._telling: _Telling | None = None
+        """The last of the events, where it may grow."""
+        self._moves: list[_Planned] = []
+        self._open: list[_Planned] = []
+        """Those moves that may grow, one a lane."""
         self._grants: list[Grant] = []
         self._refusals: list[Refusal] = []
 
-    def begin_write(self, ref: SlotRef) -> None:
-        """The slot's bytes are, or are about to be, no block's: its generation is odd until :meth:`end_write`."""
-        self._ends.pop(ref, None)
-        self._begins[ref] = None
-
-    def free(self, ref: SlotRef) -> None:
-        """The slot's bytes are no block's, and it is nobody's."""
-        self.begin_write(ref)
-        self._owners[ref] = None
-
-    def end_write(self, ref: SlotRef, block: Block) -> None:
-        """The slot's bytes are the block's."""
-        self._ends[ref] = block
-
-    def disown(self, ref: SlotRef, block: Block) -> None:
-        """The slot's bytes stand for those who hold or copy them; they are the block's no more."""
-        if self._ends.get(ref) is None:
-            self._disowned[ref] = block
-
-    def restate(self, ref: SlotRef, block: Block) -> None:
-        """The slot's bytes are the block's, whose traits have changed."""
-        if ref not in self._ends:
-            self._restated[ref] = block
-
-    def owner(self, ref: SlotRef, session: SessionId | None) -> None:
-        self._owners[ref] = session
-
-    def owners(self, refs: Iterable[SlotRef], session: SessionId | None) -> None:
-        """The same of many slots."""
-        self._owners.update(dict.fromkeys(refs, session))
+    def ledger(self, group: GroupId, tier: Tier) -> Ledger:
+        """A new one, of slots whose changes become part of the outcome."""
+        return Ledger(group, tier, self._touched)
 
     def change(
         self, type: EventType, cause: Cause, group: GroupId, block: Block, transfer: Transfer | None = None
     ) -> None:
         """Records the block as it is now, after the change."""
-        residency = 0 if type is REMOVED else block.residency
-        above = block.parent if type is STORED else None
-        above_label = above.traits.label if above is not None else None
-        change = BlockChange(block.key, block.parent_key, residency, block.priority, block.traits.label, above_label)
-        header = (type, cause, group, transfer)
-        if self._events:
-            last, changes = self._events[-1]
-            if last == header and len(changes) < MAX_EVENT_BLOCKS:
-                changes.append(change)
-                return
-        self._events.append((header, [change]))
+        telling = self._telling
+        if telling is None or not telling.takes(type, cause, group, transfer):
+            self._telling = telling = _Telling(type, cause, group, transfer)
+            self._events.append(telling)
+        telling.blocks.append(block)
+        telling.residencies.append(0 if type is REMOVED else block.residency)
+        telling.priorities.append(block.priority)
 
     def mark(self, type: EventType, cause: Cause, group: GroupId) -> None:
         """An event of the whole group: created or cleared."""
-        self._events.append(((type, cause, group, None), []))
+        self._events.append(_Telling(type, cause, group, None))
+        self._telling = None
 
-    def plan(self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause, item: MoveItem) -> MoveId:
-        """Adds an item to a move along this edge. Items of one move come back in the order they were planned in."""
-        lane = _Lane(group, src, dst, cause)
-        position = self._open_lanes.get(lane)
-        if position is None or len(self._moves[position][2]) >= MAX_MOVE_BLOCKS:
-            self._close_rivals(lane)
-            self._last_move += 1
-            position = self._open_lanes[lane] = len(self._moves)
-            self._moves.append((MoveId(self._last_move), lane, []))
-        move, _, items = self._moves[position]
-        items.append(item)
-        return move
+    def plan(
+        self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause, block: Block, slot: SlotId, to: SlotId | None
+    ) -> MoveId:
+        """Adds the block to a move along this edge, from one slot to another. Items of one move come back in the order
+        they were planned in."""
+        move = self._along(group, src, dst, cause)
+        move.keys.append(block.key)
+        move.parents.append(block.parent_key)
+        move.traits.append(block.traits)
+        move.slots.append(slot)
+        move.to.append(to)
+        return move.id
 
-    def _close_rivals(self, lane: _Lane) -> None:
-        if lane.dst not in _DISK_LANES:
-            return
-        for rival in [rival for rival in self._open_lanes if rival.dst in _DISK_LANES]:
-            del self._open_lanes[rival]
+    def _along(self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause) -> _Planned:
+        full: _Planned | None = None
+        for move in self._open:
+            if move.is_along(group, src, dst, cause):
+                if len(move.keys) < MAX_MOVE_BLOCKS:
+                    return move
+                full = move
+        self._last_move += 1
+        fresh = _Planned(MoveId(self._last_move), group, src, dst, cause)
+        if fresh.touches_disk:
+            self._open = [move for move in self._open if not move.touches_disk]
+        elif full is not None:
+            self._open.remove(full)
+        self._open.append(fresh)
+        self._moves.append(fresh)
+        return fresh
 
     def grant(self, grant: Grant) -> None:
         self._grants.append(grant)
@@ -147,52 +174,28 @@ class Recorder:
     def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]], *, again: bool = False) -> Outcome:
         """The outcome of the call, its event ids assigned; the recorder is empty again."""
         outcome = Outcome(
-            moves=tuple(
-                Move(move, lane.group, lane.src, lane.dst, lane.cause, tuple(items))
-                for move, lane, items in self._moves
-            ),
-            grants=tuple(self._grants),
-            refusals=tuple(self._refusals),
-            begin_write=tuple(self._begins),
-            contents=(
-                *_contents(self._ends),
-                *(Content(ref, None, None, block.traits) for ref, block in self._disowned.items()),
-            ),
-            end_write=tuple(self._ends),
-            restated=tuple(_contents(self._restated)),
-            owners=tuple(rows(Ownership, self._owners, self._owners.values())),
-            events=tuple(self._event(header, changes, now, capacity) for header, changes in self._events),
-            again=again,
+            tuple([move.move() for move in self._moves]),
+            tuple(self._grants),
+            tuple(self._refusals),
+            tuple([ledger.take() for ledger in self._touched]),
+            tuple([self._event(telling, now, capacity) for telling in self._events]),
+            again,
         )
-        self._reset()
+        self._touched.clear()
+        self._events.clear()
+        self._telling = None
+        self._moves.clear()
+        self._open.clear()
+        self._grants.clear()
+        self._refusals.clear()
         return outcome
 
-    def _event(
-        self,
-        header: _Header,
-        changes: list[BlockChange],
-        now: int,
-        capacity: dict[GroupId, tuple[tuple[Tier, int], ...]],
-    ) -> Event:
-        type, cause, group, transfer = header
-        event = (self._sequencer.take(), type, cause, self._cache, group, now, tuple(changes))
+    def _event(self, telling: _Telling, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Event:
+        type, group, transfer = telling.type, telling.group, telling.transfer
+        event = (self._sequencer.take(), type, telling.cause, self._cache, group, now, telling.changes())
         if type is EventType.CREATED:
             return Event(*event, capacity=capacity[group])
         if transfer is None:
             return Event(*event)
-        moved = transfer.src, transfer.dst, transfer.block_bytes * len(changes), transfer.queue_ns, transfer.copy_ns
-        return Event(*event, *moved)
-
-
-def _contents(ends: dict[SlotRef, Block]) -> Iterator[Content]:
-    """What slots hold that are some blocks'."""
-    if not ends:
-        return iter(())
-    blocks = ends.values()
-    keys, parents = [block.key for block in blocks], [block.parent_key for block in blocks]
-    return rows(Content, ends, keys, parents, [block.traits for block in blocks])
-
-
-def move_item(block: Block, src: SlotId, dst: SlotId | None) -> MoveItem:
-    """The wire of a move: what the mover needs to know of a block."""
-    return MoveItem(block.key, block.parent_key, block.traits, src, dst)
+        moved_bytes = transfer.block_bytes * len(telling.blocks)
+        return Event(*event, transfer.src, transfer.dst, moved_bytes, transfer.queue_ns, transfer.copy_ns)

@@ -68,12 +68,14 @@ class Clocks:
     def start(self, *blocks: Block) -> None:
         """From now on, with the whole duration, for blocks that are not held and have one."""
         for block in blocks:
-            if block.traits.duration_ms:
+            _, duration_ms, _, _ = block.traits
+            if duration_ms:
                 self._started[block] = None
 
     def stop(self, block: Block) -> None:
-        if block.traits.deadline_ns:
-            block.retain(block.traits.priority, block.traits.duration_ms, 0)
+        own, duration_ms, deadline_ns, _ = block.traits
+        if deadline_ns:
+            block.retain(own, duration_ms, 0)
             self._running -= 1
 
     def enter(self, block: Block) -> None:

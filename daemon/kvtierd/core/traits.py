@@ -37,7 +37,19 @@ class Traits(NamedTuple):
     label: Label | None = None
 
 
+def label_of(traits: Traits) -> Label | None:
+    """By its place: in compiled code a tenth of the time that a name takes."""
+    return traits[3]
+
+
 _PLAIN: Final = tuple(Traits(priority) for priority in range(101))
+
+
+def traits_of(priority: int, duration_ms: int, label: Label | None) -> Traits:
+    """Of a block whose clock stands."""
+    if duration_ms or label is not None or not 0 <= priority < len(_PLAIN):
+        return Traits(priority, duration_ms, 0, label)
+    return _PLAIN[priority]
 
 
 def shared(traits: Traits) -> Traits:

@@ -9,12 +9,12 @@ from typing import Final, assert_never
 
 from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
-from kvtierd.core.block import COPY_IN, FILLING, Block, Copy
+from kvtierd.core.block import FILLING, Block, Copy
 from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
 from kvtierd.core.holding import Holding
-from kvtierd.core.ids import DISK, Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, Tier
 from kvtierd.core.looking import prefix
 from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
@@ -291,8 +291,8 @@ class WindowManager:
         placings = self.state.placings[ticket.tier]
         if ticket.wants_at != placings:
             self._forget_lost(ticket)
-            copy_in = COPY_IN[ticket.tier]
-            ticket.wants = sum(copy_in(block) is None for block in self._to_place(ticket))
+            tier = ticket.tier
+            ticket.wants = sum([block.copy(tier) is None for block in self._to_place(ticket)])
             ticket.wants_at = placings
         return ticket.wants
 
@@ -341,9 +341,8 @@ class WindowManager:
             members = self._to_place(ticket)
         asked = set(claimed)
         ticket.waiting = False
-        copy_in = COPY_IN[tier]
         for block in members:
-            if copy_in(block) is None:
+            if block.copy(tier) is None:
                 self._fetch_one(ticket, block, asked=block in asked)
             self._join(ticket, block)
         for block in claimed:
@@ -379,7 +378,7 @@ class WindowManager:
 
     def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
         """A demotion of what is below already needs no copy: the idle copies above just go."""
-        bit = tier.bit
+        bit = BITS[tier]
         for block in blocks:
             if not block.residency & bit or block.residency == bit:
                 continue
@@ -395,9 +394,9 @@ class WindowManager:
         if not ticket.hold:
             self._answer_move(ticket)
             return
-        ready, copy_in = 0, COPY_IN[ticket.tier]
+        ready, tier = 0, ticket.tier
         for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
-            if not (copy_in(block) is copy and copy.phase is not FILLING):
+            if not (block.copy(tier) is copy and copy.phase is not FILLING):
                 break
             ready += 1
         if ready < max(ticket.min_blocks, 1):
@@ -490,13 +489,14 @@ class WindowManager:
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
         """It is in the tier, or on its way there, or a usable edge leads there."""
-        return COPY_IN[tier](block) is not None or self.flights.usable(self.room.source(block), tier, now)
+        return block.copy(tier) is not None or self.flights.usable(self.room.source(block), tier, now)
 
     def _holdable(self, ticket: FetchTicket) -> int:
         """Length of the prefix that the tier could hold at best."""
-        budget, copy_in = self.obtainable(ticket.tier), COPY_IN[ticket.tier]
+        tier = ticket.tier
+        budget = self.obtainable(tier)
         for length, block in enumerate(ticket.blocks):
-            copy = copy_in(block)
+            copy = block.copy(tier)
             budget -= copy is None or copy.holds == 0
             if budget < 0:
                 return length

@@ -89,15 +89,19 @@ class Carrier:
     def apply(self, cache: OpenCache, outcome: Outcome) -> None:
         """All of an outcome, in the order that ``core/outcome.py`` lays down."""
         runtime = cache.runtime
-        runtime.begin_write(outcome.begin_write)
-        runtime.set_owners(outcome.owners)
+        for changes in outcome.slots:
+            runtime.begin_write(changes)
+        for changes in outcome.slots:
+            runtime.set_owners(changes)
         if outcome.events:
             self._hub.publish(outcome.events)
         for move in outcome.moves:
             self.edges.submit(runtime, move)
-        runtime.note(outcome.contents)
-        runtime.end_write(outcome.end_write)
-        runtime.restate(outcome.restated)
+        for changes in outcome.slots:
+            runtime.note(changes)
+        for changes in outcome.slots:
+            runtime.end_write(changes)
+            runtime.restate(changes)
         follow(runtime.arena, outcome)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)

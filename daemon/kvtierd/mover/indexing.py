@@ -1,4 +1,4 @@
-"""Keeps the key index in step with the core: what an outcome's events say, with the slots that its contents name."""
+"""Keeps the key index in step with the core: what an outcome's events say, with the slots that it fills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def follow(arena: Arena, outcome: Outcome) -> None:
     """After the outcome's last generation has changed and before anybody is answered: who is told that a block is there
     finds it.
 
-    A block that has got into a memory tier has its slot among the contents; that it has left one, or is only on disk,
+    A block that has got into a memory tier has its slot among those filled; that it has left one, or is only on disk,
     takes none. What was recovered is in the index already: :meth:`Arena.rebuild_index`.
     """
     index = arena.index
@@ -27,23 +27,24 @@ def follow(arena: Arena, outcome: Outcome) -> None:
         return
     host: dict[Name, Place] = {}
     device: dict[Name, Place] = {}
-    generations = {place: arena.generations(*place) for place in {(ref.tier, ref.group) for ref in outcome.end_write}}
-    for (group, tier, slot), key, _, _ in outcome.contents:
-        if key is not None:
-            arrived = host if tier is HOST else device
-            arrived[group, key] = slot, generations[tier, group][slot]
+    for changes in outcome.slots:
+        if changes.filled:
+            group, arrived = changes.group, host if changes.tier is HOST else device
+            generations = arena.generations(changes.tier, group)
+            for slot, block in changes.filled.items():
+                arrived[group, block.key] = slot, generations[slot]
     after: dict[Name, int] = {}
     gone: defaultdict[GroupId, list[Key]] = defaultdict(list)
     for event in outcome.events:
         group = event.group
         if event.type is REMOVED and len(event.blocks) >= SURVEYED:
-            keys = [change.key for change in event.blocks]
+            keys = event.blocks.keys
             gone[group] += keys
             for key in keys if after else ():
                 after.pop((group, key), None)
         elif event.cause is not RECOVERED:
-            for change in event.blocks:
-                after[group, change.key] = change.residency
+            for key, residency in zip(event.blocks.keys, event.blocks.residencies, strict=True):
+                after[group, key] = residency
     for group, keys in gone.items():
         index.remove_many(group, keys)
     if after:

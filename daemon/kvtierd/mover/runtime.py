@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import DEVICE, CacheId, GroupId, Tier
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Content, Ownership, SlotRef
+from kvtierd.core.outcome import Content, SlotChanges, SlotRef
+from kvtierd.core.traits import Traits
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import MemoryStore
 from kvtierd.tiers.cuda.store import CudaDevice
@@ -19,6 +19,10 @@ from kvtierd.tiers.host import HostStore
 
 if TYPE_CHECKING:
     from kvtierd.mover.cuda.copies import CudaCopies  # whose batches have this module's runtimes
+
+
+_NONE: Final = Traits(0)
+"""Of a slot whose bytes nobody should find again."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -56,33 +60,37 @@ class CacheRuntime:
             raise LookupError(f"cache {self.name} has no {tier} memory that can be mapped")
         return store
 
-    def begin_write(self, refs: Iterable[SlotRef]) -> None:
+    def begin_write(self, changes: SlotChanges) -> None:
         """Before the slots' bytes may change. A stand-in's slot that had a block's is poisoned, so that who still reads
         it finds out; on a GPU that would take a copy of its own."""
-        began, device = self.arena.begin_writes(refs), self.device
-        if isinstance(device, StandInDevice):
-            for group, tier, slot in began:
-                if tier is DEVICE:
-                    device.poison(group, slot)
+        tier, group, device = changes.tier, changes.group, self.device
+        began = self.arena.begin_writes(tier, group, changes.begun)
+        if tier is DEVICE and isinstance(device, StandInDevice):
+            for slot in began:
+                device.poison(group, slot)
 
-    def note(self, contents: Iterable[Content]) -> None:
+    def set_owners(self, changes: SlotChanges) -> None:
+        self.arena.set_owners(changes.tier, changes.group, changes.owners)
+
+    def note(self, changes: SlotChanges) -> None:
         """What slots hold from now on; before :meth:`end_write`."""
         if self.arena.keeps_records:
-            for content in contents:
-                self.arena.note(content)
+            group, tier = changes.group, changes.tier
+            for slot, block in changes.filled.items():
+                self.arena.note(Content(SlotRef(group, tier, slot), block.key, block.parent_key, block.traits))
+            for slot in changes.disowned:
+                self.arena.note(Content(SlotRef(group, tier, slot), None, None, _NONE))
 
-    def restate(self, contents: Iterable[Content]) -> None:
+    def end_write(self, changes: SlotChanges) -> None:
+        """The slots' bytes are READY."""
+        self.arena.end_writes(changes.tier, changes.group, changes.filled)
+
+    def restate(self, changes: SlotChanges) -> None:
         """What slots hold has other traits from now on."""
         if self.arena.keeps_records:
-            for content in contents:
-                self.arena.restate(content)
-
-    def end_write(self, refs: Iterable[SlotRef]) -> None:
-        """The slots' bytes are READY."""
-        self.arena.end_writes(refs)
-
-    def set_owners(self, ownerships: Iterable[Ownership]) -> None:
-        self.arena.set_owners(ownerships)
+            group, tier = changes.group, changes.tier
+            for slot, block in changes.restated.items():
+                self.arena.restate(Content(SlotRef(group, tier, slot), block.key, block.parent_key, block.traits))
 
     def pools(self, group: GroupId) -> int:
         return len(self.spec.groups[group].pools)

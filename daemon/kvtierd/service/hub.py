@@ -19,7 +19,7 @@ from math import inf
 from typing import Final, Self
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import Cause, Event, EventType
+from kvtierd.core.events import STORED, Cause, Event, EventType
 from kvtierd.service import wire
 from kvtierd.service.faces import Faces
 
@@ -256,7 +256,7 @@ class EventHub:
         count = int(min(_run_length(self._pending), self._end_of_epoch(first) - first + 1))
         events, self._pending = self._pending[:count], self._pending[count:]
         batch = events_pb2.WatchBatch(events=[wire.event(each, self._faces[each.cache]) for each in events])
-        keyless = not all(event.blocks for event in events)
+        keyless = not all(event.blocks.keys for event in events)
         latest_ns = max(event.time_ns for event in events)
         run = Run.of(events[0].id, events[-1].id, batch, keyless=keyless, latest_ns=latest_ns)
         self._ring[self._head + len(self._ring)] = run
@@ -289,16 +289,14 @@ def _answer(waiter: asyncio.Future[bool], news: bool) -> None:
 def _run_length(events: Sequence[Event]) -> int:
     blocks = 0
     for count, event in enumerate(events[:RUN_EVENTS], start=1):
-        blocks += len(event.blocks) * (TOKENS_WEIGH if _has_tokens(event) else 1)
+        blocks += len(event.blocks.keys) * (TOKENS_WEIGH if _has_tokens(event) else 1)
         if blocks >= RUN_BLOCKS:
             return count
     return min(len(events), RUN_EVENTS)
 
 
 def _has_tokens(event: Event) -> bool:
-    return event.type is EventType.STORED and any(
-        block.label is not None and block.label.tokens for block in event.blocks
-    )
+    return event.type is STORED and wire.have_tokens(event.blocks.labels)
 
 
 def without_events_up_to(cursor: int, run: Run) -> Run:

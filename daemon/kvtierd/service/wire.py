@@ -7,7 +7,7 @@ from typing import Final
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, events_pb2
-from kvtierd.core.events import BlockChange, Event, EventType
+from kvtierd.core.events import Changes, Event, EventType
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, Tier
 from kvtierd.core.traits import Label
 from kvtierd.core.verbs import ListingRow
@@ -29,7 +29,7 @@ def cursor(epoch: int, last: int) -> blocks_pb2.Cursor:
 
 
 def parents(values: Iterable[Key | None]) -> bytes:
-    return b"".join(ROOT_PARENT if value is None else value for value in values)
+    return b"".join([ROOT_PARENT if value is None else value for value in values])
 
 
 def spec(value: CacheSpec) -> caches_pb2.CacheSpec:
@@ -89,9 +89,11 @@ def event(value: Event, face: CacheFace) -> events_pb2.Event:
         event_hash=face.event_hash,
         window_tokens=face.window(value.group),
     )
-    if value.blocks:
-        _add_blocks(message, value.type, value.blocks)
-        add_labels(message, value.blocks, face.hash_bytes, stored=value.type is EventType.STORED)
+    blocks = value.blocks
+    if blocks.keys:
+        stored = value.type is EventType.STORED
+        _add_blocks(message, value.type, blocks)
+        _add_labels(message, blocks.labels, blocks.parent_labels, face.hash_bytes, stored=stored)
     if value.type is EventType.CREATED:
         message.tokens_per_block = face.tokens_per_block
         message.all_window_tokens.extend(face.windows)
@@ -104,13 +106,13 @@ def event(value: Event, face: CacheFace) -> events_pb2.Event:
     return message
 
 
-def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: Sequence[BlockChange]) -> None:
-    message.keys = b"".join(block.key for block in blocks)
-    message.residency = bytes(block.residency for block in blocks)
+def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: Changes) -> None:
+    message.keys = b"".join(blocks.keys)
+    message.residency = bytes(blocks.residencies)
     if kind is not EventType.REMOVED:
-        message.priorities = bytes(block.priority for block in blocks)
+        message.priorities = bytes(blocks.priorities)
     if kind is EventType.STORED:
-        message.parents = parents(block.parent for block in blocks)
+        message.parents = parents(blocks.parents)
 
 
 def slice_of(face: CacheFace, group: GroupId, rows: Sequence[ListingRow], *, private: bool) -> events_pb2.SnapshotSlice:
@@ -127,29 +129,35 @@ def slice_of(face: CacheFace, group: GroupId, rows: Sequence[ListingRow], *, pri
         tokens_per_block=face.tokens_per_block,
         all_window_tokens=face.windows,
     )
-    add_labels(message, rows, face.hash_bytes, stored=True)
+    labels, parent_labels = [row.label for row in rows], [row.parent_label for row in rows]
+    _add_labels(message, labels, parent_labels, face.hash_bytes, stored=True)
     if not private:
         message.ClearField("tokens")
     return message
 
 
-def add_labels(
+def _add_labels(
     message: events_pb2.Event | events_pb2.SnapshotSlice,
-    blocks: Sequence[BlockChange | ListingRow],
+    labels: Sequence[Label | None],
+    parent_labels: Sequence[Label | None],
     hash_bytes: int,
     *,
     stored: bool,
 ) -> None:
-    """Hashes and tokens of the blocks, where the cache keeps any."""
+    """Hashes and tokens of blocks, where the cache keeps any."""
     if hash_bytes:
-        message.event_hashes = b"".join(_hash(block.label, hash_bytes) for block in blocks)
+        message.event_hashes = b"".join([_hash(label, hash_bytes) for label in labels])
     if stored and hash_bytes:
-        message.parent_hashes = b"".join(_hash(block.parent_label, hash_bytes) for block in blocks)
-    if stored and any(block.label is not None and block.label.tokens for block in blocks):
-        labels = (block.label for block in blocks)
+        message.parent_hashes = b"".join([_hash(label, hash_bytes) for label in parent_labels])
+    if stored and have_tokens(labels):
         message.tokens.extend(
-            events_pb2.BlockTokens.FromString(b"" if label is None else label.tokens) for label in labels
+            [events_pb2.BlockTokens.FromString(b"" if label is None else label.tokens) for label in labels]
         )
+
+
+def have_tokens(labels: Sequence[Label | None]) -> bool:
+    """Whether any of them has."""
+    return any(label is not None and label.tokens for label in labels)
 
 
 def _hash(label: Label | None, size: int) -> bytes:

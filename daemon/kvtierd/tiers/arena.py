@@ -22,7 +22,7 @@ from kvtier.abi.records import INDEX_SEED_BYTES
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
 from kvtierd.core.ids import EventId, GroupId, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
-from kvtierd.core.outcome import Content, Ownership, SlotRef
+from kvtierd.core.outcome import Content
 from kvtierd.tiers.base import Bytes, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment
 from kvtierd.tiers.index_rebuild import Many
@@ -175,30 +175,27 @@ class Arena:
     def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> bool:
         """Before a slot is granted to a writer or a copy into it is issued. False: one was open already, and nothing
         has changed."""
-        return bool(self.begin_writes((SlotRef(group, tier, slot),)))
+        return bool(self.begin_writes(tier, group, (slot,)))
 
-    def begin_writes(self, refs: Iterable[SlotRef]) -> list[SlotRef]:
+    def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> list[SlotId]:
         """The same of many slots. Those of which it changed anything."""
-        words = self._generation_words
-        began: list[SlotRef] = []
-        for ref in refs:
-            group, tier, slot = ref
-            generations = words[tier, group]
+        generations = self._generation_words[tier, group]
+        began: list[SlotId] = []
+        for slot in slots:
             value: int = generations[slot]
             if not value & 1:
                 generations[slot] = value + 1
-                began.append(ref)
+                began.append(slot)
         return began
 
     def end_write(self, tier: Tier, group: GroupId, slot: SlotId) -> None:
         """The slot's bytes are READY. Raises AssertionError where they already were: somebody wrote unannounced."""
-        self.end_writes((SlotRef(group, tier, slot),))
+        self.end_writes(tier, group, (slot,))
 
-    def end_writes(self, refs: Iterable[SlotRef]) -> None:
+    def end_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> None:
         """The same of many slots."""
-        words = self._generation_words
-        for group, tier, slot in refs:
-            generations = words[tier, group]
+        generations = self._generation_words[tier, group]
+        for slot in slots:
             value: int = generations[slot]
             if not value & 1:
                 where = f"{tier} group {group} slot {slot}"
@@ -262,11 +259,11 @@ class Arena:
         """Who leases the slot to write; None = nobody."""
         self._owner_words[tier, group][slot] = session or 0
 
-    def set_owners(self, ownerships: Iterable[Ownership]) -> None:
+    def set_owners(self, tier: Tier, group: GroupId, owners: Mapping[SlotId, SessionId | None]) -> None:
         """The same of many slots."""
-        words = self._owner_words
-        for (group, tier, slot), session in ownerships:
-            words[tier, group][slot] = session or 0
+        words = self._owner_words[tier, group]
+        for slot, session in owners.items():
+            words[slot] = session or 0
 
     def rebuild_index(self, recovered: Mapping[GroupId, Sequence[Recovered]]) -> None:
         """These are all the blocks there are. Takes about a second for a million; for any one thread."""

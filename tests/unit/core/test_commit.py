@@ -9,6 +9,7 @@ from kvtierd.core.events import Cause, EventType
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.manager import BlockResult, CommitItem
 from kvtierd.core.slots import SlotState
+from tests.slot_rows import begun, filled
 from tests.unit.core.bench import ALICE, BOB, DEVICE, Bench, key
 
 OK, EXISTS, MISSING = BlockResult.OK, BlockResult.EXISTS, BlockResult.PARENT_MISSING
@@ -76,11 +77,11 @@ def test_a_committed_slot_shows_its_generation_even_and_a_freed_one_odd() -> Non
     assert grant.lease is not None
     item = CommitItem(grant.slots[0], key("a"), None, 35)
     _, outcome = bench.core.commit(ALICE, grant.lease, [item], 0)
-    assert [ref.slot for ref in outcome.end_write] == [grant.slots[0]]
+    assert [ref.slot for ref in filled(outcome)] == [grant.slots[0]]
     bench.apply(outcome)
     bench.release(grant.lease)
     _, outcome = bench.core.drop(ALICE, outcome.events[0].group, [key("a")], 0)
-    assert [ref.slot for ref in outcome.begin_write] == [grant.slots[0]]
+    assert [ref.slot for ref in begun(outcome)] == [grant.slots[0]]
 
 
 @pytest.mark.parametrize(

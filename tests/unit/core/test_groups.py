@@ -7,6 +7,7 @@ from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId
 from kvtierd.core.manager import BlockManager, CommitItem
 from kvtierd.core.policy import GroupShape
+from tests.slot_rows import begun
 from tests.unit.core.bench import ALICE, DEVICE, key
 
 FULL, SLIDING = GroupId(0), GroupId(1)
@@ -55,5 +56,5 @@ def test_a_session_ends_in_all_groups() -> None:
         core.reserve(ALICE, group, DEVICE, 1, 0)
     assert core.session_leases(ALICE) == 2
     outcome = core.end_session(ALICE, 0)
-    assert {ref.group for ref in outcome.begin_write} == {FULL, SLIDING}
+    assert {ref.group for ref in begun(outcome)} == {FULL, SLIDING}
     assert core.session_leases(ALICE) == 0

@@ -9,6 +9,7 @@ from kvtierd.core.events import Cause, EventType
 from kvtierd.core.manager import LOSS_SLICE
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.slots import SlotState
+from tests.slot_rows import begun, contents
 from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
 
 
@@ -54,8 +55,8 @@ def test_who_holds_or_copies_lost_bytes_finds_out_at_once() -> None:
     bench.reserve(DEVICE, 1)
     assert [(move.src, move.dst) for move in bench.moves] == [(DEVICE, HOST)], "b is being copied"
     _, outcome = bench.core.lose_tier(DEVICE, Cause.LOST, bench.now)
-    assert {ref.slot for ref in outcome.begin_write} == {0, 1}
-    assert {content.key for content in outcome.contents} == {None}
+    assert {ref.slot for ref in begun(outcome)} == {0, 1}
+    assert {content.key for content in contents(outcome)} == {None}
     assert {(event.type, event.cause) for event in outcome.events} == {(EventType.REMOVED, Cause.LOST)}
     bench.apply(outcome)
     bench.land()
@@ -75,7 +76,7 @@ def test_who_holds_or_copies_what_was_removed_before_finds_out_at_once() -> None
     bench.apply(bench.core.reset(BOB, bench.now, force=True)[1])
     assert bench.stored() == ""
     _, outcome = bench.core.lose_tier(DEVICE, Cause.LOST, bench.now)
-    told = {ref.slot for ref in outcome.begin_write}
+    told = {ref.slot for ref in begun(outcome)}
     assert told >= {0, 1}, "what b is held in and what c is read from"
     assert 2 not in told, "the third slot was free"
 

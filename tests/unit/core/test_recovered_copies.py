@@ -15,6 +15,7 @@ from kvtierd.core.policy import GroupShape, Policy, WritePolicy
 from kvtierd.core.slots import SlotState
 from kvtierd.core.tickets import LeftLease
 from kvtierd.core.traits import Traits
+from tests.slot_rows import begun, contents, filled, owners, restated
 from tests.unit.core.bench import Bench
 
 GROUP = GroupId(0)
@@ -50,7 +51,7 @@ def test_a_block_is_announced_once_with_all_that_it_stands_in(core: BlockManager
     stored = [event for event in outcome.events if event.type is EventType.STORED]
     assert {event.cause for event in stored} == {Cause.RECOVERED}
     assert [change.residency for event in stored for change in event.blocks] == [0b111, 0b010]
-    assert (outcome.begin_write, outcome.end_write, outcome.moves) == ((), (), ())
+    assert (begun(outcome), filled(outcome), outcome.moves) == ([], [], ())
     place = core.locate(GROUP, [key("a")])[0]
     assert place.slots == (SlotId(0), SlotId(3), SlotId(5))
 
@@ -74,7 +75,7 @@ def test_slots_that_an_old_process_may_write_are_nobody_elses_until_it_is_gone(c
     assert [(holder.session, holder.slots) for holder in outcome.refusals[0].holders] == [(OLD, 2)]
     freed = core.end_session(OLD, now=3)
     check(core)
-    assert {ownership.ref.slot: ownership.session for ownership in freed.owners} == {1: None, 2: None}
+    assert {ownership.ref.slot: ownership.session for ownership in owners(freed)} == {1: None, 2: None}
     _, outcome = core.reserve(NEW, GROUP, Tier.HOST, 3, now=4)
     assert len(outcome.grants[0].slots) == 3
 
@@ -97,19 +98,19 @@ def test_what_a_slot_holds_is_told_before_its_generation_says_so(core: BlockMana
     assert grant.lease is not None
     item = CommitItem(grant.slots[0], key("a"), None, 50, duration_ms=9)
     _, outcome = core.commit(NEW, grant.lease, [item], now=2)
-    (content,) = outcome.contents
-    assert outcome.end_write == (content.ref,)
+    (content,) = contents(outcome)
+    assert filled(outcome) == [content.ref]
     assert (content.key, content.parent, content.traits.priority, content.traits.duration_ms) == (key("a"), None, 50, 9)
 
 
 def test_a_new_retention_is_told_of_every_slot_of_memory_that_has_the_block(core: BlockManager) -> None:
     opened(core, found("a", None, device=0, host=0, disk=0))
     _, outcome = core.set_retention(NEW, GROUP, [key("a")], [80], [9], now=1_000_000)
-    assert [content.ref.tier for content in outcome.restated] == [Tier.DEVICE, Tier.HOST]
-    assert {content.traits for content in outcome.restated} == {Traits(80, 9, 10_000_000)}
-    assert not outcome.contents
+    assert [content.ref.tier for content in restated(outcome)] == [Tier.DEVICE, Tier.HOST]
+    assert {content.traits for content in restated(outcome)} == {Traits(80, 9, 10_000_000)}
+    assert not contents(outcome)
     outcome = core.tick(now=10_000_000)
-    assert {content.traits for content in outcome.restated} == {Traits(35)}, "and that it has ended"
+    assert {content.traits for content in restated(outcome)} == {Traits(35)}, "and that it has ended"
 
 
 def test_a_clock_that_starts_at_the_release_is_told_of(core: BlockManager) -> None:
@@ -118,9 +119,9 @@ def test_a_clock_that_starts_at_the_release_is_told_of(core: BlockManager) -> No
     grant = outcome.grants[0]
     assert grant.lease is not None
     _, outcome = core.commit(NEW, grant.lease, [CommitItem(grant.slots[0], key("a"), None, 50, 9)], now=2)
-    assert not outcome.restated, "its contents say all of it"
+    assert not restated(outcome), "its contents say all of it"
     outcome = core.release(NEW, [grant.lease], now=3)
-    assert [content.traits.deadline_ns for content in outcome.restated] == [3 + 9_000_000]
+    assert [content.traits.deadline_ns for content in restated(outcome)] == [3 + 9_000_000]
 
 
 def test_a_block_dropped_while_held_is_disowned(core: BlockManager) -> None:
@@ -131,7 +132,7 @@ def test_a_block_dropped_while_held_is_disowned(core: BlockManager) -> None:
     assert block is not None
     core.windows[GROUP].state.detach(block, Tier.HOST)
     outcome = core.tick(now=3)
-    assert [(content.ref.slot, content.key) for content in outcome.contents] == [(0, None)]
+    assert [(content.ref.slot, content.key) for content in contents(outcome)] == [(0, None)]
 
 
 def test_a_block_forgotten_while_it_is_copied_is_disowned() -> None:
@@ -140,8 +141,8 @@ def test_a_block_forgotten_while_it_is_copied_is_disowned() -> None:
     bench.put("a")
     assert len(bench.moves) == 1
     _, outcome = bench.core.reset(NEW, bench.now, force=True)
-    assert [(content.ref.tier, content.key) for content in outcome.contents] == [(Tier.DEVICE, None)]
-    assert not outcome.begin_write, "the copy reads on"
+    assert [(content.ref.tier, content.key) for content in contents(outcome)] == [(Tier.DEVICE, None)]
+    assert not begun(outcome), "the copy reads on"
 
 
 def test_a_block_that_goes_with_a_lost_ancestor_while_it_is_held_is_disowned() -> None:
@@ -151,5 +152,5 @@ def test_a_block_that_goes_with_a_lost_ancestor_while_it_is_held_is_disowned() -
     bench.store("b", Tier.HOST, under="a")
     _, outcome = bench.core.lose_tier(Tier.DEVICE, Cause.LOST, bench.now)
     assert [event.cause for event in outcome.events] == [Cause.ANCESTOR, Cause.LOST]
-    assert [(content.ref.tier, content.key) for content in outcome.contents] == [(Tier.HOST, None)]
-    assert {ref.tier for ref in outcome.begin_write} == {Tier.DEVICE}, "who holds it reads on"
+    assert [(content.ref.tier, content.key) for content in contents(outcome)] == [(Tier.HOST, None)]
+    assert {ref.tier for ref in begun(outcome)} == {Tier.DEVICE}, "who holds it reads on"

@@ -8,6 +8,7 @@ from kvtierd.core.errors import BadArgument, UnknownGroup
 from kvtierd.core.ids import GroupId
 from kvtierd.core.outcome import Holder, RefusalReason
 from kvtierd.core.slots import SlotState
+from tests.slot_rows import begun, owners
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench
 
 
@@ -17,8 +18,8 @@ def test_slots_are_blank_different_and_owned() -> None:
     bench.apply(outcome)
     slots = bench.grants[ticket].slots
     assert len(set(slots)) == 2
-    assert {ownership.ref.slot: ownership.session for ownership in outcome.owners} == dict.fromkeys(slots, ALICE)
-    assert {ref.slot for ref in outcome.begin_write} == set(slots)
+    assert {ownership.ref.slot: ownership.session for ownership in owners(outcome)} == dict.fromkeys(slots, ALICE)
+    assert {ref.slot for ref in begun(outcome)} == set(slots)
     assert outcome.events == ()
     assert bench.states(DEVICE) == {SlotState.BLANK: 2, SlotState.FREE: 1}
 

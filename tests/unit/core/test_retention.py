@@ -60,7 +60,7 @@ def test_expiry_is_told_once() -> None:
     bench.pass_ms(1000)
     bench.pass_ms(10_000)
     assert list(bench.said(since)) == [(EventType.UPDATED, Cause.EXPIRED, "a")]
-    assert bench.events[-1].blocks[0].priority == 35
+    assert bench.events[-1].blocks.priorities[0] == 35
 
 
 @pytest.mark.parametrize(("priority", "duration_ms"), [(35, 10), (80, 0)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtierd.core.outcome import Ownership
 from kvtierd.core.slots import SlotState
+from tests.slot_rows import Ownership, owners
 from tests.unit.core.bench import ALICE, BOB, DEVICE, HOST, Bench, ref
 
 
@@ -42,7 +42,7 @@ def test_who_is_gone_gives_everything_back() -> None:
     waiting = bench.reserve(DEVICE, 3, BOB)
     assert waiting in bench.refusals
     outcome = bench.apply(bench.core.end_session(ALICE, 0))
-    assert set(outcome.owners) == {Ownership(ref(DEVICE, slot), None) for slot in range(3)}
+    assert set(owners(outcome)) == {Ownership(ref(DEVICE, slot), None) for slot in range(3)}
     assert bench.core.session_leases(ALICE) == 0
     assert bench.reserve(DEVICE, 3, BOB) in bench.grants
 

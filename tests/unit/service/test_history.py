@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import BlockChange, Cause, Event, EventType
+from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.core.traits import Label
 from kvtierd.event_log import EventLog, LoggedRun
@@ -32,7 +32,9 @@ PATIENCE_S = 10.0
 
 def event(number: int, time_ns: int = 0, cache: int = 1, label: Label | None = None) -> Event:
     block = BlockChange(Key(number.to_bytes(32, "big")), None, Tier.HOST.bit, 35, label)
-    return Event(EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), time_ns, (block,))
+    return Event(
+        EventId(number), EventType.STORED, Cause.COMMIT, CacheId(cache), GroupId(0), time_ns, Changes.of([block])
+    )
 
 
 class Life:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvtier.v1 import events_pb2
-from kvtierd.core.events import BlockChange, Cause, Event, EventType
+from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key
 from kvtierd.core.traits import Label
 from kvtierd.service import hub as hub_module
@@ -24,7 +24,7 @@ def event(number: int, blocks: int = 1, label: Label | None = None) -> Event:
         CacheId(1),
         GroupId(0),
         7,
-        tuple(BlockChange(key, None, 1, 35, label) for key in keys),
+        Changes.of(BlockChange(key, None, 1, 35, label) for key in keys),
     )
 
 

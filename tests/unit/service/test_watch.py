@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from kvtier.v1 import common_pb2, events_pb2
-from kvtierd.core.events import BlockChange, Cause, Event, EventType
+from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.service import watch as watch_module
 from kvtierd.service.errors import CallRefused
@@ -33,7 +33,7 @@ def watcher(ring: EventHub, cursor: int, wanted: EventFilter, heartbeat_s: float
 
 
 def stored(number: int, cache: int = 1, cause: Cause = Cause.COMMIT) -> Event:
-    return Event(EventId(number), EventType.STORED, cause, CacheId(cache), GroupId(0), 0, (BLOCK,))
+    return Event(EventId(number), EventType.STORED, cause, CacheId(cache), GroupId(0), 0, Changes.of([BLOCK]))
 
 
 def moved(number: int, src: Tier, dst: Tier) -> Event:
@@ -44,7 +44,7 @@ def moved(number: int, src: Tier, dst: Tier) -> Event:
         CacheId(1),
         GroupId(0),
         0,
-        (BLOCK,),
+        Changes.of([BLOCK]),
         moved_from=src,
         moved_to=dst,
         moved_bytes=1,
@@ -52,7 +52,7 @@ def moved(number: int, src: Tier, dst: Tier) -> Event:
 
 
 def removed(number: int) -> Event:
-    return Event(EventId(number), EventType.REMOVED, Cause.CAPACITY, CacheId(1), GroupId(0), 0, (BLOCK,))
+    return Event(EventId(number), EventType.REMOVED, Cause.CAPACITY, CacheId(1), GroupId(0), 0, Changes.of([BLOCK]))
 
 
 def wants(tiers: tuple[Tier, ...] = (), **fields: object) -> EventFilter:
