@@ -99,6 +99,8 @@ class _Group:
     ``leaving``: keys that the journal's older part, the entries under ``older_end`` of ``older_bytes``, names, in
     falling order, as far as they have not been carried over. It goes with the last of them. A key that is changed
     meanwhile is named by a newer entry, so whether it is carried over as it was or as it is does not matter.
+
+    ``quarantined``: no other slots are in the database of that name.
     """
 
     records: _Database
@@ -106,6 +108,7 @@ class _Group:
     touches: _Database
     recency: _Database
     quarantine: _Database
+    quarantined: set[SlotId] = field(default_factory=set)
     pending: dict[Key, bytes | None] = field(default_factory=dict)
     leaving: list[Key] = field(default_factory=list)
     older_end: int = 0
@@ -127,6 +130,7 @@ class _Group:
         )
         with env.begin() as txn:
             entries = list(txn.cursor(opened.journal))
+            opened.quarantined.update(_slots(txn, opened.quarantine))
         opened.pending = decode_journal(value for _, value in entries)
         opened.journal_bytes = sum(len(value) for _, value in entries)
         opened.next_entry = int.from_bytes(entries[-1][0], "big") + 1 if entries else 0
@@ -194,7 +198,7 @@ class Index:
                 items += [(key, record) for key, record in dbs.pending.items() if record is not None]
             recency = [(SlotId(int.from_bytes(key, "big")), value) for key, value in txn.cursor(dbs.recency)]
             touches = list(txn.cursor(dbs.touches))
-            quarantined = frozenset(SlotId(int.from_bytes(key, "big")) for key, _ in txn.cursor(dbs.quarantine))
+            quarantined = frozenset(_slots(txn, dbs.quarantine))
         dbs.next_touch = int.from_bytes(touches[-1][0], "big") + 1 if touches else 0
         dbs.touch_bytes = sum(len(value) + _TOUCH_OVERHEAD for _, value in touches)
         return Stored(
@@ -258,6 +262,8 @@ class Index:
             raise
 
     def _commit(self, changes: Mapping[GroupId, Changes]) -> None:
+        for group, change in changes.items():
+            self._groups[group].quarantined.update(change.quarantine)
         try:
             entered = self._transact(changes, self._most_journal, _CARRIED_AN_OP)
         except lmdb.MapFullError:
@@ -266,6 +272,7 @@ class Index:
         for group, change in changes.items():
             dbs = self._groups[group]
             entered[group].note(dbs, self._most_journal)
+            dbs.quarantined.difference_update(change.lift)
             if change.recency is not None:
                 dbs.touch_bytes = 0
             dbs.next_touch += len(change.touches)
@@ -323,9 +330,13 @@ def _apply(
         txn.put(sequence_key(sequence), value, db=dbs.touches)
     for slot in change.quarantine:
         txn.put(slot_key(slot), b"", db=dbs.quarantine)
-    for slot in change.lift:
+    for slot in dbs.quarantined.intersection(change.lift):
         txn.delete(slot_key(slot), db=dbs.quarantine)
     return entered
+
+
+def _slots(txn: lmdb.Transaction[bytes], quarantine: _Database) -> Iterator[SlotId]:
+    return (SlotId(int.from_bytes(key, "big")) for key, _ in txn.cursor(quarantine))
 
 
 def _record_ops(txn: lmdb.Transaction[bytes], dbs: _Group, change: Changes) -> dict[Key, bytes | None]:

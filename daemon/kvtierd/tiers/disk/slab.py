@@ -22,6 +22,7 @@ from kvtierd.tiers.disk.values import SlabShape
 MAX_PIECES: Final = 1024
 """Most buffers Linux takes in one vectored call (IOV_MAX)."""
 _MAX_RUN_BYTES: Final = 64 << 20
+_BYTE: Final = np.dtype(np.uint8)
 
 _log = logging.getLogger(__name__)
 
@@ -41,18 +42,19 @@ def require_aligned(parts: Sequence[Bytes], record_bytes: int, *, writable: bool
     """
     if not 1 <= len(parts) <= MAX_PIECES:
         raise TierConfigError("parts", len(parts), f"1 to {MAX_PIECES} arrays")
+    total = 0
     for number, part in enumerate(parts):
-        where = f"parts[{number}]"
-        if part.dtype != np.uint8 or part.ndim != 1 or not part.flags.c_contiguous:
-            raise TierConfigError(where, f"{part.dtype}, {part.ndim} dimensions", "a contiguous 1-D array of uint8")
+        if part.dtype != _BYTE or part.ndim != 1 or not part.flags.c_contiguous:
+            said = f"{part.dtype}, {part.ndim} dimensions"
+            raise TierConfigError(f"parts[{number}]", said, "a contiguous 1-D array of uint8")
         if writable and not part.flags.writeable:
-            raise TierConfigError(where, "read-only", "a writable array")
-        address = part.__array_interface__["data"][0]
+            raise TierConfigError(f"parts[{number}]", "read-only", "a writable array")
+        address, nbytes = part.__array_interface__["data"][0], part.nbytes
         if address % PAGE:
-            raise TierConfigError(f"{where}.address", hex(address), f"a multiple of {PAGE}")
-        if part.nbytes == 0 or part.nbytes % PAGE:
-            raise TierConfigError(f"{where}.nbytes", part.nbytes, f"a positive multiple of {PAGE}")
-    total = sum(part.nbytes for part in parts)
+            raise TierConfigError(f"parts[{number}].address", hex(address), f"a multiple of {PAGE}")
+        if nbytes == 0 or nbytes % PAGE:
+            raise TierConfigError(f"parts[{number}].nbytes", nbytes, f"a positive multiple of {PAGE}")
+        total += nbytes
     if total != record_bytes:
         raise TierConfigError("parts", f"{total} bytes", f"one record of {record_bytes} bytes")
 
