@@ -134,6 +134,11 @@ class Room:
         """Whether this round has vacated or filled any slots."""
         return self.working and self._left < self._allowance
 
+    @property
+    def got_on(self) -> bool:
+        """Whether this round has done more than to choose again what waits for slots below, or another one would."""
+        return self._got_on
+
     def takes(self, slots: int) -> bool:
         """Whether to fill so many is for this round: one that has done nothing yet fills any number."""
         return not self.worked or slots <= self._left
@@ -318,10 +323,20 @@ class Room:
     @property
     def disk_is_short(self) -> bool:
         """Blocks are on their way to disk, and few slots are free, or soon to be, for those after them."""
+        return self._disk_has_less_than(1)
+
+    @property
+    def disk_is_low(self) -> bool:
+        """So few that they are to be seen to before anybody else is served."""
+        return self._disk_has_less_than(2)
+
+    def _disk_has_less_than(self, part: int) -> bool:
+        """Than one part in so many of what is kept free ahead, while blocks are on their way there."""
         if not self._flights.to_disk:
             return False
         slots, policy = self._state.slots[DISK], self._state.policy
-        return slots.free + slots.retiring < min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
+        ahead = min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
+        return part * (slots.free + slots.retiring) < ahead
 
     def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
         """Ancestors that must be on disk before the block, the root first, and the nearest that is there already."""

@@ -155,9 +155,10 @@ class WindowManager:
 
         Unless ``working``, only what takes neither room to be made nor copies to be planned; the rest is postponed.
         Where a round has done work and the disk is short of free slots, the next working one is for those alone: a
-        round takes as long as either, not as both.
+        round takes as long as either, not as both. While others wait and enough are left, it is for them.
         """
         refill = working and self._refill_is_next
+        short = False
         self.room.begin(now, working=working and not refill, places=working)
         for tier in self._in_turn(working=working):
             while self._queues[tier] and self._serve_head(tier, now):
@@ -169,8 +170,10 @@ class WindowManager:
                 self.room.postpone()
         elif working:
             self.background.work(now)
-            self._refill_is_next = self.room.worked and self.room.disk_is_short
-        if working and not self._refill_is_next:
+            short = self.room.worked and self.room.disk_is_short
+            others_first = self.room.got_on and any(self._queues.values()) and not self.room.disk_is_low
+            self._refill_is_next = short and not others_first
+        if working and not short:
             self.room.replenish_disk()
         elif self._works_ahead:
             self.room.postpone()

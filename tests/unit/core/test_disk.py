@@ -87,6 +87,24 @@ def test_what_is_moved_to_disk_finds_the_slots_that_the_move_before_it_freed_ahe
     assert [to for _, _, to, _ in bench.in_flight()[2:]] == [None, None], "and behind that, room for the next"
 
 
+def test_what_waits_goes_to_disk_before_more_slots_are_freed_ahead_than_half_of_them() -> None:
+    recovered = [(name, None, 35) for name in "abcdefghijklmnop"]
+    bench = Bench(device=16, disk=16, policy=Policy(reserve_shift=1, victims_a_call=2), recovered=recovered)
+    for name in "qrstuvwxy":
+        bench.put(name)
+    bench.move("q", DISK)
+    bench.land()
+    assert bench.states(DISK) == {SlotState.READY: 8, SlotState.FREE: 8}
+    for names in ("rs", "tu", "vw"):
+        bench.core.move(ALICE, GROUP, DISK, keys(names), bench.now)
+    bench.move("xy", DISK)
+    planned = [to for _, _, to, _ in bench.in_flight()]
+    assert planned[:8] == [*[DISK] * 6, None, None], "down to a quarter of them, and then by turns"
+    assert planned.count(DISK) == planned.count(None) == 8, "as many as have been used"
+    bench.land()
+    assert bench.states(DISK) == {SlotState.READY: 8, SlotState.FREE: 8}
+
+
 def test_a_disk_that_nothing_goes_to_gives_up_nothing() -> None:
     bench = Bench(device=1, disk=8, policy=Policy(reserve_shift=2), recovered=[(name, None, 35) for name in "abcdefgh"])
     bench.put("x")
