@@ -28,6 +28,7 @@ AROUND_THE_CORE = (
     "service/validate",
     "service/wire",
     "tiers/arena",
+    "tiers/index_columns",
     "tiers/key_index",
 )
 

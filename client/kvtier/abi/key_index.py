@@ -20,14 +20,16 @@ Slot and generation mean something only where the tier's bit is set, and nothing
 in one of the two buckets that ``key_mix`` names, or in neither: what fits in neither is counted in the header's
 ``unindexed``. Nothing else is probed.
 
-**Reading.** Sequence, the bucket, sequence again: where it was odd or has changed, once more, and after three times the
-block's place is *unsure*: ask the daemon. A key counts only if all of it is equal. What is found was so at one moment
-between the call and its answer; to use a slot without a lease, copy its bytes and then compare its generation with the
-entry's. What is not found is a miss, or not there yet: no proof of anything, and *unsure* where ``unindexed`` is not 0.
+**Reading.** Sequence, the bucket, sequence again: where it was odd or has changed, once more, and where that goes on
+for some 10 us the block's place is *unsure*: ask the daemon. A key counts only if all of it is equal. What is found was
+so at one moment between the call and its answer; to use a slot without a lease, copy its bytes and then compare its
+generation with the entry's. What is not found is a miss, or not there yet: no proof of anything, and *unsure* where
+``unindexed`` is not 0.
 
-**Writing.** The daemon only: sequence odd, the bytes, sequence even, the sequence by single aligned stores. Loads and
-stores stay in this order on x86-64; on other machines there is no index. That a block is gone is a store of one byte,
-its tier bits: before it the block is there and after it is not, so the sequence stays as it is.
+**Writing.** The daemon only: sequence odd, the bytes, sequence even, the sequence by single aligned stores. Up to 32
+buckets are odd at once, for some 2 us. Loads and stores stay in this order on x86-64; on other machines there is no
+index. That a block is gone is a store of one byte, its tier bits: before it the block is there and after it is not, so
+the sequence stays as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from numpy.typing import NDArray
 
 from kvtier.abi import records
 from kvtier.abi.errors import AbiError
-from kvtier.abi.key_mix import U64, KeyMix
+from kvtier.abi.key_mix import I64, U64, KeyMix
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
 from kvtier.abi.words import Shown, read_shown, read_unindexed, words_of
@@ -55,7 +57,8 @@ ENTRY: Final = struct.Struct("<32sQQII")
 """Key, host_generation, device_generation, host_slot, device_slot."""
 TAGS: Final = struct.Struct("<8I")
 
-_TRIES: Final = 3
+_TRIES: Final = 100
+"""Some 10 us where a bucket stays odd: a daemon that has not been interrupted is done with its buckets by then."""
 _FEW: Final = 12
 """Below so many keys the overhead of numpy's calls is more than what they save."""
 _MANY: Final = 4096
@@ -257,18 +260,18 @@ class IndexReader:
 
     def _find_some(self, found: Found, start: int, keys: U64, group: int) -> list[int]:
         """Returns the rows that were being written."""
-        first, second, tags = self._mix.many(keys, group)
+        both, tags = self._mix.buckets_and_tags(keys, group)
         rows = np.arange(start, start + len(keys))
         if len(keys) <= _BOTH_AT_ONCE:
             rows, keys, tags = np.concatenate((rows, rows)), np.concatenate((keys, keys)), np.concatenate((tags, tags))
-            return self._probe_many(found, rows, keys, tags, np.concatenate((first, second)), group)
-        unstable = self._probe_many(found, rows, keys, tags, first, group)
+            return self._probe_many(found, rows, keys, tags, both, group)
+        unstable = self._probe_many(found, rows, keys, tags, both[: len(keys)], group)
         left = np.flatnonzero(found.residency[start : start + len(keys)] == 0)
         if len(left):
-            unstable += self._probe_many(found, rows[left], keys[left], tags[left], second[left], group)
+            unstable += self._probe_many(found, rows[left], keys[left], tags[left], both[len(keys) :][left], group)
         return unstable
 
-    def _probe_many(self, found: Found, rows: NDArray[np.intp], keys: U64, tags: U64, at: U64, group: int) -> list[int]:
+    def _probe_many(self, found: Found, rows: NDArray[np.intp], keys: U64, tags: U64, at: I64, group: int) -> list[int]:
         """Looks for each key in one bucket; ``rows``: where its answer goes. Returns those that were being written."""
         buckets = self._buckets
         before = buckets.sequences[at]

@@ -81,11 +81,11 @@ def plan(buckets: Buckets, blocks: Many, homes: Homes) -> Places:
     if buckets.tiers.any():
         for home in (homes.first, homes.second):
             left = np.flatnonzero(places < 0)
-            _find(buckets, blocks, home[left].astype(np.int64), homes.tags[left], left, places)
+            _find(buckets, blocks, home[left], homes.tags[left], left, places)
     taken = np.zeros((buckets.count, BUCKET_ENTRIES), np.bool_)
     taken.reshape(-1)[places[places >= 0]] = True
     new = np.flatnonzero(places < 0)
-    chosen = _choose(taken.sum(axis=1), homes.first[new].astype(np.int64), homes.second[new].astype(np.int64))
+    chosen = _choose(taken.sum(axis=1), homes.first[new], homes.second[new])
     new, chosen = new[chosen >= 0], chosen[chosen >= 0]
     free = np.argsort(taken, axis=1, kind="stable")  # each bucket's empty places come first
     places[new] = chosen * BUCKET_ENTRIES + free[chosen, _ranks(chosen)]

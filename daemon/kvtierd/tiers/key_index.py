@@ -9,8 +9,8 @@ kept here, counted in ``unindexed``, and put in when a place in one of its bucke
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import repeat
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Final
 
 import numpy as np
@@ -32,6 +32,7 @@ from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
 from kvtier.abi.words import Shown, write_shown, write_unindexed
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.index_columns import Columns, Slots, packed
 from kvtierd.tiers.index_rebuild import FILL_FIRST, Many, plan, write
 
 _PLACES: Final = struct.Struct("<QQII")
@@ -40,8 +41,8 @@ _HOST: Final = Tier.HOST.bit
 _DEVICE: Final = Tier.DEVICE.bit
 _FEW: Final = 12
 """Below so many keys numpy's calls cost more than they save."""
-SURVEYED: Final = 48
-"""Below so many keys it costs less to look for each that is absent, or goes, than to look for all of them at once."""
+MANY: Final = 32
+"""Below so many blocks that are put it costs less to put one after another."""
 _ENTRY_BYTES: Final = ENTRY.size
 _PACK_ENTRY: Final = ENTRY.pack_into
 _NOWHERE: Final = (0, 0)
@@ -49,6 +50,8 @@ _NOWHERE: Final = (0, 0)
 Name = tuple[GroupId, Key]
 Place = tuple[SlotId, int]
 """A slot and its generation."""
+Arrived = tuple[Mapping[Key, SlotId], memoryview]
+"""Slots of one tier that blocks have got to, and the generations of all slots there."""
 Homes = tuple[int, int, int]
 """First bucket, second bucket, tag."""
 
@@ -69,6 +72,7 @@ class KeyIndex:
         self._halves: Final = self._bytes.cast("H")
         self._singles: Final = self._bytes.cast("I")
         self._homes: Final = self._buckets.mix.one
+        self._columns: Final = Columns(self._buckets)
         self._overflow: dict[Name, Entry] = {}
         self._waiting: dict[int, dict[Name, None]] = {}
 
@@ -100,63 +104,85 @@ class KeyIndex:
 
     def put_many(
         self,
-        residencies: Mapping[Name, int],
-        host: Mapping[Name, Place],
-        device: Mapping[Name, Place],
+        group: GroupId,
+        residencies: Mapping[Key, int],
+        host: Arrived | None = None,
+        device: Arrived | None = None,
         *,
         new: bool = False,
     ) -> None:
-        """The same of many blocks, by group and key. ``new``: all of one group, and none of them is in the index."""
-        survey = self._survey_new if new else self._survey
-        for (name, residency), (first, second, tag, absent) in zip(
-            residencies.items(), survey(residencies), strict=True
-        ):
-            if not absent:
-                self._put(name, (first, second, tag), residency, host.get(name), device.get(name))
-            elif residency:
-                host_place = host.get(name, _NOWHERE) if residency & _HOST else _NOWHERE
-                device_place = device.get(name, _NOWHERE) if residency & _DEVICE else _NOWHERE
-                bucket, number = self._free_place(first, second)
-                if number >= 0:
-                    self._fill(bucket, number, tag, name, residency, host_place, device_place)
-                else:
-                    self._wait(name, first, second, Entry(residency, *host_place, *device_place))
+        """The same of many blocks. ``host``, ``device``: of those that have got there. ``new``: none of them is in the
+        index."""
+        if len(residencies) < MANY:
+            self._put_each(group, list(residencies), residencies, host, device, new=new)
+            return
+        for keys, at_host, at_device in _alike(residencies, host, device):
+            if len(keys) < MANY or (self._overflow and not new):
+                self._put_each(group, keys, residencies, at_host, at_device, new=new)
+            else:
+                slots = _slots(at_host, keys), _slots(at_device, keys)
+                self.put_alike(group, keys, residencies[keys[0]], *slots, new=new)
+
+    def _put_each(
+        self,
+        group: GroupId,
+        keys: Sequence[Key],
+        residencies: Mapping[Key, int],
+        host: Arrived | None,
+        device: Arrived | None,
+        *,
+        new: bool,
+    ) -> None:
+        for key, homes in zip(keys, self._homes_of(group, keys), strict=True):
+            residency = residencies[key]
+            at_host, at_device = _place(host, key), _place(device, key)
+            if not new:
+                self._put((group, key), homes, residency, at_host, at_device)
+                continue
+            first, second, tag = homes
+            host_place = at_host if at_host is not None and residency & _HOST else _NOWHERE
+            device_place = at_device if at_device is not None and residency & _DEVICE else _NOWHERE
+            bucket, number = self._free_place(first, second)
+            if number >= 0:
+                self._fill(bucket, number, tag, (group, key), residency, host_place, device_place)
+            else:
+                self._wait((group, key), first, second, Entry(residency, *host_place, *device_place))
+
+    def _homes_of(self, group: GroupId, keys: Sequence[Key]) -> Iterable[Homes]:
+        if len(keys) < _FEW:
+            return [self._homes(key, group) for key in keys]
+        first, second, tags = self._buckets.mix.many(packed(keys), int(group))
+        return zip(first.tolist(), second.tolist(), tags.tolist(), strict=True)
+
+    def put_alike(
+        self,
+        group: GroupId,
+        keys: Sequence[Key],
+        residency: int,
+        host: Slots | None,
+        device: Slots | None,
+        *,
+        new: bool,
+    ) -> None:
+        """The same of distinct blocks that are READY in the same tiers, and of which all have got to a tier, or none.
+        Only while none is ``unindexed``, or where they are new."""
+        words, columns = packed(keys), self._columns
+        if new:
+            left = columns.put_new(words, group, residency, host, device)
+        else:
+            found = columns.find(words, group)
+            columns.change(found, residency, host, device)
+            left = found.others(len(keys))
+        for row in left:
+            self.put(group, keys[row], residency, _row(host, row), _row(device, row))
 
     def remove_many(self, group: GroupId, keys: Sequence[Key]) -> None:
         """These blocks are gone. Each is there, or has no place, until its tier bits are stored as 0."""
         if len(keys) < _FEW or self._overflow:
             for key in keys:
                 self.put(group, key, 0)
-            return
-        buckets, words = self._buckets, np.frombuffer(b"".join(keys), "<u8").reshape(-1, 4)
-        first, second, tags = buckets.mix.many(words, int(group))
-        homes, rows = np.concatenate((first, second)), np.concatenate((tags, tags))[:, None]
-        hits, numbers = np.nonzero(buckets.tags[homes] == rows)
-        at = homes[hits]
-        its = (buckets.entries[at, numbers][:, :4] == words[hits % len(words)]).all(axis=1)
-        its &= buckets.groups[at, numbers] == group
-        buckets.tiers[at[its], numbers[its]] = 0
-
-    def _survey_new(self, names: Collection[Name]) -> Iterable[tuple[int, int, int, bool]]:
-        """The same of blocks that stand nowhere."""
-        if len(names) < _FEW:
-            return [(*self._homes(key, group), True) for group, key in names]
-        keys = np.frombuffer(b"".join([key for _, key in names]), "<u8").reshape(-1, 4)
-        group, _ = next(iter(names))
-        homes = self._buckets.mix.many(keys, int(group))
-        return zip(*(column.tolist() for column in homes), repeat(True, len(names)), strict=True)
-
-    def _survey(self, names: Collection[Name]) -> Iterable[tuple[int, int, int, bool]]:
-        """The homes of each, and whether it is certain that it stands in neither: so it is until it is put there."""
-        if len(names) < _FEW or self._overflow:
-            return [(*self._homes(key, group), False) for group, key in names]
-        keys = np.frombuffer(b"".join([key for _, key in names]), "<u8").reshape(-1, 4)
-        homes = self._buckets.mix.many(keys, np.array([group for group, _ in names], np.uint64))
-        if len(names) < SURVEYED:
-            return zip(*(column.tolist() for column in homes), repeat(False), strict=False)
-        tags = self._buckets.tags
-        there = ((tags[homes.first] == homes.tags[:, None]) | (tags[homes.second] == homes.tags[:, None])).any(axis=1)
-        return zip(*(column.tolist() for column in (*homes, ~there)), strict=True)
+        else:
+            self._columns.remove(self._columns.find(packed(keys), group))
 
     def _put(self, name: Name, homes: Homes, residency: int, host: Place | None, device: Place | None) -> None:
         group, key = name
@@ -352,6 +378,44 @@ def _entry(old: Entry, residency: int, host: Place | None, device: Place | None)
     host_slot, host_generation = (host or old[1:3]) if residency & _HOST else (0, 0)
     device_slot, device_generation = (device or old[3:5]) if residency & _DEVICE else (0, 0)
     return Entry(residency, host_slot, host_generation, device_slot, device_generation)
+
+
+def _alike(
+    residencies: Mapping[Key, int], host: Arrived | None, device: Arrived | None
+) -> Iterator[tuple[list[Key], Arrived | None, Arrived | None]]:
+    """These blocks in parts: those of one are READY in the same tiers, and each has got to a tier where any has."""
+    at_host, at_device = _keys(host), _keys(device)
+    names = residencies.keys()
+    if len(set(residencies.values())) == 1 and all(not at or at == names for at in (at_host, at_device)):
+        yield list(names), host if at_host else None, device if at_device else None
+        return
+    parts: defaultdict[tuple[int, bool, bool], list[Key]] = defaultdict(list)
+    for key, residency in residencies.items():
+        parts[residency, key in at_host, key in at_device].append(key)
+    for (_, on_host, on_device), keys in parts.items():
+        yield keys, host if on_host else None, device if on_device else None
+
+
+def _keys(arrived: Arrived | None) -> Set[Key]:
+    return arrived[0].keys() if arrived is not None else frozenset()
+
+
+def _place(arrived: Arrived | None, key: Key) -> Place | None:
+    if arrived is None:
+        return None
+    slot = arrived[0].get(key)
+    return None if slot is None else (slot, arrived[1][slot])
+
+
+def _slots(arrived: Arrived | None, keys: Sequence[Key]) -> Slots | None:
+    if arrived is None:
+        return None
+    of, generations = arrived
+    return Slots.of([of[key] for key in keys], generations)
+
+
+def _row(slots: Slots | None, row: int) -> Place | None:
+    return None if slots is None else (SlotId(int(slots.slots[row])), int(slots.generations[row]))
 
 
 def _host(entry: Entry) -> Place | None:

@@ -23,6 +23,8 @@ from kvtierd.tiers.key_index import KeyIndex, Place
 POOLS = (PoolSpec(1, 1, 8),)
 SPEC = CacheSpec("m", "uint8", 1, groups=(WindowGroupSpec(0, POOLS), WindowGroupSpec(64, POOLS)))
 FULL, SLIDING = GroupId(0), GroupId(1)
+GENERATIONS = np.arange(1 << 10, dtype=np.uint64) * np.uint64(2) + np.uint64(1 << 40)
+"""Of the slots of one tier."""
 HOST_BIT, DEVICE_BIT, DISK_BIT = Tier.HOST.bit, Tier.DEVICE.bit, Tier.DISK.bit
 
 
@@ -137,6 +139,54 @@ def test_a_block_without_a_place_makes_absence_unsure_and_comes_in_when_there_is
     assert index.writer.contents() == left
     assert index.reader.entry(key(outside[0]), FULL) == left[FULL, key(outside[0])]
     assert index.reader.entry(key(99), FULL) is ABSENT
+
+
+def test_many_at_once_stand_where_they_would_have_come_one_by_one() -> None:
+    """Two in three places are taken in the end, so most buckets get several of a call."""
+    together, alone = Index(100), Index(100)
+    for start in range(0, 530, 53):
+        slots = {key(number): SlotId(number) for number in range(start, start + 53)}
+        together.writer.put_many(FULL, dict.fromkeys(slots, HOST_BIT), (slots, GENERATIONS.data), new=True)
+        for name, slot in slots.items():
+            alone.writer.put(FULL, name, HOST_BIT, (slot, int(GENERATIONS[slot])))
+        assert np.array_equal(together.buckets.whole[:, 1:], alone.buckets.whole[:, 1:])
+        assert not (together.buckets.sequences % 2).any()
+    assert together.unindexed == 0
+    assert np.count_nonzero(together.buckets.tiers) == 530
+
+
+def test_of_many_at_once_those_without_a_place_wait_for_one() -> None:
+    index = Index(3)
+    slots = {key(number): SlotId(number) for number in range(60)}
+    index.writer.put_many(FULL, dict.fromkeys(slots, HOST_BIT), (slots, GENERATIONS.data), new=True)
+    inside = [name for name in slots if index.reader.residency(name, FULL)]
+    assert len(inside) == 24
+    assert index.unindexed == 36
+    index.writer.remove_many(FULL, inside)
+    assert index.unindexed == 12
+    stored = {(FULL, name): Entry(HOST_BIT, slot, int(GENERATIONS[slot])) for name, slot in slots.items()}
+    assert index.writer.contents() == {name: entry for name, entry in stored.items() if name[1] not in inside}
+
+
+@pytest.mark.parametrize("buckets", [1, 100])
+def test_of_many_that_change_at_once_some_are_new(buckets: int) -> None:
+    """With one bucket, both that a key may stand in are the same."""
+    index = Index(buckets)
+    index.writer.put(FULL, key(0), DISK_BIT)
+    index.writer.put(FULL, key(39), DISK_BIT)
+    index.writer.put_many(FULL, {key(number): HOST_BIT | DISK_BIT for number in range(40)})
+    assert index.writer.contents() == {(FULL, key(number)): Entry(HOST_BIT | DISK_BIT) for number in range(40)}
+
+
+def test_a_change_of_many_that_changes_nothing_writes_nothing() -> None:
+    index = Index(100)
+    slots = {key(number): SlotId(number) for number in range(40)}
+    index.writer.put_many(FULL, dict.fromkeys(slots, HOST_BIT), (slots, GENERATIONS.data), new=True)
+    before = index.control.copy()
+    index.writer.put_many(FULL, dict.fromkeys(slots, HOST_BIT))
+    index.writer.remove_many(FULL, [key(number) for number in range(100, 140)])
+    index.writer.remove_many(SLIDING, list(slots))
+    assert np.array_equal(index.control, before)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 11, 12, 13, 300, 5000])
@@ -298,49 +348,85 @@ def test_shown_events_count_in_their_epoch() -> None:
     assert index.reader.shown() == (2, 3)
 
 
-NAME = st.tuples(st.sampled_from([FULL, SLIDING]), st.integers(0, 40).map(key))
-CHANGE = st.tuples(st.integers(0, 7), st.integers(0, 2**31), st.integers(1, 2**62))
+NUMBERS = 201
+NUMBER = st.integers(0, NUMBERS - 1)
+GROUP = st.sampled_from([FULL, SLIDING])
+CHANGE = st.tuples(st.integers(0, 7), st.integers(0, 2**31), st.integers(0, 2**31))
+CHANGES = st.dictionaries(NUMBER, CHANGE, min_size=1, max_size=60)
+
+
+def _place(slot: SlotId) -> Place:
+    return slot, int(GENERATIONS[slot])
+
+
+def _where(slot: SlotId | None) -> Place | None:
+    return None if slot is None else _place(slot)
 
 
 class AgainstADict(RuleBasedStateMachine):
     """Whatever is put, in an index that is often too small for it."""
 
-    @initialize(buckets=st.integers(1, 6))
+    @initialize(buckets=st.integers(1, 60))
     def make(self, buckets: int) -> None:
         self.index = Index(buckets)
         self.model: dict[tuple[GroupId, Key], Entry] = {}
 
-    @rule(changes=st.dictionaries(NAME, CHANGE, min_size=1, max_size=20), at_once=st.booleans())
-    def put(self, changes: dict[tuple[GroupId, Key], tuple[int, int, int]], at_once: bool) -> None:
-        host: dict[tuple[GroupId, Key], Place] = {}
-        device: dict[tuple[GroupId, Key], Place] = {}
-        residencies = {name: residency for name, (residency, _, _) in changes.items()}
-        for name, (residency, slot, generation) in changes.items():
-            old = self.model.pop(name, ABSENT)
-            new = residency & ~old.residency
-            if new & HOST_BIT:
-                host[name] = place(slot, 2 * generation)
-            if new & DEVICE_BIT:
-                device[name] = place(slot + 1, 2 * generation + 2)
+    @rule(group=GROUP, changes=CHANGES, at_once=st.booleans())
+    def put(self, group: GroupId, changes: dict[int, tuple[int, int, int]], at_once: bool) -> None:
+        """Each as its own number says, and where it has got to."""
+        residencies = {key(number): residency for number, (residency, _, _) in changes.items()}
+        places = {key(number): places for number, (_, *places) in changes.items()}
+        self._put(group, residencies, places, at_once=at_once)
+
+    @rule(
+        group=GROUP,
+        numbers=st.sets(NUMBER, min_size=3, max_size=200),
+        residency=st.integers(1, 7),
+        at_once=st.booleans(),
+    )
+    def put_alike(self, group: GroupId, numbers: set[int], residency: int, at_once: bool) -> None:
+        """All to the same tiers, wherever they were."""
+        residencies = {key(number): residency for number in sorted(numbers)}
+        places = {name: [slot, slot + 1] for slot, name in enumerate(residencies)}
+        self._put(group, residencies, places, at_once=at_once)
+
+    @rule(group=GROUP, residency=st.integers(1, 7))
+    def put_all(self, group: GroupId, residency: int) -> None:
+        """All there are, to the same tiers: often with nothing new about where they are."""
+        residencies = dict.fromkeys([name for its, name in self.model if its == group], residency)
+        if residencies:
+            self._put(group, residencies, {name: [1, 2] for name in residencies}, at_once=True)
+
+    def _put(self, group: GroupId, residencies: dict[Key, int], places: dict[Key, list[int]], *, at_once: bool) -> None:
+        """``places``: host and device slots of those that get there."""
+        slots: tuple[dict[Key, SlotId], dict[Key, SlotId]] = {}, {}
+        for name, residency in residencies.items():
+            old = self.model.pop((group, name), ABSENT)
+            for its, bit, slot in zip(slots, (HOST_BIT, DEVICE_BIT), places[name], strict=True):
+                if residency & ~old.residency & bit:
+                    its[name] = SlotId(slot % len(GENERATIONS))
+            where = [_where(its.get(name)) for its in slots]
             if residency:
-                at_host = (host.get(name) or old[1:3]) if residency & HOST_BIT else (0, 0)
-                at_device = (device.get(name) or old[3:5]) if residency & DEVICE_BIT else (0, 0)
-                self.model[name] = Entry(residency, *at_host, *at_device)
+                at_host = (where[0] or old[1:3]) if residency & HOST_BIT else (0, 0)
+                at_device = (where[1] or old[3:5]) if residency & DEVICE_BIT else (0, 0)
+                self.model[group, name] = Entry(residency, *at_host, *at_device)
+        host, device = slots
         if at_once:
-            self.index.writer.put_many(residencies, host, device)
+            self.index.writer.put_many(group, residencies, (host, GENERATIONS.data), (device, GENERATIONS.data))
         else:
             for name, residency in residencies.items():
-                self.index.writer.put(*name, residency, host.get(name), device.get(name))
+                self.index.writer.put(group, name, residency, _where(host.get(name)), _where(device.get(name)))
 
-    @rule(group=st.sampled_from([FULL, SLIDING]), numbers=st.sets(st.integers(0, 40), max_size=30))
+    @rule(group=GROUP, numbers=st.sets(NUMBER, max_size=200))
     def put_new(self, group: GroupId, numbers: set[int]) -> None:
         """Blocks of which the caller knows that they are not there."""
-        names = [(group, key(number)) for number in sorted(numbers) if (group, key(number)) not in self.model]
-        host = {name: place(slot, 2 * slot + 2) for slot, name in enumerate(names)}
-        self.model |= {name: Entry(HOST_BIT, *where, 0, 0) for name, where in host.items()}
-        self.index.writer.put_many(dict.fromkeys(names, HOST_BIT), host, {}, new=True)
+        names = [key(number) for number in sorted(numbers) if (group, key(number)) not in self.model]
+        slots = {name: SlotId(slot) for slot, name in enumerate(names)}
+        self.model |= {(group, name): Entry(HOST_BIT, *_place(slot), 0, 0) for name, slot in slots.items()}
+        residencies = dict.fromkeys(names, HOST_BIT)
+        self.index.writer.put_many(group, residencies, (slots, GENERATIONS.data), new=True)
 
-    @rule(group=st.sampled_from([FULL, SLIDING]), numbers=st.sets(st.integers(0, 40), max_size=41))
+    @rule(group=GROUP, numbers=st.sets(NUMBER, max_size=200))
     def remove(self, group: GroupId, numbers: set[int]) -> None:
         """Some of which were not there."""
         for number in numbers:
@@ -351,8 +437,8 @@ class AgainstADict(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert self.index.writer.contents() == self.model
         for group in (FULL, SLIDING):
-            found = self.index.reader.find(packed(range(41)), group)
-            for number in range(41):
+            found = self.index.reader.find(packed(range(NUMBERS)), group)
+            for number in range(NUMBERS):
                 name = group, key(number)
                 entry = self.index.reader.entry(key(number), group)
                 row = (
