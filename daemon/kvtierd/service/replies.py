@@ -52,8 +52,8 @@ class ReplyMemory(Generic[T]):
         at_once: bool = False,
     ) -> T:
         """The reply to the call numbered ``seq``; ``digest`` tells its body from any other. ``waits``: it may.
-        ``at_once``: it begins in this turn, and gets its task only where it waits; up to there it must not ask which
-        task is running."""
+        ``at_once``: it begins in this turn, and gets its task only where it waits; up to there no task is
+        running."""
         entry = self._entries.get(seq)
         if entry is not None and entry.digest != digest:
             raise bad_argument("seq", seq, "a number that no other call of this session had")
@@ -77,7 +77,7 @@ class ReplyMemory(Generic[T]):
         if waits and not at_once:
             return _Entry(digest, asyncio.create_task(call))
         try:
-            waits_for = call.send(None)
+            waits_for = _first_step(call)
         except StopIteration as end:
             return _Entry(digest, None, end.value)
         if not waits:
@@ -124,6 +124,20 @@ class _Begun(Coroutine[Any, Any, T]):
 
     def __await__(self) -> Generator[Any, Any, T]:
         raise NotImplementedError("it is for a task to run")
+
+
+def _first_step(call: Coroutine[Any, Any, T]) -> Any:
+    """What the call waits for first. No task runs meanwhile: what binds itself to the running one, such as
+    ``asyncio.timeout``, must fail here, for the caller's is the wrong one, and the call's own is not yet there."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task(loop)
+    if task is None:
+        return call.send(None)
+    asyncio.tasks._leave_task(loop, task)
+    try:
+        return call.send(None)
+    finally:
+        asyncio.tasks._enter_task(loop, task)
 
 
 def _hand_over(waits_for: Any, *, taken: bool) -> None:

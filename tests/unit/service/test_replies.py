@@ -176,3 +176,13 @@ async def test_others_may_wait_for_what_a_call_that_has_begun_waits_for() -> Non
     await asyncio.sleep(0)
     shared.set_result(3)
     assert await asyncio.gather(*waiting) == [3, 3, 3, 3]
+
+
+async def test_what_begins_at_once_cannot_bind_itself_to_the_task_of_who_asks() -> None:
+    async def call() -> None:
+        async with asyncio.timeout(60):
+            await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="inside a task"):
+        await ReplyMemory[None]().answer(1, b"a", call, at_once=True)
+    assert asyncio.current_task() is not None
