@@ -185,8 +185,9 @@ async def _restart(blocks: int, directory: Path | None) -> AsyncIterator[Result]
                 await _store(here.cache, last)
             await here.cache.move(last, Tier.DISK)
             params = {"blocks": blocks, "tiers": "host, disk"}
-            memory = (_daemon_bytes(here) - before) / blocks
-            yield Result("scale.daemon.memory", params, memory, "bytes/block")
+            stored = next(cache.blocks for cache in (await here.client.stats()).caches if cache.name == CACHE)
+            memory = (_daemon_bytes(here) - before) / stored
+            yield Result("scale.daemon.memory", params | {"stored": stored}, memory, "bytes/block")
             daemon = _daemon(here)
             yield Result("scale.stop", params, await timed(daemon.stop(_STOP_TIMEOUT_S)), "s")
             seconds = await timed(_serving_again(daemon, last))
