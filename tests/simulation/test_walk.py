@@ -8,6 +8,7 @@ from typing import Final
 
 import pytest
 
+from kvtierd.build import COMPILED
 from tests.simulation.walk import walk
 
 STEPS_A_WALK: Final = 1_000
@@ -89,13 +90,14 @@ HAPPENS: Final = (
     "restored held",
     "died in the middle of a call",
     "died while it adopted",
-    "called while a tier was being lost",
+    *(() if COMPILED else ("called while a tier was being lost",)),
     "restart clean",
     "settled",
     "written down, through",
     "written down, selective",
 )
-"""What a walk must have seen for its silence to mean something."""
+"""What a walk must have seen for its silence to mean something. Machine code has its slices' lengths in it, and none of
+these tiers is so large that it is lost in two."""
 
 
 @cache
