@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from kvtier import Tier
 from tests.integration.daemon import STOP_S, DaemonProcess
@@ -77,7 +78,14 @@ class SupervisedDaemon:
             self.close()
 
     def close(self) -> None:
-        if self._process is not None and self._process.stdout is not None:
-            self._process.kill()
-            self._process.wait(PATIENCE_S)
-            self._process.stdout.close()
+        """Kills the supervisor. Its daemon stops for that, and what is below ``home`` is nobody's when this returns."""
+        if self._process is None or self._process.stdout is None or self._process.stdout.closed:
+            return
+        self._process.kill()
+        self._process.wait(PATIENCE_S)
+        with self._process.stdout as stdout:  # the daemon's, too: it ends with the last of them
+            while stdout.readline() if select.select([stdout], [], [], STOP_S)[0] else self._outlived():
+                pass
+
+    def _outlived(self) -> NoReturn:
+        raise AssertionError(f"the daemon goes on without its supervisor\n{self.log}")
