@@ -1,7 +1,7 @@
-"""What a commit costs as a unary call and as a message on ``Blocks.Commits``, the stream that stays open.
+"""What a commit costs as a unary call, as a message on ``Blocks.Commits``, a stream that stays open, and on a line.
 
 ``python -m benchmarks.commit_transport [--json]``. One private daemon, one client, one session. Every round commits and
-releases fresh blocks; the ways take turns, both as the client has them. CPU is of all threads.
+releases fresh blocks; the ways take turns. CPU is of all threads.
 """
 
 from __future__ import annotations
@@ -57,11 +57,18 @@ async def measure(batch: int, rounds: int) -> AsyncIterator[Result]:
             reply: Any = link.stubs.blocks.Commit(request, timeout=30, metadata=link.metadata)
             return cast(blocks_pb2.CommitResponse, await reply)
 
+        stream: Any = link.stubs.blocks.Commits(metadata=link.metadata)
+
         async def streamed(request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
+            await stream.write(request)
+            answer: blocks_pb2.CommitAnswer = await stream.read()
+            return answer.done
+
+        async def by_line(request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
             return await link.commits.commit(request, 30)
 
         ways: dict[str, Callable[[blocks_pb2.CommitRequest], Awaitable[blocks_pb2.CommitResponse]]]
-        ways = {"unary": unary, "stream": streamed}
+        ways = {"unary": unary, "stream": streamed, "line": by_line}
         costs = {name: Costs() for name in ways}
         keys = chains(batch)
         for turn in range(rounds + WARM_UP):
@@ -80,10 +87,12 @@ async def measure(batch: int, rounds: int) -> AsyncIterator[Result]:
                     costs[name].daemon_cpu.append(after[1] - before[1])
                 await cache.drop(chain[:1])
         assert link.commits.open
+        stream.cancel()
     params = {"blocks": batch, "rounds": rounds}
     for what in ("wall", "client_cpu", "daemon_cpu"):
-        ours, floor = (statistics.median(getattr(costs[name], what)) for name in ("stream", "unary"))
-        yield Result(f"commit {batch} stream {what}", params, ours, "us", floor)
+        medians = {name: statistics.median(getattr(costs[name], what)) for name in ways}
+        for name in ("stream", "line"):
+            yield Result(f"commit {batch} {name} {what}", params, medians[name], "us", medians["unary"])
 
 
 def _request(lease: WriteLease, chain: list[bytes], seq: int) -> blocks_pb2.CommitRequest:

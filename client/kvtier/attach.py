@@ -58,6 +58,13 @@ class Segments:
         _close_all(list(self.fds.values()))
 
 
+def attach_socket() -> socket.socket:
+    """Of the kind of the daemon's, non-blocking and not connected."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    sock.setblocking(False)
+    return sock
+
+
 class AttachConnection:
     """One connection. Requests are answered in order. :attr:`closed` is set when either side hangs up."""
 
@@ -75,8 +82,7 @@ class AttachConnection:
             path = protocol.socket_path(address, protocol.ATTACH_SOCKET)
         except protocol.AddressError as error:
             raise InvalidArgument("address", address, str(error)) from error
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        sock.setblocking(False)
+        sock = attach_socket()
         try:
             await asyncio.get_running_loop().sock_connect(sock, path)
         except PermissionError as error:

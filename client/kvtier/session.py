@@ -23,7 +23,7 @@ import grpc
 from grpc.aio import AioRpcError
 
 from kvtier.abi import attach as protocol
-from kvtier.commits import CommitStream
+from kvtier.commits import CommitLine
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -127,7 +127,7 @@ class Link:
     attach: Connection
     channel: grpc.aio.Channel
     stubs: Stubs
-    commits: CommitStream
+    commits: CommitLine
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -384,7 +384,7 @@ class Session:
             self.spawn(_close_channel(old.channel))
         number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
         stubs = Stubs.over(channel)
-        commits = CommitStream(stubs.blocks, metadata_of(attached.welcome))
+        commits = CommitLine(self._transport.another, stubs.blocks, attached.welcome.token)
         return Link(number, attached.welcome, attached.connection, channel, stubs, commits)
 
     async def _hello(self, old: Link | None) -> Attached:

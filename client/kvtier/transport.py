@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Final, Protocol
 import grpc
 
 from kvtier.abi import attach as protocol
-from kvtier.attach import AttachConnection, Segments
+from kvtier.attach import AttachConnection, Segments, attach_socket
 from kvtier.errors import InvalidArgument
 from kvtier.stream import StreamConnection
 
@@ -88,6 +89,10 @@ class Transport(Protocol):
         """
         ...
 
+    def another(self) -> socket.socket | None:
+        """One more connection to the daemon's attach socket, non-blocking, the caller's; None where there is none."""
+        ...
+
 
 class LocalTransport:
     """Over the sockets in a runtime directory."""
@@ -109,6 +114,15 @@ class LocalTransport:
             channel = grpc.aio.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
         return Attached(connection, welcome, channel)
 
+    def another(self) -> socket.socket | None:
+        sock = attach_socket()
+        try:
+            sock.connect(protocol.socket_path(self._address, protocol.ATTACH_SOCKET))
+        except OSError:  # a daemon that goes, or that has too many at its door
+            sock.close()
+            return None
+        return sock
+
 
 class TcpTransport:
     """Over TCP, where a stream is the session's connection."""
@@ -128,6 +142,9 @@ class TcpTransport:
             await channel.close()
             raise
         return Attached(connection, welcome, channel)
+
+    def another(self) -> None:
+        """The daemon's sockets are on its own host."""
 
     def _channel(self) -> grpc.aio.Channel:
         if self._tls is None:

@@ -32,7 +32,7 @@ from kvtier.rpc_errors import fault_of
 from kvtier.session import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
-from tests.integration.blocks import SPEC, chain, sizes
+from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.punching import protect, punch
 from tests.integration.raw import AttachSocket, attached, channel_to
 from tests.integration.waiting import PATIENCE_S
@@ -139,10 +139,12 @@ async def send_half(address: str, cache: str, messages: Sequence[str]) -> None:
         await _stay()
 
 
-async def steal(address: str, token: str) -> None:
-    """Comes with a token that is not its own to the attach socket, then to gRPC."""
+async def steal(address: str, token: str, line: bool = False) -> None:
+    """Comes with a token that is not its own to the attach socket, perhaps for a line, then to gRPC."""
     with AttachSocket(address) as sock:
-        answer = sock.hello(token)
+        sock.send(attach.encode(attach.Commits(token) if line else attach.Hello(token)))
+        data, _ = sock.receive()
+        answer = attach.decode_opened(data) if line else attach.decode_welcome(data)
     async with channel_to(address) as channel:
         rpc = await _stats(channel, token)
     _say(attach=answer.reason if isinstance(answer, attach.Failure) else "welcome", rpc=rpc)
@@ -283,6 +285,25 @@ async def keep_reading(address: str, cache: str) -> None:
             except KvtierError as error:
                 held = error.reason
             _say(blocks=len(found), calls=opened.reads.calls, held=held)
+            await asyncio.to_thread(sys.stdin.readline)
+
+
+async def keep_storing(address: str, cache: str) -> None:
+    """As nobody: stores a block, and when it may go on another one."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    async with await connect(address) as client:
+        opened = await client.open_cache(cache, SPEC, budgets=sizes(host=4))
+        for turn in range(2):
+            keys = chain(f"turn {turn}", 1)
+            try:
+                await opened.put(keys, blocks(keys), tier=Tier.HOST)
+                ended = "stored"
+            except KvtierError as error:
+                ended = error.reason
+            link = client._session.live_link
+            _say(ended=ended, line=link is not None and link.commits.open)
             await asyncio.to_thread(sys.stdin.readline)
 
 
@@ -427,7 +448,7 @@ _PARTS: Mapping[str, Callable[..., Awaitable[None]]] = {
     part.__name__: part
     for part in (
         *(hold, write_half, send_half, steal, stare, follow, come_and_go),
-        *(keep_reading, be_foreign, be_hostile, be_somebody),
+        *(keep_reading, keep_storing, be_foreign, be_hostile, be_somebody),
     )
 }
 

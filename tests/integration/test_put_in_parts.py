@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, Client, Tier, arrays, transfer
-from kvtier.commits import CommitStream
+from kvtier.commits import CommitLine
 from kvtier.tensors import Bytes
 from kvtier.v1 import blocks_pb2
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
@@ -57,10 +57,10 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Blocks of each commit of every put, in the order in which they were made ready."""
     counts: list[int] = []
-    commit = CommitStream.commit_in_turn
+    commit = CommitLine.commit_in_turn
 
     async def counting(
-        self: CommitStream,
+        self: CommitLine,
         requests: Sequence[blocks_pb2.CommitRequest],
         seconds: float,
         may_go: Callable[[int], Awaitable[None]] | None = None,
@@ -68,7 +68,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.extend(len(request.slots) for request in requests)
         return await commit(self, requests, seconds, may_go)
 
-    monkeypatch.setattr(CommitStream, "commit_in_turn", counting)
+    monkeypatch.setattr(CommitLine, "commit_in_turn", counting)
     return counts
 
 

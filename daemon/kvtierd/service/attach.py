@@ -19,7 +19,8 @@ from kvtier.abi import attach
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Right
 from kvtierd.service.access import Access, denied
-from kvtierd.service.peer import UnknownPeer, credentials, identify
+from kvtierd.service.lines import CommitLines
+from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
 from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry
 from kvtierd.tiers.arena import Shared
 
@@ -61,6 +62,7 @@ class AttachServer:
         identity: DaemonIdentity,
         access: Access,
         capacity: Callable[[], Capacity],
+        lines: CommitLines,
     ) -> None:
         """``capacity``: of connections, those included that have not said hello yet."""
         self._sessions = sessions
@@ -68,6 +70,7 @@ class AttachServer:
         self._identity = identity
         self._access = access
         self._capacity = capacity
+        self._lines = lines
         self._connections: dict[asyncio.Task[None], int] = {}
         """Each with the uid at its other end."""
         self._listener: socket.socket | None = None
@@ -129,6 +132,11 @@ class AttachServer:
 
     async def _converse(self, sock: socket.socket) -> None:
         hello = await _hear_hello(sock)
+        if isinstance(hello, attach.Commits):
+            session = self._find(sock, hello.token)
+            _send(sock, attach.Opened())
+            await self._lines.serve(sock, session)
+            return
         session = self._admit(sock, hello)
         daemon = self._identity
         try:
@@ -150,14 +158,16 @@ class AttachServer:
         user = credentials(sock).user
         if not self._access.admits(user):
             raise AttachRefused("PERMISSION_DENIED", f"no rule of the daemon's names {user}")
-        try:
-            peer = identify(sock)
-        except UnknownPeer as error:
-            raise AttachRefused("UNKNOWN_PEER", str(error)) from error
+        peer = _peer(sock)
         if hello.token is None:
             return self._sessions.begin(peer, _this_task())
         with closing(peer):
             return self._sessions.resume(hello.token, peer, _this_task())
+
+    def _find(self, sock: socket.socket, token: str) -> Session:
+        """The session that a line is opened for. Raises :class:`AttachRefused`."""
+        with closing(_peer(sock)) as peer:
+            return self._sessions.find(token, peer)
 
     def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
         if not isinstance(request, attach.Map):
@@ -182,14 +192,22 @@ class AttachServer:
         return None if self._access.may(session, right, name) else denied(right, name, session.identity).message
 
 
-async def _hear_hello(sock: socket.socket) -> attach.Hello:
+def _peer(sock: socket.socket) -> Peer:
+    """The caller closes it. Raises :class:`AttachRefused`."""
+    try:
+        return identify(sock)
+    except UnknownPeer as error:
+        raise AttachRefused("UNKNOWN_PEER", str(error)) from error
+
+
+async def _hear_hello(sock: socket.socket) -> attach.Hello | attach.Commits:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = await _receive(sock)
     except TimeoutError:
         raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-    if not isinstance(hello, attach.Hello):
-        raise AttachRefused("NO_HELLO", "the first message must be a hello")
+    if not isinstance(hello, attach.Hello | attach.Commits):
+        raise AttachRefused("NO_HELLO", "the first message must be a hello, or open a line for commits")
     return hello
 
 

@@ -140,6 +140,23 @@ class Dispatcher:
             }
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
+    def at_once(self, method: MethodDescriptor, verb: Verb) -> Callable[[Session, bytes], Message]:
+        """How requests are answered that do not come by gRPC, of a method of :data:`NEVER_WAIT`. What it returns raises
+        whatever refuses one."""
+        answer = self._answering(method, verb)
+
+        def answered(session: Session, raw: bytes) -> Message:
+            call = answer(session, raw)
+            try:
+                call.send(None)
+            except StopIteration as end:
+                reply: Message = end.value
+                return reply
+            call.close()
+            raise AssertionError(f"{method.full_name} waits")
+
+        return answered
+
     def _answering(self, method: MethodDescriptor, verb: Verb) -> Answer:
         parse = _parser(method)
         mutates = "seq" in method.input_type.fields_by_name
@@ -148,10 +165,10 @@ class Dispatcher:
         waits = method.full_name not in NEVER_WAIT
         at_once = method.full_name.startswith(AT_ONCE)
 
-        async def answer(raw: bytes, context: _Context) -> Message:
+        async def answer(session: Session, raw: bytes) -> Message:
             if self._stopping:
                 raise shutting_down()
-            session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
+            require_attached(session)
             request = parse(raw)
             self._access.require(session, needs, request)
             if not mutates or not request.seq:
@@ -162,10 +179,16 @@ class Dispatcher:
 
         return answer
 
-    def _unary(self, answer: Answer) -> Answer:
+    def _caller(self, context: _Context) -> Session:
+        """Raises what refuses the call."""
+        if self._stopping:
+            raise shutting_down()
+        return self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
+
+    def _unary(self, answer: Answer) -> Callable[[bytes, _Context], Awaitable[Message]]:
         async def call(raw: bytes, context: _Context) -> Message:
             try:
-                return await answer(raw, context)
+                return await answer(self._caller(context), raw)
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
@@ -208,9 +231,7 @@ class Dispatcher:
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
             upload = _Upload(messages, _parser(method), context, pace())
             try:
-                if self._stopping:
-                    raise shutting_down()
-                session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
+                session = self._caller(context)
                 raw, header = await upload.header()
                 self._access.require(session, needs, header)
                 seq = header.commit.seq

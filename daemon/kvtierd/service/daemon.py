@@ -42,6 +42,7 @@ from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.lifecycle import IdleCaches
+from kvtierd.service.lines import CommitLines
 from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
 from kvtierd.service.metrics.reading import Subjects
@@ -50,7 +51,7 @@ from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.remnants import Kept
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
-from kvtierd.service.server import RpcServer, Services
+from kvtierd.service.server import COMMIT, RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
 from kvtierd.state import EVENT_LOG, StateDir
@@ -68,8 +69,11 @@ FAREWELL_S: Final = 0.5
 LOG_ENDS_S: Final = 5.0
 """How long the event log gets for the last events; what it has not got by then is a hole in it."""
 
+CONNECTIONS_EACH: Final = 2
+"""That a session has on the attach socket: its own, and its line for commits."""
+
 SPARE_CONNECTIONS: Final = 64
-"""On the attach socket, beyond one a session: room to tell those who come too many why they are refused. One uid
+"""On the attach socket, beyond those of sessions: room to tell those who come too many why they are refused. One uid
 has half of it, so that connections without a session keep nobody else out."""
 
 _log = logging.getLogger(__name__)
@@ -180,18 +184,21 @@ class Daemon:
         self._drains: Final = Drains(self._events.watch, self._catalog, self._access.on)
         self._calls: Final = OpenCalls()
         self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator, self._calls)
+        services = self._services()
+        commit = self._dispatcher.at_once(COMMIT, services.blocks[COMMIT.name])
         self._attach: Final = AttachServer(
             self._sessions,
             self._catalog,
             self._identity,
             self._access,
             self._connection_capacity,
+            CommitLines(commit, self._translator),
         )
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
         others = {RemoteSessions.name: self._remote.handler(self._calls)}
         self._rpc: Final = RpcServer(
-            self._dispatcher, self._services(), others, self._pace, None if leisure is None else leisure.expect
+            self._dispatcher, services, others, self._pace, None if leisure is None else leisure.expect
         )
         self._tcp: str | None = None
 
@@ -362,7 +369,8 @@ class Daemon:
 
     def _connection_capacity(self) -> Capacity:
         now = self.live.now
-        return Capacity(now.max_sessions + SPARE_CONNECTIONS, now.max_identity_sessions + SPARE_CONNECTIONS // 2)
+        of_identity = CONNECTIONS_EACH * now.max_identity_sessions + SPARE_CONNECTIONS // 2
+        return Capacity(CONNECTIONS_EACH * now.max_sessions + SPARE_CONNECTIONS, of_identity)
 
     def _capacity(self) -> Capacity:
         return Capacity(self.live.now.max_sessions, self.live.now.max_identity_sessions)

@@ -7,7 +7,7 @@ what gRPC does for a call. A stream remembers nothing: what a client did not hea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ DRAIN_S: Final = 0.25
 """How long that may take."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-Answer = Callable[[bytes, _Context], Awaitable[Message]]
+Answer = Callable[[Session, bytes], Coroutine[Any, Any, Message]]
 """To one request, as it came. Raises what refuses it."""
 
 
@@ -63,7 +63,7 @@ class Series:
                 async with session.streaming(), self._only_one(session):
                     async for raw in messages:
                         # Who sends without reading is not read either.
-                        await _taken(context, await self._told(answer, raw, context))
+                        await _taken(context, await self._told(answer, session, raw))
                 return
             except asyncio.CancelledError:
                 if session is None or context.cancelled():
@@ -78,9 +78,9 @@ class Series:
 
         return call
 
-    async def _told(self, answer: Answer, raw: bytes, context: _Context) -> bytes:
+    async def _told(self, answer: Answer, session: Session, raw: bytes) -> bytes:
         try:
-            done: Any = await answer(raw, context)
+            done: Any = await answer(session, raw)
             told = blocks_pb2.CommitAnswer(done=done)
         except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
             told = blocks_pb2.CommitAnswer(refused=self._translate(error).status())

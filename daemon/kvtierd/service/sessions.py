@@ -194,6 +194,19 @@ class SessionRegistry:
         A connection that the session still has is superseded: the daemon may read its end after the new hello. Raises
         :class:`AttachRefused` (UNKNOWN_SESSION, PERMISSION_DENIED).
         """
+        session = self.find(token, peer)
+        _stop_lapsing(session)
+        superseded, session.connection = session.connection, connection
+        if superseded is not None:
+            superseded.cancel()
+        else:
+            self._engine.reattach_session(session.id)
+        _log.info("session resumes session=%d pid=%d", session.id, peer.pid)
+        return session
+
+    def find(self, token: str, peer: SessionPeer) -> Session:
+        """The session of this token, if this is the peer that began it; ``peer`` stays the caller's. Raises
+        :class:`AttachRefused` (UNKNOWN_SESSION, PERMISSION_DENIED)."""
         session = self._by_token.get(token)
         if session is not None and session.peer.is_gone():
             self.end(session, "its process is gone")
@@ -202,13 +215,6 @@ class SessionRegistry:
             raise AttachRefused("UNKNOWN_SESSION", "no session has this token, or it has ended")
         if not session.peer.is_same(peer):
             raise AttachRefused("PERMISSION_DENIED", "the session belongs to another process or client")
-        _stop_lapsing(session)
-        superseded, session.connection = session.connection, connection
-        if superseded is not None:
-            superseded.cancel()
-        else:
-            self._engine.reattach_session(session.id)
-        _log.info("session resumes session=%d pid=%d", session.id, peer.pid)
         return session
 
     def connection_lost(self, session: Session, connection: asyncio.Task[None]) -> None:

@@ -10,14 +10,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.abi import attach
-from kvtier.abi.attach import AddressError, AttachProtocolError, Bye, CudaMemory, Failure, Hello, Map, Mapped, Welcome
+from kvtier.abi.attach import (
+    AddressError,
+    AttachProtocolError,
+    Bye,
+    Commits,
+    CudaMemory,
+    Failure,
+    Forget,
+    Hello,
+    Map,
+    Mapped,
+    Opened,
+    Welcome,
+)
 
 TOKEN = "0123456789abcdef" * 2
 UUID = "fedcba9876543210" * 2
 
 
 @pytest.mark.parametrize(
-    "message", [Hello(), Hello(token=TOKEN), Map(7, write=True), Map(2**64 - 1, write=False), Bye()]
+    "message",
+    [
+        Hello(),
+        Hello(token=TOKEN),
+        Map(7, write=True),
+        Map(2**64 - 1, write=False),
+        Forget(TOKEN),
+        Bye(),
+        Commits(TOKEN),
+    ],
 )
 def test_requests_arrive_as_sent(message: attach.Request) -> None:
     assert attach.decode_request(attach.encode(message)) == message
@@ -29,6 +51,8 @@ def test_replies_arrive_as_sent() -> None:
     assert attach.decode_welcome(attach.encode(welcome)) == welcome
     assert attach.decode_welcome(attach.encode(failure)) == failure
     assert attach.decode_mapped(attach.encode(failure)) == failure
+    assert attach.decode_opened(attach.encode(failure)) == failure
+    assert attach.decode_opened(attach.encode(Opened())) == Opened()
     for fds in (("control",), ("control", "host"), ("control", "device"), ("control", "host", "device")):
         assert attach.decode_mapped(attach.encode(Mapped(fds))) == Mapped(fds)
 
@@ -50,6 +74,8 @@ def test_messages_look_as_documented() -> None:
     assert json.loads(attach.encode(Hello())) == {"op": "hello", "version": 1}
     assert json.loads(attach.encode(Map(4, write=False))) == {"op": "map", "cache_id": 4, "write": False}
     assert json.loads(attach.encode(Bye())) == {"op": "bye"}
+    assert json.loads(attach.encode(Commits(TOKEN))) == {"op": "commits", "version": 1, "token": TOKEN}
+    assert json.loads(attach.encode(Opened())) == {"ok": True}
     assert json.loads(attach.encode(Mapped(("control",)))) == {"ok": True, "fds": ["control"]}
     assert json.loads(attach.encode(Mapped(("control", "cuda"), CudaMemory(UUID, 4096), {"host": "w"}))) == {
         "ok": True,
