@@ -49,6 +49,7 @@ BAD_FILES = {
     "unknown keys": """
         device_byte = 4096      # device_byte: there is no such key
         tiers.device = 4096     # tiers: there is no such key
+        max_sessions = 0        # max_sessions = 0: must be 1 to 65536
     """,
     "wrong types": """
         device_bytes = [1]      # device_bytes = [1]: must be bytes, 0 or more, or text such as 8GiB
@@ -73,6 +74,32 @@ BAD_FILES = {
         shutdown_seconds = inf       # shutdown_seconds = inf: must be seconds
         max_sessions = 0             # max_sessions = 0: must be 1 to 65536
         allow_uids = [0, -1]         # allow_uids[1] = -1: Input should be greater than or equal to 0
+    """,
+    "keys that do not go together": """
+        device_bytes = "80%"         # device_bytes = 80%: must be bytes, unless device is a GPU
+        clean_low_fraction = 0.5     # clean_low_fraction = 0.5: must be at most clean_high_fraction = 0
+        tls_cert = "/etc/cert.pem"   # tls_cert = /etc/cert.pem: is of no use, since listen_tcp is not set
+        tcp_insecure = true          # tcp_insecure = True: is of no use, since listen_tcp is not set
+        metrics_listen = "localhost" # metrics_listen = localhost: must be host:port
+    """,
+    "two listeners that must not be": """
+        host_bytes = 4096
+        listen_tcp = "0.0.0.0:0"     # listen_tcp = 0.0.0.0:0: needs tls_cert and tls_key and tls_client_ca
+        metrics_listen = "0.0.0.0:0" # metrics_listen = 0.0.0.0:0: must be a loopback address
+    """,
+    "no paths": r"""
+        tls_key = ""                 # tls_key = '': must be a path, not empty
+        disk_dir = "/var/\u0000"     # disk_dir = '/var/\x00': must be a path, not empty and without NUL
+    """,
+    "rules": """
+        host_bytes = 4096
+        [[allow]]
+        uid = [1]                    # allow[0][uid]: there is no such key
+        caches = []                  # allow[0][caches] = []: must not be empty
+        verbs = ["reed"]             # allow[0][verbs][0] = 'reed': Input should be 'read', 'write'
+        [[allow]]                    # allow[1][caches]: must be given
+        uids = [1]
+        verbs = ["read"]
     """,
     "a key twice": """
         host_bytes = 4096
@@ -122,6 +149,30 @@ def test_every_fault_of_every_source_is_named_in_one_go(short_dir: Path) -> None
     assert any(line.startswith("kvtierd: environment: KVTIERD_DISK_BYTES = 'plenty': ") for line in said)
     assert any(line.startswith("kvtierd: environment: KVTIERD_MAX_SESSIONS = 'none': ") for line in said)
     assert any(line.startswith("kvtierd: command line: --wait-seconds = '0': ") for line in said)
+
+
+def test_keys_that_do_not_go_together_are_named_with_where_they_stand(short_dir: Path) -> None:
+    flags = [*directories(short_dir), "--host-bytes", "4096", "--clean-low-fraction", "1"]
+    ended = kvtierd(*flags, env={"KVTIERD_METRICS_LISTEN": "[::]:0"})
+    assert ended.returncode == BAD_CONFIG
+    assert message(ended).splitlines() == [
+        "kvtierd: command line: --clean-low-fraction = 1: must be at most clean_high_fraction = 0",
+        "kvtierd: environment: KVTIERD_METRICS_LISTEN = [::]:0: must be a loopback address, unless "
+        "metrics_public = true",
+    ]
+
+
+def test_a_variable_that_is_no_list_is_named_with_the_reason(short_dir: Path) -> None:
+    ended = kvtierd(*directories(short_dir), "--host-bytes", "4096", env={"KVTIERD_ALLOW_UIDS": "[1"})
+    assert ended.returncode == BAD_CONFIG
+    assert message(ended).startswith("kvtierd: environment: KVTIERD_ALLOW_UIDS = '[1': must be a JSON list: ")
+
+
+def test_no_directory_is_the_working_directory_by_an_empty_name(short_dir: Path) -> None:
+    """The runtime directory was, and got its lock and sockets."""
+    ended = kvtierd("--runtime-dir", "", "--state-dir", f"{short_dir}/state", "--host-bytes", "4096")
+    assert ended.returncode == BAD_CONFIG
+    assert message(ended) == "kvtierd: command line: --runtime-dir = '': must be a path, not empty and without NUL"
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", "a directory"])

@@ -6,6 +6,7 @@ in the sentence, they are told from the field. ``LIVE`` marks what a reload can 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -15,7 +16,17 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
 from kvtier.abi.cuda.opening import is_device_name
-from kvtierd.config.kinds import LIVE, MOST_BYTES, Duration, FreeShare, Size, SizeOrShare, show_size
+from kvtierd.config.kinds import (
+    LIVE,
+    MOST_BYTES,
+    Duration,
+    FilePath,
+    FreeShare,
+    OptionalPath,
+    Size,
+    SizeOrShare,
+    show_size,
+)
 from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import Tier
 from kvtierd.core.policy import DEFAULT_THRESHOLD, NEVER, Policy, WritePolicy
@@ -44,17 +55,21 @@ class _Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def conflicts(self) -> Iterator[str]:
+        """What keys that are right each by itself must not say together. A fault begins with the key to look at."""
+        yield from ()
+
 
 class DirectoryKeys(_Section):
     """Directories"""
 
-    runtime_dir: Path = Field(
+    runtime_dir: FilePath = Field(
         Path(DEFAULT_ADDRESS), description="Directory of the sockets. Its path is the daemon's address."
     )
-    state_dir: Path = Field(
+    state_dir: FilePath = Field(
         Path("/var/lib/kvtier"), description="Directory of the daemon's epoch, its event log and its caches' budgets."
     )
-    disk_dir: Path | None = Field(
+    disk_dir: OptionalPath = Field(
         None, description="Directory of the disk tier. Where none is set it is `disk` in the state directory."
     )
 
@@ -64,8 +79,7 @@ class DirectoryKeys(_Section):
         socket_path(runtime_dir, ATTACH_SOCKET)  # no shorter than the other socket's
         return runtime_dir
 
-    @model_validator(mode="after")
-    def _directories_apart(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         # Each is refused at a start where it holds what it did not make: one directory for two would work just once.
         named = {
             "runtime_dir": self.runtime_dir,
@@ -77,9 +91,8 @@ class DirectoryKeys(_Section):
         for name, path in named.items():
             absolute = path.absolute()
             if absolute in seen:
-                raise ValueError(f"{name} = {str(path)!r}: must not be {seen[absolute]}, which is the same directory")
+                yield f"{name} = {str(path)!r}: must not be {seen[absolute]}, which is the same directory"
             seen[absolute] = name
-        return self
 
     @property
     def disk_path(self) -> Path:
@@ -105,17 +118,11 @@ class TierKeys(_Section):
     host_bytes: TierBytes = Field(ByteSize(0), description="Size of the host tier.")
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")
 
-    @model_validator(mode="after")
-    def _some_tier(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if not self.tiers:
-            raise ValueError("no tier is configured: set device_bytes, host_bytes or disk_bytes above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _share_of_a_gpu(self) -> Self:
+            yield "no tier is configured: set device_bytes, host_bytes or disk_bytes above 0"
         if isinstance(self.device_bytes, FreeShare) and self.device == STAND_IN:
-            raise ValueError(f"device_bytes = {self.device_bytes}: must be bytes, unless device is a GPU such as cuda")
-        return self
+            yield f"device_bytes = {self.device_bytes}: must be bytes, unless device is a GPU such as cuda"
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -173,9 +180,11 @@ class TcpKeys(_Section):
     """
 
     listen_tcp: str | None = Field(None, description="host:port to listen on, port 0 = any that is free.")
-    tls_cert: Path | None = Field(None, description="Certificate chain that clients are shown, PEM.")
-    tls_key: Path | None = Field(None, description="Its private key, PEM.")
-    tls_client_ca: Path | None = Field(None, description="Authorities that must vouch for a client's certificate, PEM.")
+    tls_cert: OptionalPath = Field(None, description="Certificate chain that clients are shown, PEM.")
+    tls_key: OptionalPath = Field(None, description="Its private key, PEM.")
+    tls_client_ca: OptionalPath = Field(
+        None, description="Authorities that must vouch for a client's certificate, PEM."
+    )
     tcp_insecure: bool = Field(False, description="No TLS: nobody knows who calls, and rules call them `anonymous`.")
     tcp_grace_seconds: Duration = Field(
         30.0, ge=0, le=3600, description="A session whose connection broke can be resumed for so long, then it ends."
@@ -184,11 +193,16 @@ class TcpKeys(_Section):
         5.0, ge=0.01, le=3600, description="Time between heartbeats on a session's connection; three missed break it."
     )
 
-    @model_validator(mode="after")
-    def _sound_tcp(self) -> Self:
-        if self.tcp is None and (self.tls_cert or self.tls_key or self.tls_client_ca or self.tcp_insecure):
-            raise ValueError("keys of TCP are set, but listen_tcp is not")
-        return self
+    def conflicts(self) -> Iterator[str]:
+        if self.listen_tcp is None:
+            for name in ("tls_cert", "tls_key", "tls_client_ca", "tcp_insecure"):
+                if getattr(self, name):
+                    yield f"{name} = {getattr(self, name)}: is of no use, since listen_tcp is not set"
+            return
+        try:
+            _ = self.tcp
+        except ValueError as error:
+            yield str(error)
 
     @property
     def tcp(self) -> TcpListener | None:
@@ -263,12 +277,10 @@ class PolicyKeys(_Section):
         0.0, description="So many of a tier's slots it then makes clean; 0.1 and 0.2 halve the calls that wait."
     )
 
-    @model_validator(mode="after")
-    def _watermarks_in_order(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         low, high = self.clean_low_fraction, self.clean_high_fraction
         if low > high:
-            raise ValueError(f"clean_low_fraction = {low:g}: must be at most clean_high_fraction = {high:g}")
-        return self
+            yield f"clean_low_fraction = {low:g}: must be at most clean_high_fraction = {high:g}"
 
 
 class CallKeys(_Section):
@@ -328,15 +340,16 @@ class MetricsKeys(_Section):
     )
     metrics_public: bool = Field(False, description="The address of the metrics need not be a loopback one.")
 
-    @model_validator(mode="after")
-    def _sound_metrics(self) -> Self:
+    def conflicts(self) -> Iterator[str]:
         if self.metrics_listen is None and self.metrics_public:
-            raise ValueError("metrics_public = true: metrics_listen is not set")
-        if self.metrics_address is not None and not (self.metrics_public or is_loopback(self.metrics_address[0])):
-            raise ValueError(
-                f"metrics_listen = {self.metrics_listen}: must be a loopback address, unless metrics_public = true"
-            )
-        return self
+            yield "metrics_public = true: metrics_listen is not set"
+        try:
+            address = self.metrics_address
+        except ValueError as error:
+            yield str(error)
+            return
+        if address is not None and not (self.metrics_public or is_loopback(address[0])):
+            yield f"metrics_listen = {self.metrics_listen}: must be a loopback address, unless metrics_public = true"
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
@@ -376,6 +389,13 @@ class Config(
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
+    @model_validator(mode="after")
+    def _without_conflicts(self) -> Self:
+        faults = [fault for section in SECTIONS for fault in section.conflicts(self)]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
+
     @property
     def policy(self) -> Policy:
         """What caches have that do not choose themselves."""
@@ -393,7 +413,7 @@ class Config(
         )
 
 
-SECTIONS: Final[tuple[type[BaseModel], ...]] = tuple(base for base in Config.__bases__ if base is not BaseSettings)
+SECTIONS: Final = tuple(base for base in Config.__bases__ if issubclass(base, _Section))
 """In the order in which they are told."""
 
 KEYS: Final[dict[str, FieldInfo]] = {

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Self, cast
 
 from annotated_types import Ge, Le
@@ -37,7 +38,7 @@ class Live:
 LIVE: Final = Live()
 
 _SIZE_SAYS: Final = "must be bytes, 0 or more, or text such as 8GiB"
-_SIZE_TEXT: Final = re.compile(r"\s*\d*\.?\d+\s*[a-z]*\s*", re.IGNORECASE)
+_SIZE_TEXT: Final = re.compile(r"\s*\d*\.?\d+\s*[a-z]*\s*", re.IGNORECASE | re.ASCII)
 _SIZE_UNITS: Final = (("PiB", 1 << 50), ("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 _SIZE_OR_SHARE_SAYS: Final = (
@@ -137,6 +138,18 @@ def _seconds(text: str) -> float:
         raise ValueError(_DURATION_SAYS)
     return seconds
 
+
+def _path(value: object) -> object:
+    """Pydantic takes no text at all for the working directory, and a name that no system call takes for a path."""
+    if value == "" or (isinstance(value, str) and "\0" in value):
+        raise ValueError("must be a path, not empty and without NUL")
+    return value
+
+
+FilePath = Annotated[Path, BeforeValidator(_path)]
+"""Of a file or a directory that need not be there."""
+
+OptionalPath = Annotated[Path | None, BeforeValidator(_path)]
 
 Size = Annotated[ByteSize, WrapValidator(_size), Kind("size", show_size)]
 """Bytes, or text such as ``8GiB``, ``500MB``. No range of its own: ``Annotated[Size, Field(ge=…, le=…)]``."""

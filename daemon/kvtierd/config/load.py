@@ -21,6 +21,8 @@ from kvtierd.config.keys import ENV_PREFIX, KEYS, Config
 __all__ = ["ENV_PREFIX", "ConfigError", "Loaded", "load", "read"]
 
 _OUT_OF_BOUNDS: Final = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
+_EMPTY: Final = frozenset({"too_short", "string_too_short"})
+_KEY: Final = re.compile(r"\w+")
 
 
 class ConfigError(Exception):
@@ -97,17 +99,22 @@ def read(file: Path | None, flags: Mapping[str, object]) -> Loaded:
     sources = {name: in_file.source(name) for name in in_file.values} if in_file is not None else {}
     sources |= {name: Source("environment", variable) for name, variable in in_env.items()}
     sources |= {name: Source("command line", f"--{name.replace('_', '-')}") for name in flags}
-    unknown = [(name, source) for name, source in sources.items() if name not in KEYS]
-    if unknown:
-        raise ConfigError("\n".join(f"{source}: there is no such key{_meant(name)}" for name, source in unknown))
+    unknown = [f"{source}: there is no such key{_meant(name)}" for name, source in sources.items() if name not in KEYS]
     below_env = {name: value for name, value in in_file.values.items() if name not in in_env} if in_file else {}
     said = below_env | {name: os.environ[variable] for name, variable in in_env.items()} | dict(flags)
+    known = {name: value for name, value in {**below_env, **flags}.items() if name in KEYS}
     try:
-        return Loaded(Config(**{**below_env, **flags}), sources)
+        config = Config(**known)
     except ValidationError as error:
-        raise ConfigError("\n".join(_fault(fault, said, sources, in_file) for fault in error.errors())) from error
+        # Without what an unknown key was meant for, what keys say together is not known.
+        faults = [fault for fault in _own(error.errors()) if fault["loc"] or not unknown]
+        lines = [*unknown, *(_fault(fault, said, sources, in_file) for fault in faults)]
+        raise ConfigError("\n".join(lines)) from error
     except SettingsError as error:
-        raise ConfigError(f"environment: {error}") from error
+        raise ConfigError("\n".join([*unknown, _unreadable(error, in_env)])) from error
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    return Loaded(config, sources)
 
 
 def _meant(name: str) -> str:
@@ -115,11 +122,33 @@ def _meant(name: str) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def _unreadable(error: SettingsError, in_env: Mapping[str, str]) -> str:
+    """Of a variable that should be JSON, which only the message names."""
+    for name, variable in in_env.items():
+        if f'"{name}"' in str(error):
+            source = Source("environment", variable)
+            return f"{source} = {os.environ[variable]!r}: must be a JSON list: {error.__cause__}"
+    return f"environment: {error}"
+
+
+def _own(faults: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """Without what follows from others: a list whose only elements are wrong is told to be too short, too."""
+    inside = {fault["loc"][:depth] for fault in faults for depth in range(len(fault["loc"]))}
+    return [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inside]
+
+
+def _conflict(fault: str, sources: Mapping[str, Source]) -> str:
+    """Of several keys: the check says which, the first is the one to look at."""
+    found = _KEY.match(fault)
+    source = sources.get(found[0]) if found is not None else None
+    return fault if found is None or source is None else f"{source}{fault[found.end() :]}"
+
+
 def _fault(fault: ErrorDetails, said: Mapping[str, object], sources: Mapping[str, Source], file: _File | None) -> str:
     """``said``: the values as they stood in their sources, which a validator may have turned into others."""
     reason = fault["msg"].removeprefix("Value error, ")
     if not fault["loc"]:
-        return reason  # of several keys: the check says which
+        return "\n".join(_conflict(line, sources) for line in reason.splitlines())
     name, *inside = fault["loc"]
     key = str(name)
     source = sources.get(key, Source("default", key))
@@ -128,5 +157,11 @@ def _fault(fault: ErrorDetails, said: Mapping[str, object], sources: Mapping[str
     if not inside and fault["type"] in _OUT_OF_BOUNDS:
         reason = f"must be {bounds(KEYS[key])}"
     where = "".join(f"[{step}]" for step in inside)
+    if fault["type"] == "missing":
+        return f"{source}{where}: must be given"
+    if fault["type"] == "extra_forbidden":
+        return f"{source}{where}: there is no such key"
+    if fault["type"] in _EMPTY:
+        reason = "must not be empty"
     value = fault["input"] if inside else said.get(key, fault["input"])
     return f"{source}{where} = {value!r}: {reason}"
