@@ -197,7 +197,7 @@ def _peer(sock: socket.socket) -> Peer:
     try:
         return identify(sock)
     except UnknownPeer as error:
-        raise AttachRefused("UNKNOWN_PEER", str(error)) from error
+        raise AttachRefused(error.reason, str(error)) from error
 
 
 async def _hear_hello(sock: socket.socket) -> attach.Hello | attach.Commits:

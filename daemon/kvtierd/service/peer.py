@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import select
 import socket
 import struct
@@ -30,6 +31,19 @@ _MAX_COMMAND: Final = 256
 
 class UnknownPeer(Exception):
     """The process at the other end cannot be identified: gone already, or in a pid namespace that hides it."""
+
+    reason = "UNKNOWN_PEER"
+    """What the peer is told, machine readable."""
+
+
+class NoDescriptorLeft(UnknownPeer):
+    """The daemon has none for a pidfd: the peer is as alive as before, and may come again."""
+
+    reason = "TOO_MANY_SESSIONS"
+
+    def __init__(self, error: OSError) -> None:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        super().__init__(f"the daemon has no file descriptor left for a session, its limit is {most}: {error.strerror}")
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,10 +127,16 @@ def _open_pidfd(sock: socket.socket, who: Credentials) -> int:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
         if error.errno != errno.ENOPROTOOPT:
-            raise UnknownPeer(f"process {who.pid} is gone: {error.strerror}") from error
+            raise _unknown(who, error) from error
         return _open_by_pid(sock, who)
     os.set_inheritable(pidfd, False)
     return pidfd
+
+
+def _unknown(who: Credentials, error: OSError) -> UnknownPeer:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return NoDescriptorLeft(error)
+    return UnknownPeer(f"process {who.pid} is gone: {error.strerror}")
 
 
 def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
@@ -124,7 +144,7 @@ def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
     try:
         pidfd = os.pidfd_open(who.pid)
     except OSError as error:
-        raise UnknownPeer(f"process {who.pid} is gone: {error.strerror}") from error
+        raise _unknown(who, error) from error
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     if poll.poll(0):

@@ -1,0 +1,59 @@
+"""A daemon without a file descriptor left: who is there goes on, who comes is told why, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+from itertools import count, islice
+
+import pytest
+
+from kvtier import RetryableError, connect
+from kvtier.abi import attach
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
+from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.raw import AttachSocket
+from tests.integration.waiting import eventually
+
+
+def descriptors(daemon: DaemonProcess) -> set[int]:
+    return {int(number) for number in os.listdir(f"/proc/{daemon.pid}/fd")}
+
+
+def leave(daemon: DaemonProcess, free: int) -> tuple[int, int]:
+    """So many descriptors for all that it will ever open. Returns the limits of before."""
+    taken = descriptors(daemon)
+    first_refused = next(islice((number for number in count() if number not in taken), free, None))
+    _, most = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+    return resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (first_refused, most))
+
+
+async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_again(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(host=4, disk=4)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("mine", SPEC)
+        keys = chain("mine", 2)
+        await cache.put(keys, blocks(keys))
+        before = descriptors(daemon)
+        limits = leave(daemon, free=1)  # for the connection, and none for the pidfd
+        with AttachSocket(daemon.address) as sock:
+            answer = sock.hello()
+            assert isinstance(answer, attach.Failure)
+            assert answer.reason == "TOO_MANY_SESSIONS"
+            assert "file descriptor" in answer.message
+        with pytest.raises(RetryableError, match="no file descriptor left for a session, its limit is"):
+            await connect(daemon.address)
+        assert_bytes(keys, await cache.get(keys))
+        more = chain("more", 2)
+        await cache.put(more, blocks(more))
+
+        async def taken() -> set[int]:
+            return descriptors(daemon)
+
+        assert await eventually(taken, lambda now: now <= before)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
+        async with await connect(daemon.address) as other:
+            again = await other.open_cache("mine")
+            assert_bytes(more, await again.get(more))
+    assert "cannot accept an attach connection" in daemon.log  # an error, rightly: a clean stop would find fault with it
+    daemon.kill()
