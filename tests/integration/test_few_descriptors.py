@@ -55,5 +55,7 @@ async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_ag
         async with await connect(daemon.address) as other:
             again = await other.open_cache("mine")
             assert_bytes(more, await again.get(more))
-    assert "cannot accept an attach connection" in daemon.log  # an error, rightly: a clean stop would find fault with it
+    assert (
+        "cannot accept an attach connection" in daemon.log
+    )  # an error, rightly: a clean stop would find fault with it
     daemon.kill()
