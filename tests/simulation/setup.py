@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvtierd.core.evict import EVICTORS
@@ -83,7 +83,19 @@ class Setup:
             victims_a_call=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),
         )
-        return cls(groups, draw_memory(choose, count), policy, Forest.draw(choose, choose.between(8, 30)))
+        memory, forest = draw_memory(choose, count), Forest.draw(choose, choose.between(8, 30))
+        return cls(groups, memory, _with_slices(choose, policy), forest)
+
+
+def _with_slices(choose: Chooser, policy: Policy) -> Policy:
+    """Tiers of a few slots never fill a move, an event or a slice of the usual length."""
+    return replace(
+        policy,
+        blocks_a_move=choose.pick((policy.blocks_a_move, 2, 1)),
+        blocks_an_event=choose.pick((policy.blocks_an_event, 2)),
+        expiries_a_call=choose.pick((policy.expiries_a_call, 1)),
+        losses_a_call=choose.pick((1, 3, policy.losses_a_call)),
+    )
 
 
 def draw_memory(choose: Chooser, groups: int) -> tuple[Mapping[Tier, int], ...]:

@@ -8,7 +8,6 @@ from typing import Final
 
 import pytest
 
-from kvtierd.build import COMPILED
 from tests.simulation.walk import walk
 
 STEPS_A_WALK: Final = 1_000
@@ -90,14 +89,13 @@ HAPPENS: Final = (
     "restored held",
     "died in the middle of a call",
     "died while it adopted",
-    *(() if COMPILED else ("called while a tier was being lost",)),
+    "called while a tier was being lost",
     "restart clean",
     "settled",
     "written down, through",
     "written down, selective",
 )
-"""What a walk must have seen for its silence to mean something. Machine code has its slices' lengths in it, and none of
-these tiers is so large that it is lost in two."""
+"""What a walk must have seen for its silence to mean something."""
 
 
 @cache

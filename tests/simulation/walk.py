@@ -13,9 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
-from unittest.mock import patch
 
-from kvtierd.core import group, manager, recorder
 from tests.simulation.actions import WEIGHTS
 from tests.simulation.chooser import Chooser
 from tests.simulation.faults import FAULTS
@@ -46,28 +44,16 @@ class Walked:
 
 
 def walk(seed: int, steps: int, *, inspect: bool = True) -> Walked:
-    """At least ``steps`` calls of the core. Raises :class:`WalkFailed`.
-
-    Tiny tiers never fill a move or an event, so some walks make those tiny, too.
-    """
+    """At least ``steps`` calls of the core. Raises :class:`WalkFailed`."""
     choose = Chooser.seeded(seed)
     world = World(Setup.draw(choose), inspect=inspect)
-    with (
-        patch.multiple(
-            recorder,
-            MAX_MOVE_BLOCKS=choose.pick((recorder.MAX_MOVE_BLOCKS, 2, 1)),
-            MAX_EVENT_BLOCKS=choose.pick((256, 2)),
-        ),
-        patch.object(group, "EXPIRY_SLICE", choose.pick((group.EXPIRY_SLICE, 1))),
-        patch.object(manager, "LOSS_SLICE", choose.pick((1, 3, manager.LOSS_SLICE))),
-    ):
-        while world.steps < steps:
-            action = _ACTIONS[bisect_right(_BOUNDS, choose.below(_BOUNDS[-1]))]
-            try:
-                world.progress(choose)
-                action(world, choose)
-            except Exception as error:
-                raise WalkFailed(seed, world.steps, action.__name__, error) from error
+    while world.steps < steps:
+        action = _ACTIONS[bisect_right(_BOUNDS, choose.below(_BOUNDS[-1]))]
+        try:
+            world.progress(choose)
+            action(world, choose)
+        except Exception as error:
+            raise WalkFailed(seed, world.steps, action.__name__, error) from error
     return Walked(world.steps, world.seen)
 
 

@@ -36,8 +36,6 @@ from kvtierd.core.slots import (
 from kvtierd.core.traits import Traits
 
 _DEPTH: Final = attrgetter("depth")
-EXPIRY_SLICE: Final = 64
-"""Blocks that one call's expiries may move: a fraction of a millisecond."""
 UNPLACED_MOST: Final = 4096
 """Blocks whose placing is put off although room will be wanted soon; who wants it first waits for so many."""
 FORGOTTEN_A_REMOVAL: Final = 4
@@ -459,7 +457,7 @@ class GroupState:
         """Ends retentions whose deadline has passed, a bounded slice of them; :meth:`Clocks.due` says if there are
         more."""
         moved: dict[Block, None] = {}
-        while len(moved) < EXPIRY_SLICE and (block := self.clocks.take_due(now)) is not None:
+        while len(moved) < self.policy.expiries_a_call and (block := self.clocks.take_due(now)) is not None:
             before = block.priority
             self.priorities.give(block, DEFAULT_PRIORITY, Cause.EXPIRED)
             if block.priority != before:

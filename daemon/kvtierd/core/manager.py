@@ -62,8 +62,6 @@ __all__ = [
 ]
 
 
-LOSS_SLICE: Final = 64
-"""Blocks of a group that one call of a tier's loss looks at."""
 _NEWEST: Final = 1 << 62
 
 TierLoss = Mapping[GroupId, int]
@@ -83,14 +81,14 @@ class BlockManager:
     ) -> None:
         if len({shape.tokens_per_block for shape in shapes}) > 1:
             raise BadArgument("tokens_per_block", [s.tokens_per_block for s in shapes], "the same in all groups")
+        policy = policy or Policy()
         self.cache = cache
-        self._recorder = Recorder(cache, sequencer)
+        self._recorder = Recorder(cache, sequencer, policy)
         self._leases = Leases()
         self.leases: Mapping[LeaseId, Lease] = self._leases.live
         self.tickets: dict[TicketId, tuple[WindowManager, Ticket]] = {}
         self._moving: dict[MoveId, GroupId] = {}
         self._last_ticket = 0
-        policy = policy or Policy()
         self.windows = {
             shape.group: WindowManager(shape, self._recorder, policy, self._leases.grant, self._refusal)
             for shape in shapes
@@ -541,7 +539,8 @@ class BlockManager:
             self._lose_detached(tier)
         left = dict(following or {group: _NEWEST for group, w in self.windows.items() if tier in w.state.slots})
         for group, before in list(left.items()):
-            left[group] = loss.lose_tier(self.windows[group].state, tier, cause, before, LOSS_SLICE)
+            state = self.windows[group].state
+            left[group] = loss.lose_tier(state, tier, cause, before, state.policy.losses_a_call)
             if not left[group]:
                 del left[group]
         self._pump_all(now)

@@ -84,7 +84,10 @@ class Policy:
     ahead of need, since a slot there is free only after its old record's deletion has committed.
 
     ``victims_a_call``: so many slots are vacated in one call of the core, which says so if there is more to do; it
-    bounds how long one call takes.
+    bounds how long one call takes. So do ``expiries_a_call``, the blocks that retentions which end may move, and
+    ``losses_a_call``, those of a group that a tier's loss looks at.
+
+    ``blocks_a_move``, ``blocks_an_event``: what would be longer becomes several.
 
     ``degrade_after`` failures in a row take an edge out of planning for ``degraded_ns``.
     """
@@ -99,6 +102,10 @@ class Policy:
     reserve_shift: int = 5
     reserve_max: int = 256
     victims_a_call: int = 16
+    expiries_a_call: int = 64
+    losses_a_call: int = 64
+    blocks_a_move: int = 16
+    blocks_an_event: int = 256
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.bulk import rows
@@ -11,10 +10,8 @@ from kvtierd.core.events import REMOVED, STORED, Cause, Changes, Event, EventSeq
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, MoveId, SlotId, Tier
 from kvtierd.core.ledger import Ledger
 from kvtierd.core.outcome import Grant, Move, MoveItem, Outcome, Refusal
+from kvtierd.core.policy import Policy
 from kvtierd.core.traits import Label, Traits, label_of
-
-MAX_EVENT_BLOCKS: Final = 256
-MAX_MOVE_BLOCKS: Final = 16
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +46,6 @@ class _Telling:
             and self.cause is cause
             and self.group == group
             and (self.transfer is transfer or self.transfer == transfer)
-            and len(self.blocks) < MAX_EVENT_BLOCKS
         )
 
     def changes(self) -> Changes:
@@ -100,9 +96,11 @@ class Recorder:
     Changes with the same header that follow each other become one event; items of the same lane become one move.
     """
 
-    def __init__(self, cache: CacheId, sequencer: EventSequencer) -> None:
+    def __init__(self, cache: CacheId, sequencer: EventSequencer, policy: Policy) -> None:
         self._cache = cache
         self._sequencer = sequencer
+        self._blocks_a_move = policy.blocks_a_move
+        self._blocks_an_event = policy.blocks_an_event
         self._last_move = 0
         self._touched: list[Ledger] = []
         self._events: list[_Telling] = []
@@ -123,7 +121,11 @@ class Recorder:
     ) -> None:
         """Records the block as it is now, after the change."""
         telling = self._telling
-        if telling is None or not telling.takes(type, cause, group, transfer):
+        if (
+            telling is None
+            or len(telling.blocks) >= self._blocks_an_event
+            or not telling.takes(type, cause, group, transfer)
+        ):
             self._telling = telling = _Telling(type, cause, group, transfer)
             self._events.append(telling)
         telling.blocks.append(block)
@@ -152,7 +154,7 @@ class Recorder:
         full: _Planned | None = None
         for move in self._open:
             if move.is_along(group, src, dst, cause):
-                if len(move.keys) < MAX_MOVE_BLOCKS:
+                if len(move.keys) < self._blocks_a_move:
                     return move
                 full = move
         self._last_move += 1

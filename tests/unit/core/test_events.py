@@ -7,9 +7,11 @@ from itertools import pairwise
 from kvtierd.core.events import Cause, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.policy import GroupShape
-from kvtierd.core.recorder import MAX_EVENT_BLOCKS, MAX_MOVE_BLOCKS
+from kvtierd.core.policy import GroupShape, Policy
 from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key
+
+A_MOVE = Policy().blocks_a_move
+AN_EVENT = Policy().blocks_an_event
 
 
 def names(count: int) -> list[str]:
@@ -53,10 +55,10 @@ def test_ids_are_contiguous_over_all_caches() -> None:
 
 
 def test_changes_alike_in_one_call_are_one_event_up_to_a_limit() -> None:
-    count = MAX_EVENT_BLOCKS + 44
+    count = AN_EVENT + 44
     bench = Bench(disk=count, recovered=[(name, None, 35) for name in names(count)])
     stored = [event for event in bench.events if event.type is EventType.STORED]
-    assert [len(event.blocks) for event in stored] == [MAX_EVENT_BLOCKS, 44]
+    assert [len(event.blocks) for event in stored] == [AN_EVENT, 44]
 
 
 def test_changes_unlike_are_events_of_their_own() -> None:
@@ -68,15 +70,15 @@ def test_changes_unlike_are_events_of_their_own() -> None:
 
 
 def test_copies_alike_are_one_move_up_to_a_limit() -> None:
-    count = MAX_MOVE_BLOCKS + 8
+    count = A_MOVE + 8
     bench = Bench(host=count, disk=count, recovered=[(name, None, 35) for name in names(count)])
     _, outcome = bench.core.move(ALICE, GROUP, HOST, [key(name) for name in names(count)], 0)
     bench.apply(outcome)
-    assert [len(move.items) for move in bench.moves] == [MAX_MOVE_BLOCKS, 8]
+    assert [len(move.items) for move in bench.moves] == [A_MOVE, 8]
     told = len(bench.events)
     bench.land()
     assert [(event.moved_bytes, len(event.blocks)) for event in bench.events[told:]] == [
-        (MAX_MOVE_BLOCKS * 4096, MAX_MOVE_BLOCKS),
+        (A_MOVE * 4096, A_MOVE),
         (8 * 4096, 8),
     ]
 

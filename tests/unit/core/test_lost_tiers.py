@@ -6,11 +6,13 @@ import pytest
 
 from kvtierd.core.errors import TierOffline
 from kvtierd.core.events import Cause, EventType
-from kvtierd.core.manager import LOSS_SLICE
 from kvtierd.core.outcome import RefusalReason
+from kvtierd.core.policy import Policy
 from kvtierd.core.slots import SlotState
 from tests.slot_rows import begun, contents
 from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
+
+A_CALL = Policy().losses_a_call
 
 
 def test_blocks_only_there_go_with_their_descendants_children_first() -> None:
@@ -169,7 +171,7 @@ def test_restored_it_is_empty_and_in_use_but_for_slots_known_bad() -> None:
 
 
 def test_a_tier_is_lost_in_slices_and_nothing_is_given_out_there_in_between() -> None:
-    recovered = [(number, number - 1 if number else None) for number in range(2 * LOSS_SLICE + 1)]
+    recovered = [(number, number - 1 if number else None) for number in range(2 * A_CALL + 1)]
     names = [chr(0x100 + number) for number, _ in recovered]
     bench = Bench(
         device=4,
@@ -179,7 +181,7 @@ def test_a_tier_is_lost_in_slices_and_nothing_is_given_out_there_in_between() ->
     following, outcome = bench.core.lose_tier(DISK, Cause.IO_ERROR, bench.now)
     bench.apply(outcome)
     assert following is not None
-    assert len(bench.stored()) == LOSS_SLICE + 1, "the newest go first, so what is left is a prefix"
+    assert len(bench.stored()) == A_CALL + 1, "the newest go first, so what is left is a prefix"
     with pytest.raises(TierOffline):
         bench.move(names[0], DISK)
     ticket = bench.move(names[0], DEVICE)
