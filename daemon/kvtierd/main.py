@@ -1,16 +1,20 @@
 """``kvtierd``: configuration in, a daemon until SIGTERM or SIGINT, an exit status.
 
 0: stopped cleanly. 1: could not start, or run. 2: bad configuration. 3: stopped, but not cleanly.
+
+What only a daemon needs is imported by one: a command that checks or prints the configuration, and a supervisor, have
+no use for it.
 """
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import logging
 import os
 import resource
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -18,14 +22,9 @@ from typing import Any, Final, NoReturn
 import click
 
 from kvtierd import logs
-from kvtierd.config import ENV_PREFIX, Config, ConfigError
+from kvtierd.config import ENV_PREFIX, Config, ConfigError, read
 from kvtierd.config.describe import as_json, as_toml, reference
 from kvtierd.config.flags import given, with_flags
-from kvtierd.mover.leisure import Leisure
-from kvtierd.serve import Manager, Sources, serve
-from kvtierd.service.metrics.counting import TimedSelector
-from kvtierd.supervise import own_command, supervise
-from kvtierd.tiers.base import TierConfigError, TierError
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_CONFIG: Final = 2
@@ -65,9 +64,9 @@ def main(
     if config_reference:
         click.echo(reference(), nl=False)
         return
-    sources = Sources(file, given(flags))
+    set_here = given(flags)
     try:
-        loaded = sources.read()
+        loaded = read(file, set_here)
     except ConfigError as error:
         _fail(EXIT_BAD_CONFIG, str(error))
     if print_config:
@@ -75,15 +74,26 @@ def main(
     elif check_config:
         click.echo("kvtierd: the configuration is right")
     elif supervised:
+        from kvtierd.supervise import own_command, supervise
+
         logs.set_up(loaded.config.log_level, loaded.config.log_format)
         sys.exit(supervise(own_command([argument for argument in sys.argv[1:] if argument != "--supervise"])))
     else:
-        _serve(sources, loaded.config)
+        _serve(file, set_here, loaded.config)
 
 
-def _serve(sources: Sources, config: Config) -> None:
+def _serve(file: Path | None, flags: Mapping[str, object], config: Config) -> None:
     """Until asked to stop. Returns if that was clean, else the process ends here."""
     logs.set_up(config.log_level, config.log_format)
+    gc.disable()  # what is imported and made now stays: the daemon's collector freezes it without a look
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the daemon has no use for: a thread a core
+    import asyncio
+
+    from kvtierd.mover.leisure import Leisure
+    from kvtierd.serve import Manager, Sources, serve
+    from kvtierd.service.metrics.counting import TimedSelector
+    from kvtierd.tiers.base import TierConfigError, TierError
+
     _raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
     try:
@@ -93,7 +103,7 @@ def _serve(sources: Sources, config: Config) -> None:
     try:
         leisure = TimedSelector() if config.metrics_listen is not None else Leisure()
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(leisure)) as runner:
-            if not runner.run(serve(sources, config, manager, leisure)):
+            if not runner.run(serve(Sources(file, flags), config, manager, leisure)):
                 # A thread may hang in a call to a device or a disk; the runner would wait for it.
                 sys.stderr.flush()
                 os._exit(EXIT_UNCLEAN)

@@ -2,20 +2,20 @@
 
 Clients on other hosts need TLS with a certificate of their own. Without TLS nobody can be told from anybody else:
 that is for the loopback interface alone, and only where the configuration says so in so many words.
+
+The configuration is read with this module, also by who listens nowhere: what listening takes is imported by it.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
-import grpc
-
-from kvtierd.tiers.base import TierConfigError
+if TYPE_CHECKING:
+    import grpc
 
 _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 
@@ -67,6 +67,8 @@ class TcpListener:
         """Reads the files; None without TLS. Raises :class:`TierConfigError` where they are of no use."""
         if self.tls is None:
             return None
+        import grpc
+
         read = {
             name: _read(name, file)
             for name, file in (
@@ -81,6 +83,10 @@ class TcpListener:
 
     def _check(self, tls: TlsFiles) -> None:
         """gRPC would only say that it cannot bind."""
+        import ssl
+
+        from kvtierd.tiers.base import TierConfigError
+
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(tls.cert, tls.key, password=lambda: b"")
@@ -111,4 +117,6 @@ def _read(key: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
+        from kvtierd.tiers.base import TierConfigError
+
         raise TierConfigError(key, path, f"cannot be read: {error.strerror}") from error

@@ -53,7 +53,7 @@ def _device(name: str) -> str:
 class _Section(BaseModel):
     """Keys that belong together. The first line of a section's docstring is its title in the reference."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)  # all are built as one, :class:`Config`
 
     def conflicts(self) -> Iterator[str]:
         """What keys that are right each by itself must not say together. A fault begins with the key to look at."""
@@ -387,7 +387,7 @@ class Config(
 ):
     """All keys. Made by :func:`kvtierd.config.load.read`, which names the source of every fault."""
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, defer_build=False)
 
     @model_validator(mode="after")
     def _without_conflicts(self) -> Self:

@@ -44,8 +44,7 @@ class Collector:
         self.full_collections = 0
 
     def pause(self) -> None:
-        """Collects what there is, and nothing of what comes until :meth:`start`."""
-        gc.collect()
+        """Nothing is collected until :meth:`start`."""
         gc.disable()
 
     def start(self, leisure: Leisure | None) -> None:
