@@ -15,6 +15,10 @@ from tests import devices
 
 devices.prepare()
 
+# Hundreds of processes import numpy, whose OpenBLAS starts a thread a core in each of them. They spin for each other: a
+# tenth of a second of every core that another test has a use for.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # No deadline: the machines that run this are small and shared. In CI the examples are the same each time, so that a red
 # run there is about the change.
 settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])

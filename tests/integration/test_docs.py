@@ -205,7 +205,7 @@ def spoken(words: list[str]) -> Iterator[str]:
     for word in words[1:]:
         if isinstance(command, click.Group):
             options |= {option for parameter in command.params for option in parameter.opts}
-            found = command.commands.get(word)
+            found = command.get_command(click.Context(command), word)
             if found is None and not word.startswith("-"):
                 yield word
                 return

@@ -6,28 +6,47 @@ line makes no sense. `explain` and `watch` have more: see there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Final
+
 import click
 
-# Under other names than their modules, which would be hidden otherwise.
-from kvtier.cli.bench import bench as bench_commands
-from kvtier.cli.blocks import drop as drop_command
-from kvtier.cli.blocks import move as move_command
-from kvtier.cli.blocks import pin as pin_command
-from kvtier.cli.blocks import unpin as unpin_command
-from kvtier.cli.bridge import bridge as bridge_commands
-from kvtier.cli.caches import cache as cache_commands
-from kvtier.cli.caches import reset as reset_command
-from kvtier.cli.doctor import doctor as doctor_command
-from kvtier.cli.explain import explain as explain_command
-from kvtier.cli.leases import kick as kick_command
-from kvtier.cli.leases import leases as leases_command
-from kvtier.cli.replay import replay as replay_command
-from kvtier.cli.status import status as status_command
-from kvtier.cli.top.command import top as top_command
-from kvtier.cli.watch import watch as watch_command
+_MODULES: Final[Mapping[str, str]] = {
+    "bench": "bench",
+    "bridge": "bridge",
+    "cache": "caches",
+    "doctor": "doctor",
+    "drop": "blocks",
+    "explain": "explain",
+    "kick": "leases",
+    "leases": "leases",
+    "move": "blocks",
+    "pin": "blocks",
+    "replay": "replay",
+    "reset": "caches",
+    "status": "status",
+    "top": "top.command",
+    "unpin": "blocks",
+    "watch": "watch",
+}
+"""Of this package: where each command is, under its own name."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Imports a command when it is asked for: `kvtier status` does not wait for what `kvtier bench` needs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MODULES:
+            return None
+        command: click.Command = getattr(import_module(f"kvtier.cli.{_MODULES[cmd_name]}"), cmd_name)
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kvtier")
 def main() -> None:
     """Look at a kvtier daemon, follow what it does, step in by hand, and put it under real load.
@@ -35,24 +54,3 @@ def main() -> None:
     Exit status: 0 done; 1 refused, failed, only partly done, or no daemon answers; 2 the command line makes no sense.
     Watch has more: see kvtier watch --help.
     """
-
-
-for command in (
-    watch_command,
-    status_command,
-    top_command,
-    explain_command,
-    leases_command,
-    kick_command,
-    move_command,
-    drop_command,
-    pin_command,
-    unpin_command,
-    reset_command,
-    cache_commands,
-    replay_command,
-    doctor_command,
-    bridge_commands,
-    bench_commands,
-):
-    main.add_command(command)
