@@ -110,21 +110,17 @@ def chain_keys(
     token ids that are not integers from 0 to 2^32-1, for ``tokens_per_block`` < 1, and for a bad scope.
     """
     require_int("tokens_per_block", tokens_per_block, 1, MAX_TOKEN_ID, KeyChainError)
-    tokens = token_array(token_ids)
+    tokens = np.ascontiguousarray(_as_unsigned("token_ids", token_ids, MAX_TOKEN_ID), "<u4")
     extensions = _extensions(len(tokens), tokens_per_block, scope, extra_ids)
-    payload = memoryview(tokens.tobytes())
-    step = tokens_per_block * 4
-    sha256 = hashlib.sha256
     parent = root(scope)
-    chain = []
-    for start in range(0, len(payload) - step + 1, step):
-        digest = sha256(parent)
-        digest.update(payload[start : start + step])
-        if extensions:
-            digest.update(extensions.get(start // step, b""))
-        parent = digest.digest()
-        chain.append(parent)
-    return b"".join(chain)
+    count = len(tokens) // tokens_per_block
+    if not count:
+        return b""
+    blocks: list[bytes] = tokens[: count * tokens_per_block].view(f"V{tokens_per_block * 4}").tolist()
+    for number, extension in extensions.items():
+        blocks[number] += extension
+    sha256 = hashlib.sha256
+    return b"".join([parent := sha256(parent + block).digest() for block in blocks])
 
 
 def covered_blocks(scope: Scope, blocks: int, tokens_per_block: int) -> dict[int, list[Covered]]:
