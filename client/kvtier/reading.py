@@ -24,7 +24,7 @@ from kvtier.again import Again, Asked, Remembered
 from kvtier.answers import AcrossMatch, Locations, Match, ReadCounts
 from kvtier.arena import Arena
 from kvtier.binding import Binder
-from kvtier.chains import Chains, count_leading
+from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.recency import Recency
 from kvtier.tensors import Rows
 from kvtier.types import Tier
@@ -117,7 +117,7 @@ class Reader:
 
     def _look_up(self, keys: bytes, look_up: Callable[[Chains], T | None], *, distinct: bool = False) -> T | None:
         mapping = self._current(keys)
-        if mapping is None or (distinct and not _distinct(keys)):
+        if mapping is None or (distinct and not are_distinct(keys)):
             return None
         found = look_up(mapping.chains)
         if found is not None:
@@ -134,7 +134,7 @@ class Reader:
         remembered = mapping.remembered.get((group, tier, keys)) if len(keys) <= again.MOST_BYTES else None
         if remembered is not None and not mapping.chains.stands(keys, group, remembered.last):
             remembered = None
-        if remembered is None and not _distinct(keys):
+        if remembered is None and not are_distinct(keys):
             return None
         if remembered is not None and (remembered.again is None or not remembered.again.stands()):
             # It is read for the second time, or something else of its bucket has changed.
@@ -328,9 +328,3 @@ def _of_tier(found: Found, tier: Tier) -> tuple[NDArray[np.uint32], NDArray[np.u
     if tier is Tier.DEVICE:
         return found.device_slots, found.device_generations
     return found.host_slots, found.host_generations
-
-
-def _distinct(keys: bytes) -> bool:
-    """Whether no key stands twice, for which the daemon refuses a call. Rarely False where none does."""
-    words = np.sort(np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8])
-    return not bool((words[1:] == words[:-1]).any())

@@ -35,6 +35,7 @@ the sequence stays as it is.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -43,7 +44,7 @@ from numpy.typing import NDArray
 
 from kvtier.abi import records
 from kvtier.abi.errors import AbiError
-from kvtier.abi.key_mix import I64, U64, KeyMix
+from kvtier.abi.key_mix import I64, U32, U64, KeyMix
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
 from kvtier.abi.words import Shown, read_shown, read_unindexed, words_of
@@ -57,11 +58,17 @@ ENTRY: Final = struct.Struct("<32sQQII")
 """Key, host_generation, device_generation, host_slot, device_slot."""
 TAGS: Final = struct.Struct("<8I")
 
+_KEY: Final = struct.Struct("<32s")
+_ENTRY_WORDS: Final = ENTRY.size // 8
+_BUCKET_WORDS: Final = BUCKET_BYTES // 8
+_BUCKET_LINES: Final = BUCKET_BYTES // ENTRIES_OFFSET
+_UNINDEXED_WORD: Final = records.UNINDEXED_OFFSET // 8
+
 _TRIES: Final = 100
 """Some 10 us where a bucket stays odd: a daemon that has not been interrupted is done with its buckets by then."""
 _FEW: Final = 12
 """Below so many keys the overhead of numpy's calls is more than what they save."""
-_MANY: Final = 4096
+_MANY: Final = 2048
 """Keys looked up at a time: what is in hand stays in the processor's caches."""
 _BOTH_AT_ONCE: Final = 256
 """Up to so many keys, numpy's calls cost more than looking into two buckets where one would do."""
@@ -179,6 +186,9 @@ class IndexReader:
         self._words = self._buckets.words
         self._halves = self._bytes.cast("H")
         self._base = self._buckets.base
+        self._whole = self._buckets.whole.reshape(-1)
+        self._lines: NDArray[np.void] = self._whole.view(f"V{ENTRIES_OFFSET}")
+        self._entry_words = [self._whole[ENTRIES_OFFSET // 8 + word :] for word in range(_ENTRY_WORDS)]
 
     def shown(self) -> Shown:
         """The last event whose effect the index shows."""
@@ -218,9 +228,21 @@ class IndexReader:
         return self._bytes[seen.tiers_at] == seen.residency and self._words[seen.word] == seen.sequence
 
     def residency(self, key: bytes, group: int) -> int | None:
-        """The tiers where the block is READY, as bits; 0: absent, None: unsure."""
-        found = self.entry(key, group)
-        return None if found is None else found.residency
+        """The tiers where the block is READY, as bits; 0: absent, None: unsure. As :meth:`entry`, with fewer steps."""
+        words = self._words
+        unindexed = words[_UNINDEXED_WORD]
+        first, second, tag = self._mix.one(key, group)
+        for bucket in (first, second):
+            start = self._base + bucket * BUCKET_BYTES
+            before = words[start // 8]
+            tags = TAGS.unpack_from(self._bytes, start + TAGS_OFFSET)
+            residency = self._tiers_of(start, tags, tag, key, group) if tag in tags else 0
+            if before % 2 or words[start // 8] != before:
+                found = self.entry(key, group)
+                return None if found is None else found.residency
+            if residency:
+                return residency
+        return None if unindexed else 0
 
     def prefix_length(self, keys: bytes | memoryview, group: int) -> int | None:
         """How many blocks of a declared chain there are, from its first on, by bisection. None: unsure.
@@ -229,15 +251,49 @@ class IndexReader:
         it stands on.
         """
         count = len(keys) // KEY_BYTES
-        present, absent, sure = 0, count, True
-        at = count - 1  # all of them, or none, is what there mostly is
+        last = self._there(keys, count - 1, group) if count else 0
+        if last:  # all of them, or none, is what there mostly is
+            return count
+        first = self._there(keys, 0, group) if count > 1 else last
+        if not first:
+            return first
+        length = self._likely_length(keys, group)
+        following = self._there(keys, length, group)
+        if following is None or (following == 0 and self._there(keys, length - 1, group)):
+            return None if following is None else length
+        return self._sure_length(keys, group)
+
+    def _there(self, keys: bytes | memoryview, at: int, group: int) -> int | None:
+        return self.residency(bytes(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]), group)
+
+    def _likely_length(self, keys: bytes | memoryview, group: int) -> int:
+        """The same of a chain whose first block is there, and whose last is not or is unsure: by tags alone, so that it
+        may be wrong."""
+        present, absent = 1, len(keys) // KEY_BYTES - 1
+        homes, base, data, tags_at = self._mix.one, self._base, self._bytes, TAGS.unpack_from
         while present < absent:
-            residency = self.residency(bytes(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]), group)
+            at = (present + absent) // 2
+            first, second, tag = homes(keys, group, at * KEY_BYTES)
+            start = base + first * BUCKET_BYTES
+            tags = tags_at(data, start + TAGS_OFFSET)
+            if tag not in tags:
+                start = base + second * BUCKET_BYTES
+                tags = tags_at(data, start + TAGS_OFFSET)
+            if tag in tags and (data[start + TIERS_OFFSET + tags.index(tag)] or self._there(keys, at, group)):
+                present = at + 1
+            else:
+                absent = at
+        return present
+
+    def _sure_length(self, keys: bytes | memoryview, group: int) -> int | None:
+        present, absent, sure = 0, len(keys) // KEY_BYTES, True
+        while present < absent:
+            at = (present + absent) // 2
+            residency = self._there(keys, at, group)
             if residency:
                 present = at + 1
             else:
-                absent, sure = at, sure and residency is not None
-            at = (present + absent) // 2 if present else 0
+                absent, sure = at, residency is not None
         return present if sure else None
 
     def find(self, keys: bytes | memoryview, group: int) -> Found:
@@ -245,56 +301,71 @@ class IndexReader:
         count = len(keys) // KEY_BYTES
         found = Found.nothing(count, sure=read_unindexed(self._words) == 0)
         if count < _FEW:
-            for row in range(count):
-                self._find_one(found, row, keys, group)
-            return found
-        words = np.frombuffer(keys, "<u8").reshape(count, KEY_BYTES // 8)
-        for start in range(0, count, _MANY):
-            unstable = self._find_some(found, start, words[start : start + _MANY], group)
-            for row in unstable:
-                self._find_one(found, row, keys, group)
+            unstable: Iterable[int] = range(count)
+        else:
+            words = np.frombuffer(keys, "<u8").reshape(count, KEY_BYTES // 8)
+            unstable = (self._find_some if count <= _BOTH_AT_ONCE else self._find_many)(found, words, group)
+        for row in unstable:
+            found.put(row, self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group))
         return found
 
-    def _find_one(self, found: Found, row: int, keys: bytes | memoryview, group: int) -> None:
-        found.put(row, self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group))
-
-    def _find_some(self, found: Found, start: int, keys: U64, group: int) -> list[int]:
+    def _find_some(self, found: Found, keys: U64, group: int) -> list[int]:
         """Returns the rows that were being written."""
         both, tags = self._mix.buckets_and_tags(keys, group)
-        rows = np.arange(start, start + len(keys))
-        if len(keys) <= _BOTH_AT_ONCE:
-            rows, keys, tags = np.concatenate((rows, rows)), np.concatenate((keys, keys)), np.concatenate((tags, tags))
-            return self._probe_many(found, rows, keys, tags, both, group)
-        unstable = self._probe_many(found, rows, keys, tags, both[: len(keys)], group)
-        left = np.flatnonzero(found.residency[start : start + len(keys)] == 0)
-        if len(left):
-            unstable += self._probe_many(found, rows[left], keys[left], tags[left], both[len(keys) :][left], group)
+        rows = np.arange(len(keys))
+        rows, keys, tags = np.concatenate((rows, rows)), np.concatenate((keys, keys)), np.concatenate((tags, tags))
+        return self._probe_many(found, rows, keys, tags, both, group)
+
+    def _find_many(self, found: Found, keys: U64, group: int) -> list[int]:
+        """The same, looking into the second bucket only for what is not in the first."""
+        unstable: list[int] = []
+        left: list[tuple[NDArray[np.intp], I64, U32]] = []
+        for start in range(0, len(keys), _MANY):
+            some = keys[start : start + _MANY]
+            both, tags = self._mix.buckets_and_tags(some, group)
+            rows = np.arange(start, start + len(some))
+            unstable += self._probe_many(found, rows, some, tags, both[: len(some)], group)
+            (missing,) = (found.residency[start : start + len(some)] == 0).nonzero()
+            left.append((rows[missing], both[len(some) :][missing], tags[missing]))
+        rows, seconds, tags = (np.concatenate(column) for column in zip(*left, strict=True))
+        for start in range(0, len(rows), _MANY):
+            part = slice(start, start + _MANY)
+            unstable += self._probe_many(found, rows[part], keys[rows[part]], tags[part], seconds[part], group)
         return unstable
 
-    def _probe_many(self, found: Found, rows: NDArray[np.intp], keys: U64, tags: U64, at: I64, group: int) -> list[int]:
+    def _probe_many(self, found: Found, rows: NDArray[np.intp], keys: U64, tags: U32, at: I64, group: int) -> list[int]:
         """Looks for each key in one bucket; ``rows``: where its answer goes. Returns those that were being written."""
-        buckets = self._buckets
-        before = buckets.sequences[at]
-        heads = buckets.head_items[at]
-        hits = np.flatnonzero(heads.view("<u4").reshape(-1, 16)[:, _TAGS] == tags[:, None])
-        some, places = hits >> 3, hits & 7
-        entries = buckets.entry_items[at[some], places].view("<u8").reshape(-1, 7)
-        stable = (buckets.sequences[at] == before) & (before & _ONE == 0)
-        tiers = heads.view("u1")[some * ENTRIES_OFFSET + TIERS_OFFSET + places]
-        groups = heads.view("<u2")[some * (ENTRIES_OFFSET // 2) + GROUPS_OFFSET // 2 + places]
-        right = (entries[:, :4] == keys[some]).view("<u4")[:, 0] == _FOUR_TIMES_TRUE
-        right &= (groups == group) & (tiers != 0) & stable[some]
-        to = rows[some]
+        starts = at * _BUCKET_WORDS
+        # What first touches a line of memory does nothing else: so many of these wait for memory at once.
+        before = self._whole[starts]
+        heads = self._lines.take(at * _BUCKET_LINES) if len(at) > 2 * _BOTH_AT_ONCE else self._lines[at * _BUCKET_LINES]
+        (hits,) = (heads.view("<u4").reshape(-1, 16)[:, _TAGS] == tags[:, None]).reshape(-1).nonzero()
+        some, numbers = hits >> 3, hits & 7
+        tiers = heads.view("u1")[some * ENTRIES_OFFSET + TIERS_OFFSET + numbers]
+        groups = heads.view("<u2")[some * (ENTRIES_OFFSET // 2) + GROUPS_OFFSET // 2 + numbers]
+        places = starts[some] + numbers * _ENTRY_WORDS
+        words = self._entry_words
+        first, slots = words[0][places], words[6][places].view("<u4").reshape(-1, 2)
+        wanted = keys.T
+        right = first == wanted[0][some]
+        for word in (1, 2, 3):
+            right &= words[word][places] == wanted[word][some]
+        right &= (groups == group) & (tiers != 0)
+        to, host, device = rows[some], words[4][places], words[5][places]
+        after = self._whole[starts]
+        unstable: list[int] = []
+        if after.tobytes() != before.tobytes() or np.bitwise_or.reduce(before) & _ONE:
+            stable = (after == before) & (before & _ONE == 0)
+            unstable = rows[~stable].tolist()
+            right &= stable[some]
         if not right.all():
-            to, entries, tiers = to[right], entries[right], tiers[right]
+            to, tiers, host, device, slots = to[right], tiers[right], host[right], device[right], slots[right]
         found.residency[to] = tiers
-        found.host_generations[to] = entries[:, 4]
-        found.device_generations[to] = entries[:, 5]
-        slots = entries.view("<u4")
-        found.host_slots[to] = slots[:, 12]
-        found.device_slots[to] = slots[:, 13]
+        found.host_generations[to] = host
+        found.device_generations[to] = device
+        found.host_slots[to] = slots[:, 0]
+        found.device_slots[to] = slots[:, 1]
         found.sure[to] = True
-        unstable: list[int] = [] if stable.all() else rows[~stable].tolist()
         return unstable
 
     def _probe(self, bucket: int, tag: int, key: bytes, group: int) -> Entry | None:
@@ -314,6 +385,18 @@ class IndexReader:
                 return found
         return None
 
+    def _tiers_of(self, start: int, tags: tuple[int, ...], tag: int, key: bytes, group: int) -> int:
+        """The block's tier bits, in the bucket that starts there and has its tag; 0: it is not there."""
+        for place in range(tags.index(tag), BUCKET_ENTRIES):
+            at = start + ENTRIES_OFFSET + place * ENTRY.size
+            if tags[place] != tag or _KEY.unpack_from(self._bytes, at)[0] != key:
+                continue
+            if self._halves[(start + GROUPS_OFFSET) // 2 + place] == group:
+                residency = self._bytes[start + TIERS_OFFSET + place]
+                if residency:
+                    return residency
+        return 0
+
     def _entry(self, start: int, tags: tuple[int, ...], tag: int, key: bytes, group: int) -> Entry:
         for place in range(BUCKET_ENTRIES):
             if tags[place] == tag:
@@ -328,5 +411,3 @@ class IndexReader:
 
 _ONE: Final = np.uint64(1)
 _TAGS: Final = slice(TAGS_OFFSET // 4, TAGS_OFFSET // 4 + BUCKET_ENTRIES)
-_FOUR_TIMES_TRUE: Final = 0x01010101
-"""Four numpy bools, as one number."""

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
@@ -35,7 +36,7 @@ class Homes(NamedTuple):
 
     first: I64
     second: I64
-    tags: U64
+    tags: U32
 
 
 class KeyMix:
@@ -43,13 +44,13 @@ class KeyMix:
 
     def __init__(self, seed: bytes, buckets: int) -> None:
         self._seed = _WORDS.unpack(seed)
-        self._seeds = np.frombuffer(seed, "<u8")
+        self._seeds = np.frombuffer(seed, "<u8")[:, None]
         self._buckets = buckets
         self._count = np.array(buckets, np.uint64)
 
-    def one(self, key: bytes, group: int) -> tuple[int, int, int]:
-        """First and second bucket and tag."""
-        w0, w1, w2, w3 = _WORDS.unpack(key)
+    def one(self, keys: bytes | memoryview, group: int, at: int = 0) -> tuple[int, int, int]:
+        """First and second bucket and tag of the key that begins there."""
+        w0, w1, w2, w3 = _WORDS.unpack_from(keys, at)
         s0, s1, s2, s3 = self._seed
         w0 = w0 * s0 & _MASK
         w1 = w1 * s1 & _MASK
@@ -67,11 +68,16 @@ class KeyMix:
         both, tags = self.buckets_and_tags(keys, group)
         return Homes(both[: len(keys)], both[len(keys) :], tags)
 
-    def buckets_and_tags(self, keys: U64, group: int | U64) -> tuple[I64, U64]:
+    def buckets_and_tags(self, keys: U64, group: int | U64) -> tuple[I64, U32]:
         """The same, with the first bucket of each and after these the second of each in one array."""
-        words = keys * self._seeds
+        words = keys.T.copy()  # numpy goes through long rows several times as fast as through short ones
+        words *= self._seeds
         words ^= words >> _HALF
-        mixed: U64 = words @ self._seeds
+        words *= self._seeds
+        mixed, one, another, last = words
+        mixed += one
+        mixed += another
+        mixed += last
         mixed += np.uint64((group + 1) * _GROUP & _MASK) if isinstance(group, int) else (group + _ONE) * _GROUP_U64
         mixed ^= mixed >> _HALF
         mixed *= _FINAL_U64
@@ -80,8 +86,8 @@ class KeyMix:
         high, low = halves[:count], halves[count:]
         np.right_shift(mixed, _HALF, high)
         np.bitwise_and(mixed, _LOW_U64, low)
+        tags = low.astype(np.uint32)
         low ^= high
-        tags = low ^ high
         halves *= self._count
         halves >>= _HALF
         return halves.view(np.int64), tags

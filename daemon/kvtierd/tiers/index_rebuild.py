@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.key_index import ENTRIES_OFFSET, GROUPS_OFFSET, TAGS_OFFSET, TIERS_OFFSET, Buckets, Entry
-from kvtier.abi.key_mix import U64, Homes
+from kvtier.abi.key_mix import U32, U64, Homes
 from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.manager import Recovered
@@ -93,7 +93,7 @@ def plan(buckets: Buckets, blocks: Many, homes: Homes) -> Places:
 
 
 def _find(
-    buckets: Buckets, blocks: Many, home: NDArray[np.int64], tags: U64, rows: NDArray[np.intp], places: Places
+    buckets: Buckets, blocks: Many, home: NDArray[np.int64], tags: U32, rows: NDArray[np.intp], places: Places
 ) -> None:
     """Fills in the places of those of ``rows`` that stand in the bucket ``home`` of each."""
     some, numbers = np.nonzero((buckets.tags[home] == tags[:, None]) & (buckets.tiers[home] != 0))
@@ -127,7 +127,7 @@ def _ranks(values: NDArray[np.int64]) -> NDArray[np.int64]:
     return ranks
 
 
-def write(buckets: Buckets, blocks: Many, tags: U64, places: Places) -> None:
+def write(buckets: Buckets, blocks: Many, tags: U32, places: Places) -> None:
     """Makes the index hold just these blocks in these places, with every sequence even."""
     order = np.argsort(places, kind="stable")
     order = order[places[order] >= 0]
@@ -158,7 +158,7 @@ def _keep_void(image: U64, rows: U64) -> None:
     ]
 
 
-def _image(blocks: Many, tags: U64, rows: NDArray[np.intp], places: Places, count: int) -> U64:
+def _image(blocks: Many, tags: U32, rows: NDArray[np.intp], places: Places, count: int) -> U64:
     """What ``count`` buckets should hold, sequences aside."""
     image = np.zeros((count, BUCKET_BYTES // 8), np.uint64)
     at, numbers = np.divmod(places, BUCKET_ENTRIES)

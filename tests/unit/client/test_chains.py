@@ -15,7 +15,7 @@ from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import HOST, ArenaIdentity, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.answers import Locations
-from kvtier.chains import Chains, count_leading
+from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.types import Cursor
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.tiers.key_index import KeyIndex
@@ -170,3 +170,15 @@ def test_locations_are_a_list_of_them() -> None:
     assert repr(found[:1]).startswith("Locations([Location(")
     with pytest.raises(IndexError):
         found[9]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 512, 513, 2000])
+def test_keys_are_told_apart_also_where_many_end_alike(count: int) -> None:
+    words = np.random.default_rng(count).integers(0, 2**63, (count, 4), dtype=np.uint64)
+    words[::2, 0] &= ~np.uint64(0xFFFF)
+    assert are_distinct(words.tobytes())
+    for first, second in ((0, 1), (0, 2), (1, 3), (0, count - 1), (count - 2, count - 1)):
+        if 0 <= first < second < count:
+            again = words.copy()
+            again[second] = again[first]
+            assert not are_distinct(again.tobytes())

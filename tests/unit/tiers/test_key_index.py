@@ -214,7 +214,10 @@ def test_a_bucket_that_is_being_written_is_unsure_and_no_other() -> None:
     assert 0 < len(unsure) < 20
     found = index.reader.find(packed(range(200)), FULL)
     assert np.flatnonzero(~found.sure).tolist() == unsure
+    assert [number for number in there if index.reader.residency(key(number), FULL) is None] == unsure
     assert index.reader.prefix_length(packed([*range(100), unsure[0]]), FULL) is None
+    unsure = [number for number in range(3000) if index.reader.entry(key(number), FULL) is None]
+    assert np.flatnonzero(~index.reader.find(packed(range(3000)), FULL).sure).tolist() == unsure
     with pytest.raises(AssertionError, match="17"):
         index.writer.contents()
 
@@ -226,15 +229,53 @@ def test_an_equal_tag_is_no_equal_key() -> None:
     mix = index.buckets.mix
     tags = index.buckets.tags
     tags[0, :] = mix.one(key(3), FULL)[2]
-    many = packed([3] * 20)
     assert index.reader.entry(key(3), FULL) is ABSENT
-    assert not index.reader.find(many, FULL).residency.any()
+    assert index.reader.residency(key(3), FULL) == 0
+    for count in (20, 600):
+        assert not index.reader.find(packed([3] * count), FULL).residency.any()
     tags[0, :] = mix.one(key(2), FULL)[2]
     assert index.reader.entry(key(2), FULL) == Entry(HOST_BIT, 2, 2)
-    assert index.reader.find(packed([2] * 20), FULL).host_slots.tolist() == [2] * 20
+    assert index.reader.residency(key(2), FULL) == HOST_BIT
+    for count in (20, 600):
+        assert index.reader.find(packed([2] * count), FULL).host_slots.tolist() == [2] * count
     index.buckets.groups[0, :] = SLIDING
     assert index.reader.entry(key(2), FULL) is ABSENT
-    assert not index.reader.find(packed([2] * 20), FULL).residency.any()
+    assert index.reader.residency(key(2), FULL) == 0
+    for count in (20, 600):
+        assert not index.reader.find(packed([2] * count), FULL).residency.any()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_the_length_of_a_prefix_where_the_tags_lie(gone: bool) -> None:
+    """Others stand there, whose tags are those of blocks that are not there, or the tag of one that is stands there
+    twice, for it was somewhere else before."""
+    index = Index(1)
+    for number in (100, 1, 2, 3, 101, 102, 103, 104):
+        index.writer.put(FULL, key(number), DISK_BIT)
+    mix, tags = index.buckets.mix, index.buckets.tags
+    if gone:
+        index.writer.put(FULL, key(100), 0)
+        tags[0, 0] = mix.one(key(2), FULL)[2]
+    for place, absent in ((4, 4), (5, 5), (6, 6), (7, 7)):
+        tags[0, place] = mix.one(key(absent), FULL)[2]
+    for length in range(1, 9):
+        assert index.reader.prefix_length(packed(range(1, length + 1)), FULL) == min(length, 3)
+
+
+def test_a_bucket_that_was_being_written_is_looked_at_again_for_the_length_of_a_prefix() -> None:
+    class Interrupted(IndexReader):
+        unsure = True
+
+        def residency(self, key: bytes, group: int) -> int | None:
+            unsure, self.unsure = self.unsure, False
+            return None if unsure else super().residency(key, group)
+
+    index = Index(50)
+    for number in range(20):
+        index.writer.put(FULL, key(number), DISK_BIT)
+    assert Interrupted(index.layout, index.control).prefix_length(packed(range(20)), FULL) == 20
+    assert Interrupted(index.layout, index.control).prefix_length(packed(range(1)), FULL) is None
+    assert Interrupted(index.layout, index.control).prefix_length(packed(range(30)), FULL) == 20
 
 
 def test_an_entry_stands_where_it_was_seen_until_something_of_its_bucket_changes() -> None:
