@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
+
 from kvtier import AsyncClient, Cursor, Event, Tier, connect
 from kvtier.v1 import blocks_pb2, events_pb2
+from kvtierd.config.keys import LOGGED_BYTES
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain
 from tests.integration.daemon import DaemonProcess, StartDaemon
@@ -26,6 +30,7 @@ PRODUCED = (PUTS - WARM) * BLOCKS * (66 + 33)
 """Bytes of events, once the ring is full."""
 
 assert PRODUCED > 16 * RING_BYTES
+assert PRODUCED > LOGGED_BYTES
 
 SMALL_RING = ("--no-debug-checks", "--event-ring-bytes", str(RING_BYTES), "--heartbeat-seconds", "0.05")
 NAME = "watched"
@@ -115,6 +120,19 @@ async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start
         slow.cancel()
         assert gaps, "it never fell behind: this showed nothing"
         assert gaps[-1][1] < end.id, "and nothing came after the gap"
+
+
+@pytest.mark.parametrize("log", [(), ("--event-log-bytes", "0")], ids=["log", "no-log"])
+async def test_a_watcher_behind_what_a_log_spares_misses_nothing(start_daemon: StartDaemon, log: Sequence[str]) -> None:
+    daemon = start_daemon("--no-debug-checks", *log, host=2 * BLOCKS)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = (await raw.open(NAME)).cache_id
+        start = await last_event(client)
+        for index in range(PUTS):
+            await store(raw, cache, f"prompt {index}")
+        end = await last_event(client)
+        async with Follower(client, start) as late:
+            assert await late.up_to(end) == list(range(start.id + 1, end.id + 1))
 
 
 async def test_watchers_that_do_not_read_delay_no_move(start_daemon: StartDaemon) -> None:

@@ -22,6 +22,7 @@ from kvtierd.config.kinds import (
     Duration,
     FilePath,
     FreeShare,
+    Kind,
     OptionalPath,
     Size,
     SizeOrShare,
@@ -36,9 +37,13 @@ from kvtierd.tcp import TcpListener, host_and_port, is_loopback
 ENV_PREFIX: Final = "KVTIERD_"
 
 TierBytes = Annotated[Size, Field(ge=0, le=MOST_BYTES)]
-RingBytes = Annotated[Size, Field(ge=1 << 16, le=1 << 36)]
+RingBytes = Annotated[Size | None, Field(ge=1 << 16, le=1 << 36), Kind("size", show_size)]
 LogBytes = Annotated[Size, Field(ge=0, le=1 << 40)]
 LEAST_LOG_BYTES: Final = 1 << 20
+PAST_BYTES: Final = 64 << 20
+"""Of events that nothing but memory has, where nothing is set: a million changes."""
+LOGGED_BYTES: Final = 4 << 20
+"""Of those that the log has, too: some 75,000 changes. Who is further behind reads them there, as quickly."""
 
 
 STAND_IN: Final = "stand-in"
@@ -310,7 +315,11 @@ class EventKeys(_Section):
     heartbeat_seconds: Annotated[Duration, LIVE] = Field(
         10.0, ge=0.01, le=3600, description="Quiet after which a watcher that does not say is sent an empty batch."
     )
-    event_ring_bytes: RingBytes = Field(ByteSize(64 << 20), description="Memory for past events.")
+    event_ring_bytes: RingBytes = Field(
+        None,
+        description="Memory for past events, and so much, but at least 4MiB, for those that wait for the log's disk. "
+        "Where none is set: 4MiB, and 64MiB for what waits; 64MiB where there is no log.",
+    )
     event_ring_events: int = Field(1 << 18, ge=1, le=1 << 28, description="Past events kept in memory at most.")
     event_log_bytes: LogBytes = Field(
         ByteSize(256 << 20),
@@ -320,6 +329,16 @@ class EventKeys(_Section):
     event_log_age: Duration = Field(
         7 * 86400.0, ge=1, le=10 * 366 * 86400, description="Events in it that are older are deleted."
     )
+
+    @property
+    def past_bytes(self) -> int:
+        """For past events in memory."""
+        return self.event_ring_bytes or (LOGGED_BYTES if self.event_log_bytes else PAST_BYTES)
+
+    @property
+    def unlogged_bytes(self) -> int:
+        """For events that wait for the log's disk, unless that is too little for it."""
+        return self.event_ring_bytes or PAST_BYTES
 
     @field_validator("event_log_bytes")
     @classmethod

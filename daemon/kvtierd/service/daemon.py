@@ -109,7 +109,7 @@ class _Directories:
                 opened.callback(log.close)
                 state.begin(*log.known)
                 life = state.identity
-                waiting_bytes = max(config.event_ring_bytes, LEAST_WAITING_BYTES)
+                waiting_bytes = max(config.unlogged_bytes, LEAST_WAITING_BYTES)
                 log.begin(life.epoch, life.epoch_first, life.last, waiting_bytes, history=life.history)
             else:
                 state.begin()
@@ -139,7 +139,7 @@ class Daemon:
         self._collector: Final = Collector()
         self._sequencer: Final = DurableSequencer(state)
         faces: dict[CacheId, CacheFace] = {}
-        limits = Limits(config.event_ring_bytes, config.event_ring_events)
+        limits = Limits(config.past_bytes, config.event_ring_events)
         self._log: Final = directories.log
         packed = None if self._log is None else _to_log(self._log)
         self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd.config import Config, ConfigError, load
+from kvtierd.config.kinds import show_size
 from kvtierd.core.ids import Tier
 
 
@@ -21,6 +22,20 @@ def test_sizes_are_bytes_or_text() -> None:
 
 def test_a_tier_of_size_0_does_not_exist() -> None:
     assert load(None, {"host_bytes": "1MiB", "disk_bytes": 0}).tier_bytes() == {Tier.HOST: 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("said", "past", "unlogged"),
+    [
+        ({}, "4MiB", "64MiB"),
+        ({"event_log_bytes": 0}, "64MiB", "64MiB"),
+        ({"event_ring_bytes": "9MiB"}, "9MiB", "9MiB"),
+        ({"event_ring_bytes": "9MiB", "event_log_bytes": 0}, "9MiB", "9MiB"),
+    ],
+)
+def test_what_the_log_has_need_not_be_in_memory(said: dict[str, object], past: str, unlogged: str) -> None:
+    config = load(None, {"host_bytes": "1MiB", **said})
+    assert (show_size(config.past_bytes), show_size(config.unlogged_bytes)) == (past, unlogged)
 
 
 def test_a_gpus_tier_can_be_a_share_of_what_is_free_there() -> None:
