@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.core.outcome import Move, MoveItem
-from kvtierd.mover.work import Batch, Faults, Finish, Piece, destination, items_of
+from kvtierd.mover.work import Batch, Faults, Finish, destination, items_of
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.disk import DiskRead, DiskWrite
+from kvtierd.tiers.disk import Begun, DiskRead, DiskStore, DiskWrite, Retirement, together
+
+
+@dataclass(slots=True, frozen=True)
+class Ending:
+    """The second half of a batch of ``items`` items: what of it is on its way to disk, with the ``places`` of those
+    writes in the batch, and what it deletes. ``failed``: places of which nothing is written."""
+
+    disk: DiskStore
+    items: int
+    begun: Begun
+    places: Sequence[int]
+    retires: Sequence[Retirement]
+    failed: frozenset[int]
+
+    def __call__(self) -> Faults:
+        return finish([self])
+
+
+def finish(endings: Sequence[Finish]) -> Faults:
+    """Of batches of one store, in the order in which they began, with one sync and one transaction for all. Places are
+    counted through all of them. Raises ``TierIOError`` if nothing was stored."""
+    mine = [ending for ending in endings if isinstance(ending, Ending)]
+    failed: set[int] = set()
+    places: list[int] = []
+    base = 0
+    for ending in mine:
+        places += [base + place for place in ending.places]
+        failed.update(base + place for place in ending.failed)
+        base += ending.items
+    retires = [retirement for ending in mine for retirement in ending.retires]
+    unstored = mine[0].disk.finish(together([ending.begun for ending in mine]), retires)
+    return Faults(failed=frozenset(failed.union(places[index] for index in unstored)))
 
 
 def write(batch: Batch) -> Finish:
@@ -31,7 +64,7 @@ def store(batch: Batch, parts: Mapping[int, Sequence[Bytes]], *, lent: bool = Fa
     disk = batch[0].runtime.store
     writes: list[DiskWrite] = []
     places: list[int] = []
-    retires = []
+    retires: list[Retirement] = []
     failed: set[int] = set()
     for place, (move, item) in enumerate(items_of(batch)):
         if item.dst is None:
@@ -45,11 +78,7 @@ def store(batch: Batch, parts: Mapping[int, Sequence[Bytes]], *, lent: bool = Fa
     if lent:
         begun.written()
 
-    def finish() -> Faults:
-        unstored = disk.finish(begun, retires)
-        return Faults(failed=frozenset(failed.union(places[index] for index in unstored)))
-
-    return finish
+    return Ending(disk, sum(len(piece.items) for piece in batch), begun, places, retires, frozenset(failed))
 
 
 def read(batch: Batch) -> Faults:
@@ -75,13 +104,13 @@ def _target(move: Move) -> Tier:
     return move.dst
 
 
-def independent(batch: Batch, piece: Piece) -> bool:
-    """Whether a writer's batch and ``piece`` concern different disk slots and different blocks.
+def independent(batch: Batch, more: Batch) -> bool:
+    """Whether these batches of a writer concern different disk slots and different blocks.
 
     A slot is written only after the transaction that deleted its old record, and a record deleted only after the one
     that put it there; inside a transaction payloads come first, then deletions, then records.
     """
-    return _concerns(items_of(batch)).isdisjoint(_concerns(items_of([piece])))
+    return _concerns(items_of(batch)).isdisjoint(_concerns(items_of(more)))
 
 
 def _concerns(items: Iterable[tuple[Move, MoveItem]]) -> set[tuple[GroupId, SlotId | Key]]:

@@ -50,6 +50,8 @@ LANES: Final = (
         carry_out=ways.write,
         may_join=diskio.independent,
         halves=True,
+        finish_all=diskio.finish,
+        hurried=True,
     ),
     Lane(
         "disk-reader",
@@ -163,6 +165,10 @@ class Edges:
             watcher: asyncio.Future[None] = self._loop.create_future()
             self._watchers.append(watcher)
             await watcher
+
+    def hurries(self) -> bool:
+        """A thread prepares, or is about to, what a medium waits for: it wants the interpreter."""
+        return any(crew.hurries() for crew in self._crews)
 
     def problems(self) -> list[str]:
         now_ns = time.monotonic_ns()

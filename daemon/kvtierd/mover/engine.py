@@ -444,6 +444,10 @@ class Engine:
         """What health should show; empty when all is well."""
         return self._carrier.problems()
 
+    def hurries(self) -> bool:
+        """A thread of the movers prepares what a medium waits for, and wants the interpreter."""
+        return self._carrier.edges.hurries()
+
     def stalled_s(self) -> float:
         """The movers' heartbeat: for how long the slowest of their threads has been in one call."""
         return self._carrier.edges.stalled_s()

@@ -17,6 +17,8 @@ PATIENCE: Final = 12
 """While something else is ready in every turn, a slice runs in one of so many."""
 EXPECTED_S: Final = 0.001
 """The least that a selector can wait; what is expected comes in a twentieth of it."""
+HURRY_S: Final = 0.001
+"""How long a slice gives way to a thread that hurries: the least that a selector can wait."""
 POLLS_APART_S: Final = 0.00005
 """While something is ready in every turn, the kernel is asked for more only so often: most turns of a call are one
 short callback, and to ask takes as long as that."""
@@ -33,6 +35,9 @@ class Leisure(selectors.DefaultSelector):
         self._deferred: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self.between: Callable[[], None] | None = None
         """Called whenever the kernel is asked, and for less than a microsecond. It may defer."""
+        self.hurries: Callable[[], bool] | None = None
+        """Whether a thread is about to do with the interpreter what a medium waits for. It gets the interpreter from a
+        loop that sleeps at once; from one that only ever looks whether anything is ready, after many slices."""
         self._asked_s = 0.0
         """By the monotonic clock, when the kernel was."""
         self._waited = 0
@@ -59,6 +64,9 @@ class Leisure(selectors.DefaultSelector):
         idle = not ready and not more
         if idle and self._expecting:
             ready = self._ask(EXPECTED_S if timeout is None else min(timeout, EXPECTED_S))
+            idle = not ready
+        if idle and self.hurries is not None and self.hurries():
+            ready = self._ask(HURRY_S)
             idle = not ready
         self._expecting = self._expecting and not ready and not idle
         self._waited += 1

@@ -10,9 +10,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import inf
-from queue import Empty, Queue
+from queue import Empty
 from typing import Final, TypeVar
 
 from kvtierd.mover.lanes import Lane
@@ -109,44 +110,75 @@ class Hand:
         time.sleep(next(self._delays[chaos]))
 
 
+@dataclass(slots=True)
+class _Begun:
+    """Batches that have begun and will be finished as one."""
+
+    pieces: list[Piece]
+    finishes: list[Finish]
+    started_ns: int
+
+
 class Finisher(Hand):
-    """Does the second halves of a worker's batches, in order.
+    """Does the second halves of a worker's batches, in order; of those that wait, as many as make up one batch
+    together, where the lane has a way.
 
     Where batches overlap, the later one's time is counted from the end of the one before: whatever does them does one
     after another, and the times of a lane add up to how long it was busy.
     """
 
-    def __init__(self, name: str, post: Post, exited: Callable[[], None]) -> None:
+    def __init__(self, name: str, lane: Lane, post: Post, exited: Callable[[], None]) -> None:
         super().__init__(name, post, exited)
+        self._lane = lane
         self._ended_ns = 0
-        self._begun = self._done = 0
-        self._queue: Queue[tuple[Batch, Finish, int] | None] = Queue(maxsize=1)
+        self._changed = threading.Condition()
+        self._waiting: _Begun | None = None
+        self._ending = False
 
     def put(self, batch: Batch, finish: Finish, started_ns: int) -> None:
-        """Blocks while another batch waits: no more than three are under way."""
-        self._begun += 1
-        self._queue.put((batch, finish, started_ns))
+        """Blocks while others wait that it cannot join: no more than three batches are under way."""
+        with self._changed:
+            while (others := self._waiting) is not None:
+                if self._lane.finish_all is not None and self._lane.joins(others.pieces, batch):
+                    others.pieces += batch
+                    others.finishes.append(finish)
+                    return
+                self._changed.wait()
+            self._waiting = _Begun([*batch], [finish], started_ns)
+            self._changed.notify()
 
     @property
     def idle(self) -> bool:
-        """All that was put has been reported. For the thread that puts."""
-        return self._begun == self._done
+        """Nothing waits, and nothing is being finished."""
+        return self._waiting is None and self.busy_since_ns is None
 
     def end(self) -> None:
         """After what was put before."""
-        self._queue.put(None)
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
 
     def _work(self) -> None:
-        while (begun := self._queue.get()) is not None:
-            self._finish(*begun)
-            self._done += 1
+        while (begun := self._take()) is not None:
+            self._finish(begun)
             del begun  # it holds views, and with them a removed cache's memory, for as long as nothing else comes
 
-    def _finish(self, batch: Batch, finish: Finish, started_ns: int) -> None:
+    def _take(self) -> _Begun | None:
+        with self._changed:
+            while self._waiting is None and not self._ending:
+                self._changed.wait()
+            begun, self._waiting = self._waiting, None
+            self._changed.notify()
+            return begun
+
+    def _finish(self, begun: _Begun) -> None:
         self.busy_since_ns = time.monotonic_ns()
-        faults = self._attempt(batch, finish)
-        turn_ns, self._ended_ns = max(started_ns, self._ended_ns), time.monotonic_ns()
-        self._report(batch, faults, turn_ns)
+        finish, *more = begun.finishes
+        if more and self._lane.finish_all is not None:
+            finish = partial(self._lane.finish_all, begun.finishes)
+        faults = self._attempt(begun.pieces, finish)
+        turn_ns, self._ended_ns = max(begun.started_ns, self._ended_ns), time.monotonic_ns()
+        self._report(begun.pieces, faults, turn_ns)
 
 
 class Worker(Hand):
@@ -165,6 +197,13 @@ class Worker(Hand):
         self._lane = lane
         self._queue = queue
         self._finisher = finisher
+        self.hurries = False
+        """It wants the interpreter, and the medium waits for what it will do. The loop sets it with a new piece."""
+
+    @property
+    def ahead(self) -> bool:
+        """Something that it has begun is not finished yet."""
+        return self._finisher is not None and not self._finisher.idle
 
     def _work(self) -> None:
         try:
@@ -175,21 +214,19 @@ class Worker(Hand):
             if self._finisher is not None:
                 self._finisher.end()
 
-    @property
-    def _alone(self) -> bool:
-        """Nothing that was begun before is under way."""
-        return self._finisher is not None and self._finisher.idle
-
     def _batches(self) -> Iterator[list[Piece]]:
         batch: list[Piece] = []
         while True:
             try:
+                if not batch:
+                    self.hurries = False
                 piece = self._queue.get(block=not batch)
+                self.hurries = self.hurries or (piece is not None and self._lane.hurries(piece))
             except Empty:
                 yield batch
                 batch = []
                 continue
-            if piece is not None and (not batch or self._lane.joins(batch, piece, alone=self._alone)):
+            if piece is not None and (not batch or self._lane.joins(batch, [piece])):
                 batch.append(piece)
                 continue
             if batch:
@@ -206,6 +243,7 @@ class Worker(Hand):
             self._report(batch, self._attempt(batch, done) if callable(done) else done, started_ns)
             return
         self.busy_since_ns = None
+        self.hurries = False
         self._finisher.put(batch, done, started_ns)
 
 
@@ -222,7 +260,7 @@ class Crew:
             finisher = None
             if lane.halves:
                 gone = asyncio.Event()
-                finisher = Finisher(f"{name}-finish", post, partial(_tell, loop, gone))
+                finisher = Finisher(f"{name}-finish", lane, post, partial(_tell, loop, gone))
                 self._exits[finisher] = gone
             exited = asyncio.Event()
             worker = Worker(name, lane, self._queue, post, partial(_tell, loop, exited), finisher)
@@ -233,7 +271,14 @@ class Crew:
 
     def put(self, pieces: Sequence[Piece]) -> None:
         """All of one move."""
+        if self._lane.hurries(pieces[0]):
+            for worker in self._workers:
+                worker.hurries = True
         self._queue.put(pieces)
+
+    def hurries(self) -> bool:
+        """A thread prepares, or is about to, what the medium waits for: it has nothing else to do."""
+        return any(worker.hurries and not worker.ahead for worker in self._workers)
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
         for worker in self._exits:

@@ -154,6 +154,8 @@ class Daemon:
             arrived=moves.moved,
             defer=None if leisure is None else leisure.defer,
         )
+        if leisure is not None:
+            leisure.hurries = self._engine.hurries
         stores = Stores(
             Budgets(tiers.sizes),
             directories.remembered,

@@ -16,7 +16,7 @@ import pytest
 
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierIOError
-from kvtierd.tiers.disk import DiskStore, transfers
+from kvtierd.tiers.disk import DiskStore, together, transfers
 from kvtierd.tiers.disk import slab as slabs
 from kvtierd.tiers.disk.index import Index
 from kvtierd.tiers.disk.store import create_files
@@ -295,6 +295,32 @@ def test_a_failed_sync_fails_what_had_begun_by_then(
     assert store.write([block(3, 3)]) == frozenset()
     with reopened(store, tmp_path / "store") as (_, recovery):
         assert set(names(recovery, range(9))) == {3}
+
+
+def test_of_batches_finished_as_one_a_sync_that_failed_since_the_first_began_costs_all(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    first = store.begin([block(1, 1)])
+    monkeypatch.setattr(os, "fdatasync", fails)
+    assert store.write([block(2, 2)]) == {0}
+    monkeypatch.undo()
+    second = store.begin([block(3, 3)])
+    assert store.finish(together([first, second])) == {0, 1}
+    with reopened(store, tmp_path / "store") as (_, recovery):
+        assert list(names(recovery, range(9))) == []
+
+
+def test_of_batches_finished_as_one_just_what_the_disk_refused_fails(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slabs, "begin", Faulty(Way.WRITE, {4}, short=False))
+    first, second = store.begin([block(1, 1), block(2, 2)]), store.begin([block(3, 3), block(4, 4), block(5, 5)])
+    assert store.finish(together([first, second])) == {3}
+    monkeypatch.undo()
+    assert verdicts(store, {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}) == {1: "ok", 2: "ok", 3: "ok", 4: "corrupt", 5: "ok"}
 
 
 def test_a_commit_that_the_system_refuses_raises_and_the_store_goes_on(store: DiskStore, tmp_path: Path) -> None:

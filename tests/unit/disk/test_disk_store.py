@@ -14,7 +14,7 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes, TierConfigError, TierError
-from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape, slab
+from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape, slab, together
 from kvtierd.tiers.disk.index import Index, index_bytes
 from kvtierd.tiers.disk.slab import Piece, Slab, create_slab
 from kvtierd.tiers.disk.store import create_files
@@ -22,6 +22,7 @@ from kvtierd.tiers.disk.transfers import End, Run, Way, begin
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
+    SHAPE_BYTES,
     block,
     buffers,
     fetch,
@@ -247,13 +248,56 @@ def test_adjacent_slots_are_moved_together_as_far_as_one_call_can_take(
         pieces.extend(len(run.parts) for run in runs)
         return begin(fd, way, runs)
 
-    monkeypatch.setattr(slab, "begin", watched)
     store = new_store(tmp_path, slots=1200)
     spread = {n: n for n in range(1200)}
     assert store.write([block(n, n) for n in spread]) == frozenset()
+    monkeypatch.setattr(slab, "begin", watched)
+    assert set(verdicts(store, spread).values()) == {"ok"}
     assert pieces == [1024, 1024, 352]
+    store.close()
+
+
+def test_the_disk_begins_with_2_mib_of_a_batch_before_the_rest_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+
+    def watched(fd: int, way: Way, runs: Sequence[Run]) -> End:
+        begun.append(sum(part.nbytes for run in runs for part in run.parts))
+        return begin(fd, way, runs)
+
+    store = new_store(tmp_path, slots=400)
+    monkeypatch.setattr(slab, "begin", watched)
+    spread = {n: (7 * n) % 400 for n in range(400)}
+    assert store.write([block(n, slot) for n, slot in spread.items()]) == frozenset()
+    assert len(begun) == 3
+    assert all(2 << 20 <= nbytes < (2 << 20) + SHAPE_BYTES for nbytes in begun[:-1])
     assert set(verdicts(store, spread).values()) == {"ok"}
     store.close()
+
+
+def test_batches_that_have_begun_are_finished_as_one(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child may be in a later one than its parent, and what the later one deletes is deleted."""
+    store.write([block(1, 1)])
+    steps: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapper(*arguments: object) -> object:
+            steps.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    watch(os, "fdatasync")
+    watch(Index, "commit")
+    first = store.begin([block(2, 2), block("orphan", 5, parent="nobody")])
+    second = store.begin([block(4, 4, parent=3), block(3, 3, parent=2)])
+    assert store.finish(together([first, second]), [retire(1, 1)]) == {1}
+    assert steps == ["fdatasync", "commit"]
+    assert verdicts(store, {1: 1, 2: 2, 3: 3, 4: 4}) == {1: "corrupt", 2: "ok", 3: "ok", 4: "ok"}
+    assert verdicts(store, {"orphan": 5}) == {"orphan": "corrupt"}
 
 
 def test_one_call_moves_no_more_than_64_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kvtierd.mover.edges import LANES, Edges
 from kvtierd.mover.lanes import Lane
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Batch, CarryOut, Faults, Finish, items_of
-from tests.unit.mover.rig import fill, holds, key, make_runtime, move, mover_threads
+from tests.unit.mover.rig import GROUP, fill, holds, key, make_runtime, move, mover_threads
 
 DOWN = (Tier.DEVICE, Tier.HOST)
 WRITE = (Tier.HOST, Tier.DISK)
@@ -309,32 +309,116 @@ async def test_stop_gives_up_what_has_not_begun_and_leaves_a_thread_that_hangs(
     assert desk.results == []
 
 
-@pytest.mark.parametrize("under_way", [False, True])
-async def test_many_small_blocks_go_together_only_behind_others(
-    make_edges: MakeEdges, runtime: CacheRuntime, under_way: bool
-) -> None:
-    """A disk that has nothing to do is given what there is; one that has something takes the next ones in fewer
-    batches."""
-    durable = threading.Event()
-
-    def finish() -> Faults:
-        assert durable.wait(30)
-        return Faults()
-
-    gate = Gate(lambda batch: finish if under_way else Faults())
-    edges = make_edges([Lane("test-halves", (DOWN,), 1, 2, gate, halves=True, batch_bytes=1 << 20)])
+async def test_small_blocks_that_are_there_go_together(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
+    """As many as make up so many bytes; nobody waits for more."""
+    gate = Gate()
+    edges = make_edges([Lane("test-small", (DOWN,), 1, 2, gate, batch_bytes=3 * runtime.spec.record_bytes(GROUP))])
     edges.submit(runtime, numbered(1, [0]))
     assert gate.begun.acquire(timeout=30)
-    for number in (2, 3, 4):
+    for number in (2, 3, 4, 5):
         edges.submit(runtime, numbered(number, [number]))
     gate.open()
-    if under_way:
-        assert await asyncio.to_thread(gate.begun.acquire, timeout=30)
-        durable.set()
+    await edges.idle()
+    assert [[number for number, _ in batch] for batch in gate.batches] == [[1], [2, 3, 4], [5]]
+
+
+async def test_batches_that_wait_to_be_finished_are_finished_as_one(
+    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
+) -> None:
+    """As far as they would make up one; each is told of its own faults."""
+    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+    finished: list[list[int]] = []
+    taken = threading.Semaphore(0)
+    durable = threading.Event()
+
+    class Ending:
+        def __init__(self, batch: Batch) -> None:
+            self.moves = [int(move.id) for move, _ in items_of(batch)]
+
+        def __call__(self) -> Faults:
+            return finish_all([self])
+
+    def finish_all(endings: Sequence[Finish]) -> Faults:
+        taken.release()
+        assert durable.wait(30)
+        moves = [number for ending in endings if isinstance(ending, Ending) for number in ending.moves]
+        finished.append(moves)
+        return Faults(failed=frozenset(place for place, number in enumerate(moves) if number == 3))
+
+    def begin(batch: Batch) -> Finish:
+        ending = Ending(batch)
+        for number in ending.moves:
+            begun.put(number)
+        return ending
+
+    edges = make_edges([Lane("test-together", (DOWN,), 1, 3, begin, halves=True, finish_all=finish_all)])
+    for number in range(1, 6):
+        edges.submit(runtime, numbered(number, [number]))
+        assert await asyncio.to_thread(begun.get, timeout=30) == number  # so each is a batch of its own
+        if number == 1:
+            assert taken.acquire(timeout=30)
+    durable.set()
     await edges.idle()
 
-    batches = [[number for number, _ in batch] for batch in gate.batches]
-    assert batches == ([[1], [2, 3, 4]] if under_way else [[1], [2, 3], [4]])
+    assert finished == [[1], [2, 3, 4], [5]]
+    assert [(result.id, result.failed) for result in desk.results] == [
+        (number, frozenset([0] if number == 3 else ())) for number in range(1, 6)
+    ]
+
+
+async def test_a_thread_hurries_until_what_the_medium_waits_for_has_begun(
+    make_edges: MakeEdges, runtime: CacheRuntime
+) -> None:
+    gate = Gate()
+    edges = make_edges([Lane("test-hurried", (WRITE, RETIRE), 1, 32, gate, hurried=True)])
+    assert not edges.hurries()
+    edges.submit(runtime, numbered(1, [0], RETIRE))
+    assert not edges.hurries(), "nobody waits for a deletion"
+    edges.submit(runtime, numbered(2, [1], WRITE))
+    assert edges.hurries()
+    gate.open()
+    await edges.idle()
+    edges.submit(runtime, numbered(3, [2], RETIRE))
+    await edges.idle()  # then the thread has seen that there is no more to write
+    assert not edges.hurries()
+
+
+async def test_a_thread_is_in_no_hurry_while_the_medium_has_something_to_do(
+    make_edges: MakeEdges, runtime: CacheRuntime
+) -> None:
+    finishing = threading.Semaphore(0)
+    durable = threading.Event()
+    gate = Gate()
+
+    def begin(batch: Batch) -> Finish:
+        if batch[0].move.id > 1:
+            gate(batch)
+
+        def finish() -> Faults:
+            finishing.release()
+            assert durable.wait(30)
+            return Faults()
+
+        return finish
+
+    edges = make_edges([Lane("test-ahead", (WRITE,), 1, 32, begin, halves=True, hurried=True)])
+    edges.submit(runtime, numbered(1, [0], WRITE))
+    assert edges.hurries()
+    assert await asyncio.to_thread(finishing.acquire, timeout=30)
+    edges.submit(runtime, numbered(2, [1], WRITE))
+    assert gate.begun.acquire(timeout=30)
+    assert not edges.hurries()
+    durable.set()
+    assert await asyncio.to_thread(_turns_true, edges.hurries), "it has nothing to do, and waits for the second"
+    gate.open()
+    await edges.idle()
+
+
+def _turns_true(value: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 30
+    while not (now := value()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return now
 
 
 async def test_a_batch_begins_while_the_one_before_is_finished(

@@ -132,6 +132,42 @@ def test_what_is_expected_and_does_not_come_puts_nothing_off_for_long() -> None:
     run(test)
 
 
+def test_what_is_deferred_gives_way_to_a_thread_that_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HURRY_S", 20.0)
+
+    async def test(leisure: Leisure) -> None:
+        done: list[str] = []
+        idle, loop = asyncio.Event(), asyncio.get_running_loop()
+        hurries = True
+
+        def somebody() -> None:
+            nonlocal hurries
+            time.sleep(0.02)  # takes far longer than the loop to find itself idle
+            hurries = False
+            loop.call_soon_threadsafe(done.append, "prepared")
+
+        leisure.hurries = lambda: hurries
+        leisure.defer(done.append, "deferred")
+        leisure.defer(idle.set)
+        thread = threading.Thread(target=somebody)
+        thread.start()
+        await idle.wait()
+        assert done == ["prepared", "deferred"]
+        thread.join()
+
+    run(test)
+
+
+def test_a_thread_that_never_ends_to_hurry_puts_nothing_off_for_long() -> None:
+    async def test(leisure: Leisure) -> None:
+        idle = asyncio.Event()
+        leisure.hurries = lambda: True
+        leisure.defer(idle.set)
+        await idle.wait()
+
+    run(test)
+
+
 def test_what_comes_in_is_seen_by_a_loop_that_is_never_idle() -> None:
     async def test(leisure: Leisure) -> None:
         ours, theirs = socket.socketpair()

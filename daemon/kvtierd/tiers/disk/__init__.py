@@ -15,6 +15,7 @@ from kvtierd.tiers.disk.values import (
     Restatement,
     Retirement,
     SlabShape,
+    together,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "Retirement",
     "SlabShape",
     "StoredCache",
+    "together",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self
@@ -37,6 +37,8 @@ _LIMITS: Final = {"priority": 100, "duration_ms": (1 << 32) - 1, "deadline_ns": 
 _MIN_TOUCH_BYTES: Final = 64 << 10
 _TOUCH_BYTES_PER_SLOT: Final = 16
 _CLEARED_AT_ONCE: Final = 10_000
+_BEGUN_AT_ONCE: Final = 2 << 20
+"""Bytes of a batch that go to the disk before the next ones are prepared: that takes about as long as the disk."""
 
 _log = logging.getLogger(__name__)
 
@@ -146,12 +148,19 @@ class DiskStore:
         """
         self._check(writes)
         sync_failures = self._sync_failures
-        written = self._begin_payloads(writes)
-        try:
-            checksums = [checksum(write.parts, write.key, self._fingerprint) for write in writes]
-        except BaseException:
-            written()
-            raise
+        checksums: list[bytes] = []
+        failed: list[int] = []
+        with ExitStack() as under_way:
+            for first, some in self._in_parts(writes):
+                for end in self._begin_payloads(some, first):
+                    under_way.callback(lambda end: failed.extend(end()), end)
+                checksums += [checksum(write.parts, write.key, self._fingerprint) for write in some]
+            ending = under_way.pop_all()
+
+        def written() -> frozenset[int]:
+            ending.close()  # what raises in it has been waited for, too, and so has all else
+            return frozenset(failed)
+
         return Begun(writes, checksums, written, sync_failures)
 
     def finish(
@@ -290,22 +299,25 @@ class DiskStore:
             self._table(group)
             _check_traits(traits)
 
-    def _begin_payloads(self, writes: Sequence[DiskWrite]) -> Callable[[], frozenset[int]]:
-        """See :attr:`Begun.written`."""
-        pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
+    def _in_parts(self, writes: Sequence[DiskWrite]) -> Iterator[tuple[int, Sequence[DiskWrite]]]:
+        """In their order, each part with the index of its first."""
+        first = nbytes = 0
         for number, write in enumerate(writes):
+            if nbytes >= _BEGUN_AT_ONCE:
+                yield first, writes[first:number]
+                first, nbytes = number, 0
+            nbytes += self._shapes[write.group].record_bytes
+        if writes:
+            yield first, writes[first:]
+
+    def _begin_payloads(self, writes: Sequence[DiskWrite], first: int) -> Iterator[Callable[[], list[int]]]:
+        """Of these writes, whose indices begin with ``first``: what waits for each of their groups' bytes, and gives
+        the indices of those that were not written."""
+        pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
+        for number, write in enumerate(writes, first):
             pieces[write.group].append(Piece(number, write.slot, write.parts))
-        failed: list[int] = []
-        with ExitStack() as under_way:
-            for group, wanted in pieces.items():
-                under_way.callback(lambda end: failed.extend(end()), self._slabs[group].begin_write(wanted))
-            ending = under_way.pop_all()
-
-        def written() -> frozenset[int]:
-            ending.close()  # what raises in it has been waited for, too, and so has all else
-            return frozenset(failed)
-
-        return written
+        for group, wanted in pieces.items():
+            yield self._slabs[group].begin_write(wanted)
 
     def _not_synced(self, begun: Begun, unwritten: frozenset[int]) -> frozenset[int]:
         """Indices of writes whose bytes did not reach the medium. A sync that fails says nothing of which bytes were

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +57,28 @@ class Begun:
     checksums: Sequence[bytes]
     written: Callable[[], frozenset[int]]
     sync_failures: int
+
+
+def together(begun: Sequence[Begun]) -> Begun:
+    """As if all of these, which began in this order, had begun as one."""
+    if len(begun) == 1:
+        return begun[0]
+
+    def written() -> frozenset[int]:
+        unwritten: set[int] = set()
+        with ExitStack() as under_way:  # what raises in one of them: the others have been waited for, too
+            base = 0
+            for one in begun:
+                under_way.callback(lambda one, base: unwritten.update(base + n for n in one.written()), one, base)
+                base += len(one.writes)
+        return frozenset(unwritten)
+
+    return Begun(
+        [write for one in begun for write in one.writes],
+        [checksum for one in begun for checksum in one.checksums],
+        written,
+        min(one.sync_failures for one in begun),
+    )
 
 
 @dataclass(slots=True, frozen=True)

@@ -117,7 +117,7 @@ async def test_a_fetch_that_nobody_can_account_for_is_no_matter_to_the_rest_of_i
         move(5, DISK, None, [(3, 3, None)]),
     )
     batch = [Piece(with_disk, each, 0, each.items, 0) for each in moves]
-    assert all(lane.joins(batch[:end], batch[end]) for end in range(1, len(batch)))
+    assert all(lane.joins(batch[:end], [batch[end]]) for end in range(1, len(batch)))
     begun = await asyncio.to_thread(lane.carry_out, batch)
     assert callable(begun)
     assert await asyncio.to_thread(begun) == Faults(failed=frozenset({1}))
