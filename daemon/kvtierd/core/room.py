@@ -328,7 +328,7 @@ class Room:
     @property
     def disk_is_low(self) -> bool:
         """So few that they are to be seen to before anybody else is served."""
-        return self._disk_has_less_than(2)
+        return self._disk_has_less_than(4)
 
     def _disk_has_less_than(self, part: int) -> bool:
         """Than one part in so many of what is kept free ahead, while blocks are on their way there."""

@@ -87,22 +87,22 @@ def test_what_is_moved_to_disk_finds_the_slots_that_the_move_before_it_freed_ahe
     assert [to for _, _, to, _ in bench.in_flight()[2:]] == [None, None], "and behind that, room for the next"
 
 
-def test_what_waits_goes_to_disk_before_more_slots_are_freed_ahead_than_half_of_them() -> None:
-    recovered = [(name, None, 35) for name in "abcdefghijklmnop"]
-    bench = Bench(device=16, disk=16, policy=Policy(reserve_shift=1, victims_a_call=2), recovered=recovered)
-    for name in "qrstuvwxy":
+def test_what_waits_goes_to_disk_before_more_slots_are_freed_than_are_kept_ahead_until_a_quarter_is_left() -> None:
+    recovered = [(name, None, 35) for name in "abcdefghijklmnopqrstuvwx"]
+    bench = Bench(device=16, disk=24, policy=Policy(reserve_shift=1, victims_a_call=2), recovered=recovered)
+    for name in "ABCDEFGHIJKLM":
         bench.put(name)
-    bench.move("q", DISK)
+    bench.move("A", DISK)
     bench.land()
-    assert bench.states(DISK) == {SlotState.READY: 8, SlotState.FREE: 8}
-    for names in ("rs", "tu", "vw"):
+    assert bench.states(DISK) == {SlotState.READY: 12, SlotState.FREE: 12}
+    for names in ("BC", "DE", "FG", "HI", "JK"):
         bench.core.move(ALICE, GROUP, DISK, keys(names), bench.now)
-    bench.move("xy", DISK)
+    bench.move("LM", DISK)
     planned = [to for _, _, to, _ in bench.in_flight()]
-    assert planned[:8] == [*[DISK] * 6, None, None], "down to a quarter of them, and then by turns"
-    assert planned.count(DISK) == planned.count(None) == 8, "as many as have been used"
+    assert planned[:12] == [*[DISK] * 10, None, None], "until less than a quarter of them is left, and then by turns"
+    assert planned.count(DISK) == planned.count(None) == 12, "as many as have been used"
     bench.land()
-    assert bench.states(DISK) == {SlotState.READY: 8, SlotState.FREE: 8}
+    assert bench.states(DISK) == {SlotState.READY: 12, SlotState.FREE: 12}
 
 
 def test_a_disk_that_nothing_goes_to_gives_up_nothing() -> None:
