@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, takewhile
+from itertools import chain, compress, takewhile
 from typing import Final, assert_never
 
 from kvtierd.core.ahead import Ahead
@@ -277,10 +277,14 @@ class WindowManager:
             assert_never(ticket)
 
     def _settle_for_less(self, ticket: Ticket) -> bool:
-        """Nothing more can be had and nothing is in flight: an acquire is shortened, anything else refused."""
+        """Nothing more can be had and nothing is in flight: a fetch does with less, anything else is refused."""
         tier = ticket.tier
-        if isinstance(ticket, FetchTicket) and ticket.hold:
-            self._shorten(ticket, self._fits(ticket, self.room.available(tier)))
+        if isinstance(ticket, FetchTicket):
+            free = self.room.available(tier)
+            if ticket.hold:
+                self._shorten(ticket, self._fits(ticket, free))
+            else:
+                self._thin_out(ticket, free)
             if len(ticket.blocks) >= max(ticket.min_blocks, 1):
                 return True
         self._queues[tier].popleft()
@@ -512,6 +516,26 @@ class WindowManager:
             if free < 0:
                 return length
         return len(ticket.blocks)
+
+    def _thin_out(self, ticket: FetchTicket, free: int) -> None:
+        """Of a move, the blocks that these free slots do not suffice for go; on disk they are for ancestors, too."""
+        tier = ticket.tier
+        placed: set[Block] = set()
+        kept: list[Block] = []
+        for block in ticket.blocks:
+            missing: list[Block] = []
+            for member in chain([block], block.ancestors() if tier is DISK else ()):
+                if member in placed or member.copy(tier) is not None or len(missing) > free:
+                    break
+                missing.append(member)
+            if len(missing) > free:
+                self.state.unclaim(block)
+                continue
+            free -= len(missing)
+            placed.update(missing)
+            kept.append(block)
+        ticket.blocks = kept
+        ticket.wants_at = -1
 
     def _shorten(self, ticket: FetchTicket, length: int) -> None:
         for block in ticket.blocks[length:]:

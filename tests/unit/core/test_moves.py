@@ -6,7 +6,8 @@ import pytest
 
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import Cause
-from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
+from kvtierd.core.manager import BlockResult
+from tests.unit.core.bench import BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
 
 
 def test_a_prefetch_brings_blocks_up_and_holds_nothing() -> None:
@@ -73,6 +74,34 @@ def test_a_move_that_finds_no_room_says_so() -> None:
     assert bench.grants[bench.move("a", DEVICE)].results == (False,)
 
 
+@pytest.mark.parametrize("names", ["abcd", "abcdz", "zabcd"])
+def test_a_move_of_more_than_fits_brings_what_fits(names: str) -> None:
+    """As its dry run says. Nothing was moved at all."""
+    bench = Bench(device=3, host=4)
+    for name in "abcd":
+        bench.put(name, HOST)
+    bench.blank(DEVICE, 1, BOB)
+    said = bench.core.plan_move(GROUP, DEVICE, keys(names))
+    ticket = bench.move(names, DEVICE)
+    bench.land()
+    assert bench.grants[ticket].results == tuple(result is BlockResult.OK for result in said)
+    assert [bench.where(name) for name in "abcd"] == [{DEVICE}, {DEVICE}, {HOST}, {HOST}]
+
+
+def test_a_move_to_a_full_disk_takes_what_fits_with_its_ancestors() -> None:
+    bench = Bench(device=5, disk=3)
+    bench.put("x")
+    bench.move("x", DISK)
+    bench.land()
+    bench.pin("x", DISK)
+    bench.put("abc")
+    bench.put("d")
+    ticket = bench.move("cdbx", DISK)
+    bench.land()
+    assert bench.grants[ticket].results == (False, True, False, True)
+    assert bench.where("d") == {DISK}
+
+
 def test_a_move_waits_its_turn_and_is_answered_at_its_deadline() -> None:
     bench = Bench(device=1, host=2)
     bench.put("a", HOST)
@@ -99,7 +128,8 @@ def test_a_move_says_which_copies_failed() -> None:
     bench.land(failed="a")
     assert (bench.grants[ticket].results, bench.grants[ticket].failed) == ((False, False), frozenset({0}))
     crowded = bench.move("ab", DEVICE)
-    assert (bench.grants[crowded].results, bench.grants[crowded].failed) == ((False, False), frozenset())
+    bench.land(failed="a")
+    assert (bench.grants[crowded].results, bench.grants[crowded].failed) == ((False, False), frozenset({0}))
     bench.release(lease)
 
 
