@@ -114,7 +114,7 @@ def _serve(file: Path | None, flags: Mapping[str, object], config: Config) -> No
 
 
 def _raise_descriptor_limit() -> None:
-    """Each session takes two descriptors and each cache about ten; the usual soft limit of 1,024 is soon reached."""
+    """Each session takes four descriptors and each cache 13; the usual soft limit of 1,024 is soon reached."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+from contextlib import AsyncExitStack
 from itertools import count, islice
 
 import pytest
 
 from kvtier import RetryableError, connect
 from kvtier.abi import attach
+from kvtier.doctor.limits import DESCRIPTORS_BESIDES, DESCRIPTORS_PER_SESSION
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import AttachSocket
@@ -26,6 +28,23 @@ def leave(daemon: DaemonProcess, free: int) -> tuple[int, int]:
     first_refused = next(islice((number for number in count() if number not in taken), free, None))
     _, most = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
     return resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (first_refused, most))
+
+
+async def test_sessions_take_as_many_descriptors_as_doctor_counts(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(device=16, host=16, disk=16)
+    async with AsyncExitStack() as stack:
+
+        async def come(name: str) -> int:
+            client = await stack.enter_async_context(await connect(daemon.address))
+            cache = await client.open_cache("mine", SPEC)
+            keys = chain(name, 2)
+            await cache.put(keys, blocks(keys))
+            return len(descriptors(daemon))
+
+        first = await come("first")
+        assert first <= DESCRIPTORS_PER_SESSION + DESCRIPTORS_BESIDES
+        for number, name in enumerate(("second", "third", "fourth"), 1):
+            assert await come(name) == first + number * DESCRIPTORS_PER_SESSION
 
 
 async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_again(start_daemon: StartDaemon) -> None:

@@ -11,9 +11,10 @@ from typing import Final
 from kvtier.doctor.finding import Finding, fail, ok, warn
 from kvtier.words import size
 
-DESCRIPTORS_PER_SESSION: Final = 2
+DESCRIPTORS_PER_SESSION: Final = 4
+"""Its connection, its line for commits, its gRPC connection and its pidfd."""
 DESCRIPTORS_BESIDES: Final = 256
-"""For caches (about ten each), the disk tier's files and the sockets."""
+"""For caches (13 each), the event log and the sockets."""
 
 _LINE: Final = re.compile(r"^(Max locked memory|Max open files)\s+\S+\s+(\S+)", re.MULTILINE)
 _DROP_IN: Final = "systemctl edit kvtierd, [Service]"

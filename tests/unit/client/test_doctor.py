@@ -64,8 +64,8 @@ def test_locked_memory(memlock: int | None, level: Level, says: str) -> None:
     ("descriptors", "level", "says"),
     [
         (None, Level.OK, "unlimited"),
-        (2304, Level.OK, "2304 are enough"),
-        (1024, Level.WARN, "enough for 384 sessions"),
+        (4352, Level.OK, "4352 are enough"),
+        (1024, Level.WARN, "enough for 192 sessions"),
         (256, Level.FAIL, "LimitNOFILE=65536"),
     ],
 )
