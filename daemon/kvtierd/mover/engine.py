@@ -103,6 +103,7 @@ class Engine:
         """The next event is the first of this epoch: what arenas show of events, and those to come, are of it."""
         self._epoch = epoch
         for cache in self._carrier.caches.values():
+            self._carrier.catch_up(cache)
             cache.runtime.arena.begin_epoch(epoch, self._sequencer.last)
 
     def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
@@ -237,10 +238,10 @@ class Engine:
         *,
         release: bool = False,
     ) -> tuple[BlockResult, ...]:
-        """``release``: the lease ends with it."""
+        """``release``: the lease ends with it. Nobody is to be told before :attr:`index_is_behind` is false."""
         cache = self._find(cache_id)
         results, outcome = cache.manager.commit(session, lease, items, self._clock(), release=release)
-        self._carrier.apply(cache, outcome)
+        self._carrier.apply(cache, outcome, apart=True)
         return results
 
     def reserve_ahead(
@@ -369,7 +370,9 @@ class Engine:
         return self._find(cache_id).manager.locate(group, keys)
 
     def listing(self, cache_id: CacheId, group: GroupId, page: int, limit: int) -> Listing:
-        return self._find(cache_id).manager.listing(group, page, limit)
+        cache = self._find(cache_id)
+        self._carrier.catch_up(cache)  # a snapshot is told page by page, and not by an answer
+        return cache.manager.listing(group, page, limit)
 
     def explain(self, cache_id: CacheId, group: GroupId, key: Key) -> BlockNow | None:
         return self._find(cache_id).manager.explain(group, key, self._clock())
@@ -436,6 +439,12 @@ class Engine:
         """The last event that what the engine answers in this turn takes in."""
         return self._sequencer.last
 
+    @property
+    def index_is_behind(self) -> bool:
+        """A cache's key index does not show yet all that the core has said: whoever answers a call now gives up a turn
+        of the loop first, so that who is told of a block finds it."""
+        return self._carrier.is_behind
+
     def queues(self) -> dict[Edge, int]:
         """Blocks planned on each edge and not yet reported."""
         return dict(self._carrier.edges.queued)
@@ -479,6 +488,7 @@ class Engine:
         self._doing.close()
         stopped = await self._carrier.edges.stop()
         for cache in self._carrier.caches.values():
+            self._carrier.catch_up(cache)
             cache.removed = True
         self._carrier.caches.clear()
         return settled and stopped

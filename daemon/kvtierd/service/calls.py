@@ -74,14 +74,23 @@ class Pace:
 
 
 class Dispatcher:
-    """Makes gRPC handlers of verbs."""
+    """Makes gRPC handlers of verbs. ``behind``: clients could not see yet, in shared memory, what verbs have done; the
+    next turn of the loop does away with that, and answers wait for it."""
 
-    def __init__(self, sessions: SessionRegistry, access: Access, translate: Translator, open_calls: OpenCalls) -> None:
+    def __init__(
+        self,
+        sessions: SessionRegistry,
+        access: Access,
+        translate: Translator,
+        open_calls: OpenCalls,
+        behind: Callable[[], bool],
+    ) -> None:
         self._sessions: Final = sessions
         self._access: Final = access
         self._translate: Final = translate
         self._open: Final = open_calls
-        self._series: Final = Series(sessions, translate)
+        self._behind: Final = behind
+        self._series: Final = Series(sessions, translate, behind)
         self._stopping = False
 
     def stop(self) -> None:
@@ -142,7 +151,7 @@ class Dispatcher:
 
     def at_once(self, method: MethodDescriptor, verb: Verb) -> Callable[[Session, bytes], Message]:
         """How requests are answered that do not come by gRPC, of a method of :data:`NEVER_WAIT`. What it returns raises
-        whatever refuses one."""
+        whatever refuses one. Who tells the answer waits until nothing is ``behind``."""
         answer = self._answering(method, verb)
 
         def answered(session: Session, raw: bytes) -> Message:
@@ -188,7 +197,10 @@ class Dispatcher:
     def _unary(self, answer: Answer) -> Callable[[bytes, _Context], Awaitable[Message]]:
         async def call(raw: bytes, context: _Context) -> Message:
             try:
-                return await answer(self._caller(context), raw)
+                reply = await answer(self._caller(context), raw)
+                if self._behind():
+                    await asyncio.sleep(0)
+                return reply
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
@@ -236,10 +248,15 @@ class Dispatcher:
                 self._access.require(session, needs, header)
                 seq = header.commit.seq
                 if not seq:
-                    return await verb(session, header, upload.chunks())
-                # The checksums in the header stand for the bytes after it.
-                digest = xxhash.xxh3_128_digest(name + raw)
-                return await session.replies.answer(seq, digest, lambda: _run_upload(verb, session, header, upload))
+                    reply = await verb(session, header, upload.chunks())
+                else:
+                    # The checksums in the header stand for the bytes after it.
+                    digest = xxhash.xxh3_128_digest(name + raw)
+                    run = lambda: _run_upload(verb, session, header, upload)  # noqa: E731
+                    reply = await session.replies.answer(seq, digest, run)
+                if self._behind():
+                    await asyncio.sleep(0)
+                return reply
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(shutting_down() if self._stopping else error)
             await upload.drain()

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from kvtierd.mover.leisure import Leisure
 
-SLICE: Final = 400
+SLICE: Final = 200
 """New objects that are worth a collection, which takes 0.1 to 0.4 ms."""
 BACKSTOP: Final = (10_000, 0, 0)
 """Of the three generations, as ``gc.set_threshold`` takes them: where one turn of the loop makes so many more than it

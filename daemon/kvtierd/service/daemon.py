@@ -185,7 +185,8 @@ class Daemon:
         )
         self._drains: Final = Drains(self._events.watch, self._catalog, self._access.on)
         self._calls: Final = OpenCalls()
-        self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator, self._calls)
+        behind = lambda: self._engine.index_is_behind  # noqa: E731
+        self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator, self._calls, behind)
         services = self._services()
         commit = self._dispatcher.at_once(COMMIT, services.blocks[COMMIT.name])
         self._attach: Final = AttachServer(
@@ -194,7 +195,7 @@ class Daemon:
             self._identity,
             self._access,
             self._connection_capacity,
-            CommitLines(commit, self._translator),
+            CommitLines(commit, self._translator, behind),
         )
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)

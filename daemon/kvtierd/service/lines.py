@@ -27,9 +27,11 @@ Answer = Callable[[Session, bytes], Message]
 class CommitLines:
     """The open lines, one a session. Loop thread only."""
 
-    def __init__(self, answer: Answer, translate: Translator) -> None:
+    def __init__(self, answer: Answer, translate: Translator, behind: Callable[[], bool]) -> None:
+        """``behind``: what answers tell of could not be seen yet; the next turn of the loop does away with that."""
         self._answer: Final = answer
         self._translate: Final = translate
+        self._behind: Final = behind
         self._open: dict[SessionId, _Line] = {}
 
     async def serve(self, sock: socket.socket, session: Session) -> None:
@@ -38,7 +40,7 @@ class CommitLines:
 
         Raises OSError where the socket breaks, :class:`attach.AttachProtocolError` for a message that is too long.
         """
-        line = _Line(sock, lambda raw: self._told(session, raw))
+        line = _Line(sock, lambda raw: self._told(session, raw), self._behind)
         older = self._open.get(session.id)
         if older is not None:
             older.end()
@@ -60,13 +62,15 @@ class CommitLines:
 
 
 class _Line:
-    """Answers each packet in the turn in which it is read, one a turn. While an answer is not taken, none is read."""
+    """Answers each packet in the turn in which it is read, or in the next one, before another is read: one a turn.
+    While an answer is not taken, none is read."""
 
-    __slots__ = ("_answer", "_ended", "_loop", "_sock", "_unsent")
+    __slots__ = ("_answer", "_behind", "_ended", "_loop", "_sock", "_unsent")
 
-    def __init__(self, sock: socket.socket, answer: Callable[[bytes], bytes]) -> None:
+    def __init__(self, sock: socket.socket, answer: Callable[[bytes], bytes], behind: Callable[[], bool]) -> None:
         self._sock: Final = sock
         self._answer: Final = answer
+        self._behind: Final = behind
         self._loop: Final = asyncio.get_running_loop()
         self._ended: Final[asyncio.Future[None]] = self._loop.create_future()
         self._unsent = b""
@@ -98,9 +102,20 @@ class _Line:
                 raise attach.AttachProtocolError("TOO_LONG", f"a message has at most {attach.MAX_MESSAGE} bytes")
             else:
                 self._unsent = self._answer(raw)
-                self._write()
+                if self._behind():
+                    self._loop.call_soon(self._write_next)
+                else:
+                    self._write()
         except (BlockingIOError, InterruptedError):
             pass  # nothing is there to be read after all
+        except Exception as error:  # noqa: BLE001  raised where the connection is served
+            self.end(error)
+
+    def _write_next(self) -> None:
+        if self._ended.done():
+            return
+        try:
+            self._write()
         except Exception as error:  # noqa: BLE001  raised where the connection is served
             self.end(error)
 

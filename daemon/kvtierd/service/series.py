@@ -39,9 +39,11 @@ Answer = Callable[[Session, bytes], Coroutine[Any, Any, Message]]
 class Series:
     """The open streams, one a session. Loop thread only."""
 
-    def __init__(self, sessions: SessionRegistry, translate: Translator) -> None:
+    def __init__(self, sessions: SessionRegistry, translate: Translator, behind: Callable[[], bool]) -> None:
+        """``behind``: what answers tell of could not be seen yet; the next turn of the loop does away with that."""
         self._sessions: Final = sessions
         self._translate: Final = translate
+        self._behind: Final = behind
         self._open: dict[SessionId, asyncio.Task[Any]] = {}
         self._stopping = False
 
@@ -63,7 +65,10 @@ class Series:
                 async with session.streaming(), self._only_one(session):
                     async for raw in messages:
                         # Who sends without reading is not read either.
-                        await _taken(context, await self._told(answer, session, raw))
+                        told = await self._told(answer, session, raw)
+                        if self._behind():
+                            await asyncio.sleep(0)
+                        await _taken(context, told)
                 return
             except asyncio.CancelledError:
                 if session is None or context.cancelled():
