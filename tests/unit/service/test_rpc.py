@@ -134,8 +134,7 @@ async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
     keys = chain(16)
 
     def look() -> None:
-        for reader in readers:
-            shown.append(reader.shown()[1])
+        shown.extend(reader.shown()[1] for reader in readers)
 
     def serialise(message: Any) -> bytes:
         look()
