@@ -23,8 +23,8 @@ class Lane:
     more are taken, as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over
     many small blocks or some large ones. ``may_join`` is what the lane adds to the rules that hold for all: one cache a
     batch, in the order queued. ``halves``: the second half of a batch's work is done by another thread while the next
-    one begins. ``finish_all``: does the second halves of batches that would make up one, in their order, as that of
-    one; where there is none, each is done by itself. ``in_turn``: moves take turns, a piece each, so that a small one
+    one begins. ``finish_all``: does the second halves of several batches, in their order, as that of one; where
+    there is none, each is done by itself. ``in_turn``: moves take turns, a piece each, so that a small one
     does not wait for all of a large one before it; else what is queued first is done first. ``hurried``: the first half
     of a batch is work of the interpreter for which the medium waits.
     """
@@ -52,15 +52,17 @@ class Lane:
         """Whether the medium waits until a thread has prepared it."""
         return self.hurried and piece.move.dst is not None and piece.runtime.cuda is None
 
-    def joins(self, batch: Batch, more: Batch) -> bool:
-        """Whether ``more``, which comes next in the queue, may be carried out together with ``batch``."""
+    def joins(self, batch: Batch, more: Batch, *, size: int = 1) -> bool:
+        """Whether ``more``, which comes next in the queue, may be carried out together with ``batch``. ``size``: as
+        many as make up so many batches may."""
         members = [*batch, *more]
         copying = [member for member in members if member.move.dst is not None]
         copies = sum(len(member.items) for member in copying)
         retires = sum(len(member.items) for member in members if member.move.dst is None)
         nbytes = sum(len(member.items) * _slot_bytes(member) for member in copying)
-        small = copies <= self.batch_blocks or nbytes <= self.batch_bytes
-        fits = small and retires <= self.batch_blocks * RETIRES_PER_COPY and _fits_device(members)
+        blocks = size * self.batch_blocks
+        small = copies <= blocks or nbytes <= size * self.batch_bytes
+        fits = small and retires <= blocks * RETIRES_PER_COPY and _fits_device(members)
         return fits and batch[0].runtime is more[0].runtime and self.may_join(batch, more)
 
 

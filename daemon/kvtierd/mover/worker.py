@@ -22,6 +22,8 @@ from kvtierd.mover.work import Batch, Faults, Finish, Piece, Report, Unaccounted
 from kvtierd.tiers.device import Chaos
 
 FAILURE_SHOWN_S: Final = 60.0
+TOGETHER: Final = 2
+"""So many batches, or as much in smaller ones, are finished as one: while they wait, the next one can begin."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,8 +122,7 @@ class _Begun:
 
 
 class Finisher(Hand):
-    """Does the second halves of a worker's batches, in order; of those that wait, as many as make up one batch
-    together, where the lane has a way.
+    """Does the second halves of a worker's batches, in order; those that wait as one, where the lane has a way.
 
     Where batches overlap, the later one's time is counted from the end of the one before: whatever does them does one
     after another, and the times of a lane add up to how long it was busy.
@@ -136,10 +137,11 @@ class Finisher(Hand):
         self._ending = False
 
     def put(self, batch: Batch, finish: Finish, started_ns: int) -> None:
-        """Blocks while others wait that it cannot join: no more than three batches are under way."""
+        """Blocks while others wait that it cannot join: what is being finished, what waits and this one are all that
+        is under way."""
         with self._changed:
             while (others := self._waiting) is not None:
-                if self._lane.finish_all is not None and self._lane.joins(others.pieces, batch):
+                if self._lane.finish_all is not None and self._lane.joins(others.pieces, batch, size=TOGETHER):
                     others.pieces += batch
                     others.finishes.append(finish)
                     return

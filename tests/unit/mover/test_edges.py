@@ -325,7 +325,7 @@ async def test_small_blocks_that_are_there_go_together(make_edges: MakeEdges, ru
 async def test_batches_that_wait_to_be_finished_are_finished_as_one(
     make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
 ) -> None:
-    """As far as they would make up one; each is told of its own faults."""
+    """As far as they make up two; each is told of its own faults."""
     begun: queue.SimpleQueue[int] = queue.SimpleQueue()
     finished: list[list[int]] = []
     taken = threading.Semaphore(0)
@@ -352,7 +352,7 @@ async def test_batches_that_wait_to_be_finished_are_finished_as_one(
         return ending
 
     edges = make_edges([Lane("test-together", (DOWN,), 1, 3, begin, halves=True, finish_all=finish_all)])
-    for number in range(1, 6):
+    for number in range(1, 9):
         edges.submit(runtime, numbered(number, [number]))
         assert await asyncio.to_thread(begun.get, timeout=30) == number  # so each is a batch of its own
         if number == 1:
@@ -360,9 +360,9 @@ async def test_batches_that_wait_to_be_finished_are_finished_as_one(
     durable.set()
     await edges.idle()
 
-    assert finished == [[1], [2, 3, 4], [5]]
+    assert finished == [[1], [2, 3, 4, 5, 6, 7], [8]]
     assert [(result.id, result.failed) for result in desk.results] == [
-        (number, frozenset([0] if number == 3 else ())) for number in range(1, 6)
+        (number, frozenset([0] if number == 3 else ())) for number in range(1, 9)
     ]
 
 
