@@ -95,6 +95,8 @@ class Binder:
         """One in which the daemon's device was found to be lost."""
         self._lock = asyncio.Lock()
         self._closed = False
+        self.returning: Final[set[asyncio.Future[None]]] = set()
+        """What is being given back with nobody waiting for it."""
         self.ahead: Callable[[], Awaitable[None]] = _nothing
         """What goes to the daemon before any of these calls."""
         session.followers.add(self)
@@ -303,7 +305,20 @@ class Binder:
         leases_of: Callable[[Response], list[int]],
     ) -> None:
         """What a call granted whose answer nobody heard is given back, in the background."""
-        self.session.spawn(self._give_back(binding, method, request, leases_of))
+        self.later(asyncio.ensure_future(self._give_back(binding, method, request, leases_of)))
+
+    def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
+        """``work`` gives something back, and its caller does not wait for it."""
+        self.returning.add(work)
+        work.add_done_callback(self.returning.discard)
+        self.session.spawn(_logged(work, what))
+
+    async def settle(self, deadline: Deadline) -> bool:
+        """Waits for what is being given back. False if there was nothing."""
+        returning = list(self.returning)
+        if returning:
+            await asyncio.wait(returning, timeout=deadline.left())
+        return bool(returning)
 
     async def _give_back(
         self,
@@ -325,6 +340,13 @@ class Binder:
         except KvtierError as error:
             # Refused: nothing was granted. Unreachable: the daemon frees the slots when this process ends.
             _log.debug("nothing to give back: %s", error)
+
+
+async def _logged(work: asyncio.Future[None], what: str) -> None:
+    try:
+        await work
+    except KvtierError as error:
+        _log.warning("%s: %s", what, error)
 
 
 async def _nothing_to_give() -> bool:

@@ -484,6 +484,7 @@ class Cache:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
         ``stream``: see :meth:`release`."""
         await self.release_all(stream=stream, timeout=timeout)
+        await self._binder.settle(self._deadline(timeout))  # of calls that were cancelled
         await self.reader.recency.tell()
         if not self._binder.close():
             return

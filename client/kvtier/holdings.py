@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.binding import UNHEARD, Binder
-from kvtier.errors import DeviceError, InvalidArgument, KvtierError, LeaseError, LeaseLost, RetryableError
+from kvtier.errors import DeviceError, InvalidArgument, LeaseError, LeaseLost, RetryableError
 from kvtier.fences import PASSED, Fence, Stream, fence_of, fence_over, passing
 from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.prompt import Prompt
@@ -46,7 +46,6 @@ class Holdings:
         self._in_use: set[Lease] = set()
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
         self._stock: Final = Stock(self._return)
-        self._returning: set[asyncio.Future[None]] = set()
         self.puts = 0
         """Under way."""
         binder.make_way = self._make_way
@@ -309,19 +308,14 @@ class Holdings:
         if self._session.closed:
             return  # they ended with it
         work = asyncio.ensure_future(self.release(leases, PASSED, None))  # nobody has touched them
-        self._returning.add(work)
-        work.add_done_callback(self._returning.discard)
-        self._session.spawn(_logged(work, "giving back unused slots"))
+        self._binder.later(work, "giving back unused slots")
 
     async def _make_way(self) -> bool:
         """Gives back all that nobody uses, and waits for it. False if there was nothing."""
         kept = self._stock.clear()
         if kept:
             self._return(kept)
-        returning = list(self._returning)
-        if returning:
-            await asyncio.wait(returning)
-        return bool(returning)
+        return await self._binder.settle(self._deadline(None))
 
     async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
         """A cancelled caller's work goes on by itself."""
@@ -329,7 +323,7 @@ class Holdings:
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:
-            self._session.spawn(_logged(work, "release after its caller was cancelled"))
+            self._binder.later(work, "release after its caller was cancelled")
             raise
 
     async def _release(self, leases: Sequence[Lease], fence: Fence, deadline: Deadline) -> None:
@@ -376,13 +370,6 @@ class Holdings:
             if lease in self._in_use:
                 self._in_use.discard(lease)
                 self._session.give_back(lease.binding.session)
-
-
-async def _logged(work: asyncio.Future[None], what: str) -> None:
-    try:
-        await work
-    except KvtierError as error:
-        _log.warning("%s: %s", what, error)
 
 
 def _next_lease(reply: blocks_pb2.CommitResponse) -> list[int]:
