@@ -23,7 +23,7 @@ def test_keys_become_a_policy() -> None:
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ({"clean_low_fraction": 0.3, "clean_high_fraction": 0.2}, "clean_low_fraction = 0.3: must be at most"),
+        ({"clean_low_fraction": 0.3, "clean_high_fraction": 0.2}, "--clean-low-fraction = 0.3: must be at most"),
         ({"eviction": "random"}, "--eviction = 'random': must be one of lru"),
         ({"threshold_host_to_disk": 102}, "= 102: must be 0 to 101"),
     ],
