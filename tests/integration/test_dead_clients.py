@@ -230,22 +230,22 @@ async def test_the_client_heals_a_broken_connection_by_itself(client: AsyncClien
     keys = chain("healed", 2)
     session = client.session_id
     async with cache.reserve(2, Tier.HOST) as lease, cache.acquire(KEYS) as held:
-        break_connection(client)
+        await break_connection(client)
         pools = lease.arena.pools(Tier.HOST, 0)
         for slot, data in zip(lease.slots, blocks(keys), strict=True):
             pools[0][slot] = data[: pools[0].shape[1]]
             pools[1][slot] = data[pools[0].shape[1] :]
         assert await lease.commit(keys) == [OK, OK]
         assert held.unchanged()
-        break_connection(client)
+        await break_connection(client)
     assert client.session_id == session
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
     stats = await tier_stats(client, cache.name, Tier.HOST)
     assert (stats.held, stats.orphaned) == (0, 0)
 
 
-def break_connection(client: AsyncClient) -> None:
-    """As a network would: neither the client nor the daemon has asked for it."""
-    link = client._session._link
-    assert link is not None
+async def break_connection(client: AsyncClient) -> None:
+    """As a network would: neither the client nor the daemon has asked for it. One that is broken already is healed
+    first."""
+    link = await client._session.link(None)
     link.attach._sock.shutdown(2)  # type: ignore[attr-defined]
