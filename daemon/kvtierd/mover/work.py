@@ -94,7 +94,7 @@ def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> 
                     piece=piece,
                     failed=_within(faults.failed, base, piece),
                     corrupt=_within(faults.corrupt, base, piece),
-                    queue_ns=started_ns - piece.submitted_ns,
+                    queue_ns=max(0, started_ns - piece.submitted_ns),  # it may have joined what had started
                     copy_ns=(ended_ns - started_ns) * count // blocks,
                 )
             )

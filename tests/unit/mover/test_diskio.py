@@ -75,3 +75,9 @@ def test_copies_are_told_before_deletions(runtime: CacheRuntime) -> None:
 
     faults = Faults(failed=frozenset([0, 4]))
     assert told(reports_of(members, faults, 5, 10)) == [(2, set()), (4, {1}), (1, {0}), (3, set())]
+
+
+def test_who_joins_a_batch_that_has_started_has_waited_for_nothing(runtime: CacheRuntime) -> None:
+    moves = (move(1, HOST, DISK, [(1, 1, 1)]), move(2, HOST, DISK, [(2, 2, 2)]))
+    members = [Piece(runtime, each, 0, each.items, at) for each, at in zip(moves, (3, 7), strict=True)]
+    assert [report.queue_ns for report in reports_of(members, Faults(), 5, 10)] == [2, 0]
