@@ -104,7 +104,7 @@ class Policy:
     victims_a_call: int = 16
     expiries_a_call: int = 64
     losses_a_call: int = 64
-    blocks_a_move: int = 32
+    blocks_a_move: int = 16
     blocks_an_event: int = 256
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000
