@@ -14,8 +14,8 @@ from kvtierd.core.ids import DEVICE, HOST, Key, SlotId, Tier
 from kvtierd.core.traits import Traits, shared
 
 if TYPE_CHECKING:
-    from kvtierd.core.tickets import FetchTicket
-
+    # Of machine code: how wide a number stands in its object. The interpreter, which never asks, has integers there.
+    from mypy_extensions import i32, u8
 
 _ORDER_BITS: Final = 52
 """So that a rank, a priority above these, stays under 2^60, beyond which a Python integer takes 16 bytes more."""
@@ -53,25 +53,29 @@ READY: Final = Phase.READY
 LEAVING: Final = Phase.LEAVING
 
 
-class Copy:
-    """A block's bytes in one tier.
+DOWNWARDS: Final = 1
+UPWARDS: Final = 1 << 16
+"""What a copy in flight adds to what it reads. There are fewer at once than would run from one kind into the other."""
 
-    ``holds``: leases on it, and one more while it is pinned. ``reads``: copies in flight that read it. While either is
-    positive its slot is neither reused nor given up. ``waiters``: fetches waiting for it to become READY.
-    ``listed``: the candidate lists it stands on, as a bit set, at the rank ``ranked``.
+
+class Copy:
+    """A block's bytes in one tier. In its machine code what numbers take is what they need: 80 bytes, with the
+    collector's, and the order below leaves none between.
+
+    ``holds``: leases on it, and one more while it is pinned. ``reads``: copies in flight that read it, ``DOWNWARDS`` or
+    ``UPWARDS`` for each. While either is positive its slot is neither reused nor given up. ``listed``: the candidate
+    lists it stands on, as a bit set, at the rank ``ranked``.
     """
 
-    __slots__ = ("holds", "listed", "phase", "ranked", "reads", "sinks", "slot", "waiters")
+    __slots__ = ("holds", "listed", "phase", "ranked", "reads", "slot")
 
     def __init__(self, slot: SlotId, phase: Phase) -> None:
         self.slot = slot
         self.phase = phase
-        self.holds = 0
-        self.reads = 0
-        self.sinks = 0
-        self.listed = 0
         self.ranked = 0
-        self.waiters: tuple[FetchTicket, ...] = ()
+        self.holds: i32 = 0
+        self.reads: i32 = 0
+        self.listed: u8 = 0
 
     @property
     def valid(self) -> bool:
@@ -86,11 +90,18 @@ class Copy:
     @property
     def sinking(self) -> bool:
         """Valid, nobody holds it, and all that reads it is one copy downwards."""
-        return self.phase is READY and self.holds == 0 and self.reads == self.sinks == 1
+        return self.phase is READY and self.holds == 0 and self.reads == DOWNWARDS
+
+    @property
+    def readers(self) -> int:
+        """How many copies in flight read it."""
+        return self.reads // UPWARDS + self.reads % UPWARDS
 
 
 class Block:
-    """One block of a window group. There are millions, so it has no container of its own that most do without.
+    """One block of a window group. There are millions, so it has no container of its own that most do without, and in
+    machine code, where it has 144 bytes, no number is wider than it need be: of ``u8`` only what stays under 256 may be
+    made, or compared with.
 
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
     ``rank``: eviction order, lowest first: priority, then whether it is hot, then last use; unique, and comparable only
@@ -130,19 +141,19 @@ class Block:
         self.key = key
         self.parent_key = parent_key
         self.parent = parent
-        self.depth: int = _below(parent.depth) if parent is not None else 0
         self.first_child: Block | None = None
         self.next_sibling: Block | None = None
         self.previous_sibling: Block | None = None
         self.traits = shared(traits)
-        self.priority = traits.priority
         self.rank = traits.priority << _ORDER_BITS
         self.on_device: Copy | None = None
         self.on_host: Copy | None = None
         self.on_disk: Copy | None = None
-        self.residency = 0
-        self.claims = 0
-        self.disk_children = 0
+        self.depth: i32 = _below(parent.depth) if parent is not None else 0
+        self.claims: i32 = 0
+        self.disk_children: i32 = 0
+        self.priority: u8 = traits.priority
+        self.residency: u8 = 0
         self.indexed = False
         self.unsure = False
 
@@ -183,7 +194,7 @@ class Block:
 
     def used(self, clock: int) -> None:
         """``clock``: rises with every use in the group."""
-        self.rank = self.priority << _ORDER_BITS | self.rank & _HOT | clock
+        self.rank = self.rank_at(self.priority) & ~_LAST_USE | clock
 
     def heat(self, *, hot: bool) -> None:
         self.rank = self.rank | _HOT if hot else self.rank & ~_HOT

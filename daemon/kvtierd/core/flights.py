@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvtierd.core import loss
-from kvtierd.core.block import LEAVING, Block, Copy
+from kvtierd.core.block import DOWNWARDS, LEAVING, UPWARDS, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, UPDATED, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
@@ -54,6 +54,8 @@ class Flights:
         self._state = state
         self._through = state.policy.write_policy is WritePolicy.THROUGH
         self._flights: dict[MoveId, list[Flight]] = {}
+        self._waiters: dict[Copy, list[FetchTicket]] = {}
+        """Fetches that wait for a copy to become READY."""
         self.background = 0
         """Copies that nobody waits for."""
         self.to_disk = 0
@@ -100,10 +102,24 @@ class Flights:
         waiters: list[FetchTicket] = []
         for position, flight in enumerate(flights):
             self._land(flight, position in result.failed, position in result.corrupt, transfer)
-            copy = flight.copy
-            waiters.extend(copy.waiters)
-            copy.waiters = ()
+            if self._waiters:
+                waiters.extend(self._waiters.pop(flight.copy, ()))
         return waiters
+
+    def await_copy(self, copy: Copy, ticket: FetchTicket) -> None:
+        """The fetch is told once the copy, which is FILLING, has ended."""
+        self._waiters.setdefault(copy, []).append(ticket)
+
+    def forget(self, copy: Copy, ticket: FetchTicket) -> None:
+        """The fetch no longer waits for it, if it did."""
+        if copy in self._waiters:
+            others = [waiter for waiter in self._waiters.pop(copy) if waiter is not ticket]
+            if others:
+                self._waiters[copy] = others
+
+    def waiting_for(self, copy: Copy) -> int:
+        """How many fetches wait for it."""
+        return len(self._waiters.get(copy, ()))
 
     def _account(self, flights: list[Flight], result: MoveResult, now: int) -> None:
         edge = flights[0].edge
@@ -125,13 +141,12 @@ class Flights:
         block, (src, dst), source, copy, cause, _ = flight
         self._count_background(src, cause, -1)
         self.to_disk -= dst is DISK
-        source.reads -= 1
-        source.sinks -= dst > src
+        source.reads -= DOWNWARDS if dst > src else UPWARDS
         attached = block.copy(dst) is copy and block.copy(src) is source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)
-            for ticket in copy.waiters:
+            for ticket in self._waiters.get(copy, ()):
                 ticket.failed.add(block)
             if corrupt:
                 loss.lose_bytes(state, block, src, source)

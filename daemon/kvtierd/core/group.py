@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Final
 
-from kvtierd.core.block import FILLING, LEAVING, READY, Block, Copy
+from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
 from kvtierd.core.candidates import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, Candidates
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
@@ -149,7 +149,7 @@ class GroupState:
             if movable and copy.holds == 0 and copy.phase is READY:
                 if copy.reads == 0:
                     lists = self._lists(block, tier)
-                elif copy.reads == copy.sinks == 1:
+                elif copy.reads == DOWNWARDS:
                     lists = DEMOTABLE
             if lists or copy.listed:
                 self._candidates[tier].put(block, copy, lists)
@@ -253,8 +253,7 @@ class GroupState:
         self._attach(block, dst, copy)
         if dst is not DISK:
             self.ledgers[dst].begin_write(slot)
-        source.reads += 1
-        source.sinks += dst > src
+        source.reads += DOWNWARDS if dst > src else UPWARDS
         move = self.recorder.plan(self.group, src, dst, cause, block, source.slot, slot)
         self.reconsider(block)
         return move, source, copy
@@ -294,7 +293,7 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block} has no copy in {tier}")
         block.put_copy(tier, None)
-        self.residencies.change(block, block.residency & ~BITS[tier])
+        self.residencies.change(block, (block.residency | BITS[tier]) ^ BITS[tier])
         if block.claims or tier is DISK:
             self.placings[tier] += 1
         if copy.holds:

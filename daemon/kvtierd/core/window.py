@@ -375,7 +375,7 @@ class WindowManager:
             self.state.stay(block, ticket.tier)
         ticket.copies.append(copy)
         if not copy.valid:
-            copy.waiters = (*copy.waiters, ticket)
+            self.flights.await_copy(copy, ticket)
             ticket.pending += 1
 
     def _present(self, block: Block, tier: Tier) -> Copy:
@@ -456,7 +456,7 @@ class WindowManager:
                 self.state.unclaim(block)
         else:
             for copy in ticket.copies:
-                copy.waiters = tuple(waiter for waiter in copy.waiters if waiter is not ticket)
+                self.flights.forget(copy, ticket)
             self._drop_holds(ticket, 0)
         ticket.blocks, ticket.copies = [], []
         ticket.pending = 0
