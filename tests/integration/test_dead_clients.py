@@ -6,6 +6,7 @@ end. So only the end of the process frees slots, and at once.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -23,13 +24,14 @@ import pytest
 from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull
 from kvtier.abi import attach
 from kvtier.arena import Arena
+from kvtier.session import Deadline
 from kvtier.v1 import admin_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import RawClient, close_all
 from tests.integration.seeing import session_of, tier_stats
-from tests.integration.waiting import eventually
+from tests.integration.waiting import PATIENCE_S, eventually
 
 OK = BlockResult.OK
 KEYS = chain("read by the doomed", 3)
@@ -245,7 +247,7 @@ async def test_the_client_heals_a_broken_connection_by_itself(client: AsyncClien
 
 
 async def break_connection(client: AsyncClient) -> None:
-    """As a network would: neither the client nor the daemon has asked for it. One that is broken already is healed
-    first."""
-    link = await client._session.link(None)
+    """As a network would: neither the client nor the daemon has asked for it. Ends when the client knows."""
+    link = await client._session.link(Deadline(PATIENCE_S))
     link.attach._sock.shutdown(2)  # type: ignore[attr-defined]
+    await asyncio.wait_for(link.attach.closed.wait(), PATIENCE_S)

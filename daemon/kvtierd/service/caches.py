@@ -84,9 +84,8 @@ class CachesService:
         readable = (cache for cache in self._catalog if self._access.may(session, Right.READ, cache.name))
         cold = (cache for cache in self._catalog.cold() if self._access.may(session, Right.READ, cache.name))
         self._idle.look()
-        return caches_pb2.ListCachesResponse(
-            caches=[*(self._info(cache) for cache in readable), *(self._cold_info(cache) for cache in cold)]
-        )
+        infos = [*(self._info(cache) for cache in readable), *(self._cold_info(cache) for cache in cold)]
+        return caches_pb2.ListCachesResponse(caches=sorted(infos, key=lambda info: info.name))
 
     async def remove(self, session: Session, request: caches_pb2.RemoveCacheRequest) -> caches_pb2.RemoveCacheResponse:
         name = validate.cache_name(request.name)
