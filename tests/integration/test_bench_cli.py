@@ -137,7 +137,7 @@ def test_watchers_have_every_event_and_say_what_they_cost() -> None:
     traffic = [argument for kind in kinds for argument in ("--traffic", kind)]
     found = results("events", *traffic, "--watchers", "2", "--rounds", "1", "--seconds", "0.2", "--chain", "32")
     compared = {"changes", "daemon_cpu.moved", "daemon_cpu.change", "put.p50", "put.p99"}
-    alone = {"delivered", "watcher_cpu.change", "latency.p50", "latency.p99", "catch_up.memory", "catch_up.log"}
+    alone = {"delivered", "watcher_cpu.change", "latency.p50", "latency.p99", "catch_up.running", "catch_up.log"}
     assert set(found) == {f"events.{name}" for name in compared | alone}
     for name, each in found.items():
         assert tuple(result["params"]["traffic"] for result in each) == kinds

@@ -43,7 +43,7 @@ LEAST_LOG_BYTES: Final = 1 << 20
 PAST_BYTES: Final = 64 << 20
 """Of events that nothing but memory has, where nothing is set: a million changes."""
 LOGGED_BYTES: Final = 4 << 20
-"""Of those that the log has, too: some 75,000 changes. Who is further behind reads them there, as quickly."""
+"""Of those that the log has, too: some 75,000 changes. Who is further behind reads them there, at 0.8 of the speed."""
 
 
 STAND_IN: Final = "stand-in"
