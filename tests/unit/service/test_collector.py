@@ -102,10 +102,12 @@ def test_cycles_that_were_frozen_go_in_the_end() -> None:
         kept: list[list[int]] = []
 
         async def call() -> None:
-            """Is under way while new objects are collected."""
-            kept.extend([number] for number in range(SLICE))
-            await asyncio.sleep(0)
-            await at_leisure(leisure)
+            """Is under way while new objects are collected, and what survives is frozen."""
+            frozen = gc.get_freeze_count()
+            while gc.get_freeze_count() == frozen:
+                kept.extend([number] for number in range(SLICE))
+                await asyncio.sleep(0)
+                await at_leisure(leisure)
 
         await asyncio.create_task(call())
         del knot
