@@ -64,7 +64,7 @@ class Again:
     _pools: tuple[Bytes, ...]
     _slots: NDArray[np.intp]
     _generations: bytes
-    _reader: Reader
+    reader: Reader
 
     def stands(self) -> bool:
         """Whether its last block is still where it was, and with it all: see :meth:`kvtier.chains.Chains.stands`. False
@@ -74,21 +74,33 @@ class Again:
     def read(self, out: transfer.Blocks | None) -> list[Bytes] | None:
         """Copies the blocks into ``out``, or where that is None into a fresh array, and returns them one by one. None:
         to fill that takes more steps, or the blocks were not there to the end."""
-        rows = transfer.as_rows(out, self._shape)
+        rows = self.rows_of(out)
         if rows is None:
             return None
         try:
             transfer.out_of_slots(self._pools, self._slots, rows)
         except IndexError:  # see Copying
             return None
+        return self.copied(out, rows)
+
+    def rows_of(self, out: transfer.Blocks | None) -> Bytes | None:
+        """The bytes that ``out`` is filled by, fresh ones where that is None. None: it takes more steps."""
+        return transfer.as_rows(out, self._shape)
+
+    def copy(self, rows: Bytes, start: int, end: int) -> None:
+        """The blocks from one number up to another. Raises IndexError where there are no such slots any more."""
+        transfer.out_of_slots(self._pools, self._slots[start:end], rows[start:end])
+
+    def copied(self, out: transfer.Blocks | None, rows: Bytes) -> list[Bytes] | None:
+        """After all has been copied: the blocks one by one, or None where they were not there to the end."""
         # After the bytes: see Copying.
         now = self._arena.generations(self._tier, self.group, self._slots).tobytes()
         if now != self._generations:
-            self._reader.count(reuses=_differing(now, self._generations))
+            self.reader.count(reuses=_differing(now, self._generations))
             return None
         if not self._arena.current:
             return None
-        self._reader.noted_again(self)
+        self.reader.noted_again(self)
         return list(out) if isinstance(out, list) else list(rows)
 
 

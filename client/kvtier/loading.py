@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -36,17 +37,25 @@ async def run(load: Loading | AcrossLoading) -> None:
 
 
 async def read_again(known: Again, out: transfer.Blocks | None) -> list[Bytes] | None:
-    """The same of a chain that was read before: see :meth:`Again.read`."""
+    """The same of a chain that was read before: see :meth:`Again.read`. Where no other such get of the cache goes on,
+    the loop makes some of a long copy beside the thread, so that neither waits to be woken by the other."""
     if known.nbytes <= _INLINE_BYTES:
         return known.read(out)
-    rows: list[Bytes] | None = None
-
-    def read() -> None:
-        nonlocal rows
-        rows = known.read(out)
-
-    await transfer.run(read, known.nbytes)
-    return rows
+    rows = known.rows_of(out)
+    if rows is None:
+        return None
+    reader, copy = known.reader, partial(known.copy, rows)
+    reader.copying += 1
+    try:
+        if reader.copying == 1:
+            await transfer.run_shared(copy, known.blocks, known.nbytes)
+        else:
+            await transfer.run(lambda: copy(0, known.blocks), known.nbytes)
+    except IndexError:  # see Copying
+        return None
+    finally:
+        reader.copying -= 1
+    return known.copied(out, rows)
 
 
 class Loading:

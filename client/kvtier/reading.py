@@ -69,6 +69,8 @@ class Reader:
         self._lock: Final = threading.Lock()
         self._read_again: Final[deque[Again]] = deque()
         """What is not counted yet, nor noted: to append is one step, which needs no lock."""
+        self.copying = 0
+        """Gets of a chain read before whose bytes are being copied, of those on a loop."""
 
     @property
     def spec(self) -> CacheSpec:

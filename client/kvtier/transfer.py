@@ -349,6 +349,13 @@ class Steps:
                 _wake(passed)
 
 
+async def run_shared(copy: Callable[[int, int], None], count: int, nbytes: int) -> None:
+    """Runs a copy of ``count`` blocks, too large for the loop alone, in a thread and in turns on the loop: ``copy``
+    makes it from one block up to another. A cancelled caller waits as in :func:`run`."""
+    async with Steps([], nbytes, shared=Sharing(copy, count, nbytes // count)) as steps:
+        await steps.made(1)
+
+
 def _at_a_time(block_bytes: int) -> int:
     """Blocks that the loop copies before it lets others have their turn; 0: one would hold it up too long."""
     return max(1, INLINE_BYTES // block_bytes) if block_bytes <= _MOST_AT_ONCE else 0
