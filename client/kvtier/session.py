@@ -131,12 +131,8 @@ class Link:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        return metadata_of(self.welcome)
-
-
-def metadata_of(welcome: protocol.Welcome) -> tuple[tuple[str, str], ...]:
-    """Of each call in the session."""
-    return ((protocol.SESSION_METADATA_KEY, welcome.token),)
+        """Of each call in the session."""
+        return ((protocol.SESSION_METADATA_KEY, self.welcome.token),)
 
 
 class Follower(Protocol):

@@ -77,6 +77,19 @@ def both(copies: Copies) -> None:
     copies.before = before
 
 
+def held(copies: Copies) -> tuple[threading.Event, threading.Event]:
+    """The thread says that it is there, and copies when it may go on."""
+    there, go = threading.Event(), threading.Event()
+
+    def before(on_loop: bool) -> None:
+        if not on_loop:
+            there.set()
+            assert go.wait(PATIENCE_S)
+
+    copies.before = before
+    return there, go
+
+
 @pytest.mark.parametrize("out", [None, "array", "list"])
 async def test_both_make_some_of_it(cache: Cache, keys: list[bytes], copies: Copies, out: str | None) -> None:
     both(copies)
@@ -94,14 +107,7 @@ async def test_both_make_some_of_it(cache: Cache, keys: list[bytes], copies: Cop
 
 
 async def test_beside_another_one_each_is_the_thread_s(cache: Cache, keys: list[bytes], copies: Copies) -> None:
-    first_is_there, go = threading.Event(), threading.Event()
-
-    def before(on_loop: bool) -> None:
-        if not on_loop:
-            first_is_there.set()
-            assert go.wait(PATIENCE_S)
-
-    copies.before = before
+    first_is_there, go = held(copies)
     first = asyncio.create_task(cache.get(keys))
     assert await asyncio.to_thread(first_is_there.wait, PATIENCE_S)
     second = asyncio.create_task(cache.get(keys))
@@ -119,14 +125,7 @@ async def test_beside_another_one_each_is_the_thread_s(cache: Cache, keys: list[
 
 async def test_who_is_cancelled_waits_for_the_thread(cache: Cache, keys: list[bytes], copies: Copies) -> None:
     """Its memory is written to until then."""
-    there, go = threading.Event(), threading.Event()
-
-    def before(on_loop: bool) -> None:
-        if not on_loop:
-            there.set()
-            assert go.wait(PATIENCE_S)
-
-    copies.before = before
+    there, go = held(copies)
     getting = asyncio.create_task(cache.get(keys))
     assert await asyncio.to_thread(there.wait, PATIENCE_S)
     getting.cancel()
@@ -141,14 +140,7 @@ async def test_who_is_cancelled_waits_for_the_thread(cache: Cache, keys: list[by
 
 async def test_what_was_reused_under_the_copy_is_a_miss(cache: Cache, keys: list[bytes], copies: Copies) -> None:
     """Not the bytes of somebody else."""
-    there, go = threading.Event(), threading.Event()
-
-    def before(on_loop: bool) -> None:
-        if not on_loop and not go.is_set():
-            there.set()
-            assert go.wait(PATIENCE_S)
-
-    copies.before = before
+    there, go = held(copies)
     counts: ReadCounts = cache.reads
     getting = asyncio.create_task(cache.get(keys))
     assert await asyncio.to_thread(there.wait, PATIENCE_S)
