@@ -6,7 +6,6 @@ blocks from the first on, a sliding one only those that its window covers at the
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -120,7 +119,7 @@ class AcrossGroups:
         packed = packed_keys(keys)
         if timeout is not None:
             require_timeout(timeout)
-        await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
+        await self._binder.session.turns.take()
         found = self.reader.match_across(packed)
         if found is not None:
             return found
@@ -261,7 +260,7 @@ class AcrossGroups:
         """
         if timeout is not None:
             require_timeout(timeout)
-        await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
+        await self._binder.session.turns.take()
         load = self.loading(packed_keys(keys), tier)
         await loading.run(load)
         found = load.result()

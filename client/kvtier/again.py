@@ -77,10 +77,7 @@ class Again:
         rows = self.rows_of(out)
         if rows is None:
             return None
-        try:
-            transfer.out_of_slots(self._pools, self._slots, rows)
-        except IndexError:  # see Copying
-            return None
+        transfer.out_of_slots(self._pools, self._slots, rows, True)
         return self.copied(out, rows)
 
     def rows_of(self, out: transfer.Blocks | None) -> Bytes | None:
@@ -88,8 +85,8 @@ class Again:
         return transfer.as_rows(out, self._shape)
 
     def copy(self, rows: Bytes, start: int, end: int) -> None:
-        """The blocks from one number up to another. Raises IndexError where there are no such slots any more."""
-        transfer.out_of_slots(self._pools, self._slots[start:end], rows[start:end])
+        """The blocks from one number up to another."""
+        transfer.out_of_slots(self._pools, self._slots[start:end], rows[start:end], True)
 
     def copied(self, out: transfer.Blocks | None, rows: Bytes) -> list[Bytes] | None:
         """After all has been copied: the blocks one by one, or None where they were not there to the end."""
@@ -114,6 +111,8 @@ def again(reader: Reader, arena: Arena, index: IndexReader, keys: bytes, group: 
     if seen is None:
         return None
     pools, blocks = memory.pools(group), len(known.slots)
+    if not transfer.are_slots(pools, known.slots):  # see Copying
+        return None
     block_bytes = sum(pool.shape[1] for pool in pools)
     return Again(
         keys[-KEY_BYTES:],

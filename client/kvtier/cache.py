@@ -5,7 +5,6 @@ Leases are taken and given back by :mod:`kvtier.holdings`.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -436,7 +435,7 @@ class Cache:
         """
         if timeout is not None:
             require_timeout(timeout)
-        await asyncio.sleep(0)  # see kvtier.lookups: every verb gives the others their turn
+        await self._session.turns.take()
         packed = packed_keys(keys)
         known = None if verify else self.reader.remembered(packed, self.group, tier)
         rows = None if known is None else await loading.read_again(known, out)

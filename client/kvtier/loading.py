@@ -51,8 +51,6 @@ async def read_again(known: Again, out: transfer.Blocks | None) -> list[Bytes] |
             await transfer.run_shared(copy, known.blocks, known.nbytes)
         else:
             await transfer.run(lambda: copy(0, known.blocks), known.nbytes)
-    except IndexError:  # see Copying
-        return None
     finally:
         reader.copying -= 1
     return known.copied(out, rows)

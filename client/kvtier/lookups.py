@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
@@ -29,12 +28,12 @@ class Lookups:
         self._deadline: Final = deadline
 
     async def prefix_length(self, keys: Keys, timeout: float | None) -> int:
-        packed = await _turn(packed_keys(keys), timeout)
+        packed = await self._in_turn(packed_keys(keys), timeout)
         length = self._reader.prefix_length(packed, self._group)
         return length if length is not None else (await self._match(packed, timeout)).blocks
 
     async def match(self, keys: Keys, timeout: float | None) -> Match:
-        packed = await _turn(packed_keys(keys), timeout)
+        packed = await self._in_turn(packed_keys(keys), timeout)
         found = self._reader.match(packed, self._group)
         if found is not None:
             return found
@@ -42,7 +41,7 @@ class Lookups:
         return Match(reply.blocks, reply.residency, cursor_from_wire(reply.as_of_event))
 
     async def locate(self, keys: Keys, timeout: float | None) -> Locations:
-        packed = await _turn(packed_keys(keys), timeout)
+        packed = await self._in_turn(packed_keys(keys), timeout)
         found = self._reader.locate(packed, self._group)
         if found is not None:
             return found
@@ -96,11 +95,8 @@ class Lookups:
         self._reader.count(calls=1)
         return await self._binder.call(lambda stubs: stubs.blocks.Match, ask, self._deadline(timeout))
 
-
-async def _turn(packed: bytes, timeout: float | None) -> bytes:
-    """Others on the loop get their turn with every verb, also with those that wait for nothing: whoever repeats one
-    until its answer changes must not keep the loop from what changes it."""
-    if timeout is not None:
-        require_timeout(timeout)
-    await asyncio.sleep(0)
-    return packed
+    async def _in_turn(self, packed: bytes, timeout: float | None) -> bytes:
+        if timeout is not None:
+            require_timeout(timeout)
+        await self._binder.session.turns.take()
+        return packed

@@ -163,9 +163,10 @@ class Reader:
     def noted_again(self, read: Again) -> None:
         """The same of a chain that was read once more."""
         self._read_again.append(read)
-        if not self.recency.due or len(self._read_again) > _MOST_UNTOLD:
-            self._settle()
+        if not self.recency.due:
             self.recency.tell_later()
+        elif len(self._read_again) > _MOST_UNTOLD:
+            self._settle()
 
     def missed_across(self, blocks: int) -> None:
         """So many of a chain were asked for in vain over all groups; they count once."""

@@ -33,6 +33,8 @@ class Recency:
         self._binder: Final = binder
         self._settle: Final = settle
         self._loop: Final = asyncio.get_running_loop()
+        self._thread: Final = threading.get_ident()
+        """The loop's."""
         self._lock: Final = threading.Lock()
         self._keys: dict[int, dict[bytes, None]] = {}
         """By group, the least recently read first."""
@@ -62,7 +64,10 @@ class Recency:
     def tell_later(self) -> None:
         self.due = True
         with suppress(RuntimeError):  # the loop is closed, and with it the session
-            self._loop.call_soon_threadsafe(self._loop.call_later, EVERY_S, self._tell_soon)
+            if threading.get_ident() == self._thread:  # which does not have to be woken
+                self._loop.call_later(EVERY_S, self._tell_soon)
+            else:
+                self._loop.call_soon_threadsafe(self._loop.call_later, EVERY_S, self._tell_soon)
 
     async def tell(self) -> None:
         """Tells now. What the daemon cannot be told is lost: it costs order, never blocks."""

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, TypeGuard, overload
 
 import numpy as np
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kvtier.gpu import Gpu
 
 _BYTE: Final = np.dtype(np.uint8)
+_ARRAY: Final = {np.ndarray}
+_nbytes_of: Final[Callable[[Any], int]] = attrgetter("nbytes")
 _address_in: Final[Callable[[Any], c_char]] = c_char.from_buffer
 INLINE_BYTES: Final = 1 << 20
 """Copies up to this size run on the loop; above it a thread does less harm than the stall."""
@@ -173,8 +176,9 @@ def as_rows(out: Blocks | None, shape: tuple[int, int]) -> Bytes | None:
     if out is None:
         return np.empty(shape, _BYTE)
     if isinstance(out, list):
-        fit = len(out) == shape[0] and all(_is_flat(block) and len(block) == shape[1] for block in out)
-        return rows_of_one(out) if fit else None
+        # Few steps of Python for all of them: see kvtier.again.
+        fit = len(out) == shape[0] and set(map(type, out)) == _ARRAY and set(map(_nbytes_of, out)) == {shape[1]}
+        return rows_of_one(out) if fit and _is_flat(out[0]) else None
     if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype is not _BYTE or not out.flags.carray:
         return None
     return out
@@ -408,12 +412,17 @@ def into_slots(pools: Sequence[Bytes], slots: Sequence[int], blocks: Sequence[By
         start = end
 
 
-def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes) -> None:
-    """Reads slots into blocks. Raises IndexError for a slot that there is not."""
+def are_slots(pools: Sequence[Bytes], slots: NDArray[np.intp]) -> bool:
+    """Whether the pools have all of these."""
+    return not len(slots) or bool(0 <= np.minimum.reduce(slots) <= np.maximum.reduce(slots) < len(pools[0]))
+
+
+def out_of_slots(pools: Sequence[Bytes], slots: Slots, blocks: Sequence[Bytes] | Bytes, known: bool = False) -> None:
+    """Reads slots into blocks. Raises IndexError for a slot that there is not. ``known``: they :func:`are_slots`."""
     whole = _in_one_call(pools, blocks)
     if whole is not None:
         index = np.asarray(slots, dtype=np.intp)
-        if len(index) and not 0 <= np.minimum.reduce(index) <= np.maximum.reduce(index) < len(pools[0]):
+        if not known and not are_slots(pools, index):
             raise IndexError(f"slots {slots}: the pool has {len(pools[0])}")
         pools[0].take(index, axis=0, out=whole, mode="clip")
         return
@@ -443,15 +452,27 @@ def rows_of_one(blocks: Sequence[Bytes]) -> Bytes | None:
     may not be written. The caller keeps them while it uses that array."""
     if len(blocks) < 2:
         return None
-    first, nbytes = blocks[0], len(blocks[0])
+    first, count, nbytes = blocks[0], len(blocks), len(blocks[0])
     try:
-        start = addressof(_address_in(first))  # a sixth of what numpy takes to tell an address
-        for number, block in enumerate(blocks):
-            if addressof(_address_in(block)) != start + number * nbytes:
-                return None
+        start, following = _address_of(first), _address_of(blocks[1])
+        # As is nearly always seen by the second one, arrays apart; else all of them, in few steps of Python.
+        if following != start + nbytes or _addresses_of(blocks) != list(range(start, start + count * nbytes, nbytes)):
+            return None
+        whole = as_rows(first.base, (count, nbytes)) if type(first.base) is np.ndarray else None
+        if whole is not None and _address_of(whole) == start:
+            return whole
     except TypeError:
         return None
-    return np.lib.stride_tricks.as_strided(first, (len(blocks), nbytes), (nbytes, 1))
+    return np.lib.stride_tricks.as_strided(first, (count, nbytes), (nbytes, 1))
+
+
+def _address_of(block: Bytes) -> int:
+    """A sixth of what numpy takes to tell it. Raises TypeError where it has gaps, or may not be written."""
+    return addressof(_address_in(block))
+
+
+def _addresses_of(blocks: Sequence[Bytes]) -> list[int]:
+    return list(map(addressof, map(_address_in, blocks)))
 
 
 def _check(blocks: Blocks, field: str, count: int, block_bytes: int) -> None:

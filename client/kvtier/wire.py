@@ -46,10 +46,11 @@ def packed_keys(keys: Keys, field: str = "keys") -> bytes:
             raise InvalidArgument(field, f"{len(packed)} bytes", f"a multiple of {KEY_BYTES} bytes")
         return packed
     listed = list(keys)
-    for index, key in enumerate(listed):
-        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            shown = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
-            raise InvalidArgument(f"{field}[{index}]", shown, f"bytes, {KEY_BYTES} of them")
+    if set(map(type, listed)) != {bytes} or set(map(len, listed)) != {KEY_BYTES}:  # the quick way to look at them all
+        for index, key in enumerate(listed):
+            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                shown = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+                raise InvalidArgument(f"{field}[{index}]", shown, f"bytes, {KEY_BYTES} of them")
     return b"".join(listed)
 
 

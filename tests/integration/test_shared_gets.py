@@ -27,11 +27,13 @@ class Copies:
         self.made: dict[int, int] = {}
         self.before: Callable[[bool], None] = lambda on_loop: None
 
-    def __call__(self, pools: Sequence[Bytes], slots: transfer.Slots, rows: Sequence[Bytes] | Bytes) -> None:
+    def __call__(
+        self, pools: Sequence[Bytes], slots: transfer.Slots, rows: Sequence[Bytes] | Bytes, known: bool = False
+    ) -> None:
         thread = threading.get_ident()
         self.before(thread == LOOP)
         self.made[thread] = self.made.get(thread, 0) + len(rows)
-        self._copy(pools, slots, rows)
+        self._copy(pools, slots, rows, known)
 
     @property
     def by_loop(self) -> int:

@@ -448,6 +448,20 @@ def test_blocks_have_the_slots_wherever_they_lie(
     assert np.array_equal(rows, pool[[8, 0, 3, 5]])
 
 
+def test_rows_that_are_listed_are_filled_through_their_array_only_if_they_are_all_of_it_in_order() -> None:
+    whole = np.zeros((4, 16), np.uint8)
+    assert transfer.as_rows(list(whole), (4, 16)) is whole
+    assert transfer.as_rows(list(whole), (4, 8)) is None
+    for rows_of in (apart, in_another_order, with_gaps, parts_of):
+        assert transfer.as_rows(rows_of(whole), (4, 16)) is None
+    assert transfer.as_rows([bytearray(16), bytearray(16)], (2, 16)) is None  # type: ignore[arg-type]
+    shorter = list(np.zeros((5, 16), np.uint8)[:4])
+    one = transfer.as_rows(shorter, (4, 16))
+    assert one is not None
+    assert (one.shape, one.ctypes.data) == ((4, 16), shorter[0].ctypes.data)
+    assert transfer.as_rows(read_only(whole), (4, 16)) is None
+
+
 def test_only_rows_one_after_another_are_copied_as_one_array() -> None:
     whole = np.zeros((4, 16), np.uint8)
     one = transfer.rows_of_one(list(whole[1:]))
