@@ -73,7 +73,7 @@ $(COMPILED)/.stamp: .venv/.stamp .ci/wheel.sh setup.py $(shell find client/kvtie
 	@bash .ci/wheel.sh $(PYTHON) dist $(COMPILED)
 	@touch $@
 
-COMPILED_TESTS ?= tests/unit/core tests/unit/mover tests/unit/tiers tests/unit/service tests/simulation \
+COMPILED_TESTS ?= tests/unit/core tests/unit/disk/test_disk_store.py tests/unit/mover tests/unit/tiers tests/unit/service tests/simulation \
 	$(addprefix tests/integration/test_,$(addsuffix .py,across_groups commit_and_release edges events_complete mirror \
 	reads_without_calls restart retention_verbs supervise two_clients write_policies))
 

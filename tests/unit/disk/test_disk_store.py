@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -298,6 +299,18 @@ def test_batches_that_have_begun_are_finished_as_one(store: DiskStore, monkeypat
     assert steps == ["fdatasync", "commit"]
     assert verdicts(store, {1: 1, 2: 2, 3: 3, 4: 4}) == {1: "corrupt", 2: "ok", 3: "ok", 4: "ok"}
     assert verdicts(store, {"orphan": 5}) == {"orphan": "corrupt"}
+
+
+def test_batches_that_are_over_leave_nothing_to_a_garbage_collection(store: DiskStore) -> None:
+    """A daemon's looks at an object once, and later never again."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert store.finish(together([store.begin([block(1, 1)]), store.begin([block(2, 2)])])) == frozenset()
+        assert verdicts(store, {1: 1, 2: 2}) == {1: "ok", 2: "ok"}
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_one_call_moves_no_more_than_64_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -68,6 +70,13 @@ def test_what_is_written_is_read(fd: int) -> None:
     read = blank(written)
     assert transfer(fd, Way.READ, read) == [2 * PAGE] * RUNS
     assert same(read, written)
+
+
+def test_to_ask_for_addresses_enters_no_names_in_the_interpreters_table() -> None:
+    """A table that each write and read adds to is copied every so often, and is two megabytes."""
+    own = sys.intern("".join(["type", "str"]))
+    assert own in [name for name in gc.get_referents(vars(transfers)) if isinstance(name, str)], "kept by the module"
+    assert set(buffers([PAGE])[0].__array_interface__) == {"data", "strides", "descr", own, "shape", "version"}
 
 
 def test_one_run_and_none(fd: int) -> None:

@@ -16,7 +16,7 @@ from kvtier.abi.spec import PAGE
 from kvtierd.core.ids import SlotId
 from kvtierd.tiers.base import Bytes, DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk.files import PRIVATE_FILE, io_errors
-from kvtierd.tiers.disk.transfers import Run, Way, begin
+from kvtierd.tiers.disk.transfers import Run, Way, address_of, begin
 from kvtierd.tiers.disk.values import SlabShape
 
 MAX_PIECES: Final = 1024
@@ -49,7 +49,7 @@ def require_aligned(parts: Sequence[Bytes], record_bytes: int, *, writable: bool
             raise TierConfigError(f"parts[{number}]", said, "a contiguous 1-D array of uint8")
         if writable and not part.flags.writeable:
             raise TierConfigError(f"parts[{number}]", "read-only", "a writable array")
-        address, nbytes = part.__array_interface__["data"][0], part.nbytes
+        address, nbytes = address_of(part), part.nbytes
         if address % PAGE:
             raise TierConfigError(f"parts[{number}].address", hex(address), f"a multiple of {PAGE}")
         if nbytes == 0 or nbytes % PAGE:
