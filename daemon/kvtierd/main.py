@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from kvtierd import logs
-from kvtierd.config import ENV_PREFIX, Config, ConfigError, read
+from kvtierd.config import ENV_PREFIX, ConfigError, Loaded, read
 from kvtierd.config.describe import as_json, as_toml, reference
 from kvtierd.config.flags import given, with_flags
 
@@ -72,6 +72,7 @@ def main(
     if print_config:
         click.echo((as_json if as_json_text else as_toml)(loaded.config, loaded.sources))
     elif check_config:
+        _check_files(loaded)
         click.echo("kvtierd: the configuration is right")
     elif supervised:
         from kvtierd.supervise import own_command, supervise
@@ -79,11 +80,21 @@ def main(
         logs.set_up(loaded.config.log_level, loaded.config.log_format)
         sys.exit(supervise(own_command([argument for argument in sys.argv[1:] if argument != "--supervise"])))
     else:
-        _serve(file, set_here, loaded.config)
+        _serve(file, set_here, loaded)
 
 
-def _serve(file: Path | None, flags: Mapping[str, object], config: Config) -> None:
+def _check_files(loaded: Loaded) -> None:
+    """Ends the process where a file that a start would read is of no use."""
+    tcp = loaded.config.tcp
+    faults = [] if tcp is None or tcp.tls is None else list(tcp.tls.faults())
+    if faults:
+        lines = [loaded.located(f"{name} = {path}: {reason}") for name, path, reason in faults]
+        _fail(EXIT_BAD_CONFIG, "\n".join(lines))
+
+
+def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> None:
     """Until asked to stop. Returns if that was clean, else the process ends here."""
+    config = loaded.config
     logs.set_up(config.log_level, config.log_format)
     gc.disable()  # what is imported and made now stays: the daemon's collector freezes it without a look
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the daemon has no use for: a thread a core
@@ -109,8 +120,9 @@ def _serve(file: Path | None, flags: Mapping[str, object], config: Config) -> No
                 os._exit(EXIT_UNCLEAN)
     except (TierError, OSError, RuntimeError) as error:
         _log.debug("start failed", exc_info=error)
-        manager.notifier.status(f"failed: {error}")
-        _fail(EXIT_BAD_CONFIG if isinstance(error, TierConfigError) else EXIT_FAILED, str(error))
+        said = loaded.located(str(error)) if isinstance(error, TierConfigError) else str(error)
+        manager.notifier.status(f"failed: {said}")
+        _fail(EXIT_BAD_CONFIG if isinstance(error, TierConfigError) else EXIT_FAILED, said)
 
 
 def _raise_descriptor_limit() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -27,6 +28,25 @@ class TlsFiles:
     cert: Path
     key: Path
     client_ca: Path
+
+    def faults(self) -> Iterator[tuple[str, Path, str]]:
+        """What makes them of no use: key, file and reason. gRPC would only say that it cannot bind."""
+        files = {"tls_cert": self.cert, "tls_key": self.key, "tls_client_ca": self.client_ca}
+        reasons = {name: _unreadable(file) for name, file in files.items()}
+        yield from ((name, files[name], reason) for name, reason in reasons.items() if reason)
+        import ssl
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if not reasons["tls_cert"] and not reasons["tls_key"]:
+            try:
+                context.load_cert_chain(self.cert, self.key, password=lambda: b"")
+            except (ssl.SSLError, ValueError) as error:
+                yield "tls_cert", self.cert, f"is no certificate that fits tls_key: {error}"
+        if not reasons["tls_client_ca"]:
+            try:
+                context.load_verify_locations(self.client_ca)
+            except ssl.SSLError as error:
+                yield "tls_client_ca", self.client_ca, f"holds no certificate: {error}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,33 +89,12 @@ class TcpListener:
             return None
         import grpc
 
-        read = {
-            name: _read(name, file)
-            for name, file in (
-                ("tls_cert", self.tls.cert),
-                ("tls_key", self.tls.key),
-                ("tls_client_ca", self.tls.client_ca),
-            )
-        }
-        self._check(self.tls)
-        pair = (read["tls_key"], read["tls_cert"])
-        return grpc.ssl_server_credentials([pair], read["tls_client_ca"], require_client_auth=True)
-
-    def _check(self, tls: TlsFiles) -> None:
-        """gRPC would only say that it cannot bind."""
-        import ssl
-
         from kvtierd.tiers.base import TierConfigError
 
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(tls.cert, tls.key, password=lambda: b"")
-        except (ssl.SSLError, ValueError) as error:
-            raise TierConfigError("tls_cert", tls.cert, f"is no certificate that fits tls_key: {error}") from error
-        try:
-            context.load_verify_locations(tls.client_ca)
-        except ssl.SSLError as error:
-            raise TierConfigError("tls_client_ca", tls.client_ca, f"holds no certificate: {error}") from error
+        for name, file, reason in self.tls.faults():
+            raise TierConfigError(name, file, reason)
+        pair = (self.tls.key.read_bytes(), self.tls.cert.read_bytes())
+        return grpc.ssl_server_credentials([pair], self.tls.client_ca.read_bytes(), require_client_auth=True)
 
 
 def host_and_port(key: str, address: str) -> tuple[str, int]:
@@ -113,10 +112,10 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _read(key: str, path: Path) -> bytes:
+def _unreadable(path: Path) -> str | None:
+    """Why, or None if it can be read."""
     try:
-        return path.read_bytes()
+        path.read_bytes()
     except OSError as error:
-        from kvtierd.tiers.base import TierConfigError
-
-        raise TierConfigError(key, path, f"cannot be read: {error.strerror}") from error
+        return f"cannot be read: {error.strerror}"
+    return None

@@ -95,11 +95,15 @@ def test_what_is_missing_or_makes_no_sense_is_named(
     at = ("--address", daemon.tcp_address)
     said = kvtier("status", *at, "--tls-ca", str(operator.ca), env=plain, status=2).stderr
     assert "TLS takes three files: --tls-cert, --tls-key missing" in said
-    assert "tls = None: must be given for TCP" in kvtier("leases", *at, env=plain, status=1).stderr
+    none = kvtier("leases", *at, env=plain, status=2).stderr
+    assert "TLS takes three files: --tls-ca, --tls-cert, --tls-key missing; or --insecure" in none
+    both = kvtier("leases", *at, "--insecure", env={**plain, "KVTIER_TLS_KEY": "k"}, status=2).stderr
+    assert "--insecure is without TLS: take it away, or --tls-key" in both
     gone = ("--tls-ca", "/nowhere/ca.pem", "--tls-cert", str(operator.cert), "--tls-key", str(operator.key))
     assert "/nowhere/ca.pem" in kvtier("leases", *at, *gone, env=plain, status=1).stderr
-    local = kvtier("status", "--address", daemon.address, "--insecure", env=plain, status=1).stderr
-    assert "sockets need neither" in local
+    local = kvtier("status", "--address", daemon.address, "--insecure", env=plain, status=2).stderr
+    assert f"{daemon.address} is a runtime directory" in local
+    kvtier("status", "--address", daemon.address, env={**plain, "KVTIER_TLS_CA": "of another daemon's"})
 
 
 def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:

@@ -279,7 +279,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
     [
         ((), NO_GPU, "device = cuda: .* no CUDA device .*CUDA_VISIBLE_DEVICES="),
         (("--device", "cuda:3"), {}, "device = cuda:3: .*not among those that this process sees: cuda:0 GPU-"),
-        (("--device-bytes", "2GiB"), {}, r"device_bytes = 2147483648: .*must be 1 to the 1073741824 that"),
+        (("--device-bytes", "2GiB"), {}, r"--device-bytes = 2147483648: .*must be 1 to the 1073741824 that"),
     ],
     ids=["none", "no such", "too small"],
 )

@@ -262,7 +262,7 @@ def test_an_address_that_is_taken_stops_the_start(start_daemon: StartDaemon, sho
     first = start_daemon(*LISTEN, host=4)
     second = DaemonProcess(short_dir, sizes(host=4))
     says = refused(second, "--metrics-listen", f"127.0.0.1:{port_of(first)}", status=2)
-    assert "metrics_listen" in says and "in use" in says
+    assert "command line: --metrics-listen = " in says and "in use" in says
 
 
 async def test_a_client_that_says_nothing_holds_up_neither_the_daemon_nor_its_stop(

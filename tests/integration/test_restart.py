@@ -204,7 +204,7 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon: Dae
     full = dict(daemon.sizes)
     daemon.sizes = full | sizes(disk=SLOTS["disk"] - 1)
     said = refused(daemon, status=2)
-    assert "disk_bytes" in said and "stored cache c" in said
+    assert "--disk-bytes" in said and "stored cache c" in said
     daemon.sizes = full | sizes(device=2, host=3)
     daemon.start()
     async with await connect(daemon.address) as client:

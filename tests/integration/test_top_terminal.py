@@ -22,6 +22,8 @@ from tests.integration.daemon import DaemonProcess
 from tests.integration.test_cli import DEADLINE_S, KVTIER
 
 ENTERED, LEFT, CURSOR_BACK = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25h"
+_OF_OTHERS = ("NO_COLOR", "COLUMNS", "LINES")
+"""Variables that speak of another terminal; a size that they name is taken for this one's, whatever becomes of it."""
 COLOUR = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7]|[34]8;[25])(?:;\d+)*m")
 
 
@@ -32,7 +34,7 @@ class Terminal:
         self._ours, self._its = pty.openpty()
         self.resize(80, 24)
         self._before = termios.tcgetattr(self._its)
-        environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+        environment = {key: value for key, value in os.environ.items() if key not in _OF_OTHERS}
         self.process = subprocess.Popen(
             command,
             stdin=self._its,

@@ -50,8 +50,11 @@ def address_option(command: Command) -> Command:
     def with_place(
         address: str, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, insecure: bool, **others: Any
     ) -> Any:
-        daemon = DaemonAt(address, _tls(tls_ca, tls_cert, tls_key), insecure)
-        if not is_tcp(address) and not _said("tls_ca", "tls_cert", "tls_key", "insecure"):
+        if is_tcp(address):
+            daemon = DaemonAt(address, _tls(tls_ca, tls_cert, tls_key, insecure=insecure), insecure)
+        elif _said("tls_ca", "tls_cert", "tls_key", "insecure"):
+            raise click.UsageError(f"{address} is a runtime directory: the options of TLS are for tcp://host:port")
+        else:
             daemon = DaemonAt(address)  # the environment speaks of another daemon
         return command(daemon=daemon, **others)
 
@@ -93,15 +96,19 @@ def _file_option(flag: str, says: str) -> Callable[[Callable[..., Any]], Callabl
     return click.option(flag, metavar="FILE", type=kind, envvar=variable, show_envvar=True, help=says)
 
 
-def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> TlsFiles | None:
-    """All three or none of them. Raises click's error of usage, which names those that are missing."""
+def _tls(ca: Path | None, cert: Path | None, key: Path | None, *, insecure: bool) -> TlsFiles | None:
+    """All three, or none of them where it is to be without. Raises click's error of usage for anything else, which
+    names what is missing or too much."""
+    files = {"--tls-ca": ca, "--tls-cert": cert, "--tls-key": key}
+    given = [flag for flag, path in files.items() if path is not None]
+    if insecure and given:
+        raise click.UsageError(f"--insecure is without TLS: take it away, or {', '.join(given)}")
+    if insecure:
+        return None
     if ca is not None and cert is not None and key is not None:
         return TlsFiles(cert, key, ca)
-    files = {"--tls-ca": ca, "--tls-cert": cert, "--tls-key": key}
-    missing = [flag for flag, path in files.items() if path is None]
-    if len(missing) == len(files):
-        return None
-    raise click.UsageError(f"TLS takes three files: {', '.join(missing)} missing")
+    missing = ", ".join(flag for flag in files if flag not in given)
+    raise click.UsageError(f"TLS takes three files: {missing} missing; or --insecure, if the daemon is on this host")
 
 
 def json_option(what: str) -> Callable[[Command], Command]:

@@ -32,8 +32,9 @@ Every key can stand in the TOML file named by `--config` (or `{ENV_PREFIX}CONFIG
 environment; on the command line the flag is repeated.
 
 Unknown keys and impossible values are refused before anything is touched, all of them in one go, each with its file and
-line (or variable, or flag) and the reason. `kvtierd --check-config` does no more than that; `kvtierd --print-config`
-(`--json`) shows what is in effect and where each value comes from.
+line (or variable, or flag) and the reason. `kvtierd --check-config` does no more than that, and looks whether the files
+of TLS are of use to whoever runs it; `kvtierd --print-config` (`--json`) shows what is in effect and where each value
+comes from.
 
 `SIGHUP` (`systemctl reload kvtierd`) reads all sources again. Keys that are **live** change at once and all together.
 Other keys keep their value until the next start, and are named in the log and under `problems` of `kvtier status`. A

@@ -47,6 +47,10 @@ class Loaded:
     config: Config
     sources: Mapping[str, Source]
 
+    def located(self, fault: str) -> str:
+        """With the source of the key that it begins with, if it does and that has one."""
+        return _conflict(fault, self.sources)
+
 
 @dataclass(slots=True, frozen=True)
 class _File:

@@ -14,6 +14,7 @@ from kvtierd.config.describe import bounds, reference
 from kvtierd.config.keys import KEYS, Config
 from kvtierd.config.load import load
 from kvtierd.main import main
+from tests.tls import Authority
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = ["--host-bytes", "8GiB", "--wait-seconds", "1min30s", "--allow-uids", "7", "--allow-uids", "9"]
@@ -93,6 +94,27 @@ def test_a_check_says_what_a_start_would_and_touches_nothing(short_dir: Path, kv
     assert wrong.status == 2
     assert "command line: --max-sessions = '0': must be 1 to 65536" in wrong.err
     assert not list(short_dir.iterdir())
+
+
+def test_a_check_looks_at_the_files_of_tls(tmp_path: Path, kvtierd: Run) -> None:
+    served = Authority(tmp_path).issue("127.0.0.1")
+    named = {"tls_cert": served.cert, "tls_key": served.key, "tls_client_ca": served.ca}
+    file = tmp_path / "kvtierd.toml"
+
+    def check(**others: Path) -> Ended:
+        keys = "".join(f'{key} = "{path}"\n' for key, path in {**named, **others}.items())
+        file.write_text(f'host_bytes = "1GiB"\nlisten_tcp = "0.0.0.0:7000"\n{keys}')
+        return kvtierd("--config", str(file), "--check-config")
+
+    assert check().status == 0
+    empty, missing = tmp_path / "empty", tmp_path / "missing"
+    empty.touch()
+    wrong = check(tls_key=missing, tls_client_ca=empty)
+    assert wrong.status == 2
+    key, authority = wrong.err.splitlines()
+    assert key == f"kvtierd: {file}:4: tls_key = {missing}: cannot be read: No such file or directory"
+    assert authority.startswith(f"kvtierd: {file}:5: tls_client_ca = {empty}: holds no certificate")
+    assert f"{file}:3: tls_cert = {empty}: is no certificate that fits tls_key" in check(tls_cert=empty).err
 
 
 def test_json_is_for_printing(kvtierd: Run) -> None:

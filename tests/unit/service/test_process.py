@@ -157,7 +157,7 @@ def test_a_disk_tier_smaller_than_what_it_holds_is_refused(short_dir: Path, spaw
     process = spawn("--disk-bytes", "1MiB", "--disk-dir", str(short_dir / "disk"))
     _, log = process.communicate(timeout=20)
     assert process.returncode == 2
-    assert "disk_bytes = 1048576: " in log
+    assert "command line: --disk-bytes = 1048576: " in log
     assert "big" in log
 
 
