@@ -25,7 +25,7 @@ from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import admin_pb2, caches_pb2, explain_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
-from kvtier.wire import Budgets, cache_info, daemon_stats, lease_info, tier_from_wire
+from kvtier.wire import Budgets, cache_info, daemon_stats, lease_info, session_number, tier_from_wire
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 LOG_END_S: Final = 0.25
@@ -224,7 +224,7 @@ class AsyncClient:
 
         Raises :class:`kvtier.errors.NotFound` where there is no such cache.
         """
-        request = admin_pb2.LeasesRequest(cache=cache or "", session_id=session_id or 0)
+        request = admin_pb2.LeasesRequest(cache=cache or "", session_id=session_number(session_id or 0))
 
         async def attempt(link: Link, seconds: float) -> admin_pb2.LeasesResponse:
             return await link.stubs.admin.Leases(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
@@ -276,7 +276,8 @@ class AsyncClient:
 
         Raises :class:`kvtier.errors.NotFound` where there is no such session (any more).
         """
-        request = admin_pb2.KickRequest(session_id=session_id, dry_run=dry_run, seq=self._session.next_seq())
+        number = session_number(session_id)
+        request = admin_pb2.KickRequest(session_id=number, dry_run=dry_run, seq=self._session.next_seq())
         boot = self._session.welcome.boot
 
         async def attempt(link: Link, seconds: float) -> admin_pb2.KickResponse:

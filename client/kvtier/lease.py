@@ -156,7 +156,7 @@ class WriteLease(Lease):
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
         self.require_live()
-        indices = self.blank if at is None else list(at)
+        indices = self.blank if at is None else self._places(at)
         results = await self._holdings.commit(
             self, keys, indices, parent, parents, priorities, retention, prompt, release, stream, timeout
         )
@@ -173,6 +173,12 @@ class WriteLease(Lease):
 
     def _is_blank(self, index: int) -> bool:
         return self._blank[index]
+
+    def _places(self, at: Sequence[int]) -> list[int]:
+        for number, index in enumerate(at):
+            if not 0 <= index < len(self.slots):
+                raise InvalidArgument(f"at[{number}]", index, f"0 to {len(self.slots) - 1}")
+        return list(at)
 
 
 class ReadLease(Lease):

@@ -150,10 +150,13 @@ def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | N
 
 
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
-    """A chain to acquire; its blocks of no range stay as they are."""
+    """A chain to acquire; its blocks of no range stay as they are. Raises :class:`InvalidArgument`."""
+    count = len(keys) // KEY_BYTES
+    if not 0 <= min_blocks <= count:
+        raise InvalidArgument("min_blocks", min_blocks, f"0 to {count}, the blocks of the chain")
     if retention is None:
         return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
-    kept = retention.of_blocks(len(keys) // KEY_BYTES, tokens_per_block, UNCHANGED)
+    kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)
     return blocks_pb2.Chain(
         keys=keys, min_blocks=min_blocks, priorities=kept.priorities, durations_ms=kept.durations_ms
     )

@@ -22,6 +22,7 @@ from kvtier.errors import InvalidArgument
 from kvtier.stream import StreamConnection
 
 TCP_SCHEME: Final = "tcp://"
+MAX_PORT: Final = 65535
 
 _HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 _CHANNEL_OPTIONS: Final = (
@@ -166,6 +167,8 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
     Raises :class:`InvalidArgument` for TCP without TLS, unless it is to this host and asked for.
     """
     found = _HOST_PORT.fullmatch(address.removeprefix(TCP_SCHEME))
+    if found is not None and int(found[3]) > MAX_PORT:  # gRPC would take what 16 bits leave of it
+        raise InvalidArgument("address", address, f"host:port with a port of at most {MAX_PORT}")
     if found is None:
         if address.startswith(TCP_SCHEME):
             raise InvalidArgument("address", address, "tcp://host:port, or tcp://[host]:port for IPv6")

@@ -125,14 +125,28 @@ def spec_from_wire(message: caches_pb2.CacheSpec) -> CacheSpec:
     )
 
 
+def session_number(session_id: int) -> int:
+    """Raises :class:`InvalidArgument` for what cannot be a session's."""
+    return _u64("session_id", session_id)
+
+
+def _u64(field: str, value: int) -> int:
+    """protobuf's own refusal names no field."""
+    if not 0 <= value < 1 << 64:
+        raise InvalidArgument(field, value, "0 to 2^64 - 1")
+    return value
+
+
 def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
     return [_budget(tier, asked) for tier, asked in budgets.items()]
 
 
 def _budget(tier: Tier, asked: int | Sequence[int]) -> caches_pb2.TierBudget:
+    field = f"budgets[{tier}]"
     if isinstance(asked, int):
-        return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=asked)
-    return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=sum(asked), group_bytes=asked)
+        return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=_u64(field, asked))
+    by_group = [_u64(f"{field}[{group}]", each) for group, each in enumerate(asked)]
+    return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
 
 
 def options_to_wire(options: CacheOptions) -> caches_pb2.CacheOptions:

@@ -78,7 +78,8 @@ def test_without_a_terminal_it_is_one_frame(daemon: DaemonProcess) -> None:
 def test_what_it_refuses(daemon: DaemonProcess, short_dir: Path) -> None:
     assert "no daemon answers" in kvtier("top", "--once", "--address", str(short_dir), status=1).stderr
     assert "no such cache is open" in kvtier("top", "--cache", "gone", "--address", daemon.address, status=1).stderr
-    assert "interval" in kvtier("top", "--interval", "0", "--address", daemon.address, status=2).stderr
+    for seconds in ("0", "nan", "inf"):
+        assert "interval" in kvtier("top", "--interval", seconds, "--address", daemon.address, status=2).stderr
 
 
 def test_textual_is_imported_by_nobody_who_does_not_need_it() -> None:

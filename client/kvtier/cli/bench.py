@@ -22,7 +22,7 @@ from kvtier.bench import tiers as tiers_bench
 from kvtier.bench.gpu_place import SETTLED_S, Shape
 from kvtier.bench.result import Result
 from kvtier.bench.writer import TRAFFIC
-from kvtier.cli.common import console, json_option, run, slim_table
+from kvtier.cli.common import Seconds, console, json_option, run, slim_table
 from kvtier.words import size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -170,7 +170,7 @@ def tiers(block_bytes: tuple[int, ...], rounds: int, disk_bytes: int, disk_dir: 
 @click.option(
     "--settle-seconds",
     "settled_s",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=SETTLED_S,
     show_default=True,
     help="How long each cache is used before it is measured: its host memory is page-locked meanwhile.",
@@ -241,7 +241,7 @@ def restart(blocks: int, rounds: int, as_json: bool) -> None:
     "--block-bytes", "block_bytes", type=SizeType(), default=256 << 10, metavar="SIZE", help="[default: 256KiB]"
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Of a round.")
+@click.option("--seconds", type=Seconds(min=0.1), default=3.0, show_default=True, help="Of a round.")
 @_DISK_DIR
 @_JSON
 def latency(block_bytes: int, rounds: int, seconds: float, disk_dir: Path | None, as_json: bool) -> None:
@@ -252,7 +252,7 @@ def latency(block_bytes: int, rounds: int, seconds: float, disk_dir: Path | None
 @bench.command()
 @click.option("--watchers", type=click.IntRange(min=1, max=256), default=8, show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=4, show_default=True)
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Of half a round.")
+@click.option("--seconds", type=Seconds(min=0.1), default=3.0, show_default=True, help="Of half a round.")
 @click.option("--chain", type=click.IntRange(1, 1024), default=256, show_default=True, help="Blocks of a put.")
 @click.option(
     "--traffic",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvtier.cli.common import DaemonAt, address_option, run
+from kvtier.cli.common import DaemonAt, Seconds, address_option, run
 from kvtier.errors import InvalidArgument
 from kvtier.types import Tier
 
@@ -107,7 +107,7 @@ class Assignment(click.ParamType[tuple[str, str]]):
 )
 @click.option(
     "--heartbeat",
-    type=click.FloatRange(min=0.01, max=3600),
+    type=Seconds(min=0.01, max=3600),
     default=5.0,
     show_default=True,
     metavar="SECONDS",

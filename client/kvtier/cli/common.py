@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,14 @@ def json_option(what: str) -> Callable[[Command], Command]:
 
 def dry_run_option(command: Command) -> Command:
     return click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")(command)
+
+
+class Seconds(click.FloatRange):
+    """Of which click's own lets through what is not a number, and so in no range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        return seconds if math.isfinite(seconds) else self.fail(f"{value} is not a number of seconds.", param, ctx)
 
 
 def yes_option(command: Command) -> Command:

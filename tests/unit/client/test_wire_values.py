@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.errors import DaemonError, InvalidArgument
+from kvtier.retention import chain_message
 from kvtier.types import Cause, EventType, Tier, fastest, tiers_of
 from kvtier.v1 import common_pb2, events_pb2
-from kvtier.wire import packed_keys, spec_from_wire, spec_to_wire, split_keys, tier_from_wire, tier_to_wire
+from kvtier.wire import (
+    budgets_to_wire,
+    packed_keys,
+    session_number,
+    spec_from_wire,
+    spec_to_wire,
+    split_keys,
+    tier_from_wire,
+    tier_to_wire,
+)
 
 KEYS = [bytes([n]) * 32 for n in range(3)]
 
@@ -25,6 +37,24 @@ def test_keys_may_be_packed_or_one_by_one(keys: object) -> None:
 def test_keys_of_another_length_or_kind_are_refused_by_position(keys: object, field: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:
         packed_keys(keys)  # type: ignore[arg-type]
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: session_number(1 << 64), "session_id"),
+        (lambda: session_number(-1), "session_id"),
+        (lambda: budgets_to_wire({Tier.HOST: -1}), "budgets[host]"),
+        (lambda: budgets_to_wire({Tier.HOST: [1, 1 << 64]}), "budgets[host][1]"),
+        (lambda: budgets_to_wire({Tier.HOST: [1 << 63, 1 << 63]}), "budgets[host]"),
+        (lambda: chain_message(b"".join(KEYS), -1, None, 16), "min_blocks"),
+        (lambda: chain_message(b"".join(KEYS), 4, None, 16), "min_blocks"),
+    ],
+)
+def test_numbers_that_no_message_holds_are_refused_by_name(make: Callable[[], object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        make()
     assert refusal.value.field == field
 
 

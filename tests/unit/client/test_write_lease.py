@@ -48,6 +48,16 @@ async def test_a_block_that_was_committed_can_be_read_and_not_written(committed:
         part[:] = 7
 
 
+@pytest.mark.parametrize("index", [-1, 4])
+async def test_a_slot_that_the_lease_does_not_have_is_refused_by_position(
+    committed: kvtier.WriteLease, index: int
+) -> None:
+    with pytest.raises(kvtier.InvalidArgument) as refusal:
+        await committed.commit(KEYS[2:], at=[2, index])
+    assert (refusal.value.field, refusal.value.limit) == ("at[1]", "0 to 3")
+    assert committed.blank == [2, 3]
+
+
 async def test_a_slot_whose_key_was_stored_already_has_gone_back_and_is_not_shown(
     committed: kvtier.WriteLease,
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from kvtier.cli.common import DaemonAt, address_option, run
+from kvtier.cli.common import DaemonAt, Seconds, address_option, run
 from kvtier.cli.top.feed import Answer, Feed
 from kvtier.cli.top.once import frame_of, text_of
 
@@ -21,7 +21,7 @@ PLAIN_COLUMNS: Final = 100
 @address_option
 @click.option(
     "--interval",
-    type=click.FloatRange(0.1, 60.0),
+    type=Seconds(0.1, 60.0),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
