@@ -102,7 +102,10 @@ class DaemonProcess:
             )
         line = self._first_line(self._process)
         said, _, tcp = line.rstrip("\n").partition(" tcp=")
-        assert said == f"kvtierd ready pid={self.pid} address={self.address}", f"{line!r}\n{self.log}"
+        wanted = f"kvtierd ready pid={self.pid} address={self.address}"
+        if said != wanted:  # what is left of it would be told of as another test's
+            self.kill()
+        assert said == wanted, f"{line!r}\n{self.log}"
         self.tcp_address = tcp
 
     def terminate(self) -> None:
@@ -160,10 +163,7 @@ class DaemonProcess:
     def _first_line(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S * 3)
-        if readable:
-            return process.stdout.readline()
-        process.kill()
-        return "(nothing)"
+        return process.stdout.readline() if readable else "(nothing)"
 
     def _reap(self, process: subprocess.Popen[str]) -> None:
         process.wait(PATIENCE_S)

@@ -35,11 +35,12 @@ from kvtier.wire import spec_to_wire, tier_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import tier_stats
-from tests.integration.waiting import eventually
+from tests.integration.waiting import PATIENCE_S, eventually
 from tests.tls import Authority
 
-BEAT_S = 0.05
 GRACE_S = 60.0
+ATTENTIVE = ("--tcp-heartbeat-seconds", "0.05")
+"""For tests of silence alone: a client of a busy machine is as silent now and then."""
 KEYS = chain("stored", 3)
 RULES = """
 [[allow]]
@@ -65,7 +66,7 @@ def start(start_daemon: StartDaemon, authority: Authority, directory: Path, *fla
     return start_daemon(
         *("--config", str(directory / "kvtierd.toml"), "--listen-tcp", "127.0.0.1:0"),
         *("--tls-cert", str(served.cert), "--tls-key", str(served.key), "--tls-client-ca", str(served.ca)),
-        *("--tcp-heartbeat-seconds", str(BEAT_S), "--tcp-grace-seconds", str(GRACE_S)),
+        *("--tcp-grace-seconds", str(GRACE_S)),
         *flags,
         host=8,
     )
@@ -164,6 +165,7 @@ async def test_what_a_client_may_not_ask_for() -> None:
         ("127.0.0.1:7000", {}, "tls"),
         ("127.0.0.1:7000", {"insecure": True, "tls": files}, "insecure"),
         ("tcp://somewhere", {"tls": files}, "address"),
+        ("127.0.0.1:65536", {"insecure": True}, "address"),
         ("/run/kvtier", {"tls": files}, "address"),
         ("127.0.0.1:7000", {"tls": files}, "tls.ca"),
     ):
@@ -248,8 +250,9 @@ async def reserved(channel: grpc.aio.Channel, token: str) -> None:
 
 
 async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(
-    daemon: DaemonProcess, engine: TlsFiles
+    start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
 ) -> None:
+    daemon = start(start_daemon, authority, tmp_path, *ATTENTIVE)
     await fill(daemon)
     async with mute(daemon, engine) as (channel, token, _):
         await reserved(channel, token)
@@ -261,7 +264,7 @@ async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(
 async def test_after_the_grace_period_its_slots_are_others(
     start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
 ) -> None:
-    daemon = start(start_daemon, authority, tmp_path, "--tcp-grace-seconds", "0.2")
+    daemon = start(start_daemon, authority, tmp_path, *ATTENTIVE, "--tcp-grace-seconds", "0.2")
     await fill(daemon)
     async with mute(daemon, engine) as (channel, token, _):
         await reserved(channel, token)
@@ -271,15 +274,16 @@ async def test_after_the_grace_period_its_slots_are_others(
 
 
 async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(
-    daemon: DaemonProcess, engine: TlsFiles
+    start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
 ) -> None:
+    daemon = start(start_daemon, authority, tmp_path, *ATTENTIVE)
     await fill(daemon)
     daemon.flags[daemon.flags.index("127.0.0.1:0")] = daemon.tcp_address
     async with await connect(daemon.tcp_address, tls=engine) as client:
         cache = await client.open_cache("shared", SPEC)
         link = await client._session.link(None)
         daemon.pause()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await link.attach.closed.wait()
         daemon.resume()
         assert (await cache.match(KEYS)).blocks == len(KEYS)
