@@ -91,6 +91,18 @@ class Arena:
         """Whether its index and slots may be read without a call: it is not stale, and its daemon did not close it."""
         return not self.stale and self._states[_STATE_WORD] == _SERVING
 
+    @property
+    def lookup_bytes(self) -> int:
+        """What lookups and reads touch, whatever they are of: the index and the generations."""
+        return self.layout.index_bytes + sum(of_slots.nbytes for of_slots in self._generations.values())
+
+    def touch(self) -> None:
+        """Maps every page of that, where the first to look would fault in one after another. In any thread: numpy lets
+        go of the interpreter's lock over it."""
+        start, nbytes = self.layout.index_offset, self.layout.index_bytes
+        for part in (self._control[start : start + nbytes], *self._generations.values()):
+            part[:: mmap.PAGESIZE // part.itemsize].max(initial=0)
+
     def slots(self, tier: Tier, group: int) -> int:
         return self.layout.groups[group].slots[tier]
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, connect, errors, transfer
+from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, binding, connect, errors, transfer
 from kvtier.answers import ReadCounts
 from kvtier.tensors import Bytes
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
@@ -46,7 +46,7 @@ async def spread(cache: Cache, name: str) -> list[bytes]:
 
 async def test_lookups_say_what_the_daemon_says(cache: Cache, client: AsyncClient) -> None:
     keys = await spread(cache, "lookups")
-    binding = cache._binder.binding
+    bound = cache._binder.binding
     async with await connect(client.address) as other:  # its calls tell nothing of ours
         raw = await other.open_cache(cache.name, SPEC)
         raw.arena.stale = True
@@ -62,7 +62,7 @@ async def test_lookups_say_what_the_daemon_says(cache: Cache, client: AsyncClien
             assert raw.reads.calls == before + 2
     assert cache.reads == ReadCounts(lookups=18)
     assert (await cache.match(keys)).as_of.id == (await client.stats()).last_event_id
-    assert binding is cache._binder.binding
+    assert bound is cache._binder.binding
 
 
 async def test_a_get_copies_what_is_mapped_and_asks_for_the_rest(cache: Cache) -> None:
@@ -429,3 +429,26 @@ async def test_a_kill_under_a_reader(short_dir: Path) -> None:
         assert await asyncio.to_thread(daemon.stop) == 0
     finally:
         daemon.close()
+
+
+@pytest.mark.parametrize("most_here", [1 << 30, 0], ids=["as it is opened", "in a thread"])
+async def test_the_first_lookup_has_no_page_of_the_index_to_map(
+    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, most_here: int
+) -> None:
+    monkeypatch.setattr(binding, "_TOUCHED_HERE", most_here)
+    async with await connect(start_daemon(host=4096).address) as client:
+        cache = await client.open_cache("whole", SPEC)
+        if most_here:
+            assert await resident_control(cache) >= cache.arena.lookup_bytes
+        await eventually(lambda: resident_control(cache), lambda nbytes: nbytes >= cache.arena.lookup_bytes)
+
+
+def _resident_control(name: str) -> int:
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    sizes = [next(line for line in lines if line.startswith("Rss:")) for line in lines if f":{name}:control" in line]
+    return sum(int(size.split()[1]) * 1024 for size in sizes)
+
+
+async def resident_control(cache: Cache) -> int:
+    """Bytes of its control segment that are mapped in this process."""
+    return await asyncio.to_thread(_resident_control, cache.name)
