@@ -100,8 +100,9 @@ class Arena:
         """Maps every page of that, where the first to look would fault in one after another. In any thread: numpy lets
         go of the interpreter's lock over it."""
         start, nbytes = self.layout.index_offset, self.layout.index_bytes
-        for part in (self._control[start : start + nbytes], *self._generations.values()):
-            part[:: mmap.PAGESIZE // part.itemsize].max(initial=0)
+        self._control[start : start + nbytes : mmap.PAGESIZE].max(initial=0)
+        for of_slots in self._generations.values():
+            of_slots[:: mmap.PAGESIZE // of_slots.itemsize].max(initial=0)
 
     def slots(self, tier: Tier, group: int) -> int:
         return self.layout.groups[group].slots[tier]
