@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -81,20 +81,22 @@ class Traffic:
         Raises :class:`CudaError`, and :class:`TierIOError` after :meth:`close`, where nothing of it can be running; and
         :class:`Unaccounted`.
         """
-        self._driver.bind()
+        with self._noticing():
+            self._driver.bind()
         way = self._ways[direction]
         with way.issuing:
             self._require_open()
-            passage = Passage(way.stream, self._take_event(), frozenset(reads), frozenset(writes))
+            with self._noticing():
+                event = self._take_event()
+            passage = Passage(way.stream, event, frozenset(reads), frozenset(writes))
             clashing = self._hazards.enter(passage)
             try:
-                self._hazards.order(clashing, lambda event: self._driver.wait(way.stream, event))
-                self._require_device()
-                self._copy(way, pieces)
+                with self._noticing():
+                    self._hazards.order(clashing, lambda theirs: self._driver.wait(way.stream, theirs))
+                    self._require_device()
+                    self._copy(way, pieces)
             except Exception as error:  # noqa: BLE001 - raised by settle: the event tells when nothing of it runs
                 passage.fault = error
-                if isinstance(error, CudaLost):
-                    self._device.lose(str(error))
             try:
                 self._driver.record(passage.event, way.stream)
             except CudaError as error:
@@ -174,6 +176,15 @@ class Traffic:
             self._leave(passage)
             return error
         return Unaccounted(f"nobody can say whether copies still run: {error}")
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Whatever call says that the device is lost: that is told before the batch is reported as failed."""
+        try:
+            yield
+        except CudaLost as error:
+            self._device.lose(str(error))
+            raise
 
     def _require_device(self) -> None:
         if self._device.lost is not None:

@@ -198,6 +198,16 @@ def test_a_lost_device_fails_what_was_under_way_and_takes_nothing_more() -> None
     assert rig.traffic.close()
 
 
+@pytest.mark.parametrize("call", ["cuEventCreate", "cuMemcpyAsync", "cuEventRecord", "cuEventQuery"])
+def test_whichever_call_of_a_batch_says_that_the_device_is_lost_it_is_told_before_the_batch_fails(call: str) -> None:
+    rig = Rig(fail=[{"call": call, "code": "CUDA_ERROR_LAUNCH_FAILED", "times": 0}])
+    with pytest.raises(CudaLost, match=call):
+        rig.up(0, 0)()
+    assert rig.pool.lost is not None
+    assert call in rig.pool.lost
+    assert rig.traffic.under_way == 0
+
+
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery"])
 def test_a_batch_of_which_nobody_can_say_whether_it_runs_is_never_over(call: str) -> None:
     rig = Rig(fail=[{"call": call, "code": "CUDA_ERROR_INVALID_VALUE", "times": 0}])
