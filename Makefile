@@ -13,6 +13,7 @@ help:
 	@echo "make wheel      dist/: kvtier with the daemon's core compiled; needs a C compiler"
 	@echo "make test-compiled  the tests of what is compiled, on that wheel"
 	@echo "make gpu-test   the tests that need a GPU: no network, no .venv, what gpu-wheels carried"
+	@echo "make gpu-bench  kvtier bench gpu, likewise"
 	@echo "make systemd-vm the systemd unit under a real systemd, in a virtual machine; as root on Debian"
 	@echo "make gpu-wheels into .whl, what a host with a GPU lacks for gpu-test"
 	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
@@ -83,10 +84,14 @@ test-compiled: $(COMPILED)/.stamp
 	$(PYTHON) -c 'from kvtierd.build import COMPILED; assert COMPILED'
 	$(PYTHON) -m pytest $(COMPILED_TESTS)
 
-# On the host with the GPU. GPU_TESTS: arguments of pytest.
+# On the host with the GPU. GPU_TESTS: arguments of pytest; GPU_BENCH: of kvtier bench gpu.
 .PHONY: gpu-test
 gpu-test:
 	@$(GPU_PYTHON) .ci/gpu_test.py $(GPU_TESTS)
+
+.PHONY: gpu-bench
+gpu-bench:
+	@$(GPU_PYTHON) .ci/gpu_test.py bench $(GPU_BENCH)
 
 .PHONY: gpu-wheels
 gpu-wheels: .venv/.stamp

@@ -65,13 +65,14 @@ class Kernels(ABC):
 
 
 class TorchKernels(Kernels):
-    """On the current device of torch."""
+    """``ordinal``: of the device, which becomes torch's current one on this thread. For this thread alone."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, ordinal: int, seed: int) -> None:
         import torch
 
         super().__init__(seed)
         self._torch: Any = torch
+        self._torch.cuda.set_device(ordinal)
         self._places: Any = torch.arange(1 << 20, dtype=torch.int64, device="cuda")
         self._keys: dict[bytes, Any] = {}
 
@@ -196,7 +197,7 @@ class FakeKernels(Kernels):
 
 def kernels(driver: Driver, seed: int) -> Kernels:
     """Of the kind that the device takes."""
-    return FakeKernels(driver, seed) if devices.ON_FAKE else TorchKernels(seed)
+    return FakeKernels(driver, seed) if devices.ON_FAKE else TorchKernels(driver.ordinal, seed)
 
 
 def pattern(key: bytes, start: int, words: int) -> NDArray[np.uint64]:

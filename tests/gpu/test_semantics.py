@@ -11,7 +11,10 @@ import pytest
 from tests import devices
 from tests.sessions import Sessions
 
-pytestmark = pytest.mark.gpu
+_WAITS_S: Final = 420.0
+"""For sessions, of which each ends itself where a test in it hangs."""
+
+pytestmark = [pytest.mark.gpu, pytest.mark.limit(_WAITS_S)]
 
 MODULES: Final = (
     # Those that take longest first.

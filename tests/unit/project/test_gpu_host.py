@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import select
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Final
 from zipfile import ZipFile
 
 import gpu_test
 import gpu_wheels
 import pytest
+
+from tests.gpu import limits
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,10 +73,10 @@ def test_all_that_the_tests_import_is_wanted() -> None:
 
 
 @pytest.mark.skipif(not gpu_test.no_gpu(), reason="there is a GPU here")
-def test_where_there_is_no_gpu_one_line_says_so_and_what_is_known_of_one() -> None:
-    ended = subprocess.run(
-        [sys.executable, ROOT / ".ci" / "gpu_test.py"], check=False, capture_output=True, text=True, timeout=60
-    )
+@pytest.mark.parametrize("arguments", [[], ["bench"]])
+def test_where_there_is_no_gpu_one_line_says_so_and_what_is_known_of_one(arguments: list[str]) -> None:
+    command = [sys.executable, str(ROOT / ".ci" / "gpu_test.py"), *arguments]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     (line,) = ended.stdout.splitlines()
     assert line.startswith("gpu-test: skipped: ")
@@ -76,3 +85,67 @@ def test_where_there_is_no_gpu_one_line_says_so_and_what_is_known_of_one() -> No
 
 def test_the_benchmarks_say_what_a_gpu_last_showed() -> None:
     assert "does not say" not in gpu_test.last_run()
+
+
+RUNS: Final = """
+import os, sys, time
+import gpu_test
+works = [sys.executable, "-X", "faulthandler", *sys.argv[2:]]
+sys.exit(gpu_test.run(works, os.environ, time.monotonic() + 600, patience_s=float(sys.argv[1])))
+"""
+WORKS: Final = """
+import signal, subprocess, sys, time
+handler = signal.SIG_IGN if sys.argv[1] == "hangs" else signal.default_int_handler
+signal.signal(signal.SIGINT, handler)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("what it has seen", flush=True)
+    sys.exit(2)
+"""
+
+
+def test_a_run_past_its_time_is_ended_with_what_it_started() -> None:
+    works = [sys.executable, "-c", WORKS, "hangs"]
+    assert gpu_test.run(works, os.environ, time.monotonic(), patience_s=0.1) != 0
+
+
+@pytest.mark.parametrize(
+    ("how", "patience", "status", "says"),
+    [("well", "60", 2, "what it has seen\n"), ("hangs", "0.1", -signal.SIGABRT % 256, "")],
+)
+def test_a_run_that_is_ended_says_what_it_has_seen_or_where_it_hangs(
+    how: str, patience: str, status: int, says: str
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNS, patience, "-c", WORKS, how],
+        env=os.environ | {"PYTHONPATH": str(ROOT / ".ci")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as runs:
+        assert runs.stdout is not None
+        child = os.pidfd_open(int(runs.stdout.readline()))
+        runs.send_signal(signal.SIGINT)
+        said, told = runs.communicate(timeout=60)
+        assert select.select([child], [], [], 60)[0], "what it started has ended, too"
+        os.close(child)
+    assert (runs.returncode, said) == (status, says)
+    assert "gpu-test: interrupted" in told
+    assert ("most recent call first" in told) == (how == "hangs")
+
+
+def test_a_test_that_hangs_fails_in_time_whoever_catches_it() -> None:
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(pytest.fail.Exception, match=r"not ended after 0\.05 s"), limits.limited(0.05):
+        asyncio.run(hangs())
+    with pytest.raises(pytest.fail.Exception), limits.limited(0.05):
+        while True:
+            threading.Event().wait(600)
+    with limits.limited(600):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
