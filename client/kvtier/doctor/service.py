@@ -11,7 +11,7 @@ from typing import Final
 
 from kvtier import aio
 from kvtier.doctor.finding import Finding, fail, ok, warn
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, PermissionDenied
 
 UNIT: Final = "kvtierd.service"
 SYSTEMD: Final = "systemd unit"
@@ -64,12 +64,14 @@ def check_unit(unit: Mapping[str, str] | str, answering: int = 0) -> Finding:
 
 @dataclass(slots=True, frozen=True)
 class Daemon:
-    """What a daemon that answers says. ``pid`` 0: none does, for the reason ``silence``."""
+    """What a daemon that answers says. ``pid`` 0: none does, for the reason ``silence``. ``refused``: because whoever
+    asks may not."""
 
     pid: int = 0
     version: str = ""
     problems: tuple[str, ...] = ()
     silence: str = ""
+    refused: bool = False
 
 
 async def ask(address: str) -> Daemon:
@@ -77,11 +79,16 @@ async def ask(address: str) -> Daemon:
         async with await aio.connect(address) as client:
             stats = await client.stats()
     except KvtierError as error:
-        return Daemon(silence=str(error))
+        return Daemon(silence=str(error), refused=isinstance(error, PermissionDenied))
     return Daemon(stats.pid, stats.version, stats.problems)
 
 
 def check_daemon(daemon: Daemon, client_version: str | None = None) -> Finding:
+    if daemon.refused:
+        advice = (
+            f"run kvtier doctor as root or as the daemon's user, or add a rule to [[allow]]: systemctl reload {UNIT}"
+        )
+        return warn(DAEMON, daemon.silence, advice)
     if not daemon.pid:
         return warn(DAEMON, daemon.silence, f"systemctl start {UNIT}, or run kvtierd by hand and read what it says")
     ours = client_version or version("kvtier")

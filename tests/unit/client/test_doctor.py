@@ -342,6 +342,9 @@ def test_a_unit_that_failed_is_a_warning_beside_a_daemon_that_answers() -> None:
         (service.Daemon(7, "0.9"), Level.WARN, "restart"),
         (service.Daemon(7, "1.0", ("the disk fails",)), Level.WARN, "the disk fails"),
         (service.Daemon(silence="no daemon answers"), Level.WARN, "no daemon answers"),
+        (service.Daemon(silence="no daemon answers"), Level.WARN, "systemctl start"),
+        (service.Daemon(silence="no rule names uid 7", refused=True), Level.WARN, "no rule names uid 7"),
+        (service.Daemon(silence="no rule names uid 7", refused=True), Level.WARN, "[[allow]]"),
     ],
 )
 def test_the_daemon(daemon: service.Daemon, level: Level, says: str) -> None:
