@@ -23,6 +23,7 @@ AROUND_THE_CORE = (
     "mover/edges",
     "mover/engine",
     "mover/indexing",
+    "mover/lanes",
     "mover/mailbox",
     "mover/queues",
     "mover/requests",
@@ -39,14 +40,18 @@ AROUND_THE_CORE = (
     "service/writes",
     "tiers/arena",
     "tiers/disk/batch",
+    "tiers/disk/changes",
+    "tiers/disk/checks",
     "tiers/disk/checksum",
     "tiers/disk/journal",
     "tiers/disk/records",
+    "tiers/disk/runs",
     "tiers/disk/slot_index",
     "tiers/disk/table",
     "tiers/disk/values",
     "tiers/index_columns",
     "tiers/key_index",
+    "tiers/parts",
 )
 
 

@@ -25,10 +25,12 @@ from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape
-from kvtierd.tiers.disk.index import Changes, Index, index_bytes
+from kvtierd.tiers.disk.changes import Changes
+from kvtierd.tiers.disk.index import Index, index_bytes
 from kvtierd.tiers.disk.records import Place, encode_record
 from kvtierd.tiers.disk.recovery import recover_group
 from kvtierd.tiers.disk.store import create_files
+from kvtierd.tiers.parts import part_of
 
 GROUP = GroupId(0)
 BATCH = 32
@@ -112,7 +114,7 @@ def measure_writes(directory: Path, block_bytes: int, slot_count: int, adjacent:
     def one_round(lot: list[int], leaving: list[tuple[GroupId, Key, SlotId]]) -> None:
         keys = [key(next(names)) for _ in lot]
         writes = [
-            DiskWrite(GROUP, SlotId(slot), name, None, Traits(35), [part])
+            DiskWrite(GROUP, SlotId(slot), name, None, Traits(35), [part_of(part)])
             for slot, name, part in zip(lot, keys, parts, strict=True)
         ]
         started = time.perf_counter()

@@ -20,6 +20,7 @@ from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, TierIOError
 from kvtierd.tiers.device import StandInDevice
 from kvtierd.tiers.mapped import MappedStore
+from kvtierd.tiers.parts import Part
 
 HOLD_S: Final = 0.005
 
@@ -100,7 +101,7 @@ def loses_its_device() -> None:
     device = _LosableDevice(Path(os.environ["KVTIER_TEST_ORDERS"]))
     watch, pools = Daemon._watch_device, MappedStore.pool_array
 
-    def padded_parts(store: StandInDevice, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
+    def padded_parts(store: StandInDevice, group: GroupId, slot: SlotId) -> Sequence[Part]:
         device.copy()
         return MappedStore.padded_parts(store, group, slot)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtierd.core.ids import GroupId, Key, SlotId, Tier
-from kvtierd.core.outcome import Move, MoveItem
-from kvtierd.mover.work import Batch, Faults, Finish, destination, items_of
-from kvtierd.tiers.base import Bytes
+from kvtierd.core.ids import Key, SlotId, Tier
+from kvtierd.core.outcome import Move
+from kvtierd.mover.work import Batch, Concerns, Faults, Finish, Piece, destination, items_of
 from kvtierd.tiers.disk import Begun, DiskRead, DiskStore, DiskWrite, Retirement, together
+from kvtierd.tiers.parts import Part
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +55,7 @@ def write(batch: Batch) -> Finish:
     return store(batch, parts)
 
 
-def store(batch: Batch, parts: Mapping[int, Sequence[Bytes]], *, lent: bool = False) -> Finish:
+def store(batch: Batch, parts: Mapping[int, Sequence[Part]], *, lent: bool = False) -> Finish:
     """The same with the records of the blocks, by their places in the batch; what has none fails.
 
     While one batch is made durable, the bytes of the next are written. ``lent``: the records are the caller's again
@@ -88,7 +88,7 @@ def read(batch: Batch) -> Faults:
     return fetch(batch, [runtime.memory(_target(m)).padded_parts(m.group, destination(item)) for m, item in items])
 
 
-def fetch(batch: Batch, parts: Sequence[Sequence[Bytes]]) -> Faults:
+def fetch(batch: Batch, parts: Sequence[Sequence[Part]]) -> Faults:
     """The same into these records, one an item."""
     reads = [
         DiskRead(move.group, item.src, item.key, into)
@@ -104,18 +104,14 @@ def _target(move: Move) -> Tier:
     return move.dst
 
 
-def independent(batch: Batch, more: Batch) -> bool:
-    """Whether these batches of a writer concern different disk slots and different blocks.
+def concerns(piece: Piece) -> Concerns:
+    """The disk slots and the blocks that a piece of a writer is about: no two of a batch are about the same.
 
     A slot is written only after the transaction that deleted its old record, and a record deleted only after the one
     that put it there; inside a transaction payloads come first, then deletions, then records.
     """
-    return _concerns(items_of(batch)).isdisjoint(_concerns(items_of(more)))
-
-
-def _concerns(items: Iterable[tuple[Move, MoveItem]]) -> set[tuple[GroupId, SlotId | Key]]:
-    concerns: set[tuple[GroupId, SlotId | Key]] = set()
-    for move, item in items:
-        concerns.add((move.group, item.src if item.dst is None else item.dst))
-        concerns.add((move.group, item.key))
-    return concerns
+    about: set[SlotId | Key] = set()
+    for key, _, _, src, dst in piece.items:
+        about.add(src if dst is None else dst)
+        about.add(key)
+    return piece.move.group, about

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtierd.core.ids import DEVICE
+from kvtierd.core.ids import DEVICE, GroupId, Key, SlotId
 from kvtierd.core.outcome import Move
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Batch, CarryOut, Edge, Faults, Finish, Piece
+from kvtierd.mover.work import CarryOut, Concerns, Edge, Faults, Finish, Piece
 
 RETIRES_PER_COPY: Final = 4
 """Deletions are cheap next to copies: a batch takes this many for each copy that it could take."""
@@ -21,12 +21,12 @@ class Lane:
 
     ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat. Behind others
     more are taken, as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over
-    many small blocks or some large ones. ``may_join`` is what the lane adds to the rules that hold for all: one cache a
-    batch, in the order queued. ``halves``: the second half of a batch's work is done by another thread while the next
-    one begins. ``finish_all``: does the second halves of several batches, in their order, as that of one; where
-    there is none, each is done by itself. ``in_turn``: moves take turns, a piece each, so that a small one
-    does not wait for all of a large one before it; else what is queued first is done first. ``hurried``: the first half
-    of a batch is work of the interpreter for which the medium waits.
+    many small blocks or some large ones. A batch is of one cache, in the order queued, and no two of its pieces are
+    about the same, where ``concerns`` says about what. ``halves``: the second half of a batch's work is done by another
+    thread while the next one begins. ``finish_all``: does the second halves of several batches, in their order, as that
+    of one; where there is none, each is done by itself. ``in_turn``: moves take turns, a piece each, so that a
+    small one does not wait for all of a large one before it; else what is queued first is done first. ``hurried``: the
+    first half of a batch is work of the interpreter for which the medium waits.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Lane:
     threads: int
     batch_blocks: int
     carry_out: CarryOut
-    may_join: Callable[[Batch, Batch], bool] = lambda batch, more: True
+    concerns: Callable[[Piece], Concerns] | None = None
     halves: bool = False
     finish_all: Callable[[Sequence[Finish]], Faults] | None = None
     batch_bytes: int = 0
@@ -52,26 +52,80 @@ class Lane:
         """Whether the medium waits until a thread has prepared it."""
         return self.hurried and piece.move.dst is not None and piece.runtime.cuda is None
 
-    def joins(self, batch: Batch, more: Batch, *, size: int = 1) -> bool:
-        """Whether ``more``, which comes next in the queue, may be carried out together with ``batch``. ``size``: as
-        many as make up so many batches may."""
-        members = [*batch, *more]
-        copying = [member for member in members if member.move.dst is not None]
-        copies = sum(len(member.items) for member in copying)
-        retires = sum(len(member.items) for member in members if member.move.dst is None)
-        nbytes = sum(len(member.items) * _slot_bytes(member) for member in copying)
-        blocks = size * self.batch_blocks
-        small = copies <= blocks or nbytes <= size * self.batch_bytes
-        fits = small and retires <= blocks * RETIRES_PER_COPY and _fits_device(members)
-        return fits and batch[0].runtime is more[0].runtime and self.may_join(batch, more)
+
+class Gathering:
+    """Pieces that will be carried out together, one at least; what of them bounds a batch is counted as they come."""
+
+    __slots__ = ("_about", "_copied_bytes", "_copies", "_device_bytes", "_lane", "_retires", "pieces")
+
+    def __init__(self, lane: Lane, first: Piece) -> None:
+        self._lane = lane
+        self._copies = self._retires = self._copied_bytes = self._device_bytes = 0
+        self._about: dict[GroupId, set[SlotId | Key]] = {}
+        self.pieces: list[Piece] = []
+        self._take(first, self._concerns(first))
+
+    def add(self, piece: Piece) -> bool:
+        """``piece``, which comes next in the queue, joins, if it may."""
+        other = piece.runtime is not self.pieces[0].runtime
+        if other or not self._fits(*_sizes(piece), size=1):
+            return False
+        concerns = self._concerns(piece)
+        if not self._independent(concerns):
+            return False
+        self._take(piece, concerns)
+        return True
+
+    def add_all(self, more: Gathering, *, size: int) -> bool:
+        """All of ``more``, which comes next, joins, if it may: as many as make up so many batches may."""
+        other = more.pieces[0].runtime is not self.pieces[0].runtime
+        if other or not self._fits(more._copies, more._retires, more._copied_bytes, more._device_bytes, size=size):
+            return False
+        if not all(map(self._independent, more._about.items())):
+            return False
+        self._copies += more._copies
+        self._retires += more._retires
+        self._copied_bytes += more._copied_bytes
+        self._device_bytes += more._device_bytes
+        for group, about in more._about.items():
+            self._about.setdefault(group, set()).update(about)
+        self.pieces += more.pieces
+        return True
+
+    def _fits(self, copies: int, retires: int, copied_bytes: int, device_bytes: int, *, size: int) -> bool:
+        lane = self._lane
+        blocks = size * lane.batch_blocks
+        small = self._copies + copies <= blocks or self._copied_bytes + copied_bytes <= size * lane.batch_bytes
+        cuda = self.pieces[0].runtime.cuda
+        # a GPU's part of it is small enough not to keep others waiting
+        fits_device = cuda is None or self._device_bytes + device_bytes <= cuda.batch_bytes
+        return small and fits_device and self._retires + retires <= blocks * RETIRES_PER_COPY
+
+    def _concerns(self, piece: Piece) -> Concerns | None:
+        return None if self._lane.concerns is None else self._lane.concerns(piece)
+
+    def _independent(self, concerns: Concerns | None) -> bool:
+        if concerns is None:
+            return True
+        group, about = concerns
+        return group not in self._about or self._about[group].isdisjoint(about)
+
+    def _take(self, piece: Piece, concerns: Concerns | None) -> None:
+        copies, retires, copied_bytes, device_bytes = _sizes(piece)
+        self._copies += copies
+        self._retires += retires
+        self._copied_bytes += copied_bytes
+        self._device_bytes += device_bytes
+        if concerns is not None:
+            group, about = concerns
+            self._about.setdefault(group, set()).update(about)
+        self.pieces.append(piece)
 
 
-def _fits_device(members: Batch) -> bool:
-    """Whether a GPU's part of it is small enough not to keep others waiting."""
-    cuda = members[0].runtime.cuda
-    touching = [member for member in members if DEVICE in (member.move.src, member.move.dst)]
-    return cuda is None or sum(len(member.items) * _slot_bytes(member) for member in touching) <= cuda.batch_bytes
-
-
-def _slot_bytes(piece: Piece) -> int:
-    return piece.runtime.spec.record_bytes(piece.move.group)
+def _sizes(piece: Piece) -> tuple[int, int, int, int]:
+    """Blocks that it copies and that it retires, bytes that it copies, and bytes of these from or to the device."""
+    count, move = len(piece.items), piece.move
+    nbytes = count * piece.runtime.spec.record_bytes(move.group)
+    copies = count if move.dst is not None else 0
+    on_device = nbytes if DEVICE in (move.src, move.dst) else 0
+    return copies, count - copies, nbytes if copies else 0, on_device

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
-from kvtierd.core.ids import SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.core.outcome import Move, MoveItem
 from kvtierd.mover.runtime import CacheRuntime
 
@@ -23,6 +23,10 @@ class Piece:
     first: int
     items: tuple[MoveItem, ...]
     submitted_ns: int
+
+
+Concerns = tuple[GroupId, Set[SlotId | Key]]
+"""What of one group's a piece is about."""
 
 
 @dataclass(slots=True, frozen=True)

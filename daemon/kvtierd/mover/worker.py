@@ -16,7 +16,7 @@ from math import inf
 from queue import Empty
 from typing import Final, TypeVar
 
-from kvtierd.mover.lanes import Lane
+from kvtierd.mover.lanes import Gathering, Lane
 from kvtierd.mover.queues import WorkQueue
 from kvtierd.mover.work import Batch, Faults, Finish, Piece, Report, Unaccounted, reports_of
 from kvtierd.tiers.device import Chaos
@@ -116,7 +116,7 @@ class Hand:
 class _Begun:
     """Batches that have begun and will be finished as one."""
 
-    pieces: list[Piece]
+    gathered: Gathering
     finishes: list[Finish]
     started_ns: int
 
@@ -136,17 +136,16 @@ class Finisher(Hand):
         self._waiting: _Begun | None = None
         self._ending = False
 
-    def put(self, batch: Batch, finish: Finish, started_ns: int) -> None:
+    def put(self, gathered: Gathering, finish: Finish, started_ns: int) -> None:
         """Blocks while others wait that it cannot join: what is being finished, what waits and this one are all that
         is under way."""
         with self._changed:
             while (others := self._waiting) is not None:
-                if self._lane.finish_all is not None and self._lane.joins(others.pieces, batch, size=TOGETHER):
-                    others.pieces += batch
+                if self._lane.finish_all is not None and others.gathered.add_all(gathered, size=TOGETHER):
                     others.finishes.append(finish)
                     return
                 self._changed.wait()
-            self._waiting = _Begun([*batch], [finish], started_ns)
+            self._waiting = _Begun(gathered, [finish], started_ns)
             self._changed.notify()
 
     @property
@@ -178,9 +177,10 @@ class Finisher(Hand):
         finish, *more = begun.finishes
         if more and self._lane.finish_all is not None:
             finish = partial(self._lane.finish_all, begun.finishes)
-        faults = self._attempt(begun.pieces, finish)
+        pieces = begun.gathered.pieces
+        faults = self._attempt(pieces, finish)
         turn_ns, self._ended_ns = max(begun.started_ns, self._ended_ns), time.monotonic_ns()
-        self._report(begun.pieces, faults, turn_ns)
+        self._report(pieces, faults, turn_ns)
 
 
 class Worker(Hand):
@@ -209,35 +209,36 @@ class Worker(Hand):
 
     def _work(self) -> None:
         try:
-            for batch in self._batches():
+            for gathered in self._batches():
                 if not self._abandoned:
-                    self._carry_out(batch)
+                    self._carry_out(gathered)
         finally:
             if self._finisher is not None:
                 self._finisher.end()
 
-    def _batches(self) -> Iterator[list[Piece]]:
-        batch: list[Piece] = []
+    def _batches(self) -> Iterator[Gathering]:
+        gathered: Gathering | None = None
         while True:
             try:
-                if not batch:
+                if gathered is None:
                     self.hurries = False
-                piece = self._queue.get(block=not batch)
+                piece = self._queue.get(block=gathered is None)
                 self.hurries = self.hurries or (piece is not None and self._lane.hurries(piece))
             except Empty:
-                yield batch
-                batch = []
+                if gathered is not None:
+                    yield gathered
+                gathered = None
                 continue
-            if piece is not None and (not batch or self._lane.joins(batch, [piece])):
-                batch.append(piece)
+            if piece is not None and gathered is not None and gathered.add(piece):
                 continue
-            if batch:
-                yield batch
+            if gathered is not None:
+                yield gathered
             if piece is None:
                 return
-            batch = [piece]
+            gathered = Gathering(self._lane, piece)
 
-    def _carry_out(self, batch: Batch) -> None:
+    def _carry_out(self, gathered: Gathering) -> None:
+        batch = gathered.pieces
         started_ns = self.busy_since_ns = time.monotonic_ns()
         self._simulate_latency(batch[0].runtime.chaos)
         done = self._attempt(batch, partial(self._lane.carry_out, batch))
@@ -246,7 +247,7 @@ class Worker(Hand):
             return
         self.busy_since_ns = None
         self.hurries = False
-        self._finisher.put(batch, done, started_ns)
+        self._finisher.put(gathered, done, started_ns)
 
 
 class Crew:

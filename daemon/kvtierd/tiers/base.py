@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
+
+if TYPE_CHECKING:
+    from kvtierd.tiers.parts import Part  # which raises this module's errors
 
 Bytes = NDArray[np.uint8]
 """A view of raw bytes."""
@@ -29,8 +32,9 @@ class MemoryStore(Protocol):
         """The slot's exact bytes: one 1-D array a pool."""
         ...
 
-    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
-        """The same with padding: address and length of each are multiples of 4096, fit for direct I/O."""
+    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[Part]:
+        """The same with padding, in the order of the disk's record, in as many parts as it takes: address and length of
+        each are multiples of 4096, fit for direct I/O."""
         ...
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from kvtierd.core.ids import GroupId, Tier
+from collections.abc import Sequence
+
+from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.mapped import MappedStore
+from kvtierd.tiers.parts import Part, Rows
 
 
 class HostStore(MappedStore):
@@ -15,11 +18,17 @@ class HostStore(MappedStore):
         super().__init__(arena, Tier.HOST)
         data = arena.data(Tier.HOST)
         self._records = [arena.layout.record_view(data, group) for group in range(len(arena.layout.groups))]
+        self._whole = [Rows(data, records) for records in self._records]
 
     def records(self, group: GroupId) -> Bytes:
         """All slots with their padding, [slots, record bytes], contiguous and page-aligned."""
         return self._records[group]
 
+    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[Part]:
+        """The whole record as one."""
+        return (self._whole[group].part(slot),)
+
     def close(self) -> None:
         super().close()
         self._records.clear()
+        self._whole.clear()

@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.parts import Part, Rows
 
 POISON = 0xA5
 POISONED = 4096
 _STAMP = bytes([POISON]) * POISONED
-
-
-@dataclass(slots=True, frozen=True)
-class _Flat:
-    """A pool as plain memory, which is written to in a fifth of the time that a row of an array takes: ``nbytes`` a
-    slot, ``stride`` apart, from ``start`` on."""
-
-    memory: memoryview
-    start: int
-    stride: int
-    slots: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, data: Bytes, pool: Bytes) -> _Flat:
-        start = pool.ctypes.data - data.ctypes.data if pool.size else 0
-        return cls(data.data, start, pool.strides[0], *pool.shape)
-
-    def poison(self, slot: SlotId) -> None:
-        if not 0 <= slot < self.slots:
-            raise IndexError(f"slot {slot}")
-        first = self.start + slot * self.stride
-        end = first + self.nbytes
-        if self.nbytes <= POISONED:
-            self.memory[first:end] = _STAMP[: self.nbytes]
-        else:
-            self.memory[first : first + POISONED] = _STAMP
-            self.memory[end - POISONED : end] = _STAMP
 
 
 class MappedStore:
@@ -52,13 +24,14 @@ class MappedStore:
         self._tier = tier
         layout, data = arena.layout, arena.data(tier)
         self._exact: list[list[Bytes]] = []
-        self._padded: list[list[Bytes]] = []
-        self._flat: list[list[_Flat]] = []
+        self._flat: list[list[Rows]] = []
+        self._padded: list[list[Rows]] = []
         for index, group in enumerate(layout.groups):
             pools = range(len(group.pools))
             self._exact.append([layout.pool_view(data, tier, index, pool) for pool in pools])
-            self._flat.append([_Flat.of(data, part) for part in self._exact[-1]])
-            self._padded.append([layout.pool_view(data, tier, index, pool, padding=True) for pool in pools])
+            self._flat.append([Rows(data, pool) for pool in self._exact[-1]])
+            whole = [layout.pool_view(data, tier, index, pool, padding=True) for pool in pools]
+            self._padded.append([Rows(data, pool) for pool in whole])
 
     @property
     def tier(self) -> Tier:
@@ -68,9 +41,9 @@ class MappedStore:
         """The slot's exact bytes: one 1-D array a pool. Raises IndexError for a slot that does not exist."""
         return _rows(self._exact[group], slot)
 
-    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
+    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[Part]:
         """The same with padding: address and length of each are multiples of 4096."""
-        return _rows(self._padded[group], slot)
+        return [pool.part(slot) for pool in self._padded[group]]
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
         """All slots' exact bytes in one pool: [slots, bytes]."""
@@ -78,8 +51,12 @@ class MappedStore:
 
     def poison(self, group: GroupId, slot: SlotId) -> None:
         """Overwrites the first and last 4096 bytes of each part."""
-        for part in self._flat[group]:
-            part.poison(slot)
+        for pool in self._flat[group]:
+            first = pool.start_of(slot)
+            end = first + pool.nbytes
+            stamp = _STAMP[: pool.nbytes]
+            pool.memory[first : first + len(stamp)] = stamp
+            pool.memory[end - len(stamp) : end] = stamp
 
     def close(self) -> None:
         """Lets go of the segment; views that others hold stay valid."""

@@ -18,6 +18,7 @@ from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, Recovery, SlabShape
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.store import create_files
+from kvtierd.tiers.parts import Part, part_of
 
 Name = TypeVar("Name", bound=int | str)
 GROUP = GroupId(0)
@@ -34,6 +35,10 @@ def key(name: int | str) -> Key:
 def buffers(sizes: Sequence[int] = PARTS) -> list[Bytes]:
     """Page-aligned arrays, as the arenas hand them out."""
     return [np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8) for size in sizes]
+
+
+def parts_of(arrays: Iterable[Bytes]) -> list[Part]:
+    return [part_of(array) for array in arrays]
 
 
 def payload(block: Key, sizes: Sequence[int] = PARTS) -> list[Bytes]:
@@ -56,16 +61,17 @@ def block(
 ) -> DiskWrite:
     """A write of the block called ``name``; ``traits`` instead of ``priority`` where it has more."""
     above = None if parent is None else key(parent)
-    return DiskWrite(group, SlotId(slot), key(name), above, traits or Traits(priority), payload(key(name), sizes))
+    parts = parts_of(payload(key(name), sizes))
+    return DiskWrite(group, SlotId(slot), key(name), above, traits or Traits(priority), parts)
 
 
 def fetch(name: int | str, slot: int, group: GroupId = GROUP) -> DiskRead:
-    return DiskRead(group, SlotId(slot), key(name), buffers())
+    return DiskRead(group, SlotId(slot), key(name), parts_of(buffers()))
 
 
 def holds_its_bytes(read: DiskRead) -> bool:
-    sizes = [len(part) for part in read.parts]
-    return all(np.array_equal(got, want) for got, want in zip(read.parts, payload(read.key, sizes), strict=True))
+    sizes = [part.nbytes for part in read.parts]
+    return all(got.memory == want.data for got, want in zip(read.parts, payload(read.key, sizes), strict=True))
 
 
 def verdicts(store: DiskStore, places: Mapping[Name, int]) -> dict[Name, str]:

@@ -20,7 +20,8 @@ from typing import Any, Final
 from kvtierd.core.ids import SlotId
 from kvtierd.tiers.disk import slab
 from kvtierd.tiers.disk.index import Index
-from kvtierd.tiers.disk.transfers import Run, Way
+from kvtierd.tiers.disk.runs import Run
+from kvtierd.tiers.disk.transfers import Way
 from tests.unit.disk.disk_blocks import GROUP, block, key, open_root, places
 
 SLOTS = 40

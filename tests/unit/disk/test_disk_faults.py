@@ -19,8 +19,9 @@ from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.disk import DiskStore, together, transfers
 from kvtierd.tiers.disk import slab as slabs
 from kvtierd.tiers.disk.index import Index
+from kvtierd.tiers.disk.runs import Run
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.disk.transfers import End, Queues, Run, Way, begin
+from kvtierd.tiers.disk.transfers import End, Queues, Way, begin
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,

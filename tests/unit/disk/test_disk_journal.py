@@ -16,8 +16,9 @@ from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import DamagedDirectory
 from kvtierd.tiers.disk import index as index_module
-from kvtierd.tiers.disk.index import Changes, Index, index_bytes
-from kvtierd.tiers.disk.journal import MOST_INLINE, decode_journal, encode_journal, fits, journal_bytes
+from kvtierd.tiers.disk.changes import Changes
+from kvtierd.tiers.disk.index import Index, index_bytes
+from kvtierd.tiers.disk.journal import MOST_INLINE, decode_journal, encode_journal, fit, journal_bytes
 from kvtierd.tiers.disk.records import Place, encode_record, restated, sequence_key
 from tests.unit.disk.disk_blocks import GROUP, key
 
@@ -72,8 +73,8 @@ def test_what_goes_into_the_journal_comes_out(commits: list[dict[Key, bytes | No
 
 
 def test_the_longest_record_that_fits_is_a_value_of_its_own() -> None:
-    assert fits(bytes(MOST_INLINE - 42))
-    assert not fits(bytes(MOST_INLINE - 41))
+    assert fit({key(1): bytes(MOST_INLINE - 42), key(2): None})
+    assert not fit({key(1): bytes(1), key(2): bytes(MOST_INLINE - 41)})
     assert [len(value) for value in encode_journal({key(1): b"x" * (MOST_INLINE - 42), key(2): None})] == [
         MOST_INLINE,
         42,

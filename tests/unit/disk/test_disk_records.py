@@ -9,7 +9,7 @@ from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.traits import MAX_TOKEN_BYTES, Label, Traits
 from kvtierd.tiers.disk import records
 from kvtierd.tiers.disk.checksum import checksum
-from tests.unit.disk.disk_blocks import FINGERPRINT, buffers, key, payload
+from tests.unit.disk.disk_blocks import FINGERPRINT, buffers, key, parts_of, payload
 
 PARENT = Key(bytes(range(32)))
 FIRST_VERSION = bytes.fromhex(
@@ -112,12 +112,13 @@ def test_recency_round_trip() -> None:
 
 
 def test_the_checksum_covers_every_part_the_key_and_the_fingerprint() -> None:
-    parts = payload(key(1))
+    arrays = payload(key(1))
+    parts = parts_of(arrays)
     right = checksum(parts, key(1), FINGERPRINT)
-    assert right == checksum(payload(key(1)), key(1), FINGERPRINT)
+    assert right == checksum(parts_of(payload(key(1))), key(1), FINGERPRINT)
     assert len(right) == 16
     others = {checksum(parts, key(2), FINGERPRINT), checksum(parts, key(1), bytes(32))}
-    for part in parts:
+    for part in arrays:
         for place in (0, len(part) - 1):
             part[place] ^= 1
             others.add(checksum(parts, key(1), FINGERPRINT))
@@ -127,5 +128,5 @@ def test_the_checksum_covers_every_part_the_key_and_the_fingerprint() -> None:
 
 
 def test_the_checksum_is_xxh3_128_of_the_bytes_in_order() -> None:
-    parts = buffers((4096, 4096))
+    parts = parts_of(buffers((4096, 4096)))
     assert checksum(parts, Key(bytes(32)), bytes(32)).hex() == "4c0aff5f7ac8642060401269e023867c"

@@ -185,7 +185,7 @@ def test_what_is_dropped_is_deleted_and_its_slots_can_be_used(tmp_path: Path) ->
     )
     records, journal = env.open_db(b"records-0", create=False), env.open_db(b"journal-0", create=False)
     with env.begin(write=True) as txn:
-        assert txn.put(sequence_key(1 << 20), next(encode_journal({key("b"): None})), db=journal)
+        assert txn.put(sequence_key(1 << 20), encode_journal({key("b"): None})[0], db=journal)
         assert txn.put(key("far"), Row("far", 99, size=12288).value, db=records)
         assert txn.put(key("torn"), b"\x01", db=records)
     env.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,10 @@ from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes, TierConfigError, TierError
 from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape, slab, together
 from kvtierd.tiers.disk.index import Index, index_bytes
-from kvtierd.tiers.disk.slab import Piece, Slab, create_slab
+from kvtierd.tiers.disk.runs import Piece, Run
+from kvtierd.tiers.disk.slab import Slab, create_slab
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.disk.transfers import End, Run, Way, begin
+from kvtierd.tiers.disk.transfers import End, Way, begin
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
@@ -32,6 +32,7 @@ from tests.unit.disk.disk_blocks import (
     names,
     new_store,
     open_store,
+    parts_of,
     payload,
     places,
     reopened,
@@ -213,7 +214,7 @@ def test_groups_have_slabs_sizes_and_keys_of_their_own(tmp_path: Path) -> None:
     recovery = store.recover()
     assert recovery.records[GROUP] == []
     assert [record.slot for record in recovery.records[other]] == [3, 7]
-    read = replace(fetch(1, 3), group=other, parts=buffers((4096,)))
+    read = fetch(1, 3)._replace(group=other, parts=parts_of(buffers((4096,))))
     assert not store.read([read]).corrupt
     assert holds_its_bytes(read)
     store.close()
@@ -323,7 +324,7 @@ def test_one_call_moves_no_more_than_64_mib(tmp_path: Path, monkeypatch: pytest.
     create_slab(tmp_path / "slab", SlabShape(24 << 20, 7))
     big = Slab.open(tmp_path / "slab", SlabShape(24 << 20, 7))
     monkeypatch.setattr(slab, "begin", watched)
-    parts = buffers((24 << 20,))
+    parts = parts_of(buffers((24 << 20,)))
     assert big.begin_write([Piece(n, SlotId(slot), parts) for n, slot in enumerate([6, 0, 1, 2, 3])])() == []
     assert sizes == [48 << 20, 48 << 20, 24 << 20]
     big.close()
@@ -387,28 +388,28 @@ def read_only() -> Sequence[Bytes]:
 def test_memory_that_is_unfit_for_direct_io_is_refused(store: DiskStore, parts: Sequence[Bytes], said: str) -> None:
     store.write([block(9, 9)])
     with pytest.raises(TierConfigError, match=said):
-        store.write([block(1, 3), replace(block(2, 4), parts=parts)])
+        store.write([block(1, 3), block(2, 4)._replace(parts=parts_of(parts))])
     with pytest.raises(TierConfigError, match=said):
-        store.read([replace(fetch(9, 9), parts=parts)])
+        store.read([fetch(9, 9)._replace(parts=parts_of(parts))])
     assert verdicts(store, {1: 3}) == {1: "corrupt"}
 
 
 def test_memory_to_read_into_must_be_writable_and_memory_to_write_from_need_not_be(store: DiskStore) -> None:
-    assert store.write([replace(block(1, 3), parts=read_only())]) == frozenset()
+    assert store.write([block(1, 3)._replace(parts=parts_of(read_only()))]) == frozenset()
     with pytest.raises(TierConfigError, match="writable"):
-        store.read([replace(fetch(1, 3), parts=read_only())])
+        store.read([fetch(1, 3)._replace(parts=parts_of(read_only()))])
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (replace(block(1, 3), slot=SlotId(16)), "slot = 16: 0 to 15"),
-        (replace(block(1, 3), slot=SlotId(-1)), "slot = -1: 0 to 15"),
-        (replace(block(1, 3), key=Key(b"short")), "32 bytes"),
-        (replace(block(1, 3), parent=Key(b"short")), "parent"),
+        (block(1, 3)._replace(slot=SlotId(16)), "slot = 16: 0 to 15"),
+        (block(1, 3)._replace(slot=SlotId(-1)), "slot = -1: 0 to 15"),
+        (block(1, 3)._replace(key=Key(b"short")), "32 bytes"),
+        (block(1, 3)._replace(parent=Key(b"short")), "parent"),
         (block(1, 3, priority=101), "priority = 101: 0 to 100"),
         (block(1, 3, priority=-1), "priority = -1"),
-        (replace(block(1, 3), group=GroupId(1)), "group = 1"),
+        (block(1, 3)._replace(group=GroupId(1)), "group = 1"),
     ],
 )
 def test_malformed_writes_are_refused_whole(store: DiskStore, wrong: DiskWrite, said: str) -> None:

@@ -11,11 +11,11 @@ import pytest
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.core.outcome import Move, MoveResult
-from kvtierd.mover.diskio import independent
+from kvtierd.mover.diskio import concerns
 from kvtierd.mover.edges import LANES, Edges
 from kvtierd.mover.lanes import Lane
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Batch, CarryOut, Faults, Finish, items_of
+from kvtierd.mover.work import Batch, CarryOut, Concerns, Faults, Finish, Piece, items_of
 from tests.unit.mover.rig import GROUP, fill, holds, key, make_runtime, move, mover_threads
 
 DOWN = (Tier.DEVICE, Tier.HOST)
@@ -88,7 +88,7 @@ def lane(carry_out: CarryOut, *, threads: int = 1, blocks: int = 4) -> Lane:
 
 
 def writer(carry_out: CarryOut) -> Lane:
-    return Lane("test-writer", (WRITE, RETIRE), 1, 32, carry_out, independent)
+    return Lane("test-writer", (WRITE, RETIRE), 1, 32, carry_out, concerns)
 
 
 def numbered(number: int, slots: Sequence[int], edge: tuple[Tier, Tier | None] = DOWN) -> Move:
@@ -259,7 +259,7 @@ async def test_a_stuck_call_shows_while_it_lasts(make_edges: MakeEdges, runtime:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_dead_thread_shows(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
-    def broken(batch: Batch, piece: object) -> bool:
+    def broken(piece: Piece) -> Concerns:
         raise RuntimeError("a rule of the lane itself is broken")
 
     gate = Gate()

@@ -52,9 +52,22 @@ def test_every_slot_keeps_its_own_bytes(store: MemoryStore) -> None:
 def test_padded_parts_are_fit_for_direct_io(store: MemoryStore) -> None:
     for slot in map(SlotId, range(SLOTS[store.tier])):
         exact, padded = store.parts(GROUP, slot), store.padded_parts(GROUP, slot)
-        assert [len(part) for part in padded] == [12288, 4096]
-        assert [part.ctypes.data for part in padded] == [part.ctypes.data for part in exact]
-        assert all(part.ctypes.data % 4096 == 0 and part.flags.c_contiguous for part in padded)
+        assert [part.nbytes for part in padded] == ([16384] if store.tier is Tier.HOST else [12288, 4096])
+        assert [len(part.memory) for part in padded] == [part.nbytes for part in padded]
+        addresses = [part.ctypes.data for part in exact]
+        assert [part.address for part in padded] == addresses[: len(padded)]
+        assert addresses[1] == padded[-1].address + padded[-1].nbytes - 4096
+        assert all(part.address % 4096 == 0 for part in padded)
+        assert all(
+            np.array_equal(np.asarray(part.memory)[: len(mine)], mine)
+            for part, mine in zip(padded, exact, strict=False)
+        )
+
+
+def test_slots_that_do_not_exist_have_no_parts(store: MemoryStore) -> None:
+    for slot in (-1, SLOTS[store.tier]):
+        with pytest.raises(IndexError):
+            store.padded_parts(GROUP, SlotId(slot))
 
 
 def test_rows_of_a_pool_array_are_the_slots_parts(store: MemoryStore) -> None:

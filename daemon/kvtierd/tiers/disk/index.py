@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final, Self
 import lmdb
 
 from kvtierd.core.ids import GroupId, Key, SlotId
-from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
+from kvtierd.tiers.disk.changes import Changes
 from kvtierd.tiers.disk.files import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
-from kvtierd.tiers.disk.journal import MOST_INLINE, decode_journal, encode_journal, fits, journal_bytes
-from kvtierd.tiers.disk.records import HEAD_BYTES, Counters, encode_recency, restated, sequence_key, slot_key
+from kvtierd.tiers.disk.journal import MOST_INLINE, decode_journal, encode_journal, fit, journal_bytes
+from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
 from kvtierd.tiers.disk.sound import after_closing, before_opening
 
 if TYPE_CHECKING:
@@ -64,21 +64,6 @@ def _bytes_in_pages(value: int) -> int:
     if value > MOST_INLINE:
         return (value + _PAGE_HEADER + _PAGE - 1) // _PAGE * _PAGE + _NODE_OVERHEAD
     return _PAGE // max(1, (_PAGE - _PAGE_HEADER) * 2 // 3 // (value + _NODE_OVERHEAD))
-
-
-@dataclass(slots=True)
-class Changes:
-    """What one transaction does to one group, deletes first."""
-
-    deletes: list[Key] = field(default_factory=list)
-    puts: list[tuple[Key, bytes]] = field(default_factory=list)
-    restate: list[tuple[Key, Traits]] = field(default_factory=list)
-    touches: list[bytes] = field(default_factory=list)
-    recency: Counters | None = None
-    """Replaces the recency and all touches so far; ``touches`` come after it."""
-    quarantine: list[SlotId] = field(default_factory=list)
-    lift: list[SlotId] = field(default_factory=list)
-    """Slots that hold a new block now, whatever was found in them before."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -362,12 +347,11 @@ def _enter(
     LMDB keeps the memory of as many pages as one transaction has ever changed, and random keys change nearly a page
     each, so no more of them go at once than must.
     """
-    inline = all(record is None or fits(record) for record in ops.values())
-    if not inline or dbs.journal_bytes + journal_bytes(ops) > most_journal:
+    if not fit(ops) or dbs.journal_bytes + journal_bytes(ops) > most_journal:
         _carry_over(txn, dbs, {**dbs.pending, **ops})
         txn.drop(dbs.journal, delete=False)
         return _Entered(ops, None)
-    values = list(encode_journal(ops))
+    values = encode_journal(ops)
     for sequence, value in enumerate(values, dbs.next_entry):
         txn.put(sequence_key(sequence), value, db=dbs.journal)
     carried = min(carried_an_op * len(ops), len(dbs.leaving))

@@ -7,7 +7,7 @@ batch waits until all of those have reached the disk. The same changes in a row 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvtierd.core.ids import KEY_BYTES, Key
@@ -24,25 +24,36 @@ Ops = Mapping[Key, bytes | None]
 
 def journal_bytes(ops: Ops) -> int:
     """About what they take in the log."""
-    return sum(_HEAD_BYTES + len(record or b"") for record in ops.values())
+    nbytes = len(ops) * _HEAD_BYTES
+    for record in ops.values():
+        if record is not None:
+            nbytes += len(record)
+    return nbytes
 
 
-def fits(record: bytes) -> bool:
-    """Whether a value of the log can hold it."""
-    return len(_VERSION) + _HEAD_BYTES + len(record) <= MOST_INLINE
+def fit(ops: Ops) -> bool:
+    """Whether a value of the log can hold each record."""
+    most = MOST_INLINE - len(_VERSION) - _HEAD_BYTES
+    return not any(record is not None and len(record) > most for record in ops.values())
 
 
-def encode_journal(ops: Ops) -> Iterator[bytes]:
+def encode_journal(ops: Ops) -> list[bytes]:
     """In as many values as they need."""
-    value = _VERSION
+    values: list[bytes] = []
+    parts = [_VERSION]
+    nbytes = len(_VERSION)
     for key, record in ops.items():
-        op = key + _LENGTH.pack(len(record or b"")) + (record or b"")
-        if len(value) + len(op) > MOST_INLINE:
-            yield value
-            value = _VERSION
-        value += op
-    if len(value) > len(_VERSION):
-        yield value
+        length = 0 if record is None else len(record)
+        if nbytes + _HEAD_BYTES + length > MOST_INLINE and len(parts) > 1:
+            values.append(b"".join(parts))
+            parts, nbytes = [_VERSION], len(_VERSION)
+        parts += (key, _LENGTH.pack(length))
+        if record is not None:
+            parts.append(record)
+        nbytes += _HEAD_BYTES + length
+    if len(parts) > 1:
+        values.append(b"".join(parts))
+    return values
 
 
 def decode_journal(values: Iterable[bytes]) -> dict[Key, bytes | None]:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -73,33 +72,38 @@ RECORD_DTYPE: Final = np.dtype(
 """The head of ``record`` as a numpy row, to decode a whole index at once."""
 
 
-@dataclass(slots=True, frozen=True)
 class Place:
     """Where a block's bytes lie: ``size`` of them in ``slot``, last used at counter ``last_use`` when written."""
 
-    slot: SlotId
-    last_use: int
-    size: int
-    checksum: bytes
+    __slots__ = ("checksum", "last_use", "size", "slot")
+
+    def __init__(self, slot: SlotId, last_use: int, size: int, checksum: bytes) -> None:
+        self.slot = slot
+        self.last_use = last_use
+        self.size = size
+        self.checksum = checksum
 
 
 def encode_record(place: Place, parent: Key | None, traits: Traits) -> bytes:
-    label = traits.label or _NO_LABEL
+    priority, duration_ms, deadline_ns, label = traits
+    if label is None:
+        label = _NO_LABEL
+    event_hash, tokens = label.event_hash, label.tokens
     head = _HEAD.pack(
         VERSION,
         0 if parent is None else _HAS_PARENT,
-        traits.priority,
-        len(label.event_hash),
+        priority,
+        len(event_hash),
         place.slot,
         place.last_use,
         place.size,
         place.checksum,
-        parent or b"",
-        len(label.tokens),
-        traits.duration_ms,
-        traits.deadline_ns,
+        b"" if parent is None else parent,
+        len(tokens),
+        duration_ms,
+        deadline_ns,
     )
-    return head + label.event_hash + label.tokens
+    return head + event_hash + tokens if label is not _NO_LABEL else head
 
 
 def restated(value: bytes, traits: Traits) -> bytes:

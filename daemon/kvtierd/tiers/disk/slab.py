@@ -6,57 +6,18 @@ import errno
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Self
-
-import numpy as np
+from typing import Self
 
 from kvtier.abi.spec import PAGE
-from kvtierd.core.ids import SlotId
-from kvtierd.tiers.base import Bytes, DamagedDirectory, TierConfigError
+from kvtierd.tiers.base import DamagedDirectory
 from kvtierd.tiers.disk.files import PRIVATE_FILE, io_errors
-from kvtierd.tiers.disk.transfers import Run, Way, address_of, begin
+from kvtierd.tiers.disk.runs import Piece, Run, adjacent, run_of
+from kvtierd.tiers.disk.transfers import Way, begin
 from kvtierd.tiers.disk.values import SlabShape
 
-MAX_PIECES: Final = 1024
-"""Most buffers Linux takes in one vectored call (IOV_MAX)."""
-_MAX_RUN_BYTES: Final = 64 << 20
-_BYTE: Final = np.dtype(np.uint8)
-
 _log = logging.getLogger(__name__)
-
-
-class Piece(NamedTuple):
-    """One record to move. ``number`` is the caller's name for it."""
-
-    number: int
-    slot: SlotId
-    parts: Sequence[Bytes]
-
-
-def require_aligned(parts: Sequence[Bytes], record_bytes: int, *, writable: bool) -> None:
-    """Raises :class:`TierConfigError` unless ``parts`` are fit for direct I/O and make up exactly one record.
-
-    Checked here because not every disk does: some take a misaligned buffer, and the next one answers EINVAL.
-    """
-    if not 1 <= len(parts) <= MAX_PIECES:
-        raise TierConfigError("parts", len(parts), f"1 to {MAX_PIECES} arrays")
-    total = 0
-    for number, part in enumerate(parts):
-        if part.dtype != _BYTE or part.ndim != 1 or not part.flags.c_contiguous:
-            said = f"{part.dtype}, {part.ndim} dimensions"
-            raise TierConfigError(f"parts[{number}]", said, "a contiguous 1-D array of uint8")
-        if writable and not part.flags.writeable:
-            raise TierConfigError(f"parts[{number}]", "read-only", "a writable array")
-        address, nbytes = address_of(part), part.nbytes
-        if address % PAGE:
-            raise TierConfigError(f"parts[{number}].address", hex(address), f"a multiple of {PAGE}")
-        if nbytes == 0 or nbytes % PAGE:
-            raise TierConfigError(f"parts[{number}].nbytes", nbytes, f"a positive multiple of {PAGE}")
-        total += nbytes
-    if total != record_bytes:
-        raise TierConfigError("parts", f"{total} bytes", f"one record of {record_bytes} bytes")
 
 
 def create_slab(path: Path, shape: SlabShape) -> None:
@@ -136,7 +97,7 @@ class Slab:
         os.close(self._fd)
 
     def _begin(self, way: Way, pieces: Iterable[Piece]) -> Callable[[], list[int]]:
-        runs = list(_runs(pieces, self.shape.record_bytes))
+        runs = adjacent(pieces, self.shape.record_bytes)
         end = begin(self._fd, way, self._wanted(runs))
 
         def failed() -> list[int]:
@@ -157,8 +118,7 @@ class Slab:
         return [piece.number for piece, nbytes in zip(run, moved, strict=True) if self._fault([piece], nbytes)]
 
     def _wanted(self, runs: Iterable[Sequence[Piece]]) -> list[Run]:
-        record_bytes = self.shape.record_bytes
-        return [Run(run[0].slot * record_bytes, [part for piece in run for part in piece.parts]) for run in runs]
+        return [run_of(run, self.shape.record_bytes) for run in runs]
 
     def _fault(self, run: Sequence[Piece], moved: int) -> str | None:
         """Why the records of adjacent slots could not be moved whole."""
@@ -178,18 +138,3 @@ def _open_direct(path: Path) -> tuple[int, bool]:
             raise
     _log.warning("%s: no direct I/O on this file system, going through the page cache", path)
     return os.open(path, os.O_RDWR), False
-
-
-def _runs(pieces: Iterable[Piece], record_bytes: int) -> Iterator[list[Piece]]:
-    """Pieces of adjacent slots together, as far as one call can take them."""
-    run: list[Piece] = []
-    buffers = 0
-    for piece in sorted(pieces, key=lambda piece: piece.slot):
-        full = buffers + len(piece.parts) > MAX_PIECES or (len(run) + 1) * record_bytes > _MAX_RUN_BYTES
-        if run and (full or piece.slot != run[-1].slot + 1):
-            yield run
-            run, buffers = [], 0
-        run.append(piece)
-        buffers += len(piece.parts)
-    if run:
-        yield run

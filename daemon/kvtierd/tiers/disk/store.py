@@ -10,16 +10,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self
 
-from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
-from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Traits
 from kvtierd.tiers.base import TierConfigError, TierError, TierIOError
-from kvtierd.tiers.disk.batch import Batch
-from kvtierd.tiers.disk.checksum import checksum
+from kvtierd.tiers.disk.batch import Batch, without_parent
+from kvtierd.tiers.disk.changes import Changes
+from kvtierd.tiers.disk.checks import check_read, check_traits, check_writes
+from kvtierd.tiers.disk.checksum import checksum, checksums_of
 from kvtierd.tiers.disk.files import io_errors, sync_directory
-from kvtierd.tiers.disk.index import Changes, Index
+from kvtierd.tiers.disk.index import Index
 from kvtierd.tiers.disk.recovery import recover_group
-from kvtierd.tiers.disk.slab import Piece, Slab, create_slab, require_aligned
+from kvtierd.tiers.disk.runs import Piece
+from kvtierd.tiers.disk.slab import Slab, create_slab
 from kvtierd.tiers.disk.table import GroupTable
 from kvtierd.tiers.disk.values import (
     Begun,
@@ -33,7 +34,6 @@ from kvtierd.tiers.disk.values import (
 )
 
 INDEX: Final = "index"
-_LIMITS: Final = {"priority": 100, "duration_ms": (1 << 32) - 1, "deadline_ns": (1 << 63) - 1}
 _MIN_TOUCH_BYTES: Final = 64 << 10
 _TOUCH_BYTES_PER_SLOT: Final = 16
 _CLEARED_AT_ONCE: Final = 10_000
@@ -146,7 +146,7 @@ class DiskStore:
         may be called from another thread while the next batch begins; batches finish in the order in which they began.
         Raises as :meth:`write` does for ``writes``.
         """
-        self._check(writes)
+        check_writes(writes, {group: self._table(group) for group in {write.group for write in writes}}, self._shapes)
         sync_failures = self._sync_failures
         checksums: list[bytes] = []
         failed: list[int] = []
@@ -154,7 +154,7 @@ class DiskStore:
             for first, some in self._in_parts(writes):
                 for end in self._begin_payloads(some, first):
                     under_way.callback(lambda end: failed.extend(end()), end)
-                checksums += [checksum(write.parts, write.key, self._fingerprint) for write in some]
+                checksums += checksums_of(some, self._fingerprint)
             ending = under_way.pop_all()
 
         def written() -> frozenset[int]:
@@ -195,7 +195,7 @@ class DiskStore:
         corrupt: set[int] = set()
         for number, read in enumerate(reads):
             table = self._table(read.group)
-            self._check_place(read, writable=True)
+            check_read(read, self._shapes[read.group])
             if table.key_at(read.slot) == read.key:
                 expected[number] = table.checksum_at(read.slot)
                 pieces[read.group].append(Piece(number, read.slot, read.parts))
@@ -258,31 +258,6 @@ class DiskStore:
             raise TierError("recover() comes before any read or write")
         return self._tables[group]
 
-    def _check_place(self, item: DiskRead | DiskWrite, *, writable: bool) -> None:
-        shape = self._shapes[item.group]
-        if not 0 <= item.slot < shape.slots:
-            raise TierConfigError("slot", item.slot, f"0 to {shape.slots - 1}")
-        if len(item.key) != KEY_BYTES:
-            raise TierConfigError("key", item.key.hex(), f"{KEY_BYTES} bytes")
-        require_aligned(item.parts, shape.record_bytes, writable=writable)
-
-    def _check(self, writes: Sequence[DiskWrite]) -> None:
-        slots: set[tuple[GroupId, SlotId]] = set()
-        keys: set[tuple[GroupId, Key]] = set()
-        for write in writes:
-            table = self._table(write.group)
-            self._check_place(write, writable=False)
-            if write.parent is not None and len(write.parent) != KEY_BYTES:
-                raise TierConfigError("parent", write.parent.hex(), f"{KEY_BYTES} bytes")
-            _check_traits(write.traits)
-            holder = table.key_at(write.slot)
-            if holder is not None:
-                raise InvariantViolation(f"disk slot {write.slot} still holds block {holder.hex()}")
-            slots.add((write.group, write.slot))
-            keys.add((write.group, write.key))
-        if len(slots) < len(writes) or len(keys) < len(writes):
-            raise InvariantViolation("two writes of one batch to the same disk slot or of the same block")
-
     def _check_others(
         self,
         retire: Sequence[Retirement],
@@ -297,7 +272,7 @@ class DiskStore:
                 raise TierConfigError("touches", f"{len(packed)} bytes", f"a multiple of {KEY_BYTES}")
         for group, _, traits in restate:
             self._table(group)
-            _check_traits(traits)
+            check_traits(traits)
 
     def _in_parts(self, writes: Sequence[DiskWrite]) -> Iterator[tuple[int, Sequence[DiskWrite]]]:
         """In their order, each part with the index of its first."""
@@ -331,34 +306,6 @@ class DiskStore:
         lost = begun.sync_failures != self._sync_failures
         return frozenset(range(len(begun.writes))) if lost else unwritten
 
-    def _without_parent(
-        self, writes: Sequence[DiskWrite], failed: frozenset[int], retire: Sequence[Retirement]
-    ) -> set[int]:
-        """Indices of writes that nobody could reach: their parent is not on disk, nor will it be after this batch."""
-        leaving = {*self._doubtful, *self._effective(retire)}
-        arriving: set[tuple[GroupId, Key]] = set()
-
-        def reachable(write: DiskWrite) -> bool:
-            if write.parent is None or self._shapes[write.group].sliding or (write.group, write.parent) in arriving:
-                return True
-            on_disk = self._tables[write.group].slot_of(write.parent) is not None
-            return on_disk and (write.group, write.parent) not in leaving
-
-        waiting = {number: write for number, write in enumerate(writes) if number not in failed}
-        progress = True
-        while progress:  # once, and once more to see it, where parents stand before their children
-            progress = False
-            for number, write in list(waiting.items()):
-                if reachable(write):
-                    arriving.add((write.group, write.key))
-                    del waiting[number]
-                    progress = True
-        return set(waiting)
-
-    def _effective(self, retire: Sequence[Retirement]) -> list[tuple[GroupId, Key]]:
-        """Blocks that really are where they are to be retired from."""
-        return [(group, key) for group, key, slot in retire if self._tables[group].slot_of(key) == slot]
-
     def _plan(
         self,
         begun: Begun,
@@ -368,13 +315,11 @@ class DiskStore:
         restate: Sequence[Restatement],
     ) -> tuple[Batch, frozenset[int]]:
         """Without those writes that are ``lost``; and which are not in it, the lost ones among them."""
-        failed = lost | self._without_parent(begun.writes, lost, retire)
         batch = Batch(self._tables)
-        for group, key in self._effective(retire):
-            batch.discard(group, key)
-        for number, (write, checked) in enumerate(zip(begun.writes, begun.checksums, strict=True)):
-            if number not in failed:
-                batch.put(write, checked)
+        batch.retire(retire)
+        leaving = self._doubtful.union(batch.discarded)
+        failed = lost | without_parent(begun.writes, lost, leaving, self._tables, self._shapes)
+        batch.put(begun.writes, begun.checksums, failed)
         for group, key, traits in restate:
             batch.restate(group, key, traits)
         for group, packed in touches:
@@ -402,14 +347,3 @@ class DiskStore:
         self._doubtful.clear()
         self._corrupt -= corrupt
         batch.apply()
-
-
-def _check_traits(traits: Traits) -> None:
-    for field, most in _LIMITS.items():
-        if not 0 <= getattr(traits, field) <= most:
-            raise TierConfigError(field, getattr(traits, field), f"0 to {most}")
-    if traits.label is not None:
-        if len(traits.label.event_hash) not in EVENT_HASH_BYTES:
-            raise TierConfigError("event_hash", f"{len(traits.label.event_hash)} bytes", "0, 8 or 32 bytes")
-        if len(traits.label.tokens) > MAX_TOKEN_BYTES:
-            raise TierConfigError("tokens", f"{len(traits.label.tokens)} bytes", f"at most {MAX_TOKEN_BYTES} bytes")

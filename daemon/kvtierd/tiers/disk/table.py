@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,7 @@ class GroupTable:
         self.counter += count
         return first
 
-    def use(self, slots: Iterable[SlotId], first: int) -> None:
+    def use(self, slots: Sequence[SlotId], first: int) -> None:
         """``slots`` were used in this order, from counter ``first`` on."""
-        for counter, slot in enumerate(slots, first):
-            self.last_use[slot] = counter
+        # Of a slot that stands there twice the later counter stays: numpy stores one after another.
+        self.last_use[np.array(slots, np.intp)] = np.arange(first, first + len(slots), dtype=np.uint64)

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.disk.runs import Run
 
 DEPTH: Final = 128
 """Runs in the queue at a time; the disk is asked for more only when these are done."""
@@ -35,13 +35,6 @@ class Way(IntEnum):
 
     READ = 7
     WRITE = 8
-
-
-class Run(NamedTuple):
-    """Buffers to move from or to one stretch of the file; aligned, where the file is open for direct I/O."""
-
-    offset: int
-    parts: Sequence[Bytes]
 
 
 class Calls(NamedTuple):
@@ -73,9 +66,6 @@ _REQUEST: Final = np.dtype(
 """``struct iocb`` of the little-endian machines above."""
 _EVENT: Final = np.dtype([("data", "u8"), ("request", "u8"), ("result", "i8"), ("result2", "i8")])
 _VECTOR: Final = np.dtype([("base", "u8"), ("length", "u8")])
-_NAME_OF_NUMPY: Final = "typestr"
-"""Every ``__array_interface__`` has it, and nobody else does. Were it not kept here, the interpreter would enter it in
-its table of names each time and let it go again: 1.4 us, and every so often that table is copied, which is two MB."""
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
@@ -83,11 +73,6 @@ _libc.syscall.restype = ctypes.c_long
 End = Callable[[], list[int]]
 """Waits for runs that have begun, and gives the bytes moved by each, or minus the error's number. Nothing is under way
 any more when it returns or raises."""
-
-
-def address_of(part: Bytes) -> int:
-    address: int = part.__array_interface__["data"][0]
-    return address
 
 
 class KernelQueue:
@@ -163,7 +148,7 @@ def _requests(fd: int, way: Way, runs: Sequence[Run]) -> tuple[NDArray[np.void],
     """The vectors of all buffers, and a request a run that points to its own."""
     parts = [part for run in runs for part in run.parts]
     vectors = np.empty(len(parts), _VECTOR)
-    vectors["base"] = [address_of(part) for part in parts]
+    vectors["base"] = [part.address for part in parts]
     vectors["length"] = [part.nbytes for part in parts]
     counts = np.fromiter((len(run.parts) for run in runs), np.uint64, len(runs))
     requests = np.zeros(len(runs), _REQUEST)
@@ -238,7 +223,7 @@ def begin(fd: int, way: Way, runs: Sequence[Run]) -> End:
 
 
 def _move(fd: int, way: Way, run: Run) -> int:
-    buffers = [part.data for part in run.parts]
+    buffers = [part.memory for part in run.parts]
     try:
         return os.pwritev(fd, buffers, run.offset) if way is Way.WRITE else os.preadv(fd, buffers, run.offset)
     except OSError as error:

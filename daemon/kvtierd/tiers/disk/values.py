@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
-from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.parts import Part
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,8 +29,7 @@ class SlabShape:
         return self.record_bytes * self.slots
 
 
-@dataclass(slots=True, frozen=True)
-class DiskWrite:
+class DiskWrite(NamedTuple):
     """One block to store. ``parts``: page-aligned, padded, in pool order, together exactly one record of the group."""
 
     group: GroupId
@@ -38,7 +37,7 @@ class DiskWrite:
     key: Key
     parent: Key | None
     traits: Traits
-    parts: Sequence[Bytes]
+    parts: Sequence[Part]
 
 
 Retirement = tuple[GroupId, Key, SlotId]
@@ -91,14 +90,13 @@ def _wait(one: Begun, base: int, unwritten: set[int]) -> None:
     unwritten.update(base + number for number in one.written())
 
 
-@dataclass(slots=True, frozen=True)
-class DiskRead:
+class DiskRead(NamedTuple):
     """One block to fetch into ``parts`` (writable, else as in :class:`DiskWrite`)."""
 
     group: GroupId
     slot: SlotId
     key: Key
-    parts: Sequence[Bytes]
+    parts: Sequence[Part]
 
 
 @dataclass(slots=True, frozen=True)

@@ -16,6 +16,7 @@ from kvtierd.core.ids import Tier
 from kvtierd.core.outcome import MoveResult
 from kvtierd.mover.cuda.copies import BATCH_BYTES
 from kvtierd.mover.edges import LANES, Edges
+from kvtierd.mover.lanes import Gathering
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Faults, Piece, reports_of
 from kvtierd.tiers.disk import DiskRoot
@@ -117,7 +118,9 @@ async def test_a_fetch_that_nobody_can_account_for_is_no_matter_to_the_rest_of_i
         move(5, DISK, None, [(3, 3, None)]),
     )
     batch = [Piece(with_disk, each, 0, each.items, 0) for each in moves]
-    assert all(lane.joins(batch[:end], [batch[end]]) for end in range(1, len(batch)))
+    gathering = Gathering(lane, batch[0])
+    assert all(gathering.add(piece) for piece in batch[1:])
+    assert gathering.pieces == batch
     begun = await asyncio.to_thread(lane.carry_out, batch)
     assert callable(begun)
     assert await asyncio.to_thread(begun) == Faults(failed=frozenset({1}))
