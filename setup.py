@@ -13,8 +13,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 DAEMON = Path("daemon/kvtierd")
-INTERPRETED = frozenset({"__init__.py", "errors.py", "ids.py"})
-"""Of the core: exceptions, enums and new types, which stay classes of the interpreter's own."""
+INTERPRETED = frozenset({"__init__.py", "errors.py"})
+"""Of the core: exceptions, which stay classes of the interpreter's own."""
 AROUND_THE_CORE = (
     "build",
     "event_ids",

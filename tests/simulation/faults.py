@@ -91,8 +91,8 @@ def _frees_what_leaves(right: Method) -> Method:
 def _detaches_the_source(right: Method) -> Method:
     def source_stays(flights: Flights, flight: Flight) -> None:
         right(flights, flight)
-        if flight.block.copy(flight.edge[0]) is flight.source:
-            flights._state.detach(flight.block, flight.edge[0])
+        if flight.block.copy(flight.src) is flight.source:
+            flights._state.detach(flight.block, flight.src)
 
     return source_stays
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy
@@ -38,23 +37,16 @@ class Candidates:
     would take places twice: what was promoted from disk stays there.
     """
 
-    __slots__ = ("_by_bit", "_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")
+    __slots__ = ("_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")
 
     def __init__(self, tier: Tier, *, lowest: bool) -> None:
         self._counts = WHOLE_RANK if lowest else COLD_RANK
-        self.redundant = Ranked(_on_list(tier, REDUNDANT))
-        self.demotable = Ranked(_on_list(tier, DEMOTABLE))
-        self.clean = Ranked(_on_list(tier, CLEAN))
-        self.leaf = Ranked(_on_list(tier, LEAF))
-        self.dirty = Ranked(_on_list(tier, DIRTY))
+        self.redundant = Ranked(tier, REDUNDANT)
+        self.demotable = Ranked(tier, DEMOTABLE)
+        self.clean = Ranked(tier, CLEAN)
+        self.leaf = Ranked(tier, LEAF)
+        self.dirty = Ranked(tier, DIRTY)
         self.cleans = 0
-        self._by_bit = (
-            (REDUNDANT, self.redundant),
-            (DEMOTABLE, self.demotable),
-            (CLEAN, self.clean),
-            (LEAF, self.leaf),
-            (DIRTY, self.dirty),
-        )
 
     def place_of(self, rank: int) -> int:
         """Where a block of this rank stands on the lists; :meth:`put` does the same."""
@@ -70,14 +62,14 @@ class Candidates:
             return
         copy.listed, copy.ranked = lists, rank
         self.cleans += bool(lists & _GOES_FREELY) - bool(before & _GOES_FREELY)
-        for bit, ranked in self._by_bit:
-            if lists & ~unchanged & bit:
-                ranked.offer(rank, block)
-
-
-def _on_list(tier: Tier, bit: int) -> Callable[[int, Block], bool]:
-    def listed(rank: int, block: Block) -> bool:
-        copy = block.copy(tier)
-        return copy is not None and copy.listed & bit != 0 and copy.ranked == rank
-
-    return listed
+        new = lists & ~unchanged
+        if new & REDUNDANT:
+            self.redundant.offer(rank, block)
+        if new & DEMOTABLE:
+            self.demotable.offer(rank, block)
+        if new & CLEAN:
+            self.clean.offer(rank, block)
+        if new & LEAF:
+            self.leaf.offer(rank, block)
+        if new & DIRTY:
+            self.dirty.offer(rank, block)

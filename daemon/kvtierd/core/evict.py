@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final
 
 from kvtierd.core.block import Block
-from kvtierd.core.ids import Key
+from kvtierd.core.ids import Key, Tier
 
 PROTECTED: Final = 0.5
 """At most so many blocks of a group are hot, as a share of the slots of its lowest tier."""
@@ -143,16 +143,18 @@ EVICTORS: Final[Mapping[str, type[Lru]]] = {"lru": Lru, "2q": TwoQueues}
 class Ranked:
     """A list of candidates, the lowest rank first.
 
-    A block that was offered at a rank is a candidate while ``listed``, its own record, says so: the list itself need
-    not be told that one has gone. A heap whose stale entries are skipped when they surface: O(log n) an offer, no scan
-    ever. Where most of it may be stale, each offer moves a few entries that are not to a new one: so memory stays
-    within a small factor of the candidates, and nobody waits for a whole heap to be gone through.
+    A block that was offered at a rank is a candidate while its own record, its copy's in the ``tier``, says that it is
+    on the list ``bit`` at that rank: the list itself need not be told that one has gone. A heap whose stale entries are
+    skipped when they surface: O(log n) an offer, no scan ever. Where most of it may be stale, each offer moves a few
+    entries that are not to a new one: so memory stays within a small factor of the candidates, and nobody waits for a
+    whole heap to be gone through.
     """
 
-    __slots__ = ("_heap", "_listed", "_old", "_sweep_at", "_swept")
+    __slots__ = ("_bit", "_heap", "_old", "_sweep_at", "_swept", "_tier")
 
-    def __init__(self, listed: Callable[[int, Block], bool]) -> None:
-        self._listed = listed
+    def __init__(self, tier: Tier, bit: int) -> None:
+        self._tier = tier
+        self._bit = bit
         self._heap: list[tuple[int, Block]] = []
         self._old: list[tuple[int, Block]] = []
         """What is left of the heap before this one. Taken from its end, so it stays a heap."""
@@ -168,6 +170,10 @@ class Ranked:
         elif len(self._heap) > self._sweep_at:
             self._old, self._heap = self._heap, []
 
+    def _listed(self, rank: int, block: Block) -> bool:
+        copy = block.copy(self._tier)
+        return copy is not None and copy.listed & self._bit != 0 and copy.ranked == rank
+
     def _sweep(self) -> None:
         for _ in range(min(SWEPT_AN_OFFER, len(self._old))):
             rank, block = self._old.pop()
@@ -181,6 +187,8 @@ class Ranked:
     def victim(self, spared: Collection[Block] = ()) -> Block | None:
         """The candidate to go first, but none of the few ``spared``. It stays a candidate until its record says
         otherwise."""
+        if not spared:
+            return self._first()
         aside: list[tuple[int, Block]] = []
         found = None
         while found is None and (heap := self._lower()):
@@ -194,6 +202,14 @@ class Ranked:
         for entry in aside:
             heapq.heappush(self._heap, entry)
         return found
+
+    def _first(self) -> Block | None:
+        while heap := self._lower():
+            rank, block = heap[0]
+            if self._listed(rank, block):
+                return block
+            heapq.heappop(heap)
+        return None
 
     def _lower(self) -> list[tuple[int, Block]]:
         """Of the two heaps that with the lowest rank."""

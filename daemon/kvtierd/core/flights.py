@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvtierd.core import loss
 from kvtierd.core.block import DOWNWARDS, LEAVING, UPWARDS, Block, Copy
@@ -35,15 +35,28 @@ class EdgeRecord:
     degraded_until: int = 0
 
 
-class Flight(NamedTuple):
-    """``purge``: when it arrives, all idle copies above go."""
+class Flight:
+    """``purge``: when it arrives, all idle copies above go.
 
-    block: Block
-    edge: Edge
-    source: Copy
-    copy: Copy
-    cause: Cause
-    purge: bool
+    One is made for each block that moves: in machine code that takes a tenth of the time of a named tuple.
+    """
+
+    __slots__ = ("block", "cause", "copy", "dst", "purge", "source", "src")
+
+    def __init__(
+        self, block: Block, src: Tier, dst: Tier, source: Copy, copy: Copy, cause: Cause, *, purge: bool
+    ) -> None:
+        self.block = block
+        self.src = src
+        self.dst = dst
+        self.source = source
+        self.copy = copy
+        self.cause = cause
+        self.purge = purge
+
+    @property
+    def edge(self) -> Edge:
+        return self.src, self.dst
 
 
 class Flights:
@@ -75,7 +88,7 @@ class Flights:
 
     def reading(self, tier: Tier) -> Iterator[tuple[Block, Copy]]:
         """What is being copied out of the tier."""
-        return ((flight.block, flight.source) for flight in self.all() if flight.edge[0] is tier)
+        return ((flight.block, flight.source) for flight in self.all() if flight.src is tier)
 
     def usable(self, src: Tier, dst: Tier, now: int) -> bool:
         """The edge is neither degraded nor at an offline tier."""
@@ -87,7 +100,12 @@ class Flights:
         move, source, copy = self._state.start_copy(block, src, dst, cause)
         self._count_background(src, cause, 1)
         self.to_disk += dst is DISK
-        self._flights.setdefault(move, []).append(Flight(block, (src, dst), source, copy, cause, purge))
+        flight = Flight(block, src, dst, source, copy, cause, purge=purge)
+        flights = self._flights.get(move)
+        if flights is None:
+            self._flights[move] = [flight]
+        else:
+            flights.append(flight)
         return copy
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
@@ -98,7 +116,8 @@ class Flights:
         if flights is None:
             raise InvariantViolation(f"move {result.id} completes unplanned")
         self._account(flights, result, now)
-        transfer = self._state.transfer(*flights[0].edge, result.queue_ns, result.copy_ns)  # one for all of its events
+        first = flights[0]
+        transfer = self._state.transfer(first.src, first.dst, result.queue_ns, result.copy_ns)  # one for all its events
         waiters: list[FetchTicket] = []
         for position, flight in enumerate(flights):
             self._land(flight, position in result.failed, position in result.corrupt, transfer)
@@ -122,12 +141,12 @@ class Flights:
         return len(self._waiters.get(copy, ()))
 
     def _account(self, flights: list[Flight], result: MoveResult, now: int) -> None:
-        edge = flights[0].edge
-        record = self.edges[edge]
+        src, dst = flights[0].src, flights[0].dst
+        record = self.edges[src, dst]
         bad = len(result.failed)
         good = len(flights) - bad - len(result.corrupt)
         record.blocks += good
-        record.bytes += good * self._state.shape.slot_bytes[edge[1]]
+        record.bytes += good * self._state.shape.slot_bytes[dst]
         record.failures += bad
         record.queue_ns += result.queue_ns * len(flights)
         record.copy_ns += result.copy_ns
@@ -138,8 +157,8 @@ class Flights:
 
     def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state = self._state
-        block, (src, dst), source, copy, cause, _ = flight
-        self._count_background(src, cause, -1)
+        block, src, dst, source, copy = flight.block, flight.src, flight.dst, flight.source, flight.copy
+        self._count_background(src, flight.cause, -1)
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
         attached = block.copy(dst) is copy and block.copy(src) is source
@@ -168,19 +187,19 @@ class Flights:
         return above is not None and above.valid
 
     def _source_stays(self, flight: Flight) -> None:
-        if flight.block.copy(flight.edge[0]) is flight.source:
-            self._state.stay(flight.block, flight.edge[0])
+        if flight.block.copy(flight.src) is flight.source:
+            self._state.stay(flight.block, flight.src)
             self._state.reconsider(flight.block)
 
     def _settle_source(self, flight: Flight) -> None:
         """The source was detached while it was read; it is freed by its last reader."""
-        tier, source = flight.edge[0], flight.source
+        tier, source = flight.src, flight.source
         retiring = self._state.slots[tier].state(source.slot) is SLOT_RETIRING
         if retiring and source.reads == 0 and source.holds == 0:
             self._state.settle(flight.block, tier, source)
 
     def _arrive(self, flight: Flight, transfer: Transfer) -> None:
-        state, block, (src, dst) = self._state, flight.block, flight.edge
+        state, block, src, dst = self._state, flight.block, flight.src, flight.dst
         state.arrive(block, dst)
         cause = flight.cause
         if flight.source.phase is LEAVING:
@@ -199,7 +218,8 @@ class Flights:
     def _promoted(self, flight: Flight) -> bool:
         """Promotion from host frees the source unless somebody needs it; promotion from disk keeps it, and so does a
         cache that writes through."""
-        return flight.edge == (HOST, DEVICE) and not self._through and self._idle(flight.block, HOST)
+        upwards = flight.dst is DEVICE and flight.src is HOST
+        return upwards and not self._through and self._idle(flight.block, HOST)
 
     def _idle(self, block: Block, tier: Tier) -> bool:
         copy = block.copy(tier)

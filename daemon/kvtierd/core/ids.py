@@ -48,5 +48,5 @@ DISK: Final = Tier.DISK
 """The same. To look a member up in its class takes ten times as long as a global (Python 3.11), and the core does so
 dozens of times a block: hence such names beside its enumerations."""
 
-BITS: Final = (1, 2, 4)
-_NAMES: Final = ("device", "host", "disk")
+BITS: Final[tuple[int, ...]] = (1, 2, 4)
+_NAMES: Final[tuple[str, ...]] = ("device", "host", "disk")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtierd.core.block import Block
 from kvtierd.core.bulk import rows
@@ -14,8 +14,7 @@ from kvtierd.core.policy import Policy
 from kvtierd.core.traits import Label, Traits, label_of
 
 
-@dataclass(slots=True, frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """What an ``updated`` event says of the move behind it. ``block_bytes``: of one block."""
 
     src: Tier

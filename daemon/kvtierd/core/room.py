@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from itertools import chain
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -354,12 +353,14 @@ class Room:
         missing: list[Block] = []
         for block in blocks:
             fresh: list[Block] = []
-            for member in chain([block], block.ancestors()):
-                if member in seen or member.copy(DISK) is not None:  # then all that it stands on is there, too
-                    break
+            member: Block | None = block
+            # Where one is known or there, all that it stands on is, too.
+            while member is not None and member not in seen and member.on_disk is None:
+                seen.add(member)
                 fresh.append(member)
-            seen.update(fresh)
-            missing += reversed(fresh)
+                member = member.parent
+            fresh.reverse()
+            missing += fresh
         return missing
 
     def copy_ancestors(self, missing: list[Block]) -> None:

@@ -41,6 +41,8 @@ SLOT_RETIRING: Final = SlotState.RETIRING
 SLOT_ORPHANED: Final = SlotState.ORPHANED
 SLOT_QUARANTINED: Final = SlotState.QUARANTINED
 _STATES: Final = tuple(SlotState)
+_FREE: Final = 0
+"""The same as a plain number, which machine code compares without a call."""
 
 
 class SlotTable:
@@ -64,7 +66,7 @@ class SlotTable:
 
     @property
     def retiring(self) -> int:
-        return self._counts[SlotState.RETIRING]
+        return self._counts[SLOT_RETIRING]
 
     def count(self, state: SlotState) -> int:
         return self._counts[state]
@@ -75,7 +77,9 @@ class SlotTable:
     def take(self, state: SlotState) -> SlotId:
         """A free slot, now in ``state``. The caller has checked that there is one."""
         slot = SlotId(self._free.pop())
-        self._move(slot, SLOT_FREE, state)
+        if self._states[slot] != _FREE:
+            raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
+        self._move(slot, _FREE, state)
         return slot
 
     def take_many(self, count: int, state: SlotState) -> list[SlotId]:
@@ -105,34 +109,31 @@ class SlotTable:
 
     def change(self, slot: SlotId, to: SlotState) -> None:
         """Any change between states that are not FREE."""
-        was = self._states[slot]
-        if was == SLOT_FREE or to is SLOT_FREE:
+        was: int = self._states[slot]
+        if was == _FREE or to is SLOT_FREE:
             raise InvariantViolation(f"slot {slot}: {SlotState(was).name} to {to.name} by change()")
-        self._states[slot] = to
-        self._counts[was] -= 1
-        self._counts[to] += 1
+        self._move(slot, was, to)
 
     def enter(self, slot: SlotId, to: SlotState) -> None:
         """The same, where it may be in that state already."""
-        was = self._states[slot]
-        if was != to:
-            if was == SLOT_FREE:
+        number: int = to
+        was: int = self._states[slot]
+        if was != number:
+            if was == _FREE:
                 raise InvariantViolation(f"slot {slot}: FREE to {to.name} by enter()")
-            self._states[slot] = to
-            self._counts[was] -= 1
-            self._counts[to] += 1
+            self._move(slot, was, number)
 
     def give_back(self, slot: SlotId) -> None:
-        was = self._states[slot]
-        if was == SLOT_FREE:
+        was: int = self._states[slot]
+        if was == _FREE:
             raise InvariantViolation(f"slot {slot} is freed twice")
-        self._move(slot, was, SLOT_FREE)
+        self._move(slot, was, _FREE)
         self._free.append(slot)
 
     def shut(self) -> None:
         """Takes every free slot out of use."""
         for slot in self.free_slots():
-            self._move(slot, SLOT_FREE, SLOT_QUARANTINED)
+            self._move(slot, _FREE, SLOT_QUARANTINED)
         self._free = array("I")
 
     def reopen(self, bad: Collection[SlotId]) -> None:
@@ -150,9 +151,8 @@ class SlotTable:
         """For the checker."""
         return tuple(map(SlotId, self._free))
 
-    def _move(self, slot: SlotId, was: int, to: SlotState) -> None:
-        if self._states[slot] != was:
-            raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not {SlotState(was).name}")
+    def _move(self, slot: SlotId, was: int, to: int) -> None:
+        """``was``: as it stands there."""
         self._states[slot] = to
         self._counts[was] -= 1
         self._counts[to] += 1

@@ -8,8 +8,7 @@ odd once and even once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +49,7 @@ _EMPTY: Final = bytes(BUCKET_ENTRIES - mask.bit_count() for mask in range(1 << B
 _FIRST_EMPTY: Final = bytes((~mask & mask + 1).bit_length() - 1 for mask in range(1 << BUCKET_ENTRIES))
 
 
-@dataclass(slots=True, frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """Where blocks have got to in one tier, parallel arrays."""
 
     slots: I64
@@ -64,8 +62,7 @@ class Slots:
         return cls(at, np.frombuffer(generations, np.uint64)[at])
 
 
-@dataclass(slots=True, frozen=True)
-class Found:
+class Found(NamedTuple):
     """Blocks that stand in the index, in parallel arrays: which of those looked for, bucket and number of its place,
     and what stands there. One whose two buckets are the same is there twice."""
 

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.core import group
-from kvtierd.core.block import Block
-from kvtierd.core.candidates import Candidates
+from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.candidates import LEAF, REDUNDANT, Candidates
 from kvtierd.core.evict import Ranked
 from kvtierd.core.group import GroupState
+from kvtierd.core.ids import SlotId, Tier
 from kvtierd.core.outcome import Outcome
 from kvtierd.core.room import PLACED_A_ROUND
 from kvtierd.core.traits import Traits
@@ -120,14 +121,16 @@ def test_what_comes_and_goes_in_chains_is_put_on_no_list_that_nobody_asks_for(mo
 def test_a_list_of_candidates_gives_the_lowest_rank_whatever_has_gone_stale(steps: list[tuple[str, int]]) -> None:
     blocks = [Block(key(str(number)), None, None, Traits(35)) for number in range(41)]
     rank_of: dict[Block, int] = {}
-    ranked = Ranked(lambda rank, block: rank_of.get(block) == rank)
+    ranked = Ranked(Tier.HOST, LEAF)
     for clock, (step, number) in enumerate(steps):
         block = blocks[number]
         if step == "offer":
             rank_of[block] = clock
+            _list(block, clock)
             ranked.offer(clock, block)
         elif step == "leave":
             rank_of.pop(block, None)
+            block.put_copy(Tier.HOST, None)
         else:
             spared = [block] if step == "victim" else []
             others = [one for one in rank_of if one not in spared]
@@ -137,11 +140,17 @@ def test_a_list_of_candidates_gives_the_lowest_rank_whatever_has_gone_stale(step
         assert set(ranked) == set(rank_of)
 
 
+def _list(block: Block, rank: int) -> None:
+    copy = Copy(SlotId(0), Phase.READY)
+    copy.listed, copy.ranked = LEAF | REDUNDANT, rank
+    block.put_copy(Tier.HOST, copy)
+
+
 def test_a_list_of_candidates_forgets_what_is_stale() -> None:
     block = Block(key("a"), None, None, Traits(35))
-    latest = 0
-    ranked = Ranked(lambda rank, _: rank == latest)
+    ranked = Ranked(Tier.HOST, LEAF)
     for latest in range(10_000):
+        _list(block, latest)
         ranked.offer(latest, block)
     entries = sum(1 for _ in ranked.in_order())
     assert entries <= 256
