@@ -101,10 +101,10 @@ class Policy:
     max_ahead: float = 0.125
     reserve_shift: int = 5
     reserve_max: int = 256
-    victims_a_call: int = 16
+    victims_a_call: int = 32
     expiries_a_call: int = 64
     losses_a_call: int = 64
-    blocks_a_move: int = 16
+    blocks_a_move: int = 32
     blocks_an_event: int = 256
     degrade_after: int = 3
     degraded_ns: int = 5_000_000_000

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from string import ascii_letters
 
 from kvtierd.core.outcome import Outcome
 from kvtierd.core.policy import Policy
+from kvtierd.core.room import PLACED_A_ROUND
 from tests.unit.core.bench import ALICE, DEVICE, GROUP, HOST, Bench, keys
 
 OUTCOME = [field.name for field in fields(Outcome)]
 VICTIMS = Policy().victims_a_call
-WANTED = "abcdefghijklmnopqrst"
+WANTED = ascii_letters[: VICTIMS + 4]
 """More than a round vacates."""
 
 
@@ -59,7 +61,7 @@ def test_who_was_put_off_comes_first_however_much_room_is_wanted_above() -> None
 
 
 def test_a_round_that_places_many_blocks_makes_less_room() -> None:
-    stored = 8 * VICTIMS
+    stored = PLACED_A_ROUND
     bench = Rounds(device=stored, host=2 * stored, disk=8, recovered="")
     bench.put(numbered(stored))
     bench.core.touch(GROUP, keys(numbered(stored)[-1]), 0, bench.now)  # and with it all others; nobody has looked since
