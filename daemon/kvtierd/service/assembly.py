@@ -12,12 +12,15 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import itemgetter
 from typing import Final
 
 from kvtier.abi import attach
 from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout
 from kvtier.abi.spec import CacheSpec
+from kvtierd.core import bulk
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager, Recovered
@@ -35,7 +38,7 @@ from kvtierd.tiers.base import DeviceIOError, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment, Gpu
 from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.device import Chaos, StandInDevice
-from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery
+from kvtierd.tiers.disk import DiskRecord, DiskRoot, DiskStore, Recovery
 from kvtierd.tiers.host import HostStore
 
 MANAGER_LETS_GO_S: Final = 5.0
@@ -288,7 +291,9 @@ def _past(plan: Plan) -> PastOptions | None:
 
 
 def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
+    fields = [itemgetter(DiskRecord._fields.index(name)) for name in ("slot", "key", "parent", "traits")]
+    not_in_memory = repeat(None), repeat(None)
     return {
-        group: [Recovered(slot, key, parent, traits) for slot, key, parent, traits, _ in records]
+        group: list(bulk.rows(Recovered, *(map(one, records) for one in fields), *not_in_memory))
         for group, records in found.records.items()
     }

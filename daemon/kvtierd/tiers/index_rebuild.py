@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, Self
 
 import numpy as np
@@ -24,6 +25,9 @@ FILL_FIRST: Final = 6
 _TAGS: Final = slice(TAGS_OFFSET // 4, TAGS_OFFSET // 4 + BUCKET_ENTRIES)
 _SLICE: Final = 256
 """Buckets written at a time: readers find these odd for some 20 us."""
+
+_FIELDS: Final = {name: itemgetter(place) for place, name in enumerate(Recovered._fields)}
+_SLOT: Final = {Tier.DEVICE: _FIELDS["device"], Tier.HOST: _FIELDS["host"], Tier.DISK: _FIELDS["slot"]}
 
 Places = NDArray[np.int64]
 """Of each block, its bucket x 8 + its number there; -1: none."""
@@ -60,19 +64,25 @@ def _of_group(
     blocks: Sequence[Recovered],
     generations: Mapping[tuple[Tier, GroupId], NDArray[np.uint64]],
 ) -> tuple[U64, U64, U64, U64]:
-    keys = np.frombuffer(b"".join(block.key for block in blocks), "<u8").reshape(-1, 4)
-    residency = np.array([Tier.DISK.bit * (block.slot is not None) for block in blocks], np.uint64)
+    keys = np.frombuffer(b"".join(map(_FIELDS["key"], blocks)), "<u8").reshape(-1, 4)
+    residency = np.where(_slots(blocks, Tier.DISK) >= 0, np.uint64(Tier.DISK.bit), np.uint64(0))
     places = np.zeros((len(blocks), 3), np.uint64)
-    on_host = [-1 if block.host is None else block.host for block in blocks]
-    on_device = [-1 if block.device is None else block.device for block in blocks]
-    for column, tier, its, shift in ((0, Tier.HOST, on_host, 0), (1, Tier.DEVICE, on_device, 32)):
-        slots = np.array(its, np.int64)
+    for column, tier, shift in ((0, Tier.HOST, 0), (1, Tier.DEVICE, 32)):
+        slots = _slots(blocks, tier)
         there = np.flatnonzero(slots >= 0)
         if there.size:
             residency[there] |= np.uint64(tier.bit)
             places[there, column] = generations[tier, group][slots[there]]
             places[there, 2] |= slots[there].astype(np.uint64) << np.uint64(shift)
     return keys, np.full(len(blocks), group, np.uint64), residency, places
+
+
+def _slots(blocks: Sequence[Recovered], tier: Tier) -> NDArray[np.int64]:
+    """Of each block, -1 where it is not in the tier."""
+    slots = list(map(_SLOT[tier], blocks))
+    if slots.count(None) == len(slots):
+        return np.full(len(slots), -1, np.int64)
+    return np.array([-1 if slot is None else slot for slot in slots], np.int64)
 
 
 def plan(buckets: Buckets, blocks: Many, homes: Homes) -> Places:

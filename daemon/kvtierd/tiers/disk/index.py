@@ -177,10 +177,8 @@ class Index:
         """Everything of ``group``. Raises :class:`TierIOError`."""
         dbs = self._groups[group]
         with _lmdb_errors(f"cannot read {self._path}"), self._env.begin() as txn:
-            items = list(txn.cursor(dbs.records))
-            if dbs.pending:
-                items = [(key, record) for key, record in items if key not in dbs.pending]
-                items += [(key, record) for key, record in dbs.pending.items() if record is not None]
+            items = [item for item in txn.cursor(dbs.records) if item[0] not in dbs.pending]
+            items += [(key, record) for key, record in dbs.pending.items() if record is not None]
             recency = [(SlotId(int.from_bytes(key, "big")), value) for key, value in txn.cursor(dbs.recency)]
             touches = list(txn.cursor(dbs.touches))
             quarantined = frozenset(_slots(txn, dbs.quarantine))

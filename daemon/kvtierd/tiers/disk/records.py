@@ -33,6 +33,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtierd.core import bulk
 from kvtierd.core.ids import KEY_BYTES, Key, SlotId
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label, Traits
 from kvtierd.tiers.disk.checksum import CHECKSUM_BYTES
@@ -140,7 +141,7 @@ def traits_of(rows: NDArray[Any], values: Sequence[bytes], places: NDArray[np.in
         value, split = values[int(places[place])], HEAD_BYTES + int(rows["hash_bytes"][place])
         labels[place] = Label(value[HEAD_BYTES:split], value[split:])
     columns = (rows[name].tolist() for name in ("priority", "duration_ms", "deadline_ns"))
-    return list(map(Traits, *columns, labels))
+    return list(bulk.rows(Traits, *columns, labels))
 
 
 def parents_of(rows: NDArray[Any]) -> list[Key | None]:
