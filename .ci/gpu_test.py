@@ -150,10 +150,10 @@ def main() -> int:
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
+    python = [sys.executable, "-X", "faulthandler"]
     if arguments[:1] == ["bench"]:
-        start = "from kvtier.cli import main; main()"
-        return [sys.executable, "-X", "faulthandler", "-c", start, "bench", "gpu", "--json", *arguments[1:]]
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--durations=10"]
+        return [*python, "-c", "from kvtier.cli import main; main()", "bench", "gpu", "--json", *arguments[1:]]
+    command = [*python, "-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--durations=10"]
     # tests/gpu/limits.py ends a test that hangs, and not the run with it.
     command += ["-o", "faulthandler_timeout=0", f"--junitxml={BUILD / 'report.xml'}"]
     return [*command, *arguments]

@@ -21,8 +21,9 @@ from xml.etree import ElementTree
 from tests import devices
 
 ROOT: Final = Path(__file__).parents[1]
-_TEST_S: Final = 120
-"""How long one test may hang before its session ends, with every thread's stack."""
+_TEST_S: Final = 240
+"""How long one test may hang before its session ends, with every thread's stack. Some start twenty daemons, each of
+which opens the device, beside as many other sessions as there are cores."""
 _SHOWN_CHARACTERS: Final = 20_000
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from kvtier.abi.cuda.driver import Direction, Driver
+from kvtier.abi.cuda.driver import BATCH, Direction, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtierd.core.ids import GroupId, SlotId, Tier
@@ -159,6 +159,62 @@ def test_a_failing_copy_fails_its_batch_once_nothing_of_it_runs_and_no_other(rig
     assert rig.pool.lost is None
     rig.down(0, 1)()
     assert rig.value(1) == 3
+
+
+def test_a_batch_whose_second_call_fails_is_over_when_its_first_is() -> None:
+    rig = Rig(fail=[{"call": "cuMemcpyBatchAsync", "code": "CUDA_ERROR_INVALID_VALUE", "after": 1}])
+    rig.locks.start()
+    until_locked(rig.locks)
+    part = 64
+    slots = BATCH * part // SLOT
+    for slot in range(slots + 1):
+        rig.fill(slot, 7)
+    gate = threading.Event()
+    rig.fake.fake_work(rig.traffic._ways[UP].stream, gate.wait)
+    pieces = [Rows(rig.on_device(0) + at, rig.on_host(0) + at, part) for at in range(0, (slots + 1) * SLOT, part)]
+    passage = rig.traffic.issue(UP, pieces, at(Tier.HOST, 0, slots + 1), at(Tier.DEVICE, 0, slots + 1))
+    assert not rig.traffic.ends_soon(passage)
+    gate.set()
+    with pytest.raises(CudaError, match="INVALID_VALUE"):
+        rig.traffic.settle(passage)
+    rig.down(0, 32, slots)()
+    assert {rig.value(32 + slot) for slot in range(slots)} == {7}
+    rig.close()
+
+
+CALLS = ("cuEventCreate", "cuStreamWaitEvent", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventRecord", "cuEventQuery")
+CODES = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_ERROR_LAUNCH_FAILED")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("code", CODES)
+def test_whichever_call_fails_and_whenever_no_batch_is_told_as_done_with_other_bytes(call: str, code: str) -> None:
+    """And who cannot close afterwards has said that the device is lost."""
+    for place in range(5):
+        failure = {"call": call, "code": code, "after": place, "times": 1 + place % 2}
+        rig = Rig(seed=place, driver_version=(13000, 12060)[place % 2], fail=[failure])
+        rig.locks.start()
+        held: dict[int, int | None] = {}
+        for turn in range(1, 9):
+            rig.fill(0, turn)
+            rig.fill(1, turn)
+            slot = 3 * (turn % 4)
+            held[slot] = turn if ended(rig.up, 0, slot) else None
+            rig.fill(40, 99)
+            if ended(rig.down, slot, 40) and held[slot] is not None:
+                assert rig.value(40) == held[slot]
+        if rig.traffic.close(1.0):
+            assert rig.traffic.under_way == 0
+        else:
+            assert rig.pool.lost is not None
+
+
+def ended(copy: Callable[[int, int, int], Callable[[], None]], src: int, dst: int) -> bool:
+    try:
+        copy(src, dst, 2)()
+    except (CudaError, TierIOError, Unaccounted):
+        return False
+    return True
 
 
 def test_what_is_closed_takes_nothing_more() -> None:
