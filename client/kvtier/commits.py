@@ -16,14 +16,11 @@ from typing import Final
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import status_pb2
 from grpc.aio import AioRpcError, Metadata
 
 from kvtier.abi import attach as protocol
-from kvtier.rpc_errors import DETAILS_KEY
+from kvtier.rpc_errors import failed_with
 from kvtier.v1 import blocks_pb2, blocks_pb2_grpc
-
-_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 _Told = asyncio.Future[blocks_pb2.CommitAnswer | None]
 """None: the line ended before."""
@@ -140,9 +137,7 @@ class CommitLine:
             return await self._blocks.Commit(request, timeout=left, metadata=metadata)
         if answer.WhichOneof("outcome") == "done":
             return answer.done
-        status = status_pb2.Status.FromString(answer.refused)
-        trailing = Metadata((DETAILS_KEY, answer.refused))
-        raise AioRpcError(_CODES[status.code], Metadata(), trailing, status.message)
+        raise failed_with(answer.refused)
 
     def _send(self) -> None:
         """As many as the daemon has room for; the others when it has."""

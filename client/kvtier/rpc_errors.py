@@ -8,13 +8,15 @@ from typing import Final
 
 import grpc
 from google.rpc import status_pb2
-from grpc.aio import AioRpcError
+from grpc.aio import AioRpcError, Metadata
 
 from kvtier import errors
 from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2, common_pb2
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
+
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,6 +42,14 @@ def fault_of(error: AioRpcError) -> Fault:
                 if packed.Is(common_pb2.ErrorDetail.DESCRIPTOR):
                     packed.Unpack(detail)
     return Fault(error.code(), error.details() or "", detail)
+
+
+def failed_with(status: bytes) -> AioRpcError:
+    """As a call raises it that the daemon ended so. ``status``: a serialised google.rpc.Status, which did not come by
+    gRPC. Raises :class:`google.protobuf.message.DecodeError` where it is none."""
+    parsed = status_pb2.Status.FromString(status)
+    code = _CODES.get(parsed.code, grpc.StatusCode.UNKNOWN)
+    return AioRpcError(code, Metadata(), Metadata((DETAILS_KEY, status)), parsed.message)
 
 
 def error_of(fault: Fault) -> errors.KvtierError:

@@ -35,6 +35,7 @@ from kvtier.errors import (
     KvtierError,
     RetryableError,
 )
+from kvtier.event_line import EventLines
 from kvtier.fences import PASSED, Fence, Stream, Unknown, all_of, passing
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
@@ -129,6 +130,7 @@ class Link:
     channel: grpc.aio.Channel
     stubs: Stubs
     commits: CommitLine
+    events: EventLines
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -325,6 +327,7 @@ class Session:
         self._linked.set()
         if self._link is not None:
             self._link.commits.close()
+            self._link.events.close()
             if at_rest:
                 self._lent.clear()  # whose memory goes with this client, as what it leases now does
                 self._settle()
@@ -383,7 +386,8 @@ class Session:
         number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
         stubs = Stubs.over(channel)
         commits = CommitLine(self._transport.another, stubs.blocks, attached.welcome.token)
-        return Link(number, attached.welcome, attached.connection, channel, stubs, commits)
+        events = EventLines(self._transport.another, attached.welcome.token)
+        return Link(number, attached.welcome, attached.connection, channel, stubs, commits, events)
 
     async def _hello(self, old: Link | None) -> Attached:
         if old is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -186,14 +187,15 @@ class Watch:
                 if self._snapshot_pending:
                     self.cursor = None
                     yield SnapshotStart()
-                async for batch in self._batches(link, request):
-                    backoff, resuming, self.live = Backoff(), True, True
-                    if broken is not None:
-                        restarted = link.welcome.boot != broken.welcome.boot
-                        broken = None
-                        yield Reconnected(link.welcome.epoch, link.welcome.boot, restarted)
-                    for item in self._items_of(batch):
-                        yield item
+                async with aclosing(self._batches(link, request)) as batches:
+                    async for batch in batches:
+                        backoff, resuming, self.live = Backoff(), True, True
+                        if broken is not None:
+                            restarted = link.welcome.boot != broken.welcome.boot
+                            broken = None
+                            yield Reconnected(link.welcome.epoch, link.welcome.boot, restarted)
+                        for item in self._items_of(batch):
+                            yield item
                 reason = "the stream ended"
             except TimeoutError:
                 self._session.suspect(link)
@@ -254,16 +256,18 @@ class Watch:
         self, link: Link, request: events_pb2.WatchRequest
     ) -> AsyncGenerator[events_pb2.WatchBatch, None]:
         """The stream. Raises :class:`TimeoutError` where even heartbeats stay away."""
-        call = link.stubs.events.Watch(request, metadata=link.metadata)
+        async with asyncio.timeout(self._silence_s):
+            line = await link.events.open(request)
+        stream = link.stubs.events.Watch(request, metadata=link.metadata) if line is None else line
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
-                    batch = await call.read()
-                if not isinstance(batch, events_pb2.WatchBatch):  # grpc.aio.EOF
+                    batch = await stream.read()
+                if not isinstance(batch, events_pb2.WatchBatch):  # None, or grpc.aio.EOF
                     return
                 yield batch
         finally:
-            call.cancel()
+            stream.cancel()
 
     @property
     def _silence_s(self) -> float:

@@ -139,10 +139,15 @@ async def send_half(address: str, cache: str, messages: Sequence[str]) -> None:
         await _stay()
 
 
-async def steal(address: str, token: str, line: bool = False) -> None:
+async def steal(address: str, token: str, line: str = "") -> None:
     """Comes with a token that is not its own to the attach socket, perhaps for a line, then to gRPC."""
+    first: dict[str, attach.Request] = {
+        "": attach.Hello(token),
+        "commits": attach.Commits(token),
+        "events": attach.Events(token),
+    }
     with AttachSocket(address) as sock:
-        sock.send(attach.encode(attach.Commits(token) if line else attach.Hello(token)))
+        sock.send(attach.encode(first[line]))
         data, _ = sock.receive()
         answer = attach.decode_opened(data) if line else attach.decode_welcome(data)
     async with channel_to(address) as channel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -273,7 +274,7 @@ async def test_a_line_of_no_session_is_refused(daemon: DaemonProcess, hello: byt
 
 
 async def test_another_process_gets_no_line_with_a_token(daemon: DaemonProcess, raw: RawClient) -> None:
-    with Actor("steal", address=daemon.address, token=raw.welcome.token, line=True) as thief:
+    with Actor("steal", address=daemon.address, token=raw.welcome.token, line="commits") as thief:
         assert thief.says()["attach"] == "PERMISSION_DENIED"
 
 
@@ -335,18 +336,20 @@ async def test_a_stop_ends_it(start_daemon: StartDaemon) -> None:
 
 
 async def test_lines_do_not_keep_sessions_out(start_daemon: StartDaemon) -> None:
-    """A session has two connections; as many sessions as there may be can all have theirs."""
+    """A session has three connections; as many sessions as there may be can all have theirs."""
     most = 40
     daemon = start_daemon("--max-sessions", str(most), "--max-identity-sessions", str(most), host=4)
     sessions = [AttachSocket(daemon.address) for _ in range(most)]
-    lines = [RawLine(daemon.address) for _ in range(most)]
+    lines = [(RawLine(daemon.address), AttachSocket(daemon.address)) for _ in range(most)]
     try:
-        for session, line in zip(sessions, lines, strict=True):
+        for session, (commits, events) in zip(sessions, lines, strict=True):
             welcome = await asyncio.to_thread(session.hello)
             assert isinstance(welcome, attach.Welcome), welcome
-            assert await asyncio.to_thread(line.open, welcome.token) == attach.Opened()
+            assert await asyncio.to_thread(commits.open, welcome.token) == attach.Opened()
+            events.send(attach.encode(attach.Events(welcome.token)))
+            assert attach.decode_opened((await asyncio.to_thread(events.receive))[0]) == attach.Opened()
     finally:
-        for sock in (*lines, *sessions):
+        for sock in (*itertools.chain.from_iterable(lines), *sessions):
             sock.close()
 
 

@@ -19,6 +19,7 @@ from kvtier.abi import attach
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Right
 from kvtierd.service.access import Access, denied
+from kvtierd.service.event_lines import EventLines
 from kvtierd.service.lines import CommitLines
 from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
 from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry
@@ -52,6 +53,14 @@ class DaemonIdentity:
     pid: int
 
 
+@dataclass(slots=True, frozen=True)
+class Lines:
+    """What a session may have beside its connection."""
+
+    commits: CommitLines
+    events: EventLines
+
+
 class AttachServer:
     """Serves a ``SOCK_SEQPACKET`` socket."""
 
@@ -62,7 +71,7 @@ class AttachServer:
         identity: DaemonIdentity,
         access: Access,
         capacity: Callable[[], Capacity],
-        lines: CommitLines,
+        lines: Lines,
     ) -> None:
         """``capacity``: of connections, those included that have not said hello yet."""
         self._sessions = sessions
@@ -132,10 +141,11 @@ class AttachServer:
 
     async def _converse(self, sock: socket.socket) -> None:
         hello = await _hear_hello(sock)
-        if isinstance(hello, attach.Commits):
+        if not isinstance(hello, attach.Hello):
             session = self._find(sock, hello.token)
             _send(sock, attach.Opened())
-            await self._lines.serve(sock, session)
+            lines = self._lines.commits if isinstance(hello, attach.Commits) else self._lines.events
+            await lines.serve(sock, session)
             return
         session = self._admit(sock, hello)
         daemon = self._identity
@@ -200,14 +210,14 @@ def _peer(sock: socket.socket) -> Peer:
         raise AttachRefused(error.reason, str(error)) from error
 
 
-async def _hear_hello(sock: socket.socket) -> attach.Hello | attach.Commits:
+async def _hear_hello(sock: socket.socket) -> attach.Hello | attach.Commits | attach.Events:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = await _receive(sock)
     except TimeoutError:
         raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-    if not isinstance(hello, attach.Hello | attach.Commits):
-        raise AttachRefused("NO_HELLO", "the first message must be a hello, or open a line for commits")
+    if not isinstance(hello, attach.Hello | attach.Commits | attach.Events):
+        raise AttachRefused("NO_HELLO", "the first message must be a hello, or open a line")
     return hello
 
 

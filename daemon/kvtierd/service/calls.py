@@ -33,6 +33,9 @@ Verb = Callable[[Session, Any], Awaitable[Message]]
 StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
 """Yields serialised replies."""
 
+StreamAnswers = Callable[[Session, bytes], AsyncGenerator[bytes, None]]
+"""The same of a request as it came."""
+
 UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]]
 """Takes a header and the chunks that follow it."""
 
@@ -165,6 +168,21 @@ class Dispatcher:
             raise AssertionError(f"{method.full_name} waits")
 
         return answered
+
+    def over_a_line(self, method: MethodDescriptor, verb: StreamVerb) -> StreamAnswers:
+        """How requests of a stream are answered that do not come by gRPC. Raises whatever refuses one."""
+        parse = _parser(method)
+        needs = NEEDS[method.full_name]
+
+        def answers(session: Session, raw: bytes) -> AsyncGenerator[bytes, None]:
+            if self._stopping:
+                raise shutting_down()
+            require_attached(session)
+            request = parse(raw)
+            self._access.require(session, needs, request)
+            return verb(session, request)
+
+        return answers
 
     def _answering(self, method: MethodDescriptor, verb: Verb) -> Answer:
         parse = _parser(method)

@@ -16,6 +16,7 @@ from kvtier.abi.attach import (
     Bye,
     Commits,
     CudaMemory,
+    Events,
     Failure,
     Forget,
     Hello,
@@ -39,6 +40,7 @@ UUID = "fedcba9876543210" * 2
         Forget(TOKEN),
         Bye(),
         Commits(TOKEN),
+        Events(TOKEN),
     ],
 )
 def test_requests_arrive_as_sent(message: attach.Request) -> None:
@@ -75,6 +77,7 @@ def test_messages_look_as_documented() -> None:
     assert json.loads(attach.encode(Map(4, write=False))) == {"op": "map", "cache_id": 4, "write": False}
     assert json.loads(attach.encode(Bye())) == {"op": "bye"}
     assert json.loads(attach.encode(Commits(TOKEN))) == {"op": "commits", "version": 1, "token": TOKEN}
+    assert json.loads(attach.encode(Events(TOKEN))) == {"op": "events", "version": 1, "token": TOKEN}
     assert json.loads(attach.encode(Opened())) == {"ok": True}
     assert json.loads(attach.encode(Mapped(("control",)))) == {"ok": True, "fds": ["control"]}
     assert json.loads(attach.encode(Mapped(("control", "cuda"), CudaMemory(UUID, 4096), {"host": "w"}))) == {
