@@ -70,6 +70,7 @@ async def serve(sources: Sources, config: Config, manager: Manager, leisure: Lei
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # which a supervisor keeps back until now
     async with _taking_long(notifier):
         daemon = await Daemon.start(config, leisure, notifier, manager.passed)
     daemon.live.on_change(lambda now: logs.change(now.log_level, now.log_format))

@@ -35,6 +35,9 @@ STEADY_S: Final = 10.0
 NOT_AGAIN: Final = frozenset({0, 2})
 """Exit statuses after which the daemon is not started again: it was asked to stop, or its configuration is refused."""
 
+PENDING_AT_START: Final = (signal.SIGHUP,)
+"""Blocked in a daemon until it has a handler for them: one that comes before would end it."""
+
 _MESSAGE_BYTES: Final = 65536
 _UCRED: Final = struct.Struct("iII")
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(4 * MAX_FDS) + socket.CMSG_SPACE(_UCRED.size)
@@ -207,8 +210,10 @@ class _Supervisor:
 def _spawn(command: Sequence[str], environment: Mapping[str, str], stored: Sequence[Stored]) -> int:
     """Starts the daemon with the stored descriptors from ``FIRST_FD`` on, and in no other place."""
     supervisor = os.getpid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, PENDING_AT_START)
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return pid
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a daemon without its supervisor would be started twice
@@ -230,7 +235,7 @@ def _exec(command: Sequence[str], environment: Mapping[str, str], stored: Sequen
     if stored:
         names = ":".join(one.name for one in stored)
         variables |= {"LISTEN_FDS": str(len(stored)), "LISTEN_PID": str(os.getpid()), "LISTEN_FDNAMES": names}
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.pthread_sigmask(signal.SIG_SETMASK, PENDING_AT_START)
     os.execve(command[0], list(command), variables)
 
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from itertools import compress
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -33,6 +34,8 @@ from tests.integration.models import VSWA, assert_content, by_hand, content, gro
 from tests.integration.seeing import cache_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
+
+T = TypeVar("T")
 
 HOST = 16
 TOKENS = SPEC.tokens_per_block
@@ -281,6 +284,25 @@ def test_a_stop_leaves_nothing(daemon: SupervisedDaemon) -> None:
     assert not any(Path(f"/proc/{number}").exists() for number in (pid, supervisor))
     assert not any(path.exists() for path in daemon.plain.sockets)
     daemon.plain.assert_healthy_log()
+
+
+def children(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+async def test_a_reload_that_is_asked_for_while_the_daemon_starts_is_done_when_it_can(daemon: SupervisedDaemon) -> None:
+    """It takes some tenths of a second until a daemon has its own way with the signal."""
+    os.kill(daemon.pid, signal.SIGKILL)
+    (starting,) = await eventually(lambda: _answer(children(daemon.supervisor) - {daemon.pid}), bool)
+    os.kill(daemon.supervisor, signal.SIGHUP)
+    await asyncio.to_thread(daemon.await_ready)
+    assert daemon.pid == starting, "the signal ended it"
+    await eventually(lambda: _answer(daemon.log), lambda log: "configuration reloaded" in log)
+    assert await asyncio.to_thread(daemon.stop) == 0
+
+
+async def _answer(value: T) -> T:
+    return value
 
 
 def test_a_daemon_does_not_outlive_its_supervisor(daemon: SupervisedDaemon) -> None:
