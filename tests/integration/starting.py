@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tests import devices
 from tests.integration.daemon import DaemonProcess
+from tests.integration.waiting import PATIENCE_S
 
-_END_S = 30.0
+_END_S = 3 * PATIENCE_S
 
 Tree = Mapping[str, tuple[int, int, int, bytes]]
 

@@ -85,9 +85,7 @@ async def ask(address: str) -> Daemon:
 
 def check_daemon(daemon: Daemon, client_version: str | None = None) -> Finding:
     if daemon.refused:
-        advice = (
-            f"run kvtier doctor as root or as the daemon's user, or add a rule to [[allow]]: systemctl reload {UNIT}"
-        )
+        advice = f"run kvtier doctor as root or as the daemon's user, or add an [[allow]] rule and reload {UNIT}"
         return warn(DAEMON, daemon.silence, advice)
     if not daemon.pid:
         return warn(DAEMON, daemon.silence, f"systemctl start {UNIT}, or run kvtierd by hand and read what it says")

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvtier.abi import attach
 from kvtier.cli.doctor import as_object, report
 from kvtier.doctor import clock, disk, gpu, kernel, limits, memory, service, sockets
 from kvtier.doctor import settings as settings_module
 from kvtier.doctor.finding import Finding, Level, fail, ok, warn, worst
 from kvtier.doctor.settings import Settings, flags_of, read_settings, unseen
 from tests.fake_cuda import fake_environment
+from tests.unit.client.fake_daemon import FakeDaemon
 
 GIB = 1 << 30
 HERE = Path("/srv/kv")
@@ -283,7 +285,8 @@ def test_a_driver_that_crashes_or_hangs_takes_nobody_along(
         (package / "__init__.py").touch()
     (bindings / "driver.py").write_text(driver)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(gpu, "_TIMEOUT_S", 2.0)
+    if says == "timed out":  # the others end by themselves, as late as that is
+        monkeypatch.setattr(gpu, "_TIMEOUT_S", 2.0)
     device = gpu.read("cuda").device
     assert device is not None and says in device.error
 
@@ -349,6 +352,13 @@ def test_a_unit_that_failed_is_a_warning_beside_a_daemon_that_answers() -> None:
 )
 def test_the_daemon(daemon: service.Daemon, level: Level, says: str) -> None:
     judged(service.check_daemon(daemon, client_version="1.0"), level, says)
+
+
+async def test_who_may_not_ask_is_told_apart_from_nobody_who_answers(short_dir: Path) -> None:
+    assert not (await service.ask(str(short_dir))).refused
+    async with FakeDaemon(short_dir) as daemon:
+        daemon.attach_replies = [attach.encode(attach.Failure("PERMISSION_DENIED", "no rule names uid 7"))]
+        assert await service.ask(daemon.address) == service.Daemon(silence="no rule names uid 7", refused=True)
 
 
 # -- the configuration -------------------------------------------------------------------------------------------------
