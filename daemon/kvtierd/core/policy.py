@@ -80,8 +80,9 @@ class Policy:
 
     ``max_ahead``: at most this share of a tier's slots in a group is leased ahead, see ``core/ahead.py``.
 
-    ``reserve_shift`` and ``reserve_max``: while blocks go to disk, it keeps ``min(slots >> shift, max)`` slots free
-    ahead of need, since a slot there is free only after its old record's deletion has committed.
+    ``reserve_shift`` and ``reserve_max``: once blocks go to disk, ``min(slots >> shift, max)`` slots are kept free
+    there ahead of need, since a slot there is free only after its old record's deletion has committed; half of them
+    while others are on their way, which go first.
 
     ``victims_a_call``: so many slots are vacated in one call of the core, which says so if there is more to do; it
     bounds how long one call takes. So do ``expiries_a_call``, the blocks that retentions which end may move, and
@@ -100,7 +101,7 @@ class Policy:
     max_pinned: float = 0.5
     max_ahead: float = 0.125
     reserve_shift: int = 5
-    reserve_max: int = 256
+    reserve_max: int = 512
     victims_a_call: int = 32
     expiries_a_call: int = 64
     losses_a_call: int = 64

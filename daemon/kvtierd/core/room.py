@@ -39,6 +39,8 @@ PLACED_LIKE_ONE: Final = 8
 """So many take as long as to vacate a slot."""
 LEAST_A_ROUND: Final = 4
 """Slots that a round may vacate or fill however many blocks it has placed."""
+FEW_SHIFT: Final = 3
+"""One in 2^3 of the disk slots kept ahead: so many are not worth a transaction of their own."""
 NOW: Final = Prospect.NOW
 COMING: Final = Prospect.COMING
 NEVER: Final = Prospect.NEVER
@@ -89,6 +91,8 @@ class Room:
         self._postponed = False
         self._got_on = False
         self._sparing = False
+        self._refills = False
+        """Disk slots kept free ahead have been used: once no block is on its way there, others take their place."""
         self.again = False
 
     def begin(self, now: int, *, working: bool, places: bool) -> None:
@@ -144,6 +148,8 @@ class Room:
 
     def end(self) -> None:
         self.again = (self._postponed and self._got_on) or (self.again and not self.working)
+        if self._flights.to_disk and self._lacking_on_disk > self._kept_ahead >> FEW_SHIFT:
+            self._refills = True
         for block in self._going:
             self._state.unclaim(block)
         self._going.clear()
@@ -302,10 +308,12 @@ class Room:
         return prospect
 
     def replenish_disk(self) -> None:
-        """While blocks are on their way to disk, slots for those after them are freed: there a slot is free only after
-        a deletion has committed, and one that comes behind writes commits with them.
+        """Disk slots are freed for the blocks after those that go there now: there a slot is free only after a deletion
+        has committed.
 
-        Has an allowance of its own, since it is in a rush that the reserve is used up and that others use up theirs.
+        While blocks are on their way, only what keeps half of the reserve, and with an allowance of its own, since it
+        is in a rush that the reserve is used up and that others use up theirs: deletions take as long to plan, to
+        commit and to tell as copies, and whoever moves blocks waits for those alone.
         """
         policy = self._state.policy
         self.working = True
@@ -316,26 +324,35 @@ class Room:
                 self._postponed = True
                 break
             if not self._vacate(DISK):
+                self._refills = False
                 break
         self._sparing = False
+        self._refills = self._refills and self._lacking_on_disk > 0
 
     @property
     def disk_is_short(self) -> bool:
-        """Blocks are on their way to disk, and few slots are free, or soon to be, for those after them."""
-        return self._disk_has_less_than(1)
+        """Few slots are free on disk, or soon to be, for the blocks after those that are on their way there; or, once
+        none is, fewer than are kept."""
+        if self._flights.to_disk:
+            return 2 * self._lacking_on_disk > self._kept_ahead
+        return self._refills and self._lacking_on_disk > 0
 
     @property
     def disk_is_low(self) -> bool:
         """So few that they are to be seen to before anybody else is served."""
-        return self._disk_has_less_than(4)
+        return self._flights.to_disk > 0 and 8 * self._lacking_on_disk > 7 * self._kept_ahead
 
-    def _disk_has_less_than(self, part: int) -> bool:
-        """Than one part in so many of what is kept free ahead, while blocks are on their way there."""
-        if not self._flights.to_disk:
-            return False
-        slots, policy = self._state.slots[DISK], self._state.policy
-        ahead = min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
-        return part * (slots.free + slots.retiring) < ahead
+    @property
+    def _kept_ahead(self) -> int:
+        """Disk slots, where blocks go to disk at all."""
+        policy = self._state.policy
+        return min(self._state.slots[DISK].capacity >> policy.reserve_shift, policy.reserve_max)
+
+    @property
+    def _lacking_on_disk(self) -> int:
+        """How many of them are neither free nor soon to be."""
+        slots = self._state.slots[DISK]
+        return self._kept_ahead - slots.free - slots.retiring
 
     def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
         """Ancestors that must be on disk before the block, the root first, and the nearest that is there already."""
