@@ -64,7 +64,7 @@ def test_scale_says_how_each_cost_grows() -> None:
     found = results("scale", "--blocks", "4096", "--blocks", "8192", "--rounds", "2", "--no-disk")
     operations = {"match", "acquire_release", "commit", "evict"}
     named = {f"scale.{where}.{what}" for where in ("core", "client") for what in operations}
-    assert set(found) == named | {"scale.core.memory", "scale.daemon.memory"}
+    assert set(found) == named | {"scale.core.memory", "scale.daemon.memory", "scale.daemon.itself"}
     for name in named:
         smallest, larger = found[name]
         assert (smallest["params"]["blocks"], smallest["ratio"]) == (4096, 1.0)
@@ -75,7 +75,7 @@ def test_scale_says_how_each_cost_grows() -> None:
 def test_scale_with_a_disk_says_how_soon_it_serves_again() -> None:
     found = results("scale", "--blocks", "4096", "--rounds", "2")
     assert [result["params"]["blocks"] for result in found["scale.restart"]] == [4096]
-    assert {"scale.stop", "scale.daemon.memory"} <= set(found)
+    assert {"scale.stop", "scale.daemon.memory", "scale.daemon.itself"} <= set(found)
 
 
 def test_latency_is_that_of_a_loaded_daemon() -> None:

@@ -8,7 +8,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,9 @@ _FILL: Final = 1024
 """Blocks of a call that only fills."""
 _KEPT: Final = 256
 """Chains of each cache that are looked at."""
+_WORKED: Final = 30
+"""Chains of so many blocks that a daemon has had before its memory is looked at: their events fill the ring that is
+kept in memory, and its journals, its threads' arenas and what LMDB keeps are as large as work alone makes them."""
 _STOP_TIMEOUT_S: Final = 600.0
 _HOST_PART: Final = 16
 """With a disk, the host has this part of its slots: as in ``kvtierd.bench.core``."""
@@ -86,13 +89,26 @@ async def _told(module: str, *arguments: str) -> dict[str, Any]:
 # -- through the client ------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, frozen=True)
+class _Memory:
+    """Bytes of the daemon. ``itself``: what it took by working, beyond one that has just started. ``a_block``: what
+    each further block took."""
+
+    itself: int
+    a_block: float
+
+    def results(self, params: dict[str, Any]) -> Iterator[Result]:
+        yield Result("scale.daemon.itself", params, self.itself / 2**20, "MiB")
+        yield Result("scale.daemon.memory", params, self.a_block, "bytes/block")
+
+
 @dataclass(slots=True)
 class _Full:
     """A cache whose only tier is full. ``kept``: chains in it; ``fresh``: keys never used before."""
 
     here: Place
     blocks: int
-    memory: float
+    memory: _Memory
     kept: list[list[bytes]]
     fresh: Callable[[], list[bytes]]
     times: dict[str, list[float]] = field(default_factory=dict)
@@ -115,22 +131,38 @@ async def _client(options: Options) -> AsyncIterator[Result]:
                 smallest = smallest or value
                 yield Result(f"scale.client.{name}", params, value, "us/block", smallest)
         for each in full:
-            yield Result("scale.daemon.memory", {"blocks": each.blocks, "tiers": "host"}, each.memory, "bytes/block")
+            for result in each.memory.results({"blocks": each.blocks, "tiers": "host"}):
+                yield result
 
 
 async def _filled(here: Place, blocks: int) -> _Full:
-    before = _daemon_bytes(here)
+    fresh = _daemon_bytes(here)
     source = chains(_FILL)
-    kept: list[list[bytes]] = []
-    for start in range(0, blocks, _FILL):
+    kept = [(await _worked(here, source))[:CHAIN]]
+    worked = _daemon_bytes(here)
+    for start in range(_FILL, blocks, _FILL):
         chain = next(source)[: min(_FILL, blocks - start)]
         await _store(here.cache, chain)
         kept.append(chain[:CHAIN])
-    memory = (_daemon_bytes(here) - before) / blocks
+    memory = _Memory(worked - fresh, (_daemon_bytes(here) - worked) / (blocks - _FILL))
     # Of the newer half, the newest at most: what is measured later makes room at the other end.
     newest = kept[max(len(kept) // 2, len(kept) - _KEPT) :]
     short = chains(CHAIN)
     return _Full(here, blocks, memory, newest, lambda: [key[::-1] for key in next(short)])
+
+
+async def _worked(here: Place, source: Iterator[list[bytes]], *, disk: bool = False) -> list[bytes]:
+    """Has the daemon do all that is done to blocks, over and over. The last of them are there after it."""
+    chain: list[bytes] = []
+    for _ in range(_WORKED):
+        if chain:
+            await here.cache.drop(chain[:1])
+        chain = next(source)
+        await _store(here.cache, chain)
+        if disk:
+            await here.cache.move(chain, Tier.DISK)
+            await _hold(here.cache, chain)
+    return chain
 
 
 async def _in_turn(full: Sequence[_Full], name: str, rounds: int) -> None:
@@ -177,17 +209,19 @@ async def _restart(blocks: int, directory: Path | None) -> AsyncIterator[Result]
     host = max(blocks // _HOST_PART, 2 * _FILL)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
         async with place(spec_of(BLOCK_BYTES), TierSlots(0, host, blocks), keep=Path(kept)) as here:
-            before = _daemon_bytes(here)
+            fresh = _daemon_bytes(here)
             source = chains(_FILL)
-            last: list[bytes] = []
-            for _ in range((blocks + host) // _FILL):
+            last = await _worked(here, source, disk=True)
+            worked, first = _daemon_bytes(here), await _stored(here)
+            for _ in range((blocks + host) // _FILL - 1):
                 last = next(source)
                 await _store(here.cache, last)
             await here.cache.move(last, Tier.DISK)
             params = {"blocks": blocks, "tiers": "host, disk"}
-            stored = next(cache.blocks for cache in (await here.client.stats()).caches if cache.name == CACHE)
-            memory = (_daemon_bytes(here) - before) / stored
-            yield Result("scale.daemon.memory", params | {"stored": stored}, memory, "bytes/block")
+            stored = await _stored(here)
+            memory = _Memory(worked - fresh, (_daemon_bytes(here) - worked) / (stored - first))
+            for result in memory.results(params | {"stored": stored}):
+                yield result
             daemon = _daemon(here)
             yield Result("scale.stop", params, await timed(daemon.stop(_STOP_TIMEOUT_S)), "s")
             seconds = await timed(_serving_again(daemon, last))
@@ -203,6 +237,10 @@ async def _serving_again(daemon: PrivateDaemon, chain: list[bytes]) -> None:
         cache = await client.open_cache(CACHE, spec_of(BLOCK_BYTES))
         if (await cache.match(chain)).blocks != len(chain):
             raise DaemonError("what was on disk before the restart is not found after it", reason="BENCH")
+
+
+async def _stored(here: Place) -> int:
+    return next(cache.blocks for cache in (await here.client.stats()).caches if cache.name == CACHE)
 
 
 def _daemon(here: Place) -> PrivateDaemon:

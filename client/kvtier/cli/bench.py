@@ -218,6 +218,9 @@ def gpu(
 def scale(blocks: tuple[int, ...], rounds: int, no_disk: bool, disk_dir: Path | None, as_json: bool) -> None:
     """What a block of 4 KiB costs among how many: in the core, through the client, in memory, and at a restart.
 
+    The memory of a daemon is looked at once it has worked, by 30 times 1,024 blocks; what it took for that by itself,
+    however many blocks come after them, is a result of its own.
+
     10^6 blocks take some minutes, 5 GiB of memory and as much of disk.
     """
     counts = tuple(sorted(blocks)) or scale_bench.Options().blocks
