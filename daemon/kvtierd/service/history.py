@@ -19,6 +19,7 @@ SLOW: Final = "slow"
 UNCLEAN_STOP: Final = "unclean-stop"
 COMPACTED: Final = "compacted"
 NOT_LOGGED: Final = "not-logged"
+UNEXPLAINED: Final = "unexplained"
 
 _log = logging.getLogger(__name__)
 
@@ -83,8 +84,18 @@ class History:
             epoch = self._epoch_after(epoch, cursor)
         if epoch >= self.hub.epochs[0][1] and cursor + 1 >= self.hub.oldest:  # nearly always
             run = self.hub.after(cursor)
-            return None if run is None else Passage(epoch, run)
+            if run is None:
+                return None
+            return Passage(epoch, run) if run.first == cursor + 1 else self._hole(epoch, cursor + 1, run.first - 1)
         return await self._older(epoch, cursor)
+
+    def _hole(self, epoch: int, first: int, last: int) -> Loss:
+        """Among what the ring holds."""
+        end = self.end_of(epoch)
+        following = self._following(epoch)
+        if end is None or following is None or last < end:
+            return Loss(epoch, first, last, UNEXPLAINED, epoch)
+        return Loss(epoch, first, end, UNEXPLAINED, following[1])
 
     async def _older(self, epoch: int, cursor: int) -> Passage | Loss:
         """The ring has it no more."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, events_pb2
 from kvtierd.core.events import Changes, Event, EventType
@@ -150,14 +152,20 @@ def _add_labels(
     if stored and hash_bytes:
         message.parent_hashes = b"".join([_hash(label, hash_bytes) for label in parent_labels])
     if stored and have_tokens(labels):
-        message.tokens.extend(
-            [events_pb2.BlockTokens.FromString(b"" if label is None else label.tokens) for label in labels]
-        )
+        message.tokens.extend([_tokens(label) for label in labels])
 
 
 def have_tokens(labels: Sequence[Label | None]) -> bool:
     """Whether any of them has."""
     return any(label is not None and label.tokens for label in labels)
+
+
+def _tokens(label: Label | None) -> events_pb2.BlockTokens:
+    """None of a block whose record on disk no longer has what was written: nothing verifies that part of it."""
+    try:
+        return events_pb2.BlockTokens.FromString(b"" if label is None else label.tokens)
+    except DecodeError:
+        return events_pb2.BlockTokens()
 
 
 def _hash(label: Label | None, size: int) -> bytes:

@@ -142,6 +142,9 @@ class FakeDaemon:
                 connection.send(self.attach_replies.pop(0))
                 continue
             request = attach.decode_request(data)
+            if isinstance(request, attach.Commits | attach.Events):
+                connection.close()  # as a daemon that knows of no lines
+                return
             if isinstance(request, attach.Bye):
                 self.byes += 1
                 self._news.set()

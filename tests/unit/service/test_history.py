@@ -116,6 +116,28 @@ async def test_what_left_the_ring_is_told_by_the_log(tmp_path: Path) -> None:
         assert await now.told(1, 77) == (first_to_last(78, 500), [])
 
 
+async def test_an_event_that_cannot_be_told_is_a_loss_and_takes_no_other_along(tmp_path: Path) -> None:
+    """From the ring, and once it has left that, from the log; at the end of an epoch, too."""
+
+    def some(number: int) -> Event:
+        return event(number, cache=9 if number in (13, 14, 20) else 1)  # a cache of which the hub knows nothing
+
+    async with life(tmp_path / "log") as now:
+        await now.publish(12)
+        now.hub.publish([some(number) for number in range(13, 21)])
+        now.begin_epoch(2)
+        await now.publish(10)
+        lost = [Loss(1, 13, 14, "unexplained", 1), Loss(1, 20, 20, "unexplained", 2)]
+        assert await now.told(1, 0) == ([*range(1, 13), *range(15, 20), *range(21, 31)], lost)
+        assert await now.told(1, 13) == ([*range(15, 20), *range(21, 31)], [Loss(1, 14, 14, "unexplained", 1), lost[1]])
+        await now.publish(RING_EVENTS)
+        await now.logged()
+        assert now.hub.oldest > 20
+        seen, losses = await now.told(1, 0)
+        assert seen == [*range(1, 13), *range(15, 20), *range(21, 31 + RING_EVENTS)]
+        assert [(loss.first, loss.last, loss.then) for loss in losses] == [(13, 14, 1), (20, 20, 2)]
+
+
 async def test_a_clean_restart_is_nothing_to_tell_of(tmp_path: Path) -> None:
     async with life(tmp_path / "log") as before:
         await before.publish(100)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,33 @@ async def test_every_event_is_read_once_and_in_order() -> None:
         seen += ids(run)
         cursor = run.last
     assert seen == list(range(1, 2002))
+
+
+async def test_an_event_that_cannot_be_told_takes_no_other_along(caplog: pytest.LogCaptureFixture) -> None:
+    ring = hub()
+    events = [event(number) for number in range(1, 9)]
+    for number in (3, 4, 8):
+        events[number - 1] = replace(events[number - 1], cache=CacheId(9))  # of which the hub knows nothing
+    ring.publish(events)
+    await readable(ring, 7)
+    assert [ids(ring.after(cursor)) for cursor in (0, 1, 2, 3, 6)] == [[1, 2], [2], [5, 6, 7], [5, 6, 7], [7]]
+    assert (ring.last, ring.after(7)) == (8, None)
+    publish(ring, 9, 1)
+    await readable(ring, 9)
+    assert ids(ring.after(7)) == [9]
+    assert [record.args for record in caplog.records] == [(3,), (4,), (8,)]
+
+
+async def test_of_tokens_that_are_damaged_only_they_are_left_out() -> None:
+    """They come from a record on disk, of which nothing verifies this part."""
+    ring = hub()
+    ring.publish([event(1, 2, Label(b"", b"\xff\xff")), event(2)])
+    await readable(ring, 2)
+    run = ring.after(0)
+    assert run is not None
+    damaged, whole = events_pb2.WatchBatch.FromString(run.private).events
+    assert (len(damaged.keys), list(damaged.tokens)) == (64, [events_pb2.BlockTokens()] * 2)
+    assert len(whole.keys) == 32
 
 
 async def test_published_ids_are_known_at_once_and_readable_a_little_later() -> None:
