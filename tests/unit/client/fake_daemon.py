@@ -42,7 +42,8 @@ Answer = Callable[[Any, Context], Any]
 class FakeDaemon:
     """``answers`` by method name: a coroutine, or for Watch an async generator, from request and context to the reply.
 
-    ``calls`` has every request by method name, of an upload its first; ``tokens`` what each call's metadata said.
+    ``calls`` has every request by method name, of an upload its first; ``tokens`` what each call's metadata said. There
+    are no lines for commits (:mod:`kvtier.commits`): they all come as calls, which are answered as any others.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -148,6 +149,11 @@ class FakeDaemon:
             if isinstance(request, attach.Bye):
                 self.byes += 1
                 self._news.set()
+                return
+            if isinstance(request, attach.Commits):
+                connection.send(attach.encode(attach.Failure("NO_LINES", "commits are calls here")))
+                while await loop.sock_recv(connection, attach.MAX_MESSAGE):
+                    pass  # sent before the refusal was read, and made again by calls
                 return
             if isinstance(request, attach.Hello):
                 self.hellos.append(request)
