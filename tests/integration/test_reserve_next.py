@@ -9,6 +9,7 @@ from kvtier.v1 import admin_pb2, blocks_pb2, transfer_pb2
 from tests.integration.blocks import chain, sizes
 from tests.integration.daemon import StartDaemon
 from tests.integration.raw import RawClient, attached, commit_request, refusal
+from tests.integration.waiting import eventually
 
 KEYS = chain("first", 2)
 
@@ -60,6 +61,27 @@ async def test_it_is_not_granted_and_nothing_else_is_refused(
         raw.stubs.blocks.Commit, committing(cache, await raw.reserve(cache, Tier.HOST, 2), reserve_next)
     )
     assert (reply.results, reply.next_lease_id, list(reply.next_slots)) == (bytes(2), 0, [])
+
+
+async def test_where_slots_have_to_be_made_free_first_they_are_once_the_commit_is_answered(
+    raw: RawClient, name: str
+) -> None:
+    cache = await opened(raw, name)
+    for number in range(15):
+        filling = commit_request(cache, await raw.reserve(cache, Tier.HOST, 2), chain(f"{name} {number}", 2))
+        filling.release = True
+        await raw.call(raw.stubs.blocks.Commit, filling)
+    reply = await raw.call(raw.stubs.blocks.Commit, committing(cache, await raw.reserve(cache, Tier.HOST, 2), 2))
+    assert (reply.results, reply.next_lease_id) == (bytes(2), 0)
+
+    async def free() -> int:
+        stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
+        (of_cache,) = [each for each in stats.caches if each.name == name]
+        (of_tier,) = of_cache.tiers
+        tier_free: int = of_tier.free
+        return tier_free
+
+    await eventually(free, lambda slots: slots == 2)
 
 
 async def test_more_than_the_tier_has_is_a_mistake(raw: RawClient, name: str) -> None:

@@ -11,7 +11,7 @@ from tests.simulation.faults import FAULTS
 from tests.simulation.walk import WalkFailed, walk
 
 STEPS_A_WALK: Final = 1_000
-MOST_STEPS: Final = 40_000
+MOST_STEPS: Final = 100_000
 SILENT_WALKS: Final = 20
 
 pytestmark = pytest.mark.interpreted

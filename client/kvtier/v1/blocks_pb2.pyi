@@ -368,8 +368,9 @@ class CommitRequest(google.protobuf.message.Message):
     """the lease ends with this commit, as by Release: its blank slots become free, its blocks evictable"""
     reserve_next: builtins.int
     """Asks for so many blank slots of the same group and tier, for the next commit: granted at once, while most of the tier
-    is not held and nobody waits, or not at all. To be used, or released, within a second or so: until then whoever is
-    short of them waits, after that they count as held. 0 = none.
+    is not held and nobody waits, or not at all. Where slots had to be made free first, they are, after the answer: for
+    whoever reserves next. To be used, or released, within a second or so: until then whoever is short of them waits,
+    after that they count as held. 0 = none.
     """
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

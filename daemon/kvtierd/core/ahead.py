@@ -3,6 +3,8 @@
 Nobody else is to notice. They are few, are given out only while most of the tier is not held and nobody waits, and
 whoever is short of just them waits, as for a copy in flight: they are used, or come back, soon. Ones that do not are
 slots held like any others after :data:`AHEAD_NS`.
+
+Where they would have to be made free first, they are made free and nobody's: see :class:`WindowManager`.
 """
 
 from __future__ import annotations

@@ -59,6 +59,9 @@ class WindowManager:
         self._starts_first: Tier | None = None
         """The queue whose head could have been started in the round before, had that not done other work."""
         self.ahead = Ahead(self.state.tiers, policy)
+        self._room_ahead: dict[Tier, int] = {}
+        """So many slots of a tier were asked for ahead of need and not to be had at once. They are freed when nobody
+        waits, and are anybody's then: who reserves next finds them."""
         self.holding = Holding(self.state, self.ahead, self.background)
         self.uses = Uses(self.state, self.background)
 
@@ -76,6 +79,7 @@ class WindowManager:
 
     def reserve(self, ticket: ReserveTicket) -> None:
         tier = ticket.tier
+        self._room_ahead.pop(tier, None)  # whom that was for, or somebody who comes first
         if ticket.count > self.obtainable(tier):
             self._refuse(ticket, RefusalReason.TIER_FULL)
         else:
@@ -126,9 +130,12 @@ class WindowManager:
         self._queues[ticket.tier].append(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """The request's caller has gone: nothing stays held, nothing is answered."""
+        """The request's caller has gone: nothing stays held, nothing is answered. Of one made ahead, the room that it
+        wanted is made all the same."""
         if ticket in self._queues[ticket.tier]:
             self._queues[ticket.tier].remove(ticket)
+            if isinstance(ticket, ReserveTicket) and ticket.ahead:
+                self._room_ahead[ticket.tier] = ticket.count
         if isinstance(ticket, FetchTicket):
             self.let_go(ticket)
 
@@ -169,6 +176,7 @@ class WindowManager:
             if self.background.wanted:
                 self.room.postpone()
         elif working:
+            self._make_room_ahead()
             self.background.work(now)
             short = self.room.worked and self.room.disk_is_short
             others_first = self.room.got_on and any(self._queues.values()) and not self.room.disk_is_low
@@ -194,7 +202,14 @@ class WindowManager:
     @property
     def _works_ahead(self) -> bool:
         """There may be something to do that nobody waits for."""
-        return self.background.wanted or self.room.disk_is_short
+        return self.background.wanted or self.room.disk_is_short or bool(self._room_ahead)
+
+    def _make_room_ahead(self) -> None:
+        if any(self._queues.values()):
+            return
+        for tier, count in list(self._room_ahead.items()):
+            if self.room.secure(tier, count, desperate=False) is not COMING:
+                del self._room_ahead[tier]
 
     # -- parts of requests over several groups -----------------------------------------------------------------------
 

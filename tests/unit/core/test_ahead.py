@@ -75,6 +75,57 @@ def test_what_would_have_to_wait_is_not_granted_and_leaves_nothing_behind() -> N
     assert bench.ahead(DEVICE, 1) is not None  # the room was made meanwhile
 
 
+def asked_in_vain(bench: Bench, count: int) -> None:
+    """As the daemon does it: what is not granted at once is withdrawn before anything else is done."""
+    ticket, outcome = bench.core.reserve_ahead(ALICE, GROUP, DEVICE, count, bench.now)
+    assert ticket is not None and not outcome.grants
+    bench.apply(bench.core.cancel(ticket, bench.now))
+
+
+def test_the_room_for_them_is_made_though_nobody_waits_for_it() -> None:
+    bench = Bench(device=16, host=16, disk=32)
+    bench.put(names(16))
+    bench.put(names(16, 0x200), HOST)
+    asked_in_vain(bench, 2)
+    bench.land()
+    assert bench.states(DEVICE)[SlotState.FREE] == 2
+    assert bench.tier(DEVICE).held == 0
+    assert bench.ahead(DEVICE, 2) is not None
+
+
+def test_whoever_reserves_first_takes_that_room_and_no_more_is_made() -> None:
+    bench = Bench(device=16, host=16)
+    bench.put(names(16))
+    asked_in_vain(bench, 2)
+    waiting = bench.reserve(DEVICE, 1, BOB)
+    bench.land()
+    assert bench.answered(waiting)
+    assert bench.states(DEVICE)[SlotState.FREE] == 1  # on its way when he came
+
+
+def test_room_for_them_is_not_made_while_somebody_waits() -> None:
+    bench = Bench(device=16, host=16)
+    bench.put(names(16))
+    waiting = bench.reserve(DEVICE, 1, BOB)
+    assert not bench.answered(waiting)
+    on_the_way = len(bench.moves)
+    bench.apply(bench.core.tick(bench.now))
+    assert len(bench.moves) == on_the_way == 1
+
+
+def test_room_that_cannot_be_made_is_not_looked_for_again() -> None:
+    bench = Bench(device=16)
+    bench.put(names(16))
+    ticket, _ = bench.core.reserve_ahead(ALICE, GROUP, DEVICE, 2, bench.now)
+    assert ticket is not None
+    acquired = bench.acquire(names(16), session=BOB)
+    outcome = bench.core.cancel(ticket, bench.now)
+    bench.apply(outcome)
+    assert acquired[0] in bench.grants
+    assert not bench.core.tick(bench.now).again
+    assert bench.stored() == names(16)
+
+
 def test_who_needs_the_whole_tier_waits_for_them() -> None:
     bench = Bench(device=16)
     ahead = bench.ahead(DEVICE, 2)
