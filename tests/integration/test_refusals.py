@@ -152,7 +152,7 @@ CLIENT_CASES: dict[str, tuple[Callable[[Cache], Any], str]] = {
     "something else for a block": (lambda cache: cache.put(KEYS[:1], [b"x" * BLOCK_BYTES]), "blocks[0]"),  # type: ignore[arg-type]
     "a priority of 101": (lambda cache: cache.put(KEYS[:1], blocks(KEYS[:1]), priorities=101), "priorities"),
     "a priority of -1": (lambda cache: cache.put(KEYS[:1], blocks(KEYS[:1]), priorities=[-1]), "priorities[0]"),
-    "more min_blocks than keys": (lambda cache: cache.acquire(KEYS, min_blocks=4), "chains[0].min_blocks"),
+    "more min_blocks than keys": (lambda cache: cache.acquire(KEYS, min_blocks=4), "min_blocks"),
     "a move to a tier that is not there": (lambda cache: cache.move(KEYS, Tier.DISK), "to"),
 }
 
