@@ -30,7 +30,7 @@ from kvtierd.tiers.disk.index import Index, index_bytes
 from kvtierd.tiers.disk.records import Place, encode_record
 from kvtierd.tiers.disk.recovery import recover_group
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.parts import part_of
+from kvtierd.tiers.parts import Rows
 
 GROUP = GroupId(0)
 BATCH = 32
@@ -103,6 +103,7 @@ def measure_writes(directory: Path, block_bytes: int, slot_count: int, adjacent:
     memory = aligned(BATCH * block_bytes)
     memory[:] = np.random.default_rng(1).integers(0, 256, memory.size, dtype=np.uint8)
     parts = list(memory.reshape(BATCH, block_bytes))
+    rows = Rows(memory, memory.reshape(BATCH, block_bytes))
 
     order = np.arange(slot_count) if adjacent else np.random.default_rng(2).permutation(slot_count)
     lots = [sorted(lot.tolist()) for lot in order[: slot_count // BATCH * BATCH].reshape(-1, BATCH)]
@@ -114,8 +115,8 @@ def measure_writes(directory: Path, block_bytes: int, slot_count: int, adjacent:
     def one_round(lot: list[int], leaving: list[tuple[GroupId, Key, SlotId]]) -> None:
         keys = [key(next(names)) for _ in lot]
         writes = [
-            DiskWrite(GROUP, SlotId(slot), name, None, Traits(35), [part_of(part)])
-            for slot, name, part in zip(lot, keys, parts, strict=True)
+            DiskWrite(GROUP, SlotId(slot), name, None, Traits(35), [rows.part(SlotId(row))])
+            for row, (slot, name) in enumerate(zip(lot, keys, strict=True))
         ]
         started = time.perf_counter()
         failed = store.write(writes, leaving)

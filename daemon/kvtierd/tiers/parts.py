@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-import numpy as np
-
 from kvtierd.core.ids import SlotId
-from kvtierd.tiers.base import Bytes, TierConfigError
-
-_BYTE: Final = np.dtype(np.uint8)
+from kvtierd.tiers.base import Bytes
 
 
 class Part:
@@ -21,14 +15,6 @@ class Part:
         self.memory = memory
         self.address = address
         self.nbytes = nbytes
-
-
-def part_of(array: Bytes) -> Part:
-    """Raises :class:`TierConfigError` unless it is one stretch of bytes."""
-    if array.dtype != _BYTE or array.ndim != 1 or not array.flags.c_contiguous:
-        said = f"{array.dtype}, {array.ndim} dimensions"
-        raise TierConfigError("part", said, "a contiguous 1-D array of uint8")
-    return Part(array.data, array.__array_interface__["data"][0], array.nbytes)
 
 
 class Rows:

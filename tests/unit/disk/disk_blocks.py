@@ -18,7 +18,7 @@ from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, Recovery, SlabShape
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.parts import Part, part_of
+from kvtierd.tiers.parts import Part
 
 Name = TypeVar("Name", bound=int | str)
 GROUP = GroupId(0)
@@ -38,7 +38,7 @@ def buffers(sizes: Sequence[int] = PARTS) -> list[Bytes]:
 
 
 def parts_of(arrays: Iterable[Bytes]) -> list[Part]:
-    return [part_of(array) for array in arrays]
+    return [Part(array.data, array.__array_interface__["data"][0], array.nbytes) for array in arrays]
 
 
 def payload(block: Key, sizes: Sequence[int] = PARTS) -> list[Bytes]:

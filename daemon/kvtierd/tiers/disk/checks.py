@@ -79,6 +79,8 @@ def check_parts(parts: Sequence[Part], record_bytes: int, *, writable: bool) -> 
         if writable and part.memory.readonly:
             raise TierConfigError(f"parts[{number}]", "read-only", "a writable array")
         address, nbytes = part.address, part.nbytes
+        if not part.memory.contiguous or part.memory.nbytes != nbytes:
+            raise TierConfigError(f"parts[{number}]", f"{part.memory.nbytes} bytes", f"{nbytes} contiguous bytes")
         if address % PAGE:
             raise TierConfigError(f"parts[{number}].address", hex(address), f"a multiple of {PAGE}")
         if nbytes <= 0 or nbytes % PAGE:
