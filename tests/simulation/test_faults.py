@@ -11,13 +11,15 @@ from tests.simulation.faults import FAULTS
 from tests.simulation.walk import WalkFailed, walk
 
 STEPS_A_WALK: Final = 1_000
-MOST_STEPS: Final = 100_000
+MOST_STEPS: Final = 40_000
+RARE: Final = {"stuck_parents_kept": 80_000}
+"""More steps, where what the fault breaks is done in one walk of some sixty: here, a whole subtree that has to go."""
 SILENT_WALKS: Final = 20
 
 pytestmark = pytest.mark.interpreted
 
 
-def steps_until_caught(*, inspect: bool) -> int:
+def steps_until_caught(name: str, *, inspect: bool) -> int:
     """Walks with seeds 0, 1, 2 … until one fails: some have no disk, some no host, some never crash."""
     steps = 0
     for seed in count():
@@ -25,21 +27,21 @@ def steps_until_caught(*, inspect: bool) -> int:
             steps += walk(seed, STEPS_A_WALK, inspect=inspect).steps
         except WalkFailed as failure:
             return steps + failure.step
-        assert steps < MOST_STEPS, f"not caught in {steps} steps"
+        assert steps < RARE.get(name, MOST_STEPS), f"not caught in {steps} steps"
     raise AssertionError("unreachable")
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught(name: str) -> None:
     with FAULTS[name].planted():
-        steps_until_caught(inspect=True)
+        steps_until_caught(name, inspect=True)
 
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.outside])
 def test_a_planted_fault_shows_outside(name: str) -> None:
     """The world finds it without the core's own checker: by bytes, events, records and answers."""
     with FAULTS[name].planted():
-        steps_until_caught(inspect=False)
+        steps_until_caught(name, inspect=False)
 
 
 def test_without_a_fault_the_same_walks_are_silent() -> None:

@@ -79,8 +79,10 @@ def check_parts(parts: Sequence[Part], record_bytes: int, *, writable: bool) -> 
         if writable and part.memory.readonly:
             raise TierConfigError(f"parts[{number}]", "read-only", "a writable array")
         address, nbytes = part.address, part.nbytes
-        if not part.memory.contiguous or part.memory.nbytes != nbytes:
-            raise TierConfigError(f"parts[{number}]", f"{part.memory.nbytes} bytes", f"{nbytes} contiguous bytes")
+        memory = part.memory
+        if memory.ndim != 1 or memory.format != "B" or not memory.contiguous or memory.nbytes != nbytes:
+            said = f"{memory.nbytes} bytes of format {memory.format}, {memory.ndim} dimensions"
+            raise TierConfigError(f"parts[{number}]", said, f"{nbytes} contiguous bytes (uint8), 1-D")
         if address % PAGE:
             raise TierConfigError(f"parts[{number}].address", hex(address), f"a multiple of {PAGE}")
         if nbytes <= 0 or nbytes % PAGE:
