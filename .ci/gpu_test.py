@@ -154,7 +154,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     if arguments[:1] == ["bench"]:
         return [*python, "-c", "from kvtier.cli import main; main()", "bench", "gpu", "--json", *arguments[1:]]
     command = [*python, "-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--durations=10"]
-    # tests/gpu/limits.py ends a test that hangs, and not the run with it.
+    # tests/limits.py ends a test that hangs, and not the run with it.
     command += ["-o", "faulthandler_timeout=0", f"--junitxml={BUILD / 'report.xml'}"]
     return [*command, *arguments]
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from kvtierd.build import COMPILED, VERSION
 from tests import devices
+from tests.limits import limit_s, limited
 
 devices.prepare()
 
@@ -41,6 +42,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reaching_in = [item for item in items if item.get_closest_marker("interpreted")]
         items[:] = [item for item in items if item not in reaching_in]
         config.hook.pytest_deselected(items=reaching_in)
+
+
+def _in_time(item: pytest.Item) -> Generator[None, object, object]:
+    with limited(limit_s(item)):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _in_time(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _in_time(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _in_time(item))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import gpu_test
@@ -13,7 +13,6 @@ import pytest
 from kvtier.abi.cuda.driver import Driver
 from kvtier.abi.cuda.errors import CudaUnavailable
 from tests import devices
-from tests.gpu.limits import LIMIT_S, limited
 
 _FACTS: Final = pytest.StashKey[list[str]]()
 
@@ -60,27 +59,6 @@ def tell(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     yield facts
     for fact in facts:
         note(request.config, f"{request.node.name}: {fact}")
-
-
-def _in_time(item: pytest.Item) -> Generator[None, object, object]:
-    marker = item.get_closest_marker("limit")
-    with limited(marker.args[0] if marker else LIMIT_S):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from _in_time(item))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from _in_time(item))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from _in_time(item))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 import hypothesis.strategies as st
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from tests.limits import LONG
 from tests.simulation import actions
 from tests.simulation.actions import Action
 from tests.simulation.chooser import Chooser
@@ -17,7 +17,6 @@ from tests.simulation.faults import FAULTS
 from tests.simulation.setup import Setup
 from tests.simulation.world import World
 
-LONG: Final = os.environ.get("KVTIER_LONG") == "1"
 EXAMPLES: Final = 2_000 if LONG else 150
 STEPS: Final = 60
 

@@ -409,11 +409,10 @@ async def test_a_thread_is_in_no_hurry_while_the_medium_has_something_to_do(
 ) -> None:
     finishing = threading.Semaphore(0)
     durable = threading.Event()
-    gate = Gate()
+    first, second = Gate(), Gate()
 
     def begin(batch: Batch) -> Finish:
-        if batch[0].move.id > 1:
-            gate(batch)
+        (first if batch[0].move.id == 1 else second)(batch)
 
         def finish() -> Faults:
             finishing.release()
@@ -425,13 +424,14 @@ async def test_a_thread_is_in_no_hurry_while_the_medium_has_something_to_do(
     edges = make_edges([Lane("test-ahead", (WRITE,), 1, 32, begin, halves=True, hurried=True)])
     edges.submit(runtime, numbered(1, [0], WRITE))
     assert edges.hurries()
+    first.open()
     assert await asyncio.to_thread(finishing.acquire, timeout=30)
     edges.submit(runtime, numbered(2, [1], WRITE))
-    assert gate.begun.acquire(timeout=30)
+    assert second.begun.acquire(timeout=30)
     assert not edges.hurries()
     durable.set()
     assert await asyncio.to_thread(_turns_true, edges.hurries), "it has nothing to do, and waits for the second"
-    gate.open()
+    second.open()
     await edges.idle()
 
 

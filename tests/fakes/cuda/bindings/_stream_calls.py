@@ -22,7 +22,6 @@ def cuStreamDestroy(hStream: CUstream | int) -> None:
     if int(hStream) in (*LEGACY, 2):
         raise invalid("a default stream")
     stream = STATE.stream(int(hStream))
-    stream.end()
     STATE.races.gone(stream.number)
     del STATE.streams[int(hStream)]
 

@@ -13,6 +13,9 @@ from ._races import Clock
 
 Work = Callable[[], object]
 
+_IDLE_S = 0.5
+"""How long a stream's thread waits for more: a process that has used many fakes would keep a thread of each stream."""
+
 
 class Mark:
     """A point in a stream. ``reached`` is set when all before it is done."""
@@ -45,21 +48,19 @@ class FakeStream:
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
         self._failed = failed
-        self._work: deque[Work | Mark | None] = deque()
+        self._work: deque[Work | Mark] = deque()
         self._given = threading.Condition()
+        self._name = f"fake-cuda-{seed}"
+        self._alive = False  # whether it has a thread
         self._busy = False
-        threading.Thread(target=self._run, name=f"fake-cuda-{seed}", daemon=True).start()
+        self._broken = False
 
     def give(self, work: Work) -> None:
-        with self._given:
-            self._work.append(work)
-            self._given.notify()
+        self._append(work)
 
     def mark(self) -> Mark:
         mark = Mark()
-        with self._given:
-            self._work.append(mark)
-            self._given.notify()
+        self._append(mark)
         return mark
 
     @property
@@ -68,37 +69,40 @@ class FakeStream:
         with self._given:
             return not self._busy and not self._work
 
-    def end(self) -> None:
-        """When all has been done."""
+    def _append(self, work: Work | Mark) -> None:
         with self._given:
-            self._work.append(None)
+            self._work.append(work)
             self._given.notify()
+            if not self._alive:
+                self._alive = True
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def _next(self) -> Work | Mark | None:
+        with self._given:
+            self._busy = False
+            if not self._given.wait_for(lambda: self._work, _IDLE_S):
+                self._alive = False
+                return None
+            self._busy = True
+            return self._work.popleft()
 
     def _run(self) -> None:
-        broken = False
-        while True:
-            with self._given:
-                self._busy = False
-                while not self._work:
-                    self._given.wait()
-                work = self._work.popleft()
-                self._busy = True
-            if work is None:
-                return
+        while (work := self._next()) is not None:
             if isinstance(work, Mark):
                 work.reached.set()
-                continue
-            if broken:
-                continue
-            if self._max_delay_s and self._random.random() < 0.7:
-                time.sleep(self._random.uniform(0, self._max_delay_s))
-            while self._hold is not None and self._hold.exists():
-                time.sleep(0.001)
-            try:
-                work()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the device is lost by it
-                broken = True
-                self._failed(error)
+            elif not self._broken:
+                self._do(work)
+
+    def _do(self, work: Work) -> None:
+        if self._max_delay_s and self._random.random() < 0.7:
+            time.sleep(self._random.uniform(0, self._max_delay_s))
+        while self._hold is not None and self._hold.exists():
+            time.sleep(0.001)
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the device is lost by it
+            self._broken = True
+            self._failed(error)
 
 
 class FakeEvent:

@@ -1,0 +1,79 @@
+"""A test that hangs fails by its name, and the others run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.limits import limited
+
+ROOT: Final = Path(__file__).parents[3]
+
+
+def test_what_hangs_fails_in_time_whoever_catches_it() -> None:
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(pytest.fail.Exception, match=r"not ended after 0\.05 s"), limited(0.05):
+        asyncio.run(hangs())
+    with pytest.raises(pytest.fail.Exception), limited(0.05):
+        while True:
+            threading.Event().wait(600)
+
+
+def test_a_limit_inside_another_leaves_it_as_it_was() -> None:
+    with limited(600), limited(60):
+        pass
+    remaining, _ = signal.getitimer(signal.ITIMER_REAL)
+    assert remaining > 0, "that of this test"
+    with pytest.raises(pytest.fail.Exception, match=r"after 0\.05 s"), limited(0.05):
+        with limited(600):
+            pass
+        threading.Event().wait(600)
+
+
+HANGS: Final = """
+import asyncio, threading
+import pytest
+
+@pytest.mark.limit(0.2)
+async def test_in_the_loop():
+    await asyncio.Event().wait()
+
+@pytest.mark.limit(0.2)
+def test_in_a_lock():
+    threading.Lock().acquire() and threading.Event().wait()
+
+@pytest.fixture
+def left():
+    yield
+    threading.Event().wait()
+
+@pytest.mark.limit(0.2)
+def test_at_its_end(left):
+    pass
+
+def test_after_them():
+    pass
+"""
+
+
+def test_each_test_that_hangs_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
+    tests = tmp_path / "test_hangs.py"
+    tests.write_text(HANGS)
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}", str(tests)]
+    command += ["-p", "tests.conftest", "-p", "no:cacheprovider", "-q"]
+    wide = os.environ | {"COLUMNS": "500"}
+    ended = subprocess.run(command, cwd=ROOT, env=wide, check=False, capture_output=True, text=True, timeout=100)
+    assert "2 failed, 2 passed, 1 error" in ended.stdout, ended.stdout + ended.stderr
+    for told in ("FAILED TESTS::test_in_the_loop", "FAILED TESTS::test_in_a_lock", "ERROR TESTS::test_at_its_end"):
+        line = told.replace("TESTS", os.path.relpath(tests, ROOT)) + " - Failed: it has not ended after 0.2 s"
+        assert line in ended.stdout.splitlines(), ended.stdout
