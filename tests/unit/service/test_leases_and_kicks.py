@@ -17,6 +17,7 @@ from kvtierd.service.daemon import Daemon
 from tests.unit.service.rig import DEVICE, HOST, SPEC, Client, attached, chain, config, refusal, running
 
 Code = grpc.StatusCode
+PATIENCE_S = 30.0
 
 
 @pytest.fixture
@@ -139,14 +140,16 @@ async def test_a_kicked_watcher_that_does_not_read_is_let_go_of_too(operator: Cl
     cache = await operator.open()
     keys = chain(8)
     watch = engine.events.Watch(events_pb2.WatchRequest(oldest=True), metadata=engine.metadata)
-    while not await watchers(operator):
-        pass
+    async with asyncio.timeout(PATIENCE_S):
+        while not await watchers(operator):
+            pass
     for _ in range(80):  # some 64 KiB, which is what gRPC takes on its own while nobody reads
         await operator.put(cache, keys)
         await operator.call(operator.blocks.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=keys[0]))
     await kick(operator, engine.welcome.session_id)
-    while await watchers(operator):
-        pass
+    async with asyncio.timeout(PATIENCE_S):
+        while await watchers(operator):
+            pass
 
     async def read_on() -> None:
         while await watch.read() is not grpc.aio.EOF:

@@ -18,6 +18,7 @@ from tests.unit.service.rig import HOST, SPEC, Client, attached, chain, config, 
 
 KEYS = chain(2)
 SLOTS = 2048
+PATIENCE_S = 30.0
 
 
 def stub(client: Client) -> Any:
@@ -77,13 +78,14 @@ async def test_a_sender_that_trickles_is_given_up(daemon: Daemon) -> None:
         cache = await client.open()
         call = stub(client).Put(metadata=client.metadata)
         await call.write(header(cache))
-        while not await held(client):
-            pass
         sent = 0
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the call may be over before the test looks
-            while sent < 2000 and await held(client):
+            while sent < 2000 and not call.done():
                 await call.write(piece(sent, sent := sent + 1))
+                await held(client)  # at the pace of one call for each
         assert sent < 2000
+        code, _ = await refusal(call)
+        assert code in {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL}, "the latter in mid-message"
         assert await held(client) == 0
 
 
@@ -114,8 +116,9 @@ async def test_a_reader_that_takes_nothing_is_given_up(daemon: Daemon) -> None:
         call = stub(client).Get(transfer_pb2.GetRequest(acquire=acquire), metadata=client.metadata)
         assert (await call.read()).header.found.blocks == SLOTS - 1
         assert await held(client) == SLOTS - 1
-        while await held(client):
-            pass
+        async with asyncio.timeout(PATIENCE_S):
+            while await held(client):
+                pass
 
         async def read_on() -> None:
             while await call.read() is not grpc.aio.EOF:
