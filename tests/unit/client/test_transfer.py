@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -304,25 +304,42 @@ async def test_nobody_waits_for_a_thread_that_has_not_begun(nbytes: int) -> None
     await busy
 
 
-async def test_what_fails_in_the_other_thread_is_raised() -> None:
-    both = threading.Barrier(2)
+@pytest.mark.parametrize("first", ["_make", "_help"])
+async def test_what_fails_in_the_other_thread_is_raised(first: str) -> None:
+    """``first``: of the two threads. Either may come first, and the other one's half is what fails."""
+    both, come = threading.Barrier(2), threading.Event()
+
+    class Ordered(ThreadPoolExecutor):
+        def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+            def begin() -> Any:
+                if work.__name__ != first:
+                    assert come.wait(10)
+                return work(*args, **more)
+
+            return super().submit(begin)
 
     def fail() -> None:
         both.wait(10)
         raise ValueError("the other half")
 
     def own() -> None:
+        come.set()
         made.append(both.wait(10))
-        while not failed.wait(0.001):
-            if steps._shared is not None and steps._shared.failed:
-                failed.set()
+        assert steps._shared is not None and steps._copying is not None
+        for _ in range(10_000):
+            if steps._shared.failed if first == "_make" else steps._copying.done():
+                ended.append(True)
+                break
+            pause.wait(0.001)
 
-    made: list[int] = []
-    failed = threading.Event()
+    made, ended = list[int](), list[bool]()
+    pause = threading.Event()
+    asyncio.get_running_loop().set_default_executor(Ordered(2))
     steps = transfer.Steps([lambda: made.append(-1)], transfer.INLINE_BYTES + 1, shared=halves(own, fail))
     with pytest.raises(ValueError, match="the other half"):
         async with steps:
             await steps.made(1)
+    assert ended == [True]
     assert -1 not in made
 
 
