@@ -164,8 +164,11 @@ def is_tcp(address: str) -> bool:
 def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Transport:
     """``host:port``, with or without ``tcp://`` before it, is TCP; anything else a runtime directory.
 
-    Raises :class:`InvalidArgument` for TCP without TLS, unless it is to this host and asked for.
+    Raises :class:`InvalidArgument` for TCP without TLS, unless it is to this host and asked for, and for an empty
+    address, which would be the working directory.
     """
+    if not address:
+        raise InvalidArgument("address", address, "a runtime directory or host:port")
     found = _HOST_PORT.fullmatch(address.removeprefix(TCP_SCHEME))
     if found is not None and int(found[3]) > MAX_PORT:  # gRPC would take what 16 bits leave of it
         raise InvalidArgument("address", address, f"host:port with a port of at most {MAX_PORT}")

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-import click
-
 from kvtierd import logs
 from kvtierd.config import Config, ConfigError, Loaded, read
 from kvtierd.mover.leisure import Leisure
@@ -78,8 +76,7 @@ async def serve(sources: Sources, config: Config, manager: Manager, leisure: Lei
     async with _watched(manager, daemon):
         notifier.ready(_serving(daemon))
         tcp = f" tcp={daemon.tcp_address}" if daemon.tcp_address else ""
-        click.echo(f"kvtierd ready pid={os.getpid()} address={daemon.address}{tcp}")
-        sys.stdout.flush()
+        _say(f"kvtierd ready pid={os.getpid()} address={daemon.address}{tcp}")
         await stop.wait()
         _log.info("stopping")
         reloading.cancel()
@@ -89,6 +86,16 @@ async def serve(sources: Sources, config: Config, manager: Manager, leisure: Lei
         _ended.append(daemon)
     _log.info("stopped clean=%s", clean)
     return clean
+
+
+def _say(line: str) -> None:
+    """To whoever reads standard output. Who has left does not end the daemon: the line is a courtesy."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        _log.warning("standard output takes nothing: %s", error.strerror)
+        with open(os.devnull, "wb") as nowhere:  # Python tries once more when it ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @asynccontextmanager

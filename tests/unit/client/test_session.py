@@ -342,6 +342,13 @@ async def test_nobody_at_the_address(short_dir: Path) -> None:
         await kvtier.connect(short_dir)
 
 
+async def test_an_empty_address_is_not_the_working_directory(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(short_dir)
+    async with FakeDaemon(short_dir):
+        with pytest.raises(kvtier.InvalidArgument, match="address"):
+            await kvtier.connect("")
+
+
 async def test_connect_can_wait_for_a_daemon_that_is_starting(short_dir: Path) -> None:
     fake = FakeDaemon(short_dir)
     connecting = asyncio.create_task(kvtier.connect(short_dir, wait=5))

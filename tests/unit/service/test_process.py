@@ -73,6 +73,25 @@ def test_it_says_when_it_is_ready_and_stops_cleanly(short_dir: Path, spawn: Spaw
     assert not any(path.exists() for path in sockets)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_daemon_runs_on_where_nobody_takes_its_line(short_dir: Path, full: bool) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    out = os.open("/dev/full", os.O_WRONLY) if full else writes
+    command = [sys.executable, "-m", "kvtierd.main", "--runtime-dir", str(short_dir / "run")]
+    command += ["--state-dir", str(short_dir / "state"), "--host-bytes", "1MiB"]
+    with subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = next(line for line in process.stderr if "standard output takes nothing" in line)
+        assert ("No space left" if full else "Broken pipe") in told
+        assert attach_to(short_dir).pid == process.pid
+        process.terminate()
+        _, log = process.communicate(timeout=20)
+    for fd in {out, writes}:
+        os.close(fd)
+    assert (process.returncode, "BrokenPipeError" in log) == (0, False)
+
+
 def test_a_killed_daemon_is_followed_by_one_in_a_new_epoch_on_the_same_sockets(short_dir: Path, spawn: Spawn) -> None:
     first = spawn("--host-bytes", "1MiB")
     ready_line(first)
