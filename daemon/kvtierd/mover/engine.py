@@ -121,6 +121,7 @@ class Engine:
         self._requests.refuse_waiting(cache)
         await self._carrier.rest(cache)
         await cache.uses.finish()
+        await self._carrier.rest(cache)  # a session's end, or time itself, may have begun more while that was written
         cache.removed = True
         self._carrier.caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime

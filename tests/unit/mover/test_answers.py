@@ -1,6 +1,7 @@
 """Those who wait get their answer once; those who go away leave nothing behind."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,42 @@ async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(hous
     assert sum(house.engine.queues().values()) == 0
     with pytest.raises(UnknownCache):
         house.engine.stats(CACHE)
+
+
+async def test_a_removed_cache_ends_what_began_while_its_uses_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results of a cache that is gone would be nobody's, and whoever waits for all moves would wait for ever."""
+    under_way, go_on = threading.Event(), threading.Event()
+
+    def write(*uses: object) -> frozenset[int]:
+        under_way.set()
+        assert go_on.wait(30)
+        return frozenset()
+
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 4, DISK: 16})
+        client = house.client()
+        await client.put(CHAIN)
+        assert (await client.move(CHAIN, DISK)).results == (True,) * 4
+        assert await client.get(CHAIN) == 4
+        await house.engine.settle()
+        monkeypatch.setattr(house.disk, "write", write)
+        removal = asyncio.create_task(house.engine.remove_cache(CACHE))
+        assert await asyncio.to_thread(under_way.wait, 30)
+        house.disk.close_gate()
+        house.engine.drop(CACHE, client.session, GROUP, CHAIN)
+        deleted = sum(house.engine.queues().values())
+        go_on.set()
+        await asyncio.wait([removal], timeout=0.1)
+        early = removal.done()
+        house.disk.open_gate()
+        await removal
+        left = sum(house.engine.queues().values())
+        async with asyncio.timeout(30):
+            while sum(house.engine.queues().values()):  # noqa: ASYNC110  only where the test fails
+                await asyncio.sleep(0.001)
+    assert (deleted, early, left) == (4, False, 0)
 
 
 async def test_caches_do_not_wait_for_each_other(house: House) -> None:
