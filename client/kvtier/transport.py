@@ -18,6 +18,7 @@ import grpc
 
 from kvtier.abi import attach as protocol
 from kvtier.attach import AttachConnection, Segments, attach_socket
+from kvtier.channels import open_channel, require_grpc
 from kvtier.errors import InvalidArgument
 from kvtier.stream import StreamConnection
 
@@ -25,15 +26,6 @@ TCP_SCHEME: Final = "tcp://"
 MAX_PORT: Final = 65535
 
 _HOST_PORT: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
-_CHANNEL_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    # Two clients of one process are two sessions: they must not share a connection, nor each other's back-off.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,6 +96,7 @@ class LocalTransport:
         self._address = address
 
     async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
+        require_grpc()  # before the daemon knows of anybody
         connection = await AttachConnection.open(self._address)
         try:
             welcome = await connection.hello(token)
@@ -112,7 +105,7 @@ class LocalTransport:
             raise
         if channel is None or not welcome.resumed:
             path = protocol.socket_path(self._address, protocol.RPC_SOCKET)
-            channel = grpc.aio.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
+            channel = open_channel(f"unix:{path}")
         return Attached(connection, welcome, channel)
 
     def another(self) -> socket.socket | None:
@@ -149,11 +142,11 @@ class TcpTransport:
 
     def _channel(self) -> grpc.aio.Channel:
         if self._tls is None:
-            return grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS)
+            return open_channel(self._target)
         credentials = grpc.ssl_channel_credentials(
             _read("tls.ca", self._tls.ca), _read("tls.key", self._tls.key), _read("tls.cert", self._tls.cert)
         )
-        return grpc.aio.secure_channel(self._target, credentials, options=_CHANNEL_OPTIONS)
+        return open_channel(self._target, credentials)
 
 
 def is_tcp(address: str) -> bool:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import tempfile
 import threading
-import warnings
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,6 +41,7 @@ from kvtier.fences import PASSED, Stream
 from kvtier.gpu import Gpu
 from kvtier.lease import Lease
 from tests.fake_cuda import load_fake
+from tests.forking import in_child
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
@@ -401,22 +400,20 @@ async def test_a_get_that_did_not_wait_would_give_other_bytes_for_the_blocks(
     assert not right(found, KEYS)
 
 
+def _told_of_the_fork(call: Callable[[], object]) -> int:
+    try:
+        call()
+    except ClientClosed as error:
+        return 0 if error.reason == "FORKED" else 2
+    return 3
+
+
 def test_a_forked_child_is_told_so_and_touches_no_cuda(fake: ModuleType, daemon: DaemonProcess, name: str) -> None:
     with Client(daemon.address) as client:
         cache = client.open_cache(name, SPEC, budgets=BUDGETS)
         lease = cache.reserve(1, Tier.DEVICE)
         for call in (lease.release, lambda: cache.release(lease), cache.fence, cache.release_all):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
-                child = os.fork()
-            if child == 0:
-                try:
-                    call()
-                except ClientClosed as error:
-                    os._exit(0 if error.reason == "FORKED" else 2)
-                finally:
-                    os._exit(1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert in_child(partial(_told_of_the_fork, call)) == 0
         lease.release()
 
 

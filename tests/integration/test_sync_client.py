@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import gc
 import signal
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from kvtier import Client, Event, errors, sync
 from kvtier.events import WatchItem
 from kvtier.types import BlockResult, Cause, EventType, Tier
+from tests.forking import in_child
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.touching import bytes_in, write_into
@@ -163,21 +163,42 @@ def test_a_client_never_closed_says_so_and_says_goodbye(daemon: DaemonProcess, c
 
 def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(calls: Client, cache: sync.Cache) -> None:
     with cache.reserve(2) as lease:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            status = 1
+
+        def child() -> int:
+            calls.close()
             try:
-                calls.close()
                 with lease:
                     cache.match(chain("fork", 1))
             except errors.ClientClosed as error:
-                status = 0 if error.reason == "FORKED" else 2
-            finally:
-                os._exit(status)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                return 0 if error.reason == "FORKED" else 2
+            return 3
+
+        assert in_child(child) == 0
         assert held(calls) == 2
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_child_forked_beside_a_client_has_none_and_may_drop_its_parents(daemon: DaemonProcess, closed: bool) -> None:
+    """Else its calls would wait for ever, and the last reference to a channel for a thread that it does not have."""
+    clients = [Client(daemon.address)]
+    if closed:
+        clients[0].close()
+
+    def child() -> int:
+        told = ""
+        try:
+            Client(daemon.address)
+        except errors.CallerError as error:
+            told = error.reason
+        clients.clear()
+        gc.collect()
+        return 0 if told == "FORKED" else 2
+
+    gc.collect()  # nothing else is left of gRPC
+    assert in_child(child) == 0
+    if not closed:
+        assert clients[0].stats().pid
+        clients[0].close()
 
 
 def test_a_program_that_forgets_to_close_ends_by_itself(daemon: DaemonProcess, calls: Client) -> None:

@@ -141,7 +141,7 @@ class LoopThread:
     def require_usable(self) -> None:
         """Raises :class:`ClientClosed` in a forked child and in the loop's own thread."""
         if self.forked:
-            message = f"the client belongs to process {self._pid}; a forked child must make its own"
+            message = f"the client belongs to process {self._pid}, and a forked child can have none"
             raise ClientClosed(message, reason="FORKED")
         if threading.current_thread() is self._thread:
             raise ClientClosed("called from the client's own thread, which cannot wait for itself", reason="OWN_THREAD")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +13,7 @@ import pytest
 from kvtier import transfer
 from kvtier.errors import ClientClosed
 from kvtier.sync.loop import LoopThread
+from tests.forking import in_child
 
 PATIENCE_S = 20
 
@@ -202,17 +201,13 @@ def test_its_own_thread_cannot_wait_for_itself(thread: LoopThread) -> None:
 
 
 def test_a_forked_child_is_refused_and_its_stop_does_nothing(thread: LoopThread) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: what this is about
-        child = os.fork()
-    if child == 0:
-        status = 1
+    def child() -> int:
+        thread.stop(nothing)
         try:
-            thread.stop(nothing)
             thread.run(nothing)
         except ClientClosed as error:
-            status = 0 if error.reason == "FORKED" else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return 0 if error.reason == "FORKED" else 2
+        return 3
+
+    assert in_child(child) == 0
     thread.run(nothing)
