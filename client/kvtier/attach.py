@@ -82,7 +82,10 @@ class AttachConnection:
             path = protocol.socket_path(address, protocol.ATTACH_SOCKET)
         except protocol.AddressError as error:
             raise InvalidArgument("address", address, str(error)) from error
-        sock = attach_socket()
+        try:
+            sock = attach_socket()
+        except OSError as error:  # this process has no descriptor left, or the host no memory: for now
+            raise DaemonUnavailable(f"no socket for {path}: {error.strerror}", reason="NO_SOCKET") from error
         try:
             await asyncio.get_running_loop().sock_connect(sock, path)
         except PermissionError as error:

@@ -109,7 +109,10 @@ class LocalTransport:
         return Attached(connection, welcome, channel)
 
     def another(self) -> socket.socket | None:
-        sock = attach_socket()
+        try:
+            sock = attach_socket()
+        except OSError:  # no descriptor is left
+            return None
         try:
             sock.connect(protocol.socket_path(self._address, protocol.ATTACH_SOCKET))
         except OSError:  # a daemon that goes, or that has too many at its door

@@ -43,9 +43,13 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop
         self._farewell: asyncio.Future[Work[None]]
         self._started = threading.Event()
+        self._fault: Exception | None = None
+        """Why there is no loop."""
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         self._started.wait()
+        if self._fault is not None:
+            raise self._fault
 
     @property
     def forked(self) -> bool:
@@ -124,8 +128,14 @@ class LoopThread:
 
     def _serve(self) -> None:
         try:
-            asyncio.run(self._main())
+            with asyncio.Runner() as runner:
+                runner.run(self._main())
+        except Exception as error:
+            if self._started.is_set():
+                raise
+            self._fault = error  # no descriptor for a loop, mostly
         finally:
+            self._started.set()
             with self._lock:
                 left, self._calls = self._calls, set()
             for call in left:

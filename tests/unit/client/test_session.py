@@ -6,6 +6,7 @@ import asyncio
 import errno
 import inspect
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from google.protobuf.message import Message
 import kvtier
 from kvtier import Cache, Tier, binding
 from kvtier.arena import Arena
+from kvtier.attach import attach_socket
+from kvtier.transport import LocalTransport
 from kvtier.v1 import blocks_pb2
 from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
 
@@ -147,6 +150,36 @@ async def test_what_was_mapped_is_not_read_once_the_next_cannot_be_mapped(
     daemon.answers["Match"] = match
     assert (await cache.match(KEYS)).blocks == 2
     assert cache.arena is not before
+
+
+async def test_a_client_without_a_descriptor_left_attaches_again_when_it_has_one(
+    daemon: FakeDaemon, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+
+    def scarce() -> socket.socket:
+        nonlocal made
+        made += 1
+        if made <= 3:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return attach_socket()
+
+    monkeypatch.setattr("kvtier.attach.attach_socket", scarce)
+    daemon.answers["Match"] = match
+    daemon.hang_up()
+    await daemon.until(lambda: len(daemon.hellos) == 2)
+    assert (await cache.match(KEYS)).blocks == 2
+    assert made > 3
+
+
+async def test_no_line_is_opened_where_no_descriptor_is_left(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("kvtier.transport.attach_socket", none_left)
+    assert LocalTransport(daemon.address).another() is None
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from kvtier import transfer
 from kvtier.errors import ClientClosed
 from kvtier.sync.loop import LoopThread
 from tests.forking import in_child
+from tests.limits import limited
 
 PATIENCE_S = 20
 
@@ -189,6 +192,15 @@ def test_threads_that_call_while_it_stops_get_an_answer_or_a_refusal() -> None:
         thread.stop(nothing)
         for caller in callers:
             caller.result(PATIENCE_S)
+
+
+def test_where_no_loop_can_be_made_nobody_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many_open_files() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("asyncio.events.new_event_loop", too_many_open_files)
+    with pytest.raises(OSError, match="Too many open files"), limited(PATIENCE_S):
+        LoopThread("test")
 
 
 def test_its_own_thread_cannot_wait_for_itself(thread: LoopThread) -> None:
