@@ -12,7 +12,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from contextvars import copy_context
+from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
 from kvtier import transfer
@@ -169,8 +171,11 @@ class Call(Generic[T]):
         self._loop: Final = loop
         self._work: Final = work
         self._undo: Final = undo
-        self._changed: Final = threading.Condition()
-        # Shared with the waiting thread, under `_changed`:
+        # A lock alone is let go of wherever a signal comes. A condition may be interrupted when it has just been taken:
+        # it would be held for ever, and the loop's thread wait for it.
+        self._lock: Final = threading.Lock()
+        self._changed: Final[SimpleQueue[None]] = SimpleQueue()
+        # Shared with the waiting thread, under `_lock`:
         self._copies: deque[_Copy] = deque()
         self._over: Callable[[], T] | None = None
         self._left = False
@@ -183,20 +188,22 @@ class Call(Generic[T]):
     def wait(self, *, lend: bool = True) -> Callable[[], T]:
         """What gives the coroutine's result once it is over. ``lend``: carries out its copies meanwhile."""
         while True:
-            with self._changed:
-                while self._over is None and not (lend and self._copies):
-                    self._changed.wait(_LOOK_UP_S)
+            with self._lock:
                 if self._over is not None:
                     return self._over
-                copy = self._copies[0]
+                copy = self._copies[0] if lend and self._copies else None
+            if copy is None:
+                with suppress(Empty):
+                    self._changed.get(timeout=_LOOK_UP_S)
+                continue
             # It stays first in line until it is done: an interrupted one must not be lost, the coroutine waits for it.
             copy.carry_out()
-            with self._changed:
+            with self._lock:
                 self._copies.popleft()
 
     def leave(self) -> None:
         """Cancels the coroutine and waits for its end: nothing touches the caller's arrays afterwards."""
-        with self._changed:
+        with self._lock:
             self._left, self._over = True, None
             copies = list(self._copies)
         try:
@@ -220,12 +227,12 @@ class Call(Generic[T]):
     def copy(self, work: Callable[[], None]) -> asyncio.Future[None]:
         """Has the waiting thread carry out a copy."""
         copy = _Copy(work, self._loop)
-        with self._changed:
+        with self._lock:
             if self._left:
                 copy.done.cancel()
             else:
                 self._copies.append(copy)
-                self._changed.notify()
+                self._changed.put(None)
         return copy.done
 
     def settle_closed(self) -> None:
@@ -255,10 +262,10 @@ class Call(Generic[T]):
             self._settle(task.result)
 
     def _settle(self, over: Callable[[], T]) -> None:
-        with self._changed:
+        with self._lock:
             if self._over is None:
                 self._over = over
-                self._changed.notify()
+                self._changed.put(None)
 
 
 class _Copy:

@@ -9,12 +9,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 
 from kvtier import transfer
 from kvtier.errors import ClientClosed
-from kvtier.sync.loop import LoopThread
+from kvtier.sync.loop import Call, LoopThread
 from tests.forking import in_child
 from tests.limits import limited
 
@@ -150,6 +151,32 @@ def test_a_second_ctrl_c_does_not_wait_and_the_result_is_still_undone(thread: Lo
     assert not undone.is_set()
     let_go.set()
     assert undone.wait(PATIENCE_S)
+
+
+def test_ctrl_c_leaves_no_lock_behind_wherever_it_comes() -> None:
+    """The loop's thread would wait for it for ever, and whoever closes the client for that thread."""
+    loop = asyncio.new_event_loop()
+    for steps in range(50):
+        call, go = Call(loop, nothing, None), SimpleQueue[int]()
+        call.settle_closed()
+
+        def interrupt(go: SimpleQueue[int] = go) -> None:
+            for _ in range(100 * go.get(timeout=PATIENCE_S)):
+                pass
+            interrupt_main()
+
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            go.put(steps)
+            while True:
+                call.wait()
+        interrupting.join()
+        settling = threading.Thread(target=call.settle_closed, daemon=True)
+        settling.start()
+        settling.join(PATIENCE_S)
+        assert not settling.is_alive(), "the call's lock is held by a thread that has left"
+    loop.close()
 
 
 def test_a_stop_ends_what_other_threads_wait_for() -> None:
