@@ -36,12 +36,13 @@ class UseLog:
             self._start()
 
     async def finish(self) -> None:
-        """Returns when everything used so far is on disk, or has failed to get there."""
+        """Returns when everything used so far is on disk, or has failed to get there. A write under way goes on when
+        the caller is cancelled: its thread does so in any case."""
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)
         self._start()
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)
 
     def _start(self) -> None:
         self._written_at = time.monotonic()

@@ -1,6 +1,7 @@
 """Those who wait get their answer once; those who go away leave nothing behind."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -210,6 +211,36 @@ async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(hous
     assert sum(house.engine.queues().values()) == 0
     with pytest.raises(UnknownCache):
         house.engine.stats(CACHE)
+
+
+async def test_a_removal_given_up_while_uses_are_written_can_be_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, go_on = queue.SimpleQueue[None](), threading.Event()
+
+    def write(*uses: object) -> frozenset[int]:
+        writes.put(None)
+        assert go_on.wait(30)
+        return frozenset()
+
+    async with House(tmp_path) as house:
+        house.open({DEVICE: 4, DISK: 16})
+        client = house.client()
+        await client.put(CHAIN)
+        assert (await client.move(CHAIN, DISK)).results == (True,) * 4
+        assert await client.get(CHAIN) == 4
+        monkeypatch.setattr(house.disk, "write", write)
+        removal = asyncio.create_task(house.engine.remove_cache(CACHE))
+        await asyncio.to_thread(writes.get, timeout=30)
+        removal.cancel()
+        await asyncio.wait([removal])
+        again = asyncio.create_task(house.engine.remove_cache(CACHE))
+        await asyncio.wait([again], timeout=0.1)
+        early = again.done()
+        go_on.set()
+        await again
+    assert not early, "the store is still written to"
+    assert writes.empty()
 
 
 async def test_a_removed_cache_ends_what_began_while_its_uses_were_written(
