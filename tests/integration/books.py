@@ -78,8 +78,8 @@ class Books:
     async def agree(self, *caches: Cache) -> None:
         """That these caches' own listings say the same of every block, and the books have no other."""
         for cache in caches:
-            as_of, listed = await self._quiet(cache)
-            await self.reach(as_of)
+            listed = await eventually(lambda: self._listed(cache), lambda found: found is not None)  # noqa: B023
+            assert listed is not None
             known = self._groups.get((cache.name, cache.group), {})
             differ = {key: (known.get(key), listed.get(key)) for key in known.keys() | listed.keys()}
             assert {key: pair for key, pair in differ.items() if pair[0] != pair[1]} == {}
@@ -87,6 +87,12 @@ class Books:
     def has(self, cache: str) -> bool:
         """Any block of it."""
         return any(blocks for (name, _), blocks in self._groups.items() if name == cache)
+
+    async def _listed(self, cache: Cache) -> Blocks | None:
+        """A listing of the moment that the books are at; None where they have gone on since."""
+        as_of, listed = await self._quiet(cache)
+        await self.reach(as_of)
+        return listed if self.cursor == as_of else None
 
     async def _quiet(self, cache: Cache) -> tuple[Cursor, Blocks]:
         """A listing of one moment, after which nothing has been entered yet."""
