@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import engine
 
 from kvtierd.build import COMPILED, VERSION
 from tests import devices
-from tests.limits import limit_s, limited
+from tests.limits import SHRINKING_S, limit_s, limited
 
 devices.prepare()
 
@@ -25,6 +26,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 settings.register_profile("kvtier", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("kvtier-ci", settings.get_profile("kvtier"), derandomize=True, print_blob=True)
 settings.load_profile("kvtier-ci" if os.environ.get("CI") else "kvtier")
+# There is no setting for it.
+engine.MAX_SHRINKING_SECONDS = SHRINKING_S
 
 
 # A shell that runs this in the background has SIGINT ignored, children inherit that, and Python leaves it so: no test

@@ -25,6 +25,9 @@ GPU_LIMIT_S: Final = 120.0
 LONG_LIMIT_S: Final = 3000.0
 """With ``make test-long``."""
 LONG: Final = os.environ.get("KVTIER_LONG") == "1"
+SHRINKING_S: Final = 60
+"""For so long a property's failing example is made smaller. By default it is five minutes: one whose examples take long
+would be told as a test that hangs, without what it failed with."""
 _AGAIN_S: Final = 2.0
 """Somebody may take the first failure for one of their own."""
 
