@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -26,11 +26,10 @@ from tests.integration.actors import NOBODY, Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.committing import GARBAGE, OK, in_parts, requests, reserved
 from tests.integration.daemon import DaemonProcess, StartDaemon
-from tests.integration.raw import AttachSocket, RawClient, attached
+from tests.integration.raw import AttachSocket, Connect, RawClient, attached, nowhere, older
 from tests.integration.waiting import PATIENCE_S, eventually
 
 Code = grpc.StatusCode
-Connect = Callable[[str], socket.socket | None]
 
 
 class Calls:
@@ -68,19 +67,6 @@ def whole(address: str) -> socket.socket:
 
 def deaf(address: str) -> socket.socket:
     return connected(address, Deaf(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-
-
-def older(address: str) -> socket.socket:
-    """Of a daemon that knows of no lines."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    with theirs:
-        theirs.send(attach.encode(attach.Failure("UNKNOWN_OP", 'op "commits": must be hello, map, forget or bye')))
-    return ours
-
-
-def nowhere(address: str) -> None:
-    return None
 
 
 @contextmanager
@@ -137,7 +123,7 @@ async def test_what_broke_off_is_repeated_by_a_call_and_not_doubled(raw: RawClie
     assert calls.count == 4
 
 
-@pytest.mark.parametrize("connect", [older, nowhere])
+@pytest.mark.parametrize("connect", [older("commits"), nowhere], ids=["older", "nowhere"])
 async def test_without_a_line_every_commit_is_a_call(raw: RawClient, name: str, connect: Connect) -> None:
     calls, connections = Calls(raw), 0
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -20,14 +20,12 @@ from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
-from tests.integration.raw import AttachSocket, RawClient, attached, refusal
+from tests.integration.raw import AttachSocket, Connect, RawClient, attached, nowhere, older, refusal
 from tests.integration.waiting import PATIENCE_S, eventually
 
 Code = grpc.StatusCode
 MANY = 2048
 """Blocks: their events are longer than a packet."""
-
-Connect = Callable[[str], socket.socket | None]
 
 
 class RawLine(AttachSocket):
@@ -62,25 +60,12 @@ def opened(raw: RawClient, request: events_pb2.WatchRequest | None = None) -> It
         yield line
 
 
-def older(address: str) -> socket.socket:
-    """Of a daemon that knows of no such lines."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    with theirs:
-        theirs.send(attach.encode(attach.Failure("UNKNOWN_OP", 'op "events": must be hello, map, forget or commits')))
-    return ours
-
-
 def deaf(address: str) -> socket.socket:
     """Of a daemon that hangs up at once."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     theirs.close()
     return ours
-
-
-def nowhere(address: str) -> None:
-    return None
 
 
 def since(cursor: Cursor) -> events_pb2.WatchRequest:
@@ -121,7 +106,7 @@ async def test_a_client_watches_over_its_line_and_others_of_its_watches_by_calls
     assert not lines_of(client).in_use
 
 
-@pytest.mark.parametrize("way", [older, deaf, nowhere])
+@pytest.mark.parametrize("way", [older("events"), deaf, nowhere], ids=["older", "deaf", "nowhere"])
 async def test_without_a_line_a_watch_is_a_call(client: AsyncClient, name: str, way: Connect) -> None:
     asked = 0
 
