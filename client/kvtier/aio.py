@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
@@ -17,9 +18,10 @@ from kvtier.drains import Drained, Drains
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied
 from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, oldest_event, with_past
 from kvtier.fences import Fence, Stream
+from kvtier.kinds import is_number, quoted, require_kind, require_name
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, Mirror
 from kvtier.options import CacheOptions
-from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
+from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
 from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
@@ -52,6 +54,11 @@ async def connect(
     daemon answers. Raises :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`,
     :class:`InvalidArgument`.
     """
+    require_timeout(timeout)
+    if not is_number(wait, 0, math.inf):
+        raise InvalidArgument("wait", quoted(wait), "0 seconds or more")
+    if address is not None:
+        require_kind("address", address, (str, os.PathLike), "a runtime directory or host:port")
     found = os.fspath(address) if address is not None else protocol.default_address()
     session = Session(found, tls, insecure=insecure)
     await session.open(wait)
@@ -111,6 +118,13 @@ class AsyncClient:
         Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound` without a ``spec``,
         :class:`PermissionDenied`, :class:`TierFull` for budgets that are not to be had.
         """
+        require_kind("name", name, str, "text")
+        if spec is not None:
+            require_kind("spec", spec, CacheSpec, "a kvtier.CacheSpec")
+        if budgets is not None:
+            require_kind("budgets", budgets, Mapping, "bytes by tier, as {Tier.HOST: 1 << 30}")
+        if options is not None:
+            require_kind("options", options, CacheOptions, "a kvtier.CacheOptions")
         try:
             if spec is not None:
                 spec.validate()
@@ -224,6 +238,7 @@ class AsyncClient:
 
         Raises :class:`kvtier.errors.NotFound` where there is no such cache.
         """
+        require_name("cache", cache)
         request = admin_pb2.LeasesRequest(cache=cache or "", session_id=session_number(session_id or 0))
 
         async def attempt(link: Link, seconds: float) -> admin_pb2.LeasesResponse:
@@ -241,6 +256,7 @@ class AsyncClient:
         of its moves, if the caller may watch. Raises :class:`kvtier.errors.NotFound` where there is no such cache,
         :class:`PermissionDenied`, :class:`InvalidArgument`.
         """
+        require_name("cache", cache)
         asked = key_or_prefix(key)
         request = explain_pb2.ExplainRequest(cache=cache or "", key=asked)
 
@@ -298,6 +314,7 @@ class AsyncClient:
         is damaged. Raises :class:`kvtier.errors.NotFound`, :class:`CallerError` (CACHE_IN_USE, LEASES_HELD,
         DAMAGED_CACHE).
         """
+        require_kind("name", name, str, "text")
         request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
 
         async def attempt(link: Link, seconds: float) -> caches_pb2.RemoveCacheResponse:

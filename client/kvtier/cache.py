@@ -20,6 +20,7 @@ from kvtier.errors import CallerError, InvalidArgument
 from kvtier.fences import Fence, Stream
 from kvtier.gpu import Gpu
 from kvtier.holdings import Holdings
+from kvtier.kinds import is_integer, quoted
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.lookups import Lookups
 from kvtier.options import CacheOptions
@@ -79,8 +80,8 @@ class Cache:
 
     def in_group(self, group: int) -> Cache:
         """The same cache, opened once and closed once, with the verbs of another window group."""
-        if not 0 <= group < len(self.spec.groups):
-            raise InvalidArgument("group", group, f"0 to {len(self.spec.groups) - 1}")
+        if not is_integer(group, 0, len(self.spec.groups) - 1):
+            raise InvalidArgument("group", quoted(group), f"0 to {len(self.spec.groups) - 1}")
         other = copy.copy(self)
         other.group = group
         return other

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtier.errors import InvalidArgument, NotFound
+from kvtier.kinds import is_number, quoted, require_name
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
 from kvtier.v1 import events_pb2
 
@@ -44,8 +45,9 @@ class Drains:
 
     async def drain(self, cache: str, wait_s: float, timeout_s: float) -> Drained:
         """See :meth:`kvtier.AsyncClient.drain_trtllm`."""
-        if not 0 <= wait_s <= MAX_WAIT_S:
-            raise InvalidArgument("wait", wait_s, f"0 to {MAX_WAIT_S:g} seconds")
+        require_name("cache", cache)
+        if not is_number(wait_s, 0, MAX_WAIT_S):
+            raise InvalidArgument("wait", quoted(wait_s), f"0 to {MAX_WAIT_S:g} seconds")
         place = self._places.setdefault(cache, _Place())
         async with place.turn:
             try:

@@ -276,7 +276,11 @@ class Holdings:
 
     async def release(self, leases: Iterable[Lease], stream: Stream | None, timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release`."""
-        live = [lease for lease in leases if not lease.released]
+        given = list(leases)
+        for index, lease in enumerate(given):
+            if not isinstance(lease, Lease):
+                raise InvalidArgument(f"leases[{index}]", lease, "a lease; of a list, *leases")
+        live = [lease for lease in given if not lease.released]
         if not live:
             return
         fence, deadline = fence_of(live, stream), self._deadline(timeout)

@@ -9,16 +9,19 @@ as it is where it is found.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.errors import InvalidArgument
+from kvtier.kinds import is_integer, is_number, quoted, require_kind
 from kvtier.types import DEFAULT_PRIORITY
 from kvtier.v1 import blocks_pb2
 
 MAX_PRIORITY: Final = 100
+A_RETENTION: Final = "a kvtier.Retention; a priority alone goes into priorities or a range"
+MAX_TOKEN: Final = (1 << 63) - 1
 MAX_DURATION_MS: Final = (1 << 32) - 1
 UNCHANGED: Final = 255
 """On the wire, in place of a priority: the block keeps what it has."""
@@ -50,9 +53,13 @@ class Retention:
     first_token: int = 0
 
     def __post_init__(self) -> None:
+        require_kind("ranges", self.ranges, (tuple, list), "a tuple of kvtier.TokenRange, even of one")
         end: int | None = 0
         for index, each in enumerate(self.ranges):
             field = f"ranges[{index}]"
+            require_kind(field, each, TokenRange, "a kvtier.TokenRange")
+            for name in ("start", "end"):
+                _check_token(f"{field}.{name}", getattr(each, name))
             if end is None:
                 raise InvalidArgument(f"ranges[{index - 1}].end", None, "a token: only the last range goes to the end")
             if each.start < end:
@@ -65,9 +72,7 @@ class Retention:
         check_priority("decode_priority", self.decode_priority)
         duration_ms("decode_duration_s", self.decode_duration_s)
         for name in ("prompt_tokens", "first_token"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise InvalidArgument(name, value, "0 or more")
+            _check_token(name, getattr(self, name))
 
     def starting_at(self, token: int) -> Self:
         """The same sequence's, for blocks from this token on."""
@@ -89,6 +94,11 @@ class Retention:
             if each.start <= token and (each.end is None or token < each.end):
                 return each.priority, duration_ms("duration_s", each.duration_s)
         return outside, 0
+
+
+def _check_token(field: str, value: int | None) -> None:
+    if value is not None and not is_integer(value, 0, MAX_TOKEN):
+        raise InvalidArgument(field, quoted(value), "a token's number, 0 or more")
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,6 +123,7 @@ def block_retention(
         return BlockRetention(each_priority(count, priorities))
     if priorities is not None:
         raise InvalidArgument("priorities", priorities, "None where there is a retention")
+    require_kind("retention", retention, (Retention, BlockRetention), A_RETENTION)
     return retention if isinstance(retention, BlockRetention) else retention.of_blocks(count, tokens_per_block)
 
 
@@ -120,14 +131,22 @@ def each_priority(count: int, priorities: int | Sequence[int] | None) -> bytes:
     """Priorities given for all, or one a block; none at all for None."""
     if priorities is None:
         return b""
-    if isinstance(priorities, int):
+    if isinstance(priorities, str) or not isinstance(priorities, Iterable):
         return bytes([check_priority("priorities", priorities)]) * count
-    return bytes(check_priority(f"priorities[{index}]", value) for index, value in enumerate(priorities))
+    listed = list(priorities)
+    try:
+        ranks = bytes(listed)
+    except (TypeError, ValueError):
+        ranks = b""
+    if len(ranks) != len(listed) or max(ranks, default=0) > MAX_PRIORITY:  # the quick way to look at them all
+        for index, value in enumerate(listed):
+            check_priority(f"priorities[{index}]", value)
+    return ranks
 
 
 def check_priority(field: str, value: int) -> int:
-    if not 0 <= value <= MAX_PRIORITY:
-        raise InvalidArgument(field, value, f"0 to {MAX_PRIORITY}")
+    if not is_integer(value, 0, MAX_PRIORITY):
+        raise InvalidArgument(field, quoted(value), f"0 to {MAX_PRIORITY}")
     return value
 
 
@@ -135,8 +154,10 @@ def duration_ms(field: str, seconds: float | None) -> int:
     """Whole milliseconds, at least one; 0 for None."""
     if seconds is None:
         return 0
-    if not 0 < seconds <= MAX_DURATION_MS / 1000:
-        raise InvalidArgument(field, seconds, f"more than 0, at most {MAX_DURATION_MS / 1000:.0f} seconds, or None")
+    if not (is_number(seconds, 0, MAX_DURATION_MS / 1000) and seconds > 0):
+        raise InvalidArgument(
+            field, quoted(seconds), f"more than 0, at most {MAX_DURATION_MS / 1000:.0f} seconds, or None"
+        )
     return min(MAX_DURATION_MS, math.ceil(seconds * 1000))
 
 
@@ -144,7 +165,7 @@ def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | N
     """Durations given for all, or one a block; none at all for None."""
     if durations_s is None:
         return ()
-    if isinstance(durations_s, (int, float)):
+    if isinstance(durations_s, str) or not isinstance(durations_s, Iterable):
         return (duration_ms("durations_s", durations_s),) * count
     return tuple(duration_ms(f"durations_s[{index}]", value) for index, value in enumerate(durations_s))
 
@@ -152,10 +173,11 @@ def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | N
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
     """A chain to acquire; its blocks of no range stay as they are. Raises :class:`InvalidArgument`."""
     count = len(keys) // KEY_BYTES
-    if not 0 <= min_blocks <= count:
-        raise InvalidArgument("min_blocks", min_blocks, f"0 to {count}, the blocks of the chain")
+    if not is_integer(min_blocks, 0, count):
+        raise InvalidArgument("min_blocks", quoted(min_blocks), f"0 to {count}, the blocks of the chain")
     if retention is None:
         return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
+    require_kind("retention", retention, Retention, A_RETENTION)
     kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)
     return blocks_pb2.Chain(
         keys=keys, min_blocks=min_blocks, priorities=kept.priorities, durations_ms=kept.durations_ms

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextvars import ContextVar
 from ctypes import addressof, c_char
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from kvtier import tensors
 from kvtier.beside import Shared
 from kvtier.errors import InvalidArgument
+from kvtier.kinds import require_kind
 from kvtier.tensors import Bytes, CudaArray, DeviceBytes, Row
 
 if TYPE_CHECKING:
@@ -476,6 +477,7 @@ def _addresses_of(blocks: Sequence[Bytes]) -> list[int]:
 
 
 def _check(blocks: Blocks, field: str, count: int, block_bytes: int) -> None:
+    require_kind(field, blocks, Sized, "a list of arrays or tensors, one a key")
     if len(blocks) != count:
         raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
     for index, block in enumerate(blocks):

@@ -34,7 +34,7 @@ class Upkeep:
             lambda binding: blocks_pb2.MoveRequest(
                 cache_id=binding.cache_id,
                 group=self._group,
-                to=tier_to_wire(to),
+                to=tier_to_wire(to, "to"),
                 keys=packed,
                 timeout_ns=wait_ns,
                 seq=seq,

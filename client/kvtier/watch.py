@@ -30,6 +30,7 @@ from kvtier.events import (
     event_from_wire,
     slice_from_wire,
 )
+from kvtier.kinds import is_integer, is_number, quoted, require_kind
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.session import Backoff, Deadline, Link, Session
 from kvtier.types import Cause, Cursor, EventType, Tier
@@ -61,9 +62,18 @@ class Filter:
     keys: Collection[bytes | str] = ()
 
     def __post_init__(self) -> None:
+        for name in ("types", "causes", "tiers", "caches", "groups"):
+            values = getattr(self, name)
+            if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
+                raise InvalidArgument(name, values, "a list, even of one")
+        for name, kind in (("types", EventType), ("causes", Cause), ("tiers", Tier)):
+            for index, value in enumerate(getattr(self, name)):
+                require_kind(f"{name}[{index}]", value, int, f"a kvtier.{kind.__name__}")
+        for index, cache in enumerate(self.caches):
+            require_kind(f"caches[{index}]", cache, str, "text")
         for index, group in enumerate(self.groups):
-            if not 0 <= group < MAX_GROUPS:
-                raise InvalidArgument(f"groups[{index}]", group, f"0 to {MAX_GROUPS - 1}")
+            if not is_integer(group, 0, MAX_GROUPS - 1):
+                raise InvalidArgument(f"groups[{index}]", quoted(group), f"0 to {MAX_GROUPS - 1}")
         if isinstance(self.keys, (str, bytes)):
             raise InvalidArgument("keys", self.keys, "a list of prefixes, even of one")
         if len(self.keys) > MAX_KEY_PREFIXES:
@@ -89,6 +99,7 @@ def key_prefix(field: str, value: bytes | str) -> bytes:
         prefix = bytes.fromhex(value) if isinstance(value, str) else value
     except ValueError as error:
         raise InvalidArgument(field, value, limit) from error
+    require_kind(field, prefix, (bytes, bytearray, memoryview), limit)
     if not 1 <= len(prefix) <= KEY_BYTES:
         raise InvalidArgument(field, value, limit)
     return prefix
@@ -109,10 +120,14 @@ class Start:
     def __post_init__(self) -> None:
         if (self.since is not None) + self.oldest + self.snapshot + (self.since_time_ns is not None) > 1:
             raise InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")
-        if self.since_time_ns is not None and not 0 <= self.since_time_ns < 1 << 64:
-            raise InvalidArgument("since_time_ns", self.since_time_ns, "nanoseconds since the Unix epoch, 0 or more")
-        if not 0 <= self.history < 1 << 64:
-            raise InvalidArgument("history", self.history, "a number that a watch has said, or 0")
+        if self.since is not None:
+            require_kind("since", self.since, Cursor, "a kvtier.Cursor")
+        if self.since_time_ns is not None and not is_integer(self.since_time_ns, 0, (1 << 64) - 1):
+            raise InvalidArgument(
+                "since_time_ns", quoted(self.since_time_ns), "nanoseconds since the Unix epoch, 0 or more"
+            )
+        if not is_integer(self.history, 0, (1 << 64) - 1):
+            raise InvalidArgument("history", quoted(self.history), "a number that a watch has said, or 0")
         if self.history and self.since is None:
             raise InvalidArgument("history", self.history, "0 without since, the cursor that it is of")
 
@@ -136,8 +151,8 @@ class Watch:
         breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> None:
-        if not 0.01 <= heartbeat_s <= 3600:
-            raise InvalidArgument("heartbeat_s", heartbeat_s, "0.01 to 3600 seconds")
+        if not is_number(heartbeat_s, 0.01, 3600):
+            raise InvalidArgument("heartbeat_s", quoted(heartbeat_s), "0.01 to 3600 seconds")
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
         self.history = start.history

@@ -10,6 +10,7 @@ import numpy as np
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.errors import DaemonError, InvalidArgument
+from kvtier.kinds import is_integer, quoted, require_kind
 from kvtier.options import CacheOptions, WritePolicy
 from kvtier.stats import (
     CacheInfo,
@@ -45,7 +46,10 @@ def packed_keys(keys: Keys, field: str = "keys") -> bytes:
         if len(packed) % KEY_BYTES:
             raise InvalidArgument(field, f"{len(packed)} bytes", f"a multiple of {KEY_BYTES} bytes")
         return packed
-    listed = list(keys)
+    try:
+        listed = list(keys)
+    except TypeError as error:
+        raise InvalidArgument(field, keys, f"bytes, or keys one by one, {KEY_BYTES} bytes each") from error
     if set(map(type, listed)) != {bytes} or set(map(len, listed)) != {KEY_BYTES}:  # the quick way to look at them all
         for index, key in enumerate(listed):
             if not isinstance(key, bytes) or len(key) != KEY_BYTES:
@@ -56,6 +60,8 @@ def packed_keys(keys: Keys, field: str = "keys") -> bytes:
 
 def packed_chains(chains: Iterable[Keys]) -> list[bytes]:
     """The same of several chains; the field says which."""
+    if isinstance(chains, (str, bytes, bytearray, memoryview)) or not isinstance(chains, Iterable):
+        raise InvalidArgument("chains", chains, "a list of chains, even of one")
     return [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
 
 
@@ -67,7 +73,9 @@ def split_keys(packed: bytes) -> list[bytes]:
     return keys
 
 
-def tier_to_wire(tier: Tier) -> common_pb2.Tier.ValueType:
+def tier_to_wire(tier: Tier, field: str = "tier") -> common_pb2.Tier.ValueType:
+    if not isinstance(tier, int):
+        raise InvalidArgument(field, tier, "a kvtier.Tier, as Tier.HOST")
     return common_pb2.Tier.ValueType(tier + 1)
 
 
@@ -132,24 +140,28 @@ def session_number(session_id: int) -> int:
 
 def _u64(field: str, value: int) -> int:
     """protobuf's own refusal names no field."""
-    if not 0 <= value < 1 << 64:
-        raise InvalidArgument(field, value, "0 to 2^64 - 1")
+    if not is_integer(value, 0, (1 << 64) - 1):
+        raise InvalidArgument(field, quoted(value), "0 to 2^64 - 1")
     return value
 
 
 def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
+    require_kind("budgets", budgets, Mapping, "bytes by tier")
     return [_budget(tier, asked) for tier, asked in budgets.items()]
 
 
 def _budget(tier: Tier, asked: int | Sequence[int]) -> caches_pb2.TierBudget:
     field = f"budgets[{tier}]"
-    if isinstance(asked, int):
-        return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=_u64(field, asked))
+    if isinstance(asked, str) or not isinstance(asked, Iterable):
+        return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, asked))
     by_group = [_u64(f"{field}[{group}]", each) for group, each in enumerate(asked)]
-    return caches_pb2.TierBudget(tier=tier_to_wire(tier), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
+    return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
 
 
 def options_to_wire(options: CacheOptions) -> caches_pb2.CacheOptions:
+    require_kind("options.write_policy", options.write_policy, int, "a kvtier.WritePolicy")
+    require_kind("options.eviction", options.eviction, str, "text")
+    require_kind("options.event_hash", options.event_hash, str, "text")
     return caches_pb2.CacheOptions(
         write_policy=caches_pb2.WritePolicy.ValueType(options.write_policy),
         eviction=options.eviction,

@@ -91,7 +91,7 @@ def root(scope: Scope) -> bytes:
     lora = 0 if scope.lora_id is None else require_int("scope.lora_id", scope.lora_id, 0, 2**64 - 1, KeyChainError)
     try:
         salt = b"" if scope.salt is None else scope.salt.encode()
-    except UnicodeEncodeError as error:
+    except (AttributeError, UnicodeEncodeError) as error:
         raise KeyChainError("scope.salt", scope.salt, "text that UTF-8 can encode") from error
     digest = hashlib.sha256(b"kvtier.scope" + struct.pack("<I", _SCOPE_VERSION))
     digest.update(struct.pack("<BQ", scope.lora_id is not None, lora))
@@ -110,6 +110,8 @@ def chain_keys(
     token ids that are not integers from 0 to 2^32-1, for ``tokens_per_block`` < 1, and for a bad scope.
     """
     require_int("tokens_per_block", tokens_per_block, 1, MAX_TOKEN_ID, KeyChainError)
+    if not isinstance(scope, Scope):
+        raise KeyChainError("scope", scope, "a kvtier.Scope, as Scope(salt='a')")
     tokens = np.ascontiguousarray(_as_unsigned("token_ids", token_ids, MAX_TOKEN_ID), "<u4")
     extensions = _extensions(len(tokens), tokens_per_block, scope, extra_ids)
     parent = root(scope)

@@ -37,7 +37,7 @@ class MirrorView:
     def __init__(self, caches: Collection[str]) -> None:
         """Raises :class:`InvalidArgument`: caches are followed by name, so that a right that is missing, or taken away,
         is an error and no silence."""
-        if isinstance(caches, str) or not caches:
+        if isinstance(caches, (str, bytes)) or not isinstance(caches, Collection) or not caches:
             raise InvalidArgument("caches", caches, "a list of one name at least")
         self.caches: Final = tuple(dict.fromkeys(caches))
         self.resyncs = 0
