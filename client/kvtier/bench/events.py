@@ -149,7 +149,8 @@ class _Bench:
         while True:
             await asyncio.sleep(_SETTLED_S)
             now = await self._client.stats()
-            if now.last_event_id == before.last_event_id:
+            queued = sum(edge.queued_blocks for cache in now.caches for edge in cache.edges)
+            if not queued and now.last_event_id == before.last_event_id:
                 return now
             before = now
 
@@ -207,8 +208,7 @@ class _Bench:
 
 async def _told(watcher: Helper, since: list[int], until: int) -> dict[str, Any]:
     """What happened after the cursor, up to that event."""
-    await watcher.ask(since=since)
-    return await watcher.ask(until=until)
+    return await watcher.ask(since=since, until=until)
 
 
 def _agreed(seen: Sequence[dict[str, Any]], since: int, until: int, stored: int) -> dict[str, int]:
@@ -218,9 +218,8 @@ def _agreed(seen: Sequence[dict[str, Any]], since: int, until: int, stored: int)
     changes: dict[str, int] = first["changes"]
     for each in seen:
         if each["skipped"] or (each["first"], each["last"]) != (since + 1, until):
-            raise DaemonError(
-                f"a watcher missed {each['skipped']} of the events {since + 1} to {until}", reason="BENCH"
-            )
+            told = f"was told of events {each['first']} to {each['last']} and missed {each['skipped']}"
+            raise DaemonError(f"a watcher {told}, of {since + 1} to {until}", reason="BENCH")
         if (each["digest"], each["changes"]) != (first["digest"], changes):
             raise DaemonError("watchers were told different things", reason="BENCH")
     if changes.get(str(EventType.STORED)) != stored:

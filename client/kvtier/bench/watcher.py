@@ -2,7 +2,7 @@
 
 Every change is decoded into a key and its residency, in an index of its own, through the library as anybody would.
 Asked ``{"since": [epoch, id]}`` it begins to watch after that event; asked ``{"until": id}`` it tells what it saw up to
-there, see :class:`Seen`.
+there, see :class:`Seen`. Asked for both it stops there, whatever has happened since.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Watching:
         self._seen: asyncio.Task[Seen] | None = None
 
     async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        self._until = question.get("until", sys.maxsize)
         if "since" in question:
-            self._until = sys.maxsize
             self._seen = asyncio.create_task(self._follow(Cursor(*question["since"])))
+        if "until" not in question:
             return {"watching": True}
-        self._until = question["until"]
         if self._seen is None:
             raise ValueError("until comes before since")
         return asdict(await self._seen)
