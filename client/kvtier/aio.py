@@ -52,7 +52,7 @@ async def connect(
 
     ``timeout``: seconds that a call may take where it does not say itself. ``wait``: seconds to keep trying while no
     daemon answers. Raises :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`,
-    :class:`InvalidArgument`.
+    :class:`InvalidArgument`, and :class:`CallerError` (FORKED) in a child that was forked while there was a client.
     """
     require_timeout(timeout)
     if not is_number(wait, 0, math.inf):

@@ -37,7 +37,7 @@ class Client:
     ``address``: by default ``$KVTIER_ADDRESS``, else ``/run/kvtier``; ``host:port`` for TCP, with ``tls`` or, on this
     host, ``insecure``. ``timeout``: seconds that a call may take where it does not say itself. ``wait``: seconds to
     keep trying while no daemon answers. Raises :class:`kvtier.errors.DaemonUnavailable`, :class:`PermissionDenied`,
-    :class:`InvalidArgument`.
+    :class:`InvalidArgument`, and :class:`CallerError` (FORKED) in a child that was forked while there was a client.
 
     Everything is as with :class:`kvtier.AsyncClient`, without ``await``; see there. A closed client, and one used in a
     forked child, raises :class:`kvtier.errors.ClientClosed`.
