@@ -34,6 +34,8 @@ SELECTIONS: Final[Mapping[str, str]] = {
 """The longest first."""
 _JOBS: Final = 2
 
+pytestmark = pytest.mark.limit(280)  # for whole sessions, of which each ends itself where a test in it hangs
+
 
 @pytest.fixture(scope="module")
 def sessions() -> Iterator[Sessions]:
