@@ -312,7 +312,7 @@ class _Upload:
     def __init__(
         self, messages: AsyncIterator[bytes], parse: Callable[[bytes], Any], context: _Context, pace: Pace
     ) -> None:
-        self._messages = aiter(messages)
+        self._messages = messages
         self._parse = parse
         self._context = context
         self._pace = pace
@@ -357,7 +357,8 @@ class _Upload:
                         return
 
     async def _next(self) -> bytes | None:
-        raw = await anext(self._messages, None)
+        # Asked for its iterator only here: gRPC's complains if a call that is refused before then never awaits it.
+        raw = await anext(aiter(self._messages), None)
         if raw is None and self._context.cancelled():
             # Whoever repeats the call waits for this one: that its stream broke must not look like a wrong argument.
             raise refused(grpc.StatusCode.CANCELLED, "STREAM_BROKEN", "the stream broke before its end")

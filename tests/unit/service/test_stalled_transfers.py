@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -125,3 +127,13 @@ async def test_a_reader_that_takes_nothing_is_given_up(daemon: Daemon) -> None:
                 pass
 
         assert (await refusal(read_on()))[1].reason == "STALLED"
+
+
+async def test_a_sender_that_is_refused_before_its_first_message_leaves_no_warning(short_dir: Path) -> None:
+    """gRPC's iterator of its messages gives one where it is asked for and never awaited."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        async with running(config(short_dir, device=0, host=SLOTS)) as daemon, attached(daemon) as client:
+            assert (await refusal(stub(client).Put(iter([]))))[1].reason == "NO_SESSION"
+        gc.collect()
+    assert [str(one.message) for one in said if "never awaited" in str(one.message)] == []
