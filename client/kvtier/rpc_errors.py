@@ -80,8 +80,13 @@ def link_is_broken(fault: Fault) -> bool:
     """Whether the way to the daemon failed, rather than the daemon having answered."""
     if fault.code is grpc.StatusCode.UNAVAILABLE:
         return fault.reason not in _TIER_REASONS
+    if fault.code is grpc.StatusCode.INTERNAL:
+        return not fault.detail.reason and fault.message == _FAILED_WRITE
     return fault.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.CANCELLED)
 
+
+_FAILED_WRITE: Final = "Internal error from Core"
+"""What gRPC itself makes of a message that it could not send, whatever ended the stream meanwhile."""
 
 _TIER_REASONS: Final = frozenset({"TIER_OFFLINE", "TIER_FAILED"})
 """UNAVAILABLE that speaks of a tier: the daemon itself is well."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from google.protobuf import any_pb2
@@ -117,6 +119,28 @@ def test_only_a_broken_way_to_the_daemon_is_worth_attaching_again(
 ) -> None:
     detail = common_pb2.ErrorDetail(reason=reason) if reason else None
     assert link_is_broken(fault_of(failure(code, detail))) is broken
+
+
+@pytest.mark.parametrize(
+    ("said", "broken"),
+    [
+        (failure(Code.INTERNAL, message="Internal error from Core"), True),
+        (failure(Code.INTERNAL, message="a message that is no message"), False),
+        (failure(Code.INTERNAL, common_pb2.ErrorDetail(reason="INTERNAL"), "Internal error from Core"), False),
+    ],
+)
+def test_a_write_that_grpc_could_not_do_says_nothing_of_the_daemon(said: AioRpcError, broken: bool) -> None:
+    assert link_is_broken(fault_of(said)) is broken
+
+
+async def test_that_is_how_grpc_calls_it() -> None:
+    """As its own ``write`` does where the message cannot be sent."""
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        call: Any = channel.stream_unary("/kvtier.v1.Transfer/Put")()
+        call._cython_call.set_internal_error("the stream broke")
+        with pytest.raises(AioRpcError) as failed:
+            await call
+    assert link_is_broken(fault_of(failed.value))
 
 
 def test_a_stranger_s_value_is_shortened_in_the_message() -> None:
