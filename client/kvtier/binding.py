@@ -35,6 +35,7 @@ from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
 
 _GIVE_BACK_S: Final = 1.0
+"""For one attempt; while the daemon does not answer there is another."""
 UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
 """After these the daemon may have answered and nobody have heard it."""
 _TIER_OF: Final = {str(tier): tier for tier in Tier}
@@ -337,19 +338,27 @@ class Binder:
         request: Request,
         leases_of: Callable[[Response], list[int]],
     ) -> None:
-        """Asks again under the same number, which says what was granted, and releases that."""
+        """Asks under the same number what was granted, and releases that. Until the daemon answers, or the session with
+        all its leases has ended: this process may live for weeks, and nobody else gives them back.
+
+        One attempt follows the other at once, since the daemon remembers no more than a session's last replies."""
 
         async def attempt(link: Link, seconds: float) -> list[int]:
             if link.session != binding.session:
                 return []
-            return leases_of(await method(link.stubs)(request, timeout=seconds, metadata=link.metadata))
+            metadata = (*link.metadata, (attach.RECALL_METADATA_KEY, "1"))
+            return leases_of(await method(link.stubs)(request, timeout=seconds, metadata=metadata))
 
-        try:
-            lease_ids = await self.session.call(attempt, Deadline(_GIVE_BACK_S))
-            await self.release(binding, lease_ids, Deadline(_GIVE_BACK_S))
-        except KvtierError as error:
-            # Refused: nothing was granted. Unreachable: the daemon frees the slots when this process ends.
-            _log.debug("nothing to give back: %s", error)
+        while True:
+            try:
+                lease_ids = await self.session.call(attempt, Deadline(_GIVE_BACK_S))
+                await self.release(binding, lease_ids, Deadline(_GIVE_BACK_S))
+            except (DeadlineExceeded, DaemonUnavailable) as error:
+                _log.debug("not given back yet: %s", error)
+                continue
+            except KvtierError as error:  # nothing was granted, or it is released
+                _log.debug("nothing to give back: %s", error)
+            return
 
 
 async def _logged(work: asyncio.Future[None], what: str) -> None:

@@ -484,7 +484,8 @@ class Cache:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
         ``stream``: see :meth:`release`."""
         await self.release_all(stream=stream, timeout=timeout)
-        await self._binder.settle(self._deadline(timeout))  # of calls that were cancelled
+        deadline = self._deadline(timeout)
+        await self._binder.settle(deadline)  # of calls that were cancelled
         await self.reader.recency.tell()
         if not self._binder.close():
             return
@@ -495,7 +496,7 @@ class Cache:
                 request = caches_pb2.CloseRequest(cache_id=binding.cache_id, seq=seq)
                 await send(link, lambda stubs: stubs.caches.Close, request, seconds)
 
-        await self._session.call(attempt, self._deadline(timeout))
+        await self._session.call(attempt, deadline)
 
     async def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives back every lease that this object granted and that is still held. ``stream``: see :meth:`release`."""

@@ -7,10 +7,10 @@ its request having a ``seq`` field, so no verb can forget to be repeatable.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -19,13 +19,14 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from kvtier.abi.attach import RECALL_METADATA_KEY
 from kvtier.abi.stream import GO_AHEAD_KEY
 from kvtier.v1 import transfer_pb2
 from kvtierd.service.access import NEEDS, Access
 from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
 from kvtierd.service.open_calls import OpenCalls
-from kvtierd.service.series import Answer, Series
+from kvtierd.service.series import Series
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
 from kvtierd.service.writes import Write
 
@@ -55,6 +56,12 @@ DRAIN_S: Final = 0.25
 """A refused sender that is quiet for so long has nothing under way."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Answer(Protocol):
+    """To one request, as it came; with ``recalls`` it is not begun. Raises what refuses it."""
+
+    def __call__(self, session: Session, raw: bytes, recalls: bool = False) -> Coroutine[Any, Any, Message]: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -184,7 +191,7 @@ class Dispatcher:
 
         return answers
 
-    def _answering(self, method: MethodDescriptor, verb: Verb) -> Answer:
+    def _answering(self, method: MethodDescriptor, verb: Verb) -> _Answer:
         parse = _parser(method)
         mutates = "seq" in method.input_type.fields_by_name
         needs = NEEDS[method.full_name]
@@ -192,15 +199,19 @@ class Dispatcher:
         waits = method.full_name not in NEVER_WAIT
         at_once = method.full_name.startswith(AT_ONCE)
 
-        async def answer(session: Session, raw: bytes) -> Message:
+        async def answer(session: Session, raw: bytes, recalls: bool = False) -> Message:
             if self._stopping:
                 raise shutting_down()
             require_attached(session)
             request = parse(raw)
             self._access.require(session, needs, request)
+            if recalls and not (mutates and request.seq):
+                raise bad_argument("seq", 0, f"the number of a call, where the metadata has {RECALL_METADATA_KEY}")
             if not mutates or not request.seq:
                 return await verb(session, request)
             digest = xxhash.xxh3_128_digest(name + raw)
+            if recalls:
+                return await session.replies.recall(request.seq, digest)
             run = lambda: _run(verb, session, request)  # noqa: E731
             return await session.replies.answer(request.seq, digest, run, waits=waits, at_once=at_once)
 
@@ -212,10 +223,11 @@ class Dispatcher:
             raise shutting_down()
         return self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
 
-    def _unary(self, answer: Answer) -> Callable[[bytes, _Context], Awaitable[Message]]:
+    def _unary(self, answer: _Answer) -> Callable[[bytes, _Context], Awaitable[Message]]:
         async def call(raw: bytes, context: _Context) -> Message:
             try:
-                reply = await answer(self._caller(context), raw)
+                recalls = any(key == RECALL_METADATA_KEY for key, _ in context.invocation_metadata() or ())
+                reply = await answer(self._caller(context), raw, recalls)
                 if self._behind():
                     await asyncio.sleep(0)
                 return reply

@@ -8,7 +8,9 @@ from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar, cast
 
-from kvtierd.service.errors import bad_argument
+import grpc
+
+from kvtierd.service.errors import CallRefused, bad_argument, refused
 
 REMEMBERED: Final = 128
 
@@ -25,6 +27,8 @@ class _Entry(Generic[T]):
     task: asyncio.Task[T] | None
     reply: T | None = None
     waiting: int = 0
+    given_up: bool = False
+    """It was recalled before it began, so it never will."""
 
     @property
     def is_over(self) -> bool:
@@ -54,12 +58,30 @@ class ReplyMemory(Generic[T]):
         """The reply to the call numbered ``seq``; ``digest`` tells its body from any other. ``waits``: it may.
         ``at_once``: it begins in this turn, and gets its task only where it waits; up to there no task is
         running."""
-        entry = self._entries.get(seq)
-        if entry is not None and entry.digest != digest:
-            raise bad_argument("seq", seq, "a number that no other call of this session had")
+        entry = self._known(seq, digest)
         if entry is None:
             entry = self._entries[seq] = self._begun(digest, call(), waits, at_once)
             self._forget_old()
+        return await self._reply(seq, entry)
+
+    async def recall(self, seq: int, digest: bytes) -> T:
+        """The reply to the call numbered ``seq``, which is not begun for it. Raises NOT_FOUND, reason NEVER_BEGAN,
+        where there is none; the call, should it still come, is refused then."""
+        entry = self._known(seq, digest)
+        if entry is None:
+            entry = self._entries[seq] = _Entry(digest, None, given_up=True)
+            self._forget_old()
+        return await self._reply(seq, entry)
+
+    def _known(self, seq: int, digest: bytes) -> _Entry[T] | None:
+        entry = self._entries.get(seq)
+        if entry is not None and entry.digest != digest:
+            raise bad_argument("seq", seq, "a number that no other call of this session had")
+        return entry
+
+    async def _reply(self, seq: int, entry: _Entry[T]) -> T:
+        if entry.given_up:
+            raise _never_began(seq)
         if entry.task is None:
             return cast(T, entry.reply)
         entry.waiting += 1
@@ -97,6 +119,11 @@ class ReplyMemory(Generic[T]):
             if oldest is None:
                 return
             del self._entries[oldest]
+
+
+def _never_began(seq: int) -> CallRefused:
+    message = f"call {seq} of the session was given up before it began, or has changed nothing"
+    return refused(grpc.StatusCode.NOT_FOUND, "NEVER_BEGAN", message)
 
 
 class _Begun(Coroutine[Any, Any, T]):

@@ -186,3 +186,37 @@ async def test_what_begins_at_once_cannot_bind_itself_to_the_task_of_who_asks() 
     with pytest.raises(RuntimeError, match="inside a task"):
         await ReplyMemory[None]().answer(1, b"a", call, at_once=True)
     assert asyncio.current_task() is not None
+
+
+async def test_a_recall_is_answered_as_the_call_was() -> None:
+    memory, call = ReplyMemory[int](), Counted()
+    assert await memory.answer(1, b"a", call) == 1
+    assert await memory.recall(1, b"a") == 1
+    with pytest.raises(CallRefused, match="no other call"):
+        await memory.recall(1, b"b")
+
+
+async def test_a_recall_of_a_call_that_runs_waits_for_it_and_ends_it_with_its_last_caller() -> None:
+    memory, call = ReplyMemory[int](), Counted(asyncio.Event())
+    first = asyncio.create_task(memory.answer(1, b"a", call))
+    await turns()
+    second = asyncio.create_task(memory.recall(1, b"a"))
+    await turns()
+    first.cancel()
+    await turns()
+    assert (call.cancelled, second.done()) == (0, False)
+    second.cancel()
+    await turns()
+    assert call.cancelled == 1
+
+
+async def test_a_call_that_comes_after_its_recall_never_begins() -> None:
+    memory, call = ReplyMemory[int](), Counted()
+    for _ in range(2):
+        with pytest.raises(CallRefused) as refused:
+            await memory.recall(1, b"a")
+        assert refused.value.detail.reason == "NEVER_BEGAN"
+    with pytest.raises(CallRefused, match="given up"):
+        await memory.answer(1, b"a", call)
+    assert call.runs == 0
+    assert await memory.answer(2, b"b", call) == 1
