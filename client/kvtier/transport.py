@@ -19,7 +19,7 @@ import grpc
 from kvtier.abi import attach as protocol
 from kvtier.attach import AttachConnection, Segments, attach_socket
 from kvtier.channels import open_channel, require_grpc
-from kvtier.errors import InvalidArgument
+from kvtier.errors import DaemonUnavailable, InvalidArgument
 from kvtier.stream import StreamConnection
 
 TCP_SCHEME: Final = "tcp://"
@@ -135,8 +135,11 @@ class TcpTransport:
         channel = self._channel()
         try:
             connection, welcome = await StreamConnection.open(channel, token)
-        except BaseException:
+        except BaseException as error:
             await channel.close()
+            if isinstance(error, DaemonUnavailable) and self._tls is not None:
+                message = f"{error}; a daemon that does not accept {self._tls.cert} hangs up in the same way"
+                raise DaemonUnavailable(message, reason=error.reason) from error
             raise
         return Attached(connection, welcome, channel)
 
@@ -149,6 +152,7 @@ class TcpTransport:
         credentials = grpc.ssl_channel_credentials(
             _read("tls.ca", self._tls.ca), _read("tls.key", self._tls.key), _read("tls.cert", self._tls.cert)
         )
+        _require_use(self._tls)
         return open_channel(self._target, credentials)
 
 
@@ -198,3 +202,20 @@ def _read(field: str, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InvalidArgument(field, str(path), f"a file that can be read: {error.strerror}") from error
+
+
+def _require_use(files: TlsFiles) -> None:
+    """Raises :class:`InvalidArgument` for files that can be read and are of no use: gRPC would try them for as long as
+    the caller waits, and say of none of them that it is at fault."""
+    import ssl  # for clients of TCP alone
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(files.ca)
+    except ssl.SSLError as error:
+        raise InvalidArgument("tls.ca", str(files.ca), f"certificates of authorities, PEM: {error}") from error
+    try:
+        context.load_cert_chain(files.cert, files.key, password=lambda: b"")  # never asked for on a terminal
+    except (ssl.SSLError, ValueError) as error:
+        limit = f"a certificate, PEM, with its key in {files.key}: {error}"
+        raise InvalidArgument("tls.cert", str(files.cert), limit) from error

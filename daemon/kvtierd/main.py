@@ -98,6 +98,8 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     logs.set_up(config.log_level, config.log_format)
     gc.disable()  # what is imported and made now stays: the daemon's collector freezes it without a look
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the daemon has no use for: a thread a core
+    # gRPC's own lines are no records of the log, and whoever can connect to the TCP port could make any number of them.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
 
     from kvtierd.mover.leisure import Leisure

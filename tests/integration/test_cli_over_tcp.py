@@ -106,6 +106,36 @@ def test_what_is_missing_or_makes_no_sense_is_named(
     kvtier("status", "--address", daemon.address, env={**plain, "KVTIER_TLS_CA": "of another daemon's"})
 
 
+def test_files_of_no_use_are_named_and_nothing_else_is_said(
+    daemon: DaemonProcess, files: Authority, operator: TlsFiles, plain: Mapping[str, str]
+) -> None:
+    """Not a word of gRPC's own, here or in the daemon's log, of which each line is a record."""
+    another = files.issue("another.example", common_name="another")
+    (strange_directory := files.ca.parent / "strange").mkdir()
+    strange = Authority(strange_directory).issue("operator.example", common_name="operator")
+
+    def said(ca: Path, cert: Path, key: Path) -> str:
+        tls = ("--tls-ca", str(ca), "--tls-cert", str(cert), "--tls-key", str(key))
+        return kvtier("status", "--address", daemon.tcp_address, *tls, env=plain, status=1).stderr
+
+    refused = {
+        f"Error: tls.cert = {operator.cert}: must be a certificate, PEM, with its key in {another.key}: ": said(
+            operator.ca, operator.cert, another.key
+        ),
+        f"Error: tls.ca = {operator.key}: must be certificates of authorities, PEM: ": said(
+            operator.key, operator.cert, operator.key
+        ),
+        f"; a daemon that does not accept {strange.cert} hangs up in the same way\n": said(
+            operator.ca, strange.cert, strange.key
+        ),
+        "CERTIFICATE_VERIFY_FAILED": said(strange.ca, operator.cert, operator.key),
+    }
+    for words, line in refused.items():
+        assert words in line and line.startswith("Error: ") and line.count("\n") == 1, line
+    daemon.stop()
+    assert [line for line in daemon.log.splitlines() if not line.startswith("time=")] == []
+
+
 def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
     context = click.Context(group)
     for name in group.list_commands(context):

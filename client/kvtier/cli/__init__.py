@@ -6,6 +6,7 @@ line makes no sense. `explain` and `watch` have more: see there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Final
@@ -42,6 +43,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _MODULES:
             return None
+        # gRPC's own lines on standard error, dozens of a connection that is refused: what they mean is in our message.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         command: click.Command = getattr(import_module(f"kvtier.cli.{_MODULES[cmd_name]}"), cmd_name)
         return command
 
