@@ -9,12 +9,17 @@ from kvtier.doctor import clock, disk, gpu, kernel, limits, memory, sockets
 from kvtier.doctor.finding import Finding, warn
 from kvtier.doctor.service import Daemon, check_daemon, check_unit, read_unit
 from kvtier.doctor.settings import Settings
+from kvtier.types import Tier
 
 
 def examine(settings: Settings, daemon: Daemon) -> Iterator[Finding]:
     """Reads the machine as it goes. What cannot be read is a warning, and the other checks go on."""
     pid = daemon.pid or None
-    in_memory = settings.host_bytes + (settings.device_bytes if settings.device == gpu.STAND_IN else 0)
+    tiers = {Tier.HOST: settings.host_bytes}
+    if settings.device == gpu.STAND_IN:
+        tiers[Tier.DEVICE] = settings.device_bytes
+    in_memory = sum(tiers.values())
+    taken = sum(daemon.given.get(tier, 0) for tier in tiers) if pid is not None else None
     yield check_daemon(daemon)
     yield check_unit(read_unit(), daemon.pid)
     yield sockets.check_path(settings.runtime_dir)
@@ -22,7 +27,7 @@ def examine(settings: Settings, daemon: Daemon) -> Iterator[Finding]:
     bounds = limits.read(pid)
     yield limits.check_memlock(bounds, in_memory)
     yield limits.check_descriptors(bounds, settings.max_sessions)
-    yield _seen("memory", lambda: memory.check_available(memory.read(pid), in_memory, pid is not None))
+    yield _seen("memory", lambda: memory.check_available(memory.read(pid), in_memory, taken))
     yield _seen("cgroup memory", lambda: memory.check_cgroup(memory.read(pid), in_memory, pid is not None))
     yield memory.check_memfd(memory.probe_memfd())
     if settings.disk_bytes:

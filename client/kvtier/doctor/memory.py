@@ -73,16 +73,20 @@ def _up(mount: Path, path: str, limit_file: str, used_file: str) -> Iterator[Cgr
         group = group.parent
 
 
-def check_available(memory: Memory, needed: int, running: bool) -> Finding:
-    """``running``: the daemon has its tiers already."""
+def check_available(memory: Memory, needed: int, taken: int | None) -> Finding:
+    """``taken``: of that, what the caches of a daemon that runs have already; None = none runs. A cache takes its
+    memory when it is opened: a daemon without caches has none of it."""
     name = "memory"
-    if running:
-        return ok(name, f"kvtierd runs and has its tiers; {size(memory.available)} are available besides")
-    if memory.available >= needed + OVERHEAD:
-        return ok(name, f"{size(memory.available)} available, {size(needed)} are configured")
+    if taken is None:
+        missing, has = needed + OVERHEAD, f"{size(needed)} are configured"
+    else:
+        missing, has = needed - taken, f"of {size(needed)} that are configured, caches have {size(taken)}"
+    if memory.available >= missing:
+        return ok(name, f"{size(memory.available)} available; {has}")
     return fail(
         name,
-        f"{size(memory.available)} available of {size(memory.total)}, {size(needed)} are configured in memory",
+        f"{size(memory.available)} available of {size(memory.total)}; {has}"
+        + ("" if taken is None else ": more caches will be refused"),
         "make host_bytes (or device_bytes, where there is no GPU) smaller, or end what uses the memory",
     )
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Final
 
 from kvtier import aio
 from kvtier.doctor.finding import Finding, fail, ok, warn
 from kvtier.errors import KvtierError, PermissionDenied
+from kvtier.stats import CacheInfo
+from kvtier.types import Tier
 
 UNIT: Final = "kvtierd.service"
 SYSTEMD: Final = "systemd unit"
@@ -65,22 +68,40 @@ def check_unit(unit: Mapping[str, str] | str, answering: int = 0) -> Finding:
 @dataclass(slots=True, frozen=True)
 class Daemon:
     """What a daemon that answers says. ``pid`` 0: none does, for the reason ``silence``. ``refused``: because whoever
-    asks may not."""
+    asks may not. ``given``: bytes of each tier that caches have, those that whoever asks may read."""
 
     pid: int = 0
     version: str = ""
     problems: tuple[str, ...] = ()
     silence: str = ""
     refused: bool = False
+    given: Mapping[Tier, int] = field(default_factory=dict)
 
 
 async def ask(address: str) -> Daemon:
     try:
         async with await aio.connect(address) as client:
             stats = await client.stats()
+            given = _given(await _caches(client))
     except KvtierError as error:
         return Daemon(silence=str(error), refused=isinstance(error, PermissionDenied))
-    return Daemon(stats.pid, stats.version, stats.problems)
+    return Daemon(stats.pid, stats.version, stats.problems, given=given)
+
+
+async def _caches(client: aio.AsyncClient) -> list[CacheInfo]:
+    """Those that may be seen: who administers caches need not read any."""
+    try:
+        return await client.caches()
+    except PermissionDenied:
+        return []
+
+
+def _given(caches: Iterable[CacheInfo]) -> Mapping[Tier, int]:
+    given: Counter[Tier] = Counter()
+    for cache in caches:
+        for group in cache.groups:
+            given.update({part.tier: part.bytes for part in group.tiers})
+    return given
 
 
 def check_daemon(daemon: Daemon, client_version: str | None = None) -> Finding:

@@ -102,8 +102,14 @@ def test_cgroup_limits_of_version_1_and_a_group_that_a_container_hides(tmp_path:
 @pytest.mark.parametrize(("available", "level"), [(9 * GIB, Level.OK), (8 * GIB, Level.FAIL)])
 def test_available_memory(available: int, level: Level) -> None:
     has = memory.Memory(available, 64 * GIB, None)
-    judged(memory.check_available(has, 8 * GIB, running=False), level, "8.0 GiB")
-    judged(memory.check_available(has, 8 * GIB, running=True), Level.OK, "runs")
+    judged(memory.check_available(has, 8 * GIB, None), level, "8.0 GiB")
+
+
+def test_a_daemon_that_runs_has_the_memory_of_its_caches_and_no_other() -> None:
+    has = memory.Memory(4 * GIB, 64 * GIB, None)
+    judged(memory.check_available(has, 8 * GIB, 4 * GIB), Level.OK, "caches have 4.0 GiB")
+    judged(memory.check_available(has, 8 * GIB, 4 * GIB - 1), Level.FAIL, "more caches will be refused")
+    judged(memory.check_available(has, 8 * GIB, 16 * GIB), Level.OK)
 
 
 def test_a_cgroup_that_cannot_hold_the_tiers_would_kill_the_daemon() -> None:
