@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError, from_json
 
 EVERY_CACHE: Final = "*"
 _DECISIONS: Final = 4096
@@ -73,7 +73,17 @@ class Anonymous:
 Identity = User | Certificate | Anonymous
 """Who is at the other end, as the transport proves it."""
 
-_Id = Annotated[int, Field(ge=0, lt=2**32 - 1)]
+
+def _no_truth(value: object) -> object:
+    """Pydantic takes ``true`` for 1, which is somebody."""
+    if isinstance(value, bool):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+UserId = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=2**32 - 1)]
+"""Or a group's. The largest number of 32 bits is nobody."""
+
 _Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -86,8 +96,8 @@ class AllowRule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    uids: tuple[_Id, ...] = Field((), description="Whom it is for: users, by id.")
-    gids: tuple[_Id, ...] = Field((), description="Groups, by id; a process's supplementary groups count.")
+    uids: tuple[UserId, ...] = Field((), description="Whom it is for: users, by id.")
+    gids: tuple[UserId, ...] = Field((), description="Groups, by id; a process's supplementary groups count.")
     subjects: tuple[_Text, ...] = Field(
         (), description="Clients whose certificate has this common or alternative name."
     )

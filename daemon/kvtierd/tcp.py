@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     import grpc
 
+MAX_PORT: Final = 65535
+
 _ADDRESS: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 
 
@@ -100,8 +102,10 @@ class TcpListener:
 def host_and_port(key: str, address: str) -> tuple[str, int]:
     """Raises ValueError, naming the key, for what is no address."""
     found = _ADDRESS.fullmatch(address)
-    if found is None or int(found[3]) > 65535:
+    if found is None:
         raise ValueError(f"{key} = {address}: must be host:port, or [host]:port for IPv6")
+    if int(found[3]) > MAX_PORT:
+        raise ValueError(f"{key} = {address}: the port must be 0 to {MAX_PORT}")
     return found[1] or found[2], int(found[3])
 
 

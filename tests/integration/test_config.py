@@ -55,9 +55,9 @@ BAD_FILES = {
         device_bytes = [1]      # device_bytes = [1]: must be bytes, 0 or more, or text such as 8GiB
         host_bytes = true       # host_bytes = True: must be bytes
         disk_bytes = 4096.5     # disk_bytes = 4096.5: must be bytes
-        max_sessions = "many"   # max_sessions = 'many': Input should be a valid integer
+        max_sessions = "many"   # max_sessions = 'many': must be an integer, 1 to 65536
         wait_seconds = "long"   # wait_seconds = 'long': must be seconds, 0 or more, or text such as 30s
-        log_level = "loud"      # log_level = 'loud': Input should be 'debug'
+        log_level = "loud"      # log_level = 'loud': must be 'debug'
     """,
     "no sizes": """
         device_bytes = -1            # device_bytes = -1: must be bytes, 0 or more
@@ -73,7 +73,7 @@ BAD_FILES = {
         wait_seconds = nan           # wait_seconds = nan: must be seconds
         shutdown_seconds = inf       # shutdown_seconds = inf: must be seconds
         max_sessions = 0             # max_sessions = 0: must be 1 to 65536
-        allow_uids = [0, -1]         # allow_uids[1] = -1: Input should be greater than or equal to 0
+        allow_uids = [0, -1]         # allow_uids[1] = -1: must be at least 0
     """,
     "keys that do not go together": """
         device_bytes = "80%"         # device_bytes = 80%: must be bytes, unless device is a GPU
@@ -96,7 +96,7 @@ BAD_FILES = {
         [[allow]]
         uid = [1]                    # allow[0][uid]: there is no such key
         caches = []                  # allow[0][caches] = []: must not be empty
-        verbs = ["reed"]             # allow[0][verbs][0] = 'reed': Input should be 'read', 'write'
+        verbs = ["reed"]             # allow[0][verbs][0] = 'reed': must be 'read', 'write'
         [[allow]]                    # allow[1][caches]: must be given
         uids = [1]
         verbs = ["read"]

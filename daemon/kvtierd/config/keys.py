@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvtier.abi.attach import ATTACH_SOCKET, DEFAULT_ADDRESS, socket_path
@@ -31,7 +41,7 @@ from kvtierd.config.kinds import (
 from kvtierd.core.evict import EVICTORS
 from kvtierd.core.ids import Tier
 from kvtierd.core.policy import DEFAULT_THRESHOLD, NEVER, Policy, WritePolicy
-from kvtierd.rights import EVERY_CACHE, SHORTHAND_RIGHTS, AllowRule
+from kvtierd.rights import EVERY_CACHE, SHORTHAND_RIGHTS, AllowRule, UserId
 from kvtierd.tcp import TcpListener, host_and_port, is_loopback
 
 ENV_PREFIX: Final = "KVTIERD_"
@@ -59,6 +69,15 @@ class _Section(BaseModel):
     """Keys that belong together. The first line of a section's docstring is its title in the reference."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)  # all are built as one, :class:`Config`
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """Pydantic takes ``true`` for 1."""
+        kinds = get_args(annotation := cls.model_fields[str(info.field_name)].annotation) or (annotation,)
+        if isinstance(value, bool) and bool not in kinds and not {int, float}.isdisjoint(kinds):
+            raise PydanticKnownError("int_type") if int in kinds else PydanticKnownError("float_type")
+        return value
 
     def conflicts(self) -> Iterator[str]:
         """What keys that are right each by itself must not say together. A fault begins with the key to look at."""
@@ -154,7 +173,7 @@ class TierKeys(_Section):
 class AccessKeys(_Section):
     """Access"""
 
-    allow_uids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**32)], ...], LIVE] = Field(
+    allow_uids: Annotated[tuple[UserId, ...], LIVE] = Field(
         (), description="User ids that may read, write and watch every cache: a short `[[allow]]` rule."
     )
     allow: Annotated[tuple[AllowRule, ...], LIVE] = Field(

@@ -15,13 +15,25 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import SettingsError
 
-from kvtierd.config.describe import bounds
+from kvtierd.config.describe import bounds, what
 from kvtierd.config.keys import ENV_PREFIX, KEYS, Config
 
 __all__ = ["ENV_PREFIX", "ConfigError", "Loaded", "load", "read"]
 
 _OUT_OF_BOUNDS: Final = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal"})
 _EMPTY: Final = frozenset({"too_short", "string_too_short"})
+_EXPECTED: Final = frozenset({"literal_error", "enum"})
+_IN_WORDS: Final[Mapping[str, str]] = {
+    "bool": "true or false",
+    "float": "a number",
+    "int": "an integer",
+    "model": "a table",
+    "path": "a path",
+    "string": "text",
+    "tuple": "a list",
+}
+"""By what a kind of fault begins with: what pydantic says of these is about Python."""
+
 _KEY: Final = re.compile(r"\w+")
 
 
@@ -158,8 +170,15 @@ def _fault(fault: ErrorDetails, said: Mapping[str, object], sources: Mapping[str
     source = sources.get(key, Source("default", key))
     if file is not None and inside and source.place.startswith(f"{file.path}:"):
         source = file.source(key, inside)
-    if not inside and fault["type"] in _OUT_OF_BOUNDS:
-        reason = f"must be {bounds(KEYS[key])}"
+    if fault["type"] in _OUT_OF_BOUNDS:
+        reason = f"must be {_limits(fault['ctx']) if inside else bounds(KEYS[key])}"
+    elif fault["type"] in _EXPECTED:
+        reason = f"must be {fault['ctx']['expected']}"
+    elif (kind := _IN_WORDS.get(fault["type"].partition("_")[0])) is not None:
+        known = "" if inside else bounds(KEYS[key])
+        reason = (
+            f"must be {f'a {what(KEYS[key])}' if kind == 'a list' and not inside else kind}{known and f', {known}'}"
+        )
     where = "".join(f"[{step}]" for step in inside)
     if fault["type"] == "missing":
         return f"{source}{where}: must be given"
@@ -169,3 +188,9 @@ def _fault(fault: ErrorDetails, said: Mapping[str, object], sources: Mapping[str
         reason = "must not be empty"
     value = fault["input"] if inside else said.get(key, fault["input"])
     return f"{source}{where} = {value!r}: {reason}"
+
+
+def _limits(context: Mapping[str, object]) -> str:
+    """Of an element, which has no field of its own to be told from."""
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    return " and ".join(f"{words[name]} {limit}" for name, limit in context.items())

@@ -42,7 +42,7 @@ def test_tcp_listens_with_tls_or_on_the_loopback_by_choice(keys: dict[str, objec
         ({"listen_tcp": "127.0.0.1:7000", "tcp_insecure": True, "tls_key": "k"}, "set all of them or none"),
         ({"listen_tcp": "7000", **FILES}, "must be host:port"),
         ({"listen_tcp": "::1:7000", **FILES}, "[host]:port for IPv6"),
-        ({"listen_tcp": "h:70000", **FILES}, "must be host:port"),
+        ({"listen_tcp": "h:70000", **FILES}, "h:70000: the port must be 0 to 65535"),
         ({"tcp_insecure": True}, "listen_tcp is not"),
         ({"tls_cert": "c"}, "listen_tcp is not"),
     ],
