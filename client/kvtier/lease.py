@@ -93,8 +93,8 @@ class Lease:
 
     async def release(self, *, stream: Stream | None = None) -> None:
         """Gives the slots back: see :meth:`kvtier.Cache.release`. Raises :class:`LeaseError` where that was done
-        before."""
-        if self.released:
+        before. An empty lease has none to give: nothing happens."""
+        if self.released and self.id:
             raise LeaseError("the lease is released", reason="RELEASED")
         await self.cache.release(self, stream=stream)
 

@@ -199,6 +199,19 @@ async def test_a_chain_of_many_that_is_too_short_is_refused_alone(cache: Cache) 
         assert (absent.blocks, absent.refusal) == (0, "TOO_SHORT")
 
 
+async def test_a_lease_of_nothing_is_released_as_any_other(cache: Cache) -> None:
+    """Whoever acquires what there is of a chain need not look whether there was anything."""
+    lease = await cache.acquire(KEYS)
+    assert lease.blocks == 0
+    await lease.release()
+    await put(cache, KEYS)
+    lease = await cache.acquire(KEYS)
+    await lease.release()
+    with pytest.raises(LeaseError) as again:
+        await lease.release()
+    assert again.value.reason == "RELEASED"
+
+
 async def test_a_held_block_is_not_evicted(cache: Cache) -> None:
     await put(cache, KEYS, Tier.HOST)
     async with cache.acquire(KEYS, Tier.HOST) as lease:
