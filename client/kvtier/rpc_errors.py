@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import grpc
@@ -15,6 +15,9 @@ from kvtier.types import Tier
 from kvtier.v1 import blocks_pb2, common_pb2
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
+
+_FAILED_WRITE: Final = "Internal error from Core"
+"""With INTERNAL, what gRPC itself makes of a message that it could not send, whatever ended the stream meanwhile."""
 
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -41,7 +44,10 @@ def fault_of(error: AioRpcError) -> Fault:
             for packed in status.details:
                 if packed.Is(common_pb2.ErrorDetail.DESCRIPTOR):
                     packed.Unpack(detail)
-    return Fault(error.code(), error.details() or "", detail)
+    fault = Fault(error.code(), error.details() or "", detail)
+    if fault.code is grpc.StatusCode.INTERNAL and not detail.reason and fault.message == _FAILED_WRITE:
+        return replace(fault, code=grpc.StatusCode.UNAVAILABLE)
+    return fault
 
 
 def failed_with(status: bytes) -> AioRpcError:
@@ -80,13 +86,8 @@ def link_is_broken(fault: Fault) -> bool:
     """Whether the way to the daemon failed, rather than the daemon having answered."""
     if fault.code is grpc.StatusCode.UNAVAILABLE:
         return fault.reason not in _TIER_REASONS
-    if fault.code is grpc.StatusCode.INTERNAL:
-        return not fault.detail.reason and fault.message == _FAILED_WRITE
     return fault.code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.CANCELLED)
 
-
-_FAILED_WRITE: Final = "Internal error from Core"
-"""What gRPC itself makes of a message that it could not send, whatever ended the stream meanwhile."""
 
 _TIER_REASONS: Final = frozenset({"TIER_OFFLINE", "TIER_FAILED"})
 """UNAVAILABLE that speaks of a tier: the daemon itself is well."""

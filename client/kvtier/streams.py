@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import xxhash
-from grpc.aio import StreamUnaryCall
+from grpc.aio import InternalError, StreamUnaryCall
 
 from kvtier import transfer
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
@@ -148,8 +148,8 @@ async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequenc
                 part = transfer_pb2.BlockBytes(block=block, offset=offset, data=data)
                 await call.write(transfer_pb2.PutChunk(bytes=part))
         await call.done_writing()
-    except asyncio.InvalidStateError:
-        pass  # the call is over: it says why
+    except (asyncio.InvalidStateError, InternalError):
+        pass  # the call is over, or ended just then: it says why
     return await call
 
 

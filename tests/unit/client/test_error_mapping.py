@@ -122,15 +122,23 @@ def test_only_a_broken_way_to_the_daemon_is_worth_attaching_again(
 
 
 @pytest.mark.parametrize(
-    ("said", "broken"),
+    ("said", "kind"),
     [
-        (failure(Code.INTERNAL, message="Internal error from Core"), True),
-        (failure(Code.INTERNAL, message="a message that is no message"), False),
-        (failure(Code.INTERNAL, common_pb2.ErrorDetail(reason="INTERNAL"), "Internal error from Core"), False),
+        (failure(Code.INTERNAL, message="Internal error from Core"), errors.DaemonUnavailable),
+        (failure(Code.INTERNAL, message="a message that is no message"), errors.DaemonError),
+        (
+            failure(Code.INTERNAL, common_pb2.ErrorDetail(reason="INTERNAL"), "Internal error from Core"),
+            errors.DaemonError,
+        ),
     ],
 )
-def test_a_write_that_grpc_could_not_do_says_nothing_of_the_daemon(said: AioRpcError, broken: bool) -> None:
-    assert link_is_broken(fault_of(said)) is broken
+def test_a_write_that_grpc_could_not_do_says_nothing_of_the_daemon(
+    said: AioRpcError, kind: type[errors.KvtierError]
+) -> None:
+    """A client that attaches takes a DaemonError for the last word."""
+    fault = fault_of(said)
+    assert type(error_of(fault)) is kind
+    assert link_is_broken(fault) is (kind is errors.DaemonUnavailable)
 
 
 async def test_that_is_how_grpc_calls_it() -> None:

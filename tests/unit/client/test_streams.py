@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +87,23 @@ async def test_a_put_whose_answer_was_lost_is_repeated_under_its_number_and_with
     assert first == second
     assert first.header.commit.seq > 0
     assert first.header.checksums == SUMS
+
+
+async def test_a_put_whose_call_ends_as_its_stream_is_closed_ends_as_the_call_says() -> None:
+    """gRPC fails with an error of its own then, which is no call's."""
+
+    class Ended:
+        async def write(self, message: transfer_pb2.PutChunk) -> None: ...
+
+        async def initial_metadata(self) -> tuple[()]:
+            return ()
+
+        async def done_writing(self) -> None:
+            raise grpc.aio.InternalError("the batch failed")
+
+        def __await__(self) -> Generator[Any, None, transfer_pb2.PutResponse]:
+            yield from ()
+            return transfer_pb2.PutResponse(results=bytes(2))
+
+    call: Any = Ended()
+    assert (await streams._upload(call, transfer_pb2.PutHeader(), [*DATA])).results == bytes(2)
