@@ -45,11 +45,18 @@ async def mapped(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout], Cu
 
     # In a thread, since CUDA takes seconds to start. Whoever is cancelled leaves it running: it has the descriptor.
     opening = asyncio.get_running_loop().run_in_executor(None, open_and_map)
+    opening.add_done_callback(_heard)
     try:
         gpu, memory = await asyncio.shield(opening)
     except (CudaUnavailable, CudaError) as error:
         raise CannotMap(str(error)) from error
     return partial(CudaMemory, gpu, memory)
+
+
+def _heard(opening: asyncio.Future[Any]) -> None:
+    """asyncio would say that nobody was told of a failure: its caller may have gone."""
+    if not opening.cancelled():
+        opening.exception()
 
 
 class CudaMemory:

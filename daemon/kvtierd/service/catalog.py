@@ -143,7 +143,7 @@ class Catalog:
         becomes of the caller: half a cache is no use to anybody. Raises INVALID_ARGUMENT (another spec, other budgets
         or options), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (it is left out).
         """
-        return await asyncio.shield(self._spawn(self._open(name, spec, asked, named, create), f"open-{name}"))
+        return await self._to_the_end(self._open(name, spec, asked, named, create), f"open-{name}")
 
     async def _open(
         self, name: str, spec: CacheSpec | None, asked: Mapping[Tier, TierBudget], named: Wanted, create: bool
@@ -198,7 +198,7 @@ class Catalog:
 
     async def cool(self, cache: Cache, still: Callable[[], bool]) -> bool:
         """Gives a cache's memory back to the budgets, with all that is only there. False if not ``still`` wanted."""
-        return await asyncio.shield(self._spawn(self._cool(cache, still), f"cool-{cache.name}"))
+        return await self._to_the_end(self._cool(cache, still), f"cool-{cache.name}")
 
     async def _cool(self, cache: Cache, still: Callable[[], bool]) -> bool:
         async with self._lock_of(cache.name):
@@ -220,7 +220,7 @@ class Catalog:
 
         One that is left out for damage goes only with ``force``. Raises NOT_FOUND, FAILED_PRECONDITION, TierIOError.
         """
-        return await asyncio.shield(self._spawn(self._remove(name, check, force, dry_run), f"remove-{name}"))
+        return await self._to_the_end(self._remove(name, check, force, dry_run), f"remove-{name}")
 
     async def _remove(self, name: str, check: Callable[[Cache], None], force: bool, dry_run: bool) -> Removal:
         async with self._lock_of(name):
@@ -404,8 +404,23 @@ class Catalog:
         self._parts[cache_id] = parts
         return cache
 
+    async def _to_the_end(self, work: Coroutine[Any, Any, T], name: str) -> T:
+        """``work`` goes on whatever becomes of the caller. Where it fails without one, the log alone is told."""
+        task = self._spawn(work, name)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_nobody_waits)
+            raise
+
     def _spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _nobody_waits(task: asyncio.Task[Any]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        _log.warning("nobody waits any more for what failed: %s: %s", task.get_name(), error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,7 +23,7 @@ from kvtierd.service.budgets import RememberedSlots
 from kvtierd.service.daemon import Daemon
 from kvtierd.state import StateDir
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import DamagedDirectory, TierConfigError
+from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierIOError
 from kvtierd.tiers.disk import DiskRoot, DiskStore, Recovery
 from tests.unit.service.rig import (
     DEVICE,
@@ -260,3 +262,27 @@ async def test_who_waits_for_a_cache_that_a_start_fails_to_read_is_told(
             await start
         code, _ = await opening
         assert code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE)
+
+
+async def test_an_open_that_fails_when_its_caller_has_gone_is_one_warning(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, may_fail = threading.Event(), threading.Event()
+
+    def full(*_: object) -> None:
+        begun.set()
+        assert may_fail.wait(PATIENCE_S)
+        raise TierIOError(errno.ENOSPC, "no room")
+
+    async with running(config(short_dir, device=8, host=16, disk=64)) as daemon, attached(daemon) as client:
+        with monkeypatch.context() as failing:
+            failing.setattr(RememberedSlots, "put", full)
+            opening = asyncio.create_task(daemon._catalog.open("gone", SPEC, {}, {}, create=True))
+            await eventually(begun.is_set, PATIENCE_S)
+            opening.cancel()
+            await asyncio.wait([opening])
+            may_fail.set()
+            await eventually(lambda: "no room" in caplog.text, PATIENCE_S)
+        gc.collect()
+        assert [record.levelname for record in caplog.records if "no room" in record.getMessage()] == ["WARNING"]
+        await client.open("gone")
