@@ -345,13 +345,13 @@ class Session:
             raise self._fatal
 
     def _set_link(self, link: Link) -> None:
-        if self._link is not None:
-            self._link.commits.close()
-        if self._link is not None and self._link.session != link.session:
-            self._forgotten_by_daemon[self._link.session] = self._link.welcome.token
+        before, self._link = self._link, link
+        if before is not None:
+            before.commits.close()
+        if before is not None and before.session != link.session:
+            self._forgotten_by_daemon[before.session] = before.welcome.token
             for follower in list(self.followers):
                 follower.session_changed(link.session)
-        self._link = link
         self._settle()
         self._linked.set()
 
@@ -361,10 +361,18 @@ class Session:
             try:
                 self._set_link(await self._attach_again(self._link))
             except (CallerError, DaemonError) as error:
-                # The daemon refuses this client for good: every call says so from now on.
-                self._fatal = error
-                self._linked.set()
-                return
+                return self._give_up(error)  # the daemon refuses this client for good
+            except Exception as error:  # noqa: BLE001  our bug: nobody attaches any more, so nobody is to wait for it
+                _log.exception("the client cannot attach again address=%s", self.address)
+                self._link.attach.close()
+                failure = DaemonError(f"{self.address}: cannot attach again: {error!r}", reason="CLIENT_BROKEN")
+                failure.__cause__ = error
+                return self._give_up(failure)
+
+    def _give_up(self, error: KvtierError) -> None:
+        """Every call says so from now on."""
+        self._fatal = error
+        self._linked.set()
 
     async def _attach_again(self, old: Link) -> Link:
         backoff = Backoff()
@@ -381,6 +389,13 @@ class Session:
                 attached = await self._hello(old)
         except TimeoutError as error:
             raise DaemonUnavailable(f"the daemon at {self.address} does not answer", reason="HUNG") from error
+        try:
+            return self._linked_by(attached, old)
+        except Exception:
+            attached.connection.close()
+            raise
+
+    def _linked_by(self, attached: Attached, old: Link | None) -> Link:
         channel = attached.channel
         if old is not None and old.channel is not channel:
             self.spawn(_close_channel(old.channel))

@@ -100,6 +100,11 @@ class FakeDaemon:
         self.boot += 1
         await self.start()
 
+    @property
+    def is_attached(self) -> bool:
+        """A client has a connection open."""
+        return bool(self._tasks)
+
     async def until(self, condition: Callable[[], object]) -> None:
         """Returns once a call or a hello has made the condition true."""
         async with asyncio.timeout(10):

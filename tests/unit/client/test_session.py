@@ -172,6 +172,37 @@ async def test_a_client_without_a_descriptor_left_attaches_again_when_it_has_one
     assert made > 3
 
 
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_client_that_fails_inside_when_it_attaches_again_says_so_and_holds_nothing(
+    known: bool,
+    daemon: FakeDaemon,
+    client: kvtier.AsyncClient,
+    cache: Cache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A bug of ours, before it has said hello again or after: nobody else would attach, and calls waited in vain."""
+
+    def broken(*args: object) -> Any:
+        raise RuntimeError("a bug")
+
+    if known:
+        monkeypatch.setattr("kvtier.session.Stubs.over", broken)
+    else:
+        monkeypatch.setattr("kvtier.binding.Binder.session_changed", broken)
+        daemon.known.clear()
+    daemon.hang_up()
+    await until(lambda: client._session.live_link is None)
+    for call in (client.stats(timeout=3600), cache.drop(KEYS, timeout=3600)):
+        with pytest.raises(kvtier.DaemonError, match=r"cannot attach again: RuntimeError\('a bug'\)") as caught:
+            async with asyncio.timeout(10):
+                await call
+        assert caught.value.reason == "CLIENT_BROKEN"
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    assert [record.exc_info is not None for record in caplog.records if record.name == "kvtier.session"] == [True]
+    await until(lambda: not daemon.is_attached)
+
+
 async def test_no_line_is_opened_where_no_descriptor_is_left(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
