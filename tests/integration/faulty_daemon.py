@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.event_log import EventLog, LoggedRun
 from kvtierd.main import main
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.arena import Arena
@@ -114,10 +115,19 @@ def loses_its_device() -> None:
         setattr(StandInDevice, method.__name__, method)
 
 
+def fails_to_log_events() -> None:
+    """No run of events can be handed to the log."""
+
+    def offer(log: EventLog, run: LoggedRun) -> None:
+        raise RuntimeError("the test's fault")
+
+    setattr(EventLog, "offer", offer)  # noqa: B010
+
+
 SEEN_BY_READERS: Final = (keeps_the_generation, turns_odd_too_late)
 """With these some reader is given wrong bytes."""
 FAULTS: Final[Mapping[str, Callable[[], None]]] = {
-    fault.__name__: fault for fault in (*SEEN_BY_READERS, loses_its_device)
+    fault.__name__: fault for fault in (*SEEN_BY_READERS, loses_its_device, fails_to_log_events)
 }
 
 

@@ -23,6 +23,7 @@ from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import attached
 from tests.integration.test_slow_watcher import BLOCKS, SMALL_RING, last_event, store
+from tests.integration.torture import FaultyDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.integration.witness import Witness
 
@@ -350,3 +351,28 @@ async def test_a_damaged_log_is_set_aside_and_the_daemon_serves(start_daemon: St
         assert not (await client.stats()).problems
     assert "event log set aside" in daemon.log
     assert (daemon.state_dir / "events.aside-1" / "data.mdb").read_bytes().startswith(b"not a log")
+
+
+class Unlogging(FaultyDaemon):
+    fault = "fails_to_log_events"
+
+    def assert_healthy_log(self) -> None:
+        assert "events cannot be handed to the log" in self.log
+
+
+async def test_events_that_cannot_be_handed_to_the_log_are_told_all_the_same(short_dir: Path) -> None:
+    """And the daemon, where every hand-over fails, stops as it should."""
+    daemon = Unlogging(short_dir, sizes(**SLOTS), ())
+    daemon.start()
+    try:
+        async with await connect(daemon.address) as client:
+            cache = await client.open_cache("c", SPEC)
+            async with client.watch(since=Cursor(client.epoch, 0)) as watch, asyncio.timeout(PATIENCE_S):
+                for count in range(1, 4):
+                    await put(cache, f"chain {count}")
+                    end = await last_event(client)
+                    while watch.cursor is None or watch.cursor < end:
+                        assert isinstance(await anext(watch), Event)
+            assert (await client.stats()).event_log.newest_id == 0
+    finally:
+        daemon.stop()

@@ -95,7 +95,7 @@ class EventHub:
 
     ``epoch``: the one in which it starts. ``last``: the last id given out before that. ``epoch_first``: the first id of
     the epoch; ids from there to ``last`` were given out by an earlier life of it. ``faces``: of all caches with events.
-    ``packed`` is told each run and its epoch, in order, and must not wait.
+    ``packed`` is told each run and its epoch, in order, and must not wait. What it fails to take is a hole in the log.
     """
 
     def __init__(
@@ -275,7 +275,10 @@ class EventHub:
         self._make_room()
         if self._tell_packed is not None:
             number = next(epoch for first, epoch in reversed(self._epochs) if first <= run.first)
-            self._tell_packed(number, run)
+            try:
+                self._tell_packed(number, run)
+            except Exception:  # noqa: BLE001  our bug, which is to keep no event from those who wait for it
+                _log.exception("events cannot be handed to the log first=%d last=%d", run.first, run.last)
 
     def _messages(self, events: Sequence[Event]) -> list[events_pb2.Event]:
         """Up to the first that cannot be told, which is our bug, and takes no other event along."""

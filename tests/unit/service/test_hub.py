@@ -78,6 +78,23 @@ async def test_an_event_that_cannot_be_told_takes_no_other_along(caplog: pytest.
     assert [record.args for record in caplog.records] == [(3,), (4,), (8,)]
 
 
+async def test_who_is_told_of_runs_and_fails_keeps_no_event_from_those_who_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(epoch: int, run: Run) -> None:
+        raise RuntimeError(run.first)
+
+    ring = EventHub(1, 0, 1, FACES, Limits(1 << 20, 1 << 20), fail)
+    publish(ring, 1, RUN_EVENTS + 1)
+    await readable(ring, RUN_EVENTS + 1)
+    assert ids(ring.after(0)) == list(range(1, RUN_EVENTS + 2))
+    publish(ring, RUN_EVENTS + 2, 1)
+    ring.close()
+    assert (ring.readable, ring.closed) == (RUN_EVENTS + 2, True)
+    runs = [(1, RUN_EVENTS), (RUN_EVENTS + 1, RUN_EVENTS + 1), (RUN_EVENTS + 2, RUN_EVENTS + 2)]
+    assert [record.args for record in caplog.records] == runs
+
+
 async def test_of_tokens_that_are_damaged_only_they_are_left_out() -> None:
     """They come from a record on disk, of which nothing verifies this part."""
     ring = hub()
