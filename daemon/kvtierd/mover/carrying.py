@@ -132,7 +132,7 @@ class Carrier:
         try:
             self.apply(cache, step(self._clock()), apart=True)
         except Exception as error:  # noqa: BLE001 - shown in health and by the loop's handler; other caches go on
-            self._show(cache, error)
+            self._show(cache.runtime, error)
 
     @property
     def is_behind(self) -> bool:
@@ -169,14 +169,14 @@ class Carrier:
             if self._debug_checks:
                 self._check_index(cache)
         except Exception as error:  # noqa: BLE001 - as in advance()
-            self._show(cache, error)
+            self._show(cache.runtime, error)
 
     def _check_index(self, cache: OpenCache) -> None:
         if cache.behind is None and not cache.removed:
             check_index(cache.manager, cache.runtime.arena)
 
-    def _show(self, cache: OpenCache, error: Exception) -> None:
-        message = f"cache {cache.runtime.name}: {type(error).__name__}: {error}"
+    def _show(self, runtime: CacheRuntime, error: Exception) -> None:
+        message = f"cache {runtime.name}: {type(error).__name__}: {error}"
         self._broken.append(message)
         self._loop.call_exception_handler({"message": message, "exception": error})
 
@@ -187,7 +187,10 @@ class Carrier:
             self.advance(cache, cache.manager.tick)
 
     def _completed(self, runtime: CacheRuntime, results: Sequence[MoveResult]) -> None:
-        cache = self.caches[runtime.id]
+        cache = self.caches.get(runtime.id)
+        if cache is None:  # our bug: it rests before it is forgotten
+            self._show(runtime, RuntimeError("its moves have ended after it"))
+            return
         self.advance(cache, lambda now: cache.manager.completed(results, now))
 
     def _tick(self) -> None:

@@ -192,6 +192,23 @@ async def test_settle_returns_when_nothing_is_in_flight(house: House) -> None:
     await task
 
 
+async def test_moves_that_outlive_their_cache_are_waited_for_and_shown(house: House) -> None:
+    """It rests before it is forgotten, so they would be our bug: one that is not to stop the loop for ever."""
+    shown: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: shown.append(context["message"]))
+    task = await waiting_reserve(house, 4, session=2)
+    name = house.engine._carrier.caches.pop(CACHE).runtime.name
+    settled = asyncio.create_task(house.engine.settle())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the loop turns on
+    assert not settled.done()
+    house.disk.open_gate()
+    await settled
+    task.cancel()
+    assert shown == house.engine.problems()
+    assert set(shown) == {f"cache {name}: RuntimeError: its moves have ended after it"}
+
+
 async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(house: House) -> None:
     task = await waiting_reserve(house, 4, session=2)
     removal = asyncio.create_task(house.engine.remove_cache(CACHE))
