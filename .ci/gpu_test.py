@@ -111,8 +111,18 @@ def run(command: Sequence[str], env: Mapping[str, str], until: float, patience_s
     """Its exit status; nothing of its process group outlives it. What runs on at ``until``, of the monotonic clock, is
     interrupted, as by Ctrl-C, so that it says what it has seen; what hangs even then is ended, and says where.
     """
-    with subprocess.Popen(command, cwd=ROOT, env=env, process_group=0) as process:
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))  # not between fork and try
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, process_group=0)
+    except BaseException:
+        signal.signal(signal.SIGINT, before)
+        raise
+    with process:
         try:
+            signal.signal(signal.SIGINT, before)
+            if interrupts:
+                raise KeyboardInterrupt
             return process.wait(max(0.0, until - time.monotonic()))
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as why:
             ours = isinstance(why, subprocess.TimeoutExpired)

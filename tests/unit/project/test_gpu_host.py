@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from zipfile import ZipFile
 
 import gpu_test
@@ -131,3 +132,25 @@ def test_a_run_that_is_ended_says_what_it_has_seen_or_where_it_hangs(
     assert (runs.returncode, said) == (status, says)
     assert "gpu-test: interrupted" in told
     assert ("most recent call first" in told) == (how == "hangs")
+
+
+def test_an_interrupt_while_a_run_is_started_ends_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            started.append(os.pidfd_open(self.pid))
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with suppress(KeyboardInterrupt):
+        works = [sys.executable, "-c", "import time; time.sleep(600)"]
+        assert gpu_test.run(works, os.environ, time.monotonic() + 600, patience_s=60) != 0
+    (child,) = started
+    ended = select.select([child], [], [], 0)[0]
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(child, signal.SIGKILL)
+    os.close(child)
+    assert ended
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
