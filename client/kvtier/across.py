@@ -23,10 +23,11 @@ from kvtier.errors import InvalidArgument, KvtierError, TooShort
 from kvtier.fences import PASSED, Stream
 from kvtier.holdings import Holdings
 from kvtier.joint import JointPut, Share
+from kvtier.kinds import is_integer, quoted, require_kind
 from kvtier.lease import Held, ReadLease
-from kvtier.prompt import Prompt
+from kvtier.prompt import Prompt, require_prompt
 from kvtier.reading import Reader
-from kvtier.retention import Retention, block_retention, chain_message
+from kvtier.retention import Retention, block_retention, chain_message, each_priority, require_retention
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, require_timeout
 from kvtier.tensors import Row
@@ -206,7 +207,9 @@ class AcrossGroups:
         without the others, which no match over all groups takes for more than is there.
         """
         chain = split_keys(packed_keys(keys))
-        ranks = priorities if priorities is None or isinstance(priorities, int) else list(priorities)
+        ranks = each_priority(len(chain), priorities) or None
+        require_retention(retention)
+        require_prompt(prompt)
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
 
@@ -224,7 +227,7 @@ class AcrossGroups:
         blocks: Mapping[int, transfer.Blocks],
         parent: bytes | None,
         place: Tier,
-        ranks: int | list[int] | None,
+        ranks: bytes | None,
         retention: Retention | None,
         prompt: Prompt | None,
     ) -> list[Share]:
@@ -232,8 +235,7 @@ class AcrossGroups:
         for group, sources in self.sources(blocks, len(chain), place).items():
             first, cache = len(chain) - len(sources), self._groups[group]
             later = retention and retention.after(first, cache.spec.tokens_per_block)
-            some = ranks[first:] if isinstance(ranks, list) else ranks
-            kept = block_retention(len(sources), cache.spec.tokens_per_block, some, later)
+            kept = block_retention(len(sources), cache.spec.tokens_per_block, ranks and ranks[first:], later)
             piece = Piece(chain[first:], sources, chain[first - 1] if first else parent, kept, prompt)
             shares.append(Share(cache, piece))
         return shares
@@ -241,9 +243,10 @@ class AcrossGroups:
     def sources(self, blocks: Mapping[int, transfer.Blocks], count: int, tier: Tier) -> dict[int, list[Row]]:
         """The bytes of what is put of a chain of so many keys: for the synchronous client, whose caller's streams are
         another thread's. Raises :class:`InvalidArgument`."""
+        require_kind("blocks", blocks, Mapping, "arrays by window group")
         for group, arrays in blocks.items():
-            if group not in range(len(self._groups)):
-                raise InvalidArgument("blocks", group, f"groups 0 to {len(self._groups) - 1}")
+            if not is_integer(group, 0, len(self._groups) - 1):
+                raise InvalidArgument("blocks", quoted(group), f"groups 0 to {len(self._groups) - 1}")
             if len(arrays) > count:
                 raise InvalidArgument(f"blocks[{group}]", f"{len(arrays)} blocks", f"at most {count}, one a key")
         return {

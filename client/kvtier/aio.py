@@ -18,7 +18,7 @@ from kvtier.drains import Drained, Drains
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied
 from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, oldest_event, with_past
 from kvtier.fences import Fence, Stream
-from kvtier.kinds import is_number, quoted, require_kind, require_name
+from kvtier.kinds import is_number, quoted, require_flag, require_kind, require_name
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, Mirror
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_timeout
@@ -55,6 +55,7 @@ async def connect(
     :class:`InvalidArgument`, and :class:`CallerError` (FORKED) in a child that was forked while there was a client.
     """
     require_timeout(timeout)
+    require_flag("insecure", insecure)
     if not is_number(wait, 0, math.inf):
         raise InvalidArgument("wait", quoted(wait), "0 seconds or more")
     if address is not None:
@@ -125,6 +126,8 @@ class AsyncClient:
             require_kind("budgets", budgets, Mapping, "bytes by tier, as {Tier.HOST: 1 << 30}")
         if options is not None:
             require_kind("options", options, CacheOptions, "a kvtier.CacheOptions")
+        require_flag("write", write)
+        require_flag("mapped", mapped)
         try:
             if spec is not None:
                 spec.validate()
@@ -210,7 +213,7 @@ class AsyncClient:
 
         Raises :class:`kvtier.errors.PermissionDenied`, :class:`RetryableError` (TOO_MANY_DRAINS).
         """
-        return await self._drains.drain(cache, wait, timeout or self._default_timeout)
+        return await self._drains.drain(cache, wait, self._default_timeout if timeout is None else timeout)
 
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """What the daemon knows of itself."""
@@ -219,7 +222,7 @@ class AsyncClient:
             request = admin_pb2.StatsRequest()
             return await link.stubs.admin.Stats(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
 
-        return daemon_stats(await self._session.call(attempt, Deadline(timeout or self._default_timeout)))
+        return daemon_stats(await self._session.call(attempt, self._deadline(timeout)))
 
     async def caches(self, *, timeout: float | None = None) -> list[CacheInfo]:
         """All caches, also those that no session has open."""
@@ -228,7 +231,7 @@ class AsyncClient:
             request = caches_pb2.ListCachesRequest()
             return await link.stubs.caches.List(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
 
-        reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
+        reply = await self._session.call(attempt, self._deadline(timeout))
         return [cache_info(each) for each in reply.caches]
 
     async def leases(
@@ -239,12 +242,13 @@ class AsyncClient:
         Raises :class:`kvtier.errors.NotFound` where there is no such cache.
         """
         require_name("cache", cache)
-        request = admin_pb2.LeasesRequest(cache=cache or "", session_id=session_number(session_id or 0))
+        number = 0 if session_id is None else session_number(session_id)
+        request = admin_pb2.LeasesRequest(cache=cache or "", session_id=number)
 
         async def attempt(link: Link, seconds: float) -> admin_pb2.LeasesResponse:
             return await link.stubs.admin.Leases(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
 
-        reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
+        reply = await self._session.call(attempt, self._deadline(timeout))
         return [lease_info(each) for each in reply.leases]
 
     async def explain(
@@ -257,13 +261,14 @@ class AsyncClient:
         :class:`PermissionDenied`, :class:`InvalidArgument`.
         """
         require_name("cache", cache)
+        require_flag("past", past)
         asked = key_or_prefix(key)
         request = explain_pb2.ExplainRequest(cache=cache or "", key=asked)
 
         async def attempt(link: Link, seconds: float) -> explain_pb2.ExplainResponse:
             return await link.stubs.admin.Explain(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
 
-        deadline = Deadline(timeout or self._default_timeout)
+        deadline = self._deadline(timeout)
         now = explanation_from_wire(asked, await self._session.call(attempt, deadline))
         if not past or now.candidates:
             return now
@@ -277,6 +282,9 @@ class AsyncClient:
             return now
         except TimeoutError as error:
             raise DeadlineExceeded("the log was not read to its end in time", reason="DEADLINE") from error
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._default_timeout if timeout is None else timeout)
 
     def _log(self, keys: Collection[bytes], cache: str | None) -> Watch:
         """All that the log has of these keys, and a heartbeat at its end."""
@@ -293,6 +301,7 @@ class AsyncClient:
         Raises :class:`kvtier.errors.NotFound` where there is no such session (any more).
         """
         number = session_number(session_id)
+        require_flag("dry_run", dry_run)
         request = admin_pb2.KickRequest(session_id=number, dry_run=dry_run, seq=self._session.next_seq())
         boot = self._session.welcome.boot
 
@@ -302,7 +311,7 @@ class AsyncClient:
                 raise NotFound(message, reason="NO_SUCH_SESSION")
             return await link.stubs.admin.Kick(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
 
-        reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
+        reply = await self._session.call(attempt, self._deadline(timeout))
         return KickReport(reply.leases, reply.slots)
 
     async def remove_cache(
@@ -315,12 +324,14 @@ class AsyncClient:
         DAMAGED_CACHE).
         """
         require_kind("name", name, str, "text")
+        require_flag("force", force)
+        require_flag("dry_run", dry_run)
         request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
 
         async def attempt(link: Link, seconds: float) -> caches_pb2.RemoveCacheResponse:
             return await link.stubs.caches.Remove(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
 
-        reply = await self._session.call(attempt, Deadline(timeout or self._default_timeout))
+        reply = await self._session.call(attempt, self._deadline(timeout))
         return RemovalReport(reply.blocks, {tier_from_wire(each.tier): each.bytes for each in reply.freed})
 
     async def close(self, *, stream: Stream | None = None) -> None:

@@ -20,11 +20,11 @@ from kvtier.errors import CallerError, InvalidArgument
 from kvtier.fences import Fence, Stream
 from kvtier.gpu import Gpu
 from kvtier.holdings import Holdings
-from kvtier.kinds import is_integer, quoted
+from kvtier.kinds import A_TIER, MAX_COUNT, is_integer, quoted, require_flag, require_kind, require_tier
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.lookups import Lookups
 from kvtier.options import CacheOptions
-from kvtier.prompt import Prompt
+from kvtier.prompt import Prompt, require_prompt
 from kvtier.reading import Reader
 from kvtier.retention import Retention, block_retention
 from kvtier.session import Deadline, Link, Session, require_timeout
@@ -134,11 +134,13 @@ class Cache:
 
     def slots(self, tier: Tier) -> int:
         """Capacity of a tier in blocks; 0 where the cache does not have it."""
+        require_kind("tier", tier, Tier, A_TIER)
         return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
 
     def lease_tier(self, tier: Tier | None = None) -> Tier:
         """``tier``, or the fastest one whose slots are mapped, or else could be; not the device tier once a call has
         met that it is lost. Raises :class:`InvalidArgument` if there is none."""
+        require_tier("tier", tier)
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
             unmapped, lost = self.unmapped, self._binder.device_is_lost
@@ -197,6 +199,8 @@ class Cache:
 
     def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
+        if not is_integer(page_blocks, 0, MAX_COUNT):
+            raise InvalidArgument("page_blocks", quoted(page_blocks), "0 or more")
         return self._lookups.pages(page_blocks, timeout)
 
     async def blocks(self, *, timeout: float | None = None) -> AsyncGenerator[ListedBlock, None]:
@@ -436,6 +440,8 @@ class Cache:
         """
         if timeout is not None:
             require_timeout(timeout)
+        require_tier("tier", tier)
+        require_flag("verify", verify)
         await self._session.turns.take()
         packed = packed_keys(keys)
         known = None if verify else self.reader.remembered(packed, self.group, tier)
@@ -551,6 +557,7 @@ class Cache:
     ) -> list[BlockResult]:
         chain = split_keys(packed_keys(keys))
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
+        require_prompt(prompt)
         self._require_writable()
         sources = transfer.readable(blocks, len(chain), self.block_bytes, gpu)
         whole = arrays.Piece(chain, sources, parent, kept, prompt)
@@ -571,8 +578,8 @@ class Cache:
             raise CallerError(message, reason="CANNOT_MAP")
 
     async def _reserve(self, count: int, tier: Tier | None, timeout: float | None) -> WriteLease:
-        if not isinstance(count, int) or not 1 <= count < 2**32:
-            raise InvalidArgument("count", count, "1 or more")
+        if not is_integer(count, 1, MAX_COUNT):
+            raise InvalidArgument("count", quoted(count), "1 or more")
         self._require_writable()
 
         async def attempt() -> WriteLease:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtier.errors import InvalidArgument, NotFound
-from kvtier.kinds import is_number, quoted, require_name
-from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session
+from kvtier.kinds import is_number, quoted, require_kind
+from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_timeout
 from kvtier.v1 import events_pb2
 
 MAX_WAIT_S: Final = 3600.0
@@ -45,9 +45,10 @@ class Drains:
 
     async def drain(self, cache: str, wait_s: float, timeout_s: float) -> Drained:
         """See :meth:`kvtier.AsyncClient.drain_trtllm`."""
-        require_name("cache", cache)
+        require_kind("cache", cache, str, "text")
         if not is_number(wait_s, 0, MAX_WAIT_S):
             raise InvalidArgument("wait", quoted(wait_s), f"0 to {MAX_WAIT_S:g} seconds")
+        require_timeout(timeout_s)
         place = self._places.setdefault(cache, _Place())
         async with place.turn:
             try:

@@ -12,6 +12,7 @@ from kvtier.abi.keys import KEY_BYTES
 from kvtier.causes import why_gone
 from kvtier.errors import InvalidArgument
 from kvtier.events import Event, Gap
+from kvtier.kinds import require_kind
 from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
 from kvtier.v1 import explain_pb2
 from kvtier.watch import Watch
@@ -240,12 +241,13 @@ def key_or_prefix(value: bytes | str) -> bytes:
     """Raises :class:`InvalidArgument` where it is not 4 to 32 bytes, or their hex."""
     limit = f"{SHORTEST_PREFIX} to {KEY_BYTES} bytes, or {2 * SHORTEST_PREFIX} to {2 * KEY_BYTES} hexadecimal digits"
     try:
-        key = bytes.fromhex(value) if isinstance(value, str) else bytes(value)
+        key = bytes.fromhex(value) if isinstance(value, str) else value
     except ValueError as error:
         raise InvalidArgument("key", value, f"{limit}, an even number") from error
+    require_kind("key", key, (bytes, bytearray, memoryview), limit)
     if not SHORTEST_PREFIX <= len(key) <= KEY_BYTES:
         raise InvalidArgument("key", value, limit)
-    return key
+    return bytes(key)
 
 
 def explanation_from_wire(asked: bytes, message: explain_pb2.ExplainResponse) -> Explanation:

@@ -15,7 +15,7 @@ from kvtier.binding import UNHEARD, Binder
 from kvtier.errors import DeviceError, InvalidArgument, LeaseError, LeaseLost, RetryableError
 from kvtier.fences import PASSED, Fence, Stream, fence_of, fence_over, passing
 from kvtier.lease import Lease, ReadLease, WriteLease
-from kvtier.prompt import Prompt
+from kvtier.prompt import Prompt, require_prompt
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link
@@ -150,6 +150,7 @@ class Holdings:
         timeout: float | None,
     ) -> list[BlockResult]:
         """See :meth:`WriteLease.commit`, the way to call it."""
+        require_prompt(prompt)
         fence, deadline = fence_of([lease], stream), self._deadline(timeout)
         request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
         await passing(fence, deadline)
@@ -280,10 +281,10 @@ class Holdings:
         for index, lease in enumerate(given):
             if not isinstance(lease, Lease):
                 raise InvalidArgument(f"leases[{index}]", lease, "a lease; of a list, *leases")
-        live = [lease for lease in given if not lease.released]
+        live, deadline = [lease for lease in given if not lease.released], self._deadline(timeout)
         if not live:
             return
-        fence, deadline = fence_of(live, stream), self._deadline(timeout)
+        fence = fence_of(live, stream)
         for lease in live:
             lease.released = True
         self._leases.difference_update(live)
@@ -383,5 +384,7 @@ def _next_lease(reply: blocks_pb2.CommitResponse) -> list[int]:
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
     """One parent a key: the chain's, or those given."""
     if parents is not None:
+        if isinstance(parents, (str, bytes)) or not isinstance(parents, Iterable):
+            raise InvalidArgument("parents", parents, "a list of keys, one a block")
         return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
     return packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed[:-KEY_BYTES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
@@ -13,6 +13,7 @@ from kvtier.arena import Arena
 from kvtier.binding import Binding
 from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost
 from kvtier.fences import Stream
+from kvtier.kinds import is_integer, quoted, require_flag
 from kvtier.memory import Memory, View
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention
@@ -70,9 +71,12 @@ class Lease:
         :class:`kvtier.errors.CallerError` (CANNOT_MAP) where the tier is not mapped in this process.
         """
         self.require_live()
-        if not 0 <= index < len(self.slots):
-            raise InvalidArgument("index", index, f"0 to {len(self.slots) - 1}")
+        self._require_index("index", index)
         return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._is_blank(index))
+
+    def _require_index(self, field: str, index: int) -> None:
+        if not is_integer(index, 0, len(self.slots) - 1):
+            raise InvalidArgument(field, quoted(index), f"0 to {len(self.slots) - 1}")
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         """As :meth:`view`, as torch tensors of the cache's dtype, 1-D, not copied: on the GPU where the tier is its
@@ -156,6 +160,7 @@ class WriteLease(Lease):
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
         self.require_live()
+        require_flag("release", release)
         indices = self.blank if at is None else self._places(at)
         results = await self._holdings.commit(
             self, keys, indices, parent, parents, priorities, retention, prompt, release, stream, timeout
@@ -167,6 +172,7 @@ class WriteLease(Lease):
         return results
 
     def view(self, index: int) -> list[View]:
+        self._require_index("index", index)
         if index in self._given_back:
             raise LeaseError("the slot is not held any more: its key was stored already", reason="GIVEN_BACK")
         return super().view(index)
@@ -175,9 +181,10 @@ class WriteLease(Lease):
         return self._blank[index]
 
     def _places(self, at: Sequence[int]) -> list[int]:
+        if isinstance(at, (str, bytes)) or not isinstance(at, Iterable):
+            raise InvalidArgument("at", at, "a list of indices, even of one")
         for number, index in enumerate(at):
-            if not 0 <= index < len(self.slots):
-                raise InvalidArgument(f"at[{number}]", index, f"0 to {len(self.slots) - 1}")
+            self._require_index(f"at[{number}]", index)
         return list(at)
 
 
@@ -232,12 +239,15 @@ class ReadLease(Lease):
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
         """
         self.require_live()
-        if not 1 <= blocks < self.blocks:
-            raise InvalidArgument("blocks", blocks, f"1 to {self.blocks - 1}: of {self.blocks} held, one must stay")
+        if not is_integer(blocks, 1, self.blocks - 1):
+            raise InvalidArgument(
+                "blocks", quoted(blocks), f"1 to {self.blocks - 1}: of {self.blocks} held, one must stay"
+            )
         await self._holdings.trim(self, blocks, stream, timeout)
 
     def view(self, index: int) -> list[View]:
-        if 0 <= index < self.trimmed:
+        self._require_index("index", index)
+        if index < self.trimmed:
             raise LeaseError("the slot is not held any more: the lease was trimmed", reason="GIVEN_BACK")
         return super().view(index)
 

@@ -10,8 +10,15 @@ from kvtier.abi.errors import FieldError
 from kvtier.abi.event_hashes import event_hashes
 from kvtier.abi.keys import PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.errors import InvalidArgument
+from kvtier.kinds import is_integer, quoted, require_kind
 from kvtier.options import CacheOptions
 from kvtier.wire import split_keys
+
+
+def require_prompt(prompt: Prompt | None) -> None:
+    """None: none is given. Raises :class:`InvalidArgument`."""
+    if prompt is not None:
+        require_kind("prompt", prompt, Prompt, "a prompt, as cache.prompt makes it")
 
 
 class Prompt:
@@ -38,6 +45,9 @@ class Prompt:
             self._extra_ids = None if extra_ids is None else extra_id_array(extra_ids, len(self._tokens))
         except FieldError as error:
             raise InvalidArgument(error.field, error.value, error.limit) from error
+        for name, value in (("salt_id", salt_id), ("vocab_size", vocab_size)):
+            if value is not None and not is_integer(value, 0, (1 << 64) - 1):
+                raise InvalidArgument(name, quoted(value), "0 to 2^64 - 1")
         self._tokens_per_block = tokens_per_block
         self._scope = scope
         self._salt_id = salt_id

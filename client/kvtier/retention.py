@@ -134,6 +134,7 @@ def each_priority(count: int, priorities: int | Sequence[int] | None) -> bytes:
     if isinstance(priorities, str) or not isinstance(priorities, Iterable):
         return bytes([check_priority("priorities", priorities)]) * count
     listed = list(priorities)
+    _require_one_each("priorities", len(listed), count)
     try:
         ranks = bytes(listed)
     except (TypeError, ValueError):
@@ -167,7 +168,20 @@ def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | N
         return ()
     if isinstance(durations_s, str) or not isinstance(durations_s, Iterable):
         return (duration_ms("durations_s", durations_s),) * count
-    return tuple(duration_ms(f"durations_s[{index}]", value) for index, value in enumerate(durations_s))
+    durations = tuple(duration_ms(f"durations_s[{index}]", value) for index, value in enumerate(durations_s))
+    _require_one_each("durations_s", len(durations), count)
+    return durations
+
+
+def _require_one_each(field: str, given: int, count: int) -> None:
+    if given != count:
+        raise InvalidArgument(field, f"{given} values", f"{count} values, one a block, or one for all")
+
+
+def require_retention(retention: Retention | None) -> None:
+    """None: none is given. Raises :class:`InvalidArgument`."""
+    if retention is not None:
+        require_kind("retention", retention, Retention, A_RETENTION)
 
 
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
@@ -177,7 +191,7 @@ def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tok
         raise InvalidArgument("min_blocks", quoted(min_blocks), f"0 to {count}, the blocks of the chain")
     if retention is None:
         return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
-    require_kind("retention", retention, Retention, A_RETENTION)
+    require_retention(retention)
     kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)
     return blocks_pb2.Chain(
         keys=keys, min_blocks=min_blocks, priorities=kept.priorities, durations_ms=kept.durations_ms

@@ -199,7 +199,9 @@ def _is_loopback(host: str) -> bool:
 
 def _read(field: str, path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
+    except TypeError as error:
+        raise InvalidArgument(field, path, "a path") from error
     except OSError as error:
         raise InvalidArgument(field, str(path), f"a file that can be read: {error.strerror}") from error
 

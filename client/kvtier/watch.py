@@ -30,7 +30,7 @@ from kvtier.events import (
     event_from_wire,
     slice_from_wire,
 )
-from kvtier.kinds import is_integer, is_number, quoted, require_kind
+from kvtier.kinds import is_integer, is_number, quoted, require_flag, require_kind
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.session import Backoff, Deadline, Link, Session
 from kvtier.types import Cause, Cursor, EventType, Tier
@@ -74,7 +74,7 @@ class Filter:
         for index, group in enumerate(self.groups):
             if not is_integer(group, 0, MAX_GROUPS - 1):
                 raise InvalidArgument(f"groups[{index}]", quoted(group), f"0 to {MAX_GROUPS - 1}")
-        if isinstance(self.keys, (str, bytes)):
+        if isinstance(self.keys, (str, bytes)) or not isinstance(self.keys, Collection):
             raise InvalidArgument("keys", self.keys, "a list of prefixes, even of one")
         if len(self.keys) > MAX_KEY_PREFIXES:
             raise InvalidArgument("keys", f"{len(self.keys)} prefixes", f"at most {MAX_KEY_PREFIXES}")
@@ -90,6 +90,12 @@ class Filter:
             groups=self.groups,
             key_prefixes=[key_prefix("keys", key) for key in self.keys],
         )
+
+
+def require_heartbeat(heartbeat_s: float) -> None:
+    """Raises :class:`InvalidArgument`."""
+    if not is_number(heartbeat_s, 0.01, 3600):
+        raise InvalidArgument("heartbeat_s", quoted(heartbeat_s), "0.01 to 3600 seconds")
 
 
 def key_prefix(field: str, value: bytes | str) -> bytes:
@@ -118,6 +124,8 @@ class Start:
     history: int = 0
 
     def __post_init__(self) -> None:
+        require_flag("oldest", self.oldest)
+        require_flag("snapshot", self.snapshot)
         if (self.since is not None) + self.oldest + self.snapshot + (self.since_time_ns is not None) > 1:
             raise InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")
         if self.since is not None:
@@ -151,8 +159,9 @@ class Watch:
         breaks: bool = False,
         heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     ) -> None:
-        if not is_number(heartbeat_s, 0.01, 3600):
-            raise InvalidArgument("heartbeat_s", quoted(heartbeat_s), "0.01 to 3600 seconds")
+        require_flag("heartbeats", heartbeats)
+        require_flag("breaks", breaks)
+        require_heartbeat(heartbeat_s)
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
         self.history = start.history

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.errors import DaemonError, InvalidArgument
-from kvtier.kinds import is_integer, quoted, require_kind
+from kvtier.kinds import A_TIER, is_integer, quoted, require_flag, require_kind
 from kvtier.options import CacheOptions, WritePolicy
 from kvtier.stats import (
     CacheInfo,
@@ -74,8 +74,7 @@ def split_keys(packed: bytes) -> list[bytes]:
 
 
 def tier_to_wire(tier: Tier, field: str = "tier") -> common_pb2.Tier.ValueType:
-    if not isinstance(tier, int):
-        raise InvalidArgument(field, tier, "a kvtier.Tier, as Tier.HOST")
+    require_kind(field, tier, Tier, A_TIER)
     return common_pb2.Tier.ValueType(tier + 1)
 
 
@@ -135,7 +134,9 @@ def spec_from_wire(message: caches_pb2.CacheSpec) -> CacheSpec:
 
 def session_number(session_id: int) -> int:
     """Raises :class:`InvalidArgument` for what cannot be a session's."""
-    return _u64("session_id", session_id)
+    if not is_integer(session_id, 1, (1 << 64) - 1):
+        raise InvalidArgument("session_id", quoted(session_id), "1 to 2^64 - 1")
+    return session_id
 
 
 def _u64(field: str, value: int) -> int:
@@ -162,6 +163,7 @@ def options_to_wire(options: CacheOptions) -> caches_pb2.CacheOptions:
     require_kind("options.write_policy", options.write_policy, int, "a kvtier.WritePolicy")
     require_kind("options.eviction", options.eviction, str, "text")
     require_kind("options.event_hash", options.event_hash, str, "text")
+    require_flag("options.keep_tokens", options.keep_tokens)
     return caches_pb2.CacheOptions(
         write_policy=caches_pb2.WritePolicy.ValueType(options.write_policy),
         eviction=options.eviction,

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Final, Self
 
 from kvtier.errors import ClientClosed, DeadlineExceeded, KvtierError
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
+from kvtier.kinds import require_kind
 from kvtier.mirror.index import MirrorIndex
 from kvtier.mirror.reading import MirrorState, MirrorView
-from kvtier.session import Backoff
+from kvtier.session import Backoff, require_timeout
 from kvtier.types import Cursor
-from kvtier.watch import Watch
+from kvtier.watch import Watch, require_heartbeat
 
 if TYPE_CHECKING:
     from kvtier.aio import AsyncClient
@@ -48,6 +49,8 @@ class Mirror(MirrorView):
         timeout: float = DEFAULT_MIRROR_TIMEOUT_S,
     ) -> None:
         super().__init__(caches)
+        require_heartbeat(heartbeat_s)
+        require_timeout(timeout)
         self._client = client
         self._heartbeat_s = heartbeat_s
         self._timeout = timeout
@@ -77,6 +80,10 @@ class Mirror(MirrorView):
         Raises :class:`kvtier.errors.DeadlineExceeded` after ``timeout`` seconds, and :class:`ClientClosed` where it
         never will be: it was closed, or its client was.
         """
+        if cursor is not None:
+            require_kind("cursor", cursor, Cursor, "a kvtier.Cursor")
+        if timeout is not None:
+            require_timeout(timeout)
         try:
             async with asyncio.timeout(timeout):
                 while not self._has(cursor):

@@ -7,8 +7,10 @@ from enum import StrEnum
 from typing import Final
 
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.spec import MAX_GROUPS
 from kvtier.answers import AcrossMatch
 from kvtier.errors import InvalidArgument, KvtierError
+from kvtier.kinds import is_integer, quoted, require_kind
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.types import Cursor, Tier
 from kvtier.watch import Watch
@@ -37,8 +39,10 @@ class MirrorView:
     def __init__(self, caches: Collection[str]) -> None:
         """Raises :class:`InvalidArgument`: caches are followed by name, so that a right that is missing, or taken away,
         is an error and no silence."""
-        if isinstance(caches, (str, bytes)) or not isinstance(caches, Collection) or not caches:
+        if isinstance(caches, (str, bytes)) or not isinstance(caches, Collection) or not len(caches):
             raise InvalidArgument("caches", caches, "a list of one name at least")
+        for index, name in enumerate(caches):
+            require_kind(f"caches[{index}]", name, str, "text")
         self.caches: Final = tuple(dict.fromkeys(caches))
         self.resyncs = 0
         """How many snapshots have replaced an index that could not be kept exact."""
@@ -99,11 +103,14 @@ class MirrorView:
 
     def blocks(self, cache: str | None = None, *, group: int = 0) -> Iterator[MirroredBlock]:
         """Every block of a window group as it is now, in no order: what comes later changes nothing of it."""
+        require_group(group)
         return self._index.blocks(self._named(cache), group)
 
     def _find(self, key: bytes, cache: str | None, group: int) -> MirroredBlock | None:
-        if len(key) != KEY_BYTES:
-            raise InvalidArgument("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            shown = f"{len(key)} bytes" if isinstance(key, bytes) else key
+            raise InvalidArgument("key", shown, f"{KEY_BYTES} bytes")
+        require_group(group)
         return self._index.get(self._named(cache), group, key)
 
     def _named(self, cache: str | None) -> str:
@@ -114,5 +121,13 @@ class MirrorView:
         return cache
 
 
+def require_group(group: int) -> None:
+    if not is_integer(group, 0, MAX_GROUPS - 1):
+        raise InvalidArgument("group", quoted(group), f"0 to {MAX_GROUPS - 1}")
+
+
 def _bits(tiers: Collection[Tier]) -> int:
-    return sum({tier.bit for tier in tiers}) or ALL_TIERS
+    try:
+        return sum({tier.bit for tier in tiers}) or ALL_TIERS
+    except (TypeError, AttributeError) as error:
+        raise InvalidArgument("tiers", tiers, "a list of kvtier.Tier, even of one") from error

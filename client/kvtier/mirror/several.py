@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Self
 from kvtier.errors import DeadlineExceeded
 from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, Mirror
 from kvtier.mirror.ranking import Standing, ranked
+from kvtier.session import require_timeout
 from kvtier.types import Tier
 from kvtier.wire import Keys
 
@@ -39,6 +40,7 @@ class Mirrors:
             {name: Mirror(client, caches, heartbeat_s=heartbeat_s) for name, client in clients.items()}
         )
         """By the names given."""
+        require_timeout(timeout)
         self._timeout = timeout
 
     def best(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> list[Standing]:

@@ -14,6 +14,7 @@ from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, Read
 from kvtier.arena import Arena
 from kvtier.errors import ClientClosed, InvalidArgument
 from kvtier.fences import Fence, Stream
+from kvtier.kinds import require_flag, require_tier
 from kvtier.loading import Loading
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
@@ -322,6 +323,8 @@ class Cache:
     ) -> list[Any]:
         """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
         packed = packed_keys(keys)
+        require_tier("tier", tier)
+        require_flag("verify", verify)
         if verify or not self._thread.usable_here(timeout):
             return self._into(
                 out, packed, lambda into: self._inner.get(packed, into, tier=tier, verify=verify, timeout=timeout)
