@@ -144,11 +144,14 @@ class AttachConnection:
     async def _ask(self, request: protocol.Request) -> _Answer:
         if self.closed.is_set():
             raise DaemonUnavailable("the daemon hung up", reason="HUNG_UP")
+        packet = protocol.encode(request)
         waiter: asyncio.Future[_Answer] = self._loop.create_future()
-        self._waiting.append(waiter)
+        self._waiting.append(
+            waiter
+        )  # from here on the request is sent, or the connection closed: answers have no names
         try:
             # A packet this small either fits the socket's buffer whole or the peer has stopped reading.
-            self._sock.send(protocol.encode(request))
+            self._sock.send(packet)
         except OSError as error:
             self.close()
             waiter.exception()

@@ -203,6 +203,19 @@ async def test_a_client_that_fails_inside_when_it_attaches_again_says_so_and_hol
     await until(lambda: not daemon.is_attached)
 
 
+async def test_a_request_that_cannot_be_sent_takes_no_other_ones_answer(
+    client: kvtier.AsyncClient, cache: Cache
+) -> None:
+    assert client._session.live_link is not None
+    connection = client._session.live_link.attach
+    with pytest.raises(TypeError):
+        await connection.map(7, write=b"no flag")  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        segments = await connection.map(7, write=True)
+    assert list(segments.fds) == ["control", "device"]
+    segments.close()
+
+
 async def test_no_line_is_opened_where_no_descriptor_is_left(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
