@@ -12,6 +12,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import grpc.aio
+
+from kvtierd.service.errors import let_go
+
 _Answer = TypeVar("_Answer")
 
 
@@ -29,6 +33,10 @@ class OpenCalls:
             self.begins()
             try:
                 return await call(request, context)
+            except grpc.aio.AbortError as error:
+                # gRPC keeps it with the call, which the frames of its traceback name; it has caught it by then.
+                asyncio.get_running_loop().call_soon(let_go, error)
+                raise
             finally:
                 self.ends()
 

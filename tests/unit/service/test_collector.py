@@ -6,12 +6,18 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 
+from kvtier.v1 import admin_pb2, blocks_pb2
+from kvtierd.mover.errors import Refused
 from kvtierd.mover.leisure import Leisure
 from kvtierd.service.collector import SLICE, Collector
+from kvtierd.service.errors import CallRefused
+from tests.unit.service.rig import HOST, attached, config, running
 
 LIVING = 60_000
 
@@ -147,3 +153,28 @@ def test_stopping_twice_is_nothing() -> None:
     run(collector, test)
     gc.collect()
     assert gc.get_freeze_count() == 0
+
+
+async def test_a_refused_call_leaves_nothing_for_the_collector(short_dir: Path) -> None:
+    """What waits until it is refused is under way when what is new is frozen, so it would stay for hours."""
+    async with running(config(short_dir, device=0, host=4)) as daemon, attached(daemon) as client:
+        cache = await client.open()
+        held = await client.reserve(cache, 4, HOST)
+        wanted = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, timeout_ns=1)
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(1, 4):
+                wanted.seq = 1000 + number
+                await client.refusal(client.blocks.Reserve, wanted)
+                await client.refusal(client.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[99]))
+            assert len(held.slots) == 4
+            await client.call(client.admin.Stats, admin_pb2.StatsRequest())
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            left = [one for one in gc.garbage if isinstance(one, grpc.aio.AbortError | CallRefused | Refused)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert left == []
