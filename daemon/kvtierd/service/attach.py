@@ -19,6 +19,7 @@ from kvtier.abi import attach
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Right
 from kvtierd.service.access import Access, denied
+from kvtierd.service.errors import let_go
 from kvtierd.service.event_lines import EventLines
 from kvtierd.service.lines import CommitLines
 from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
@@ -124,6 +125,7 @@ class AttachServer:
         connection = asyncio.create_task(self._serve(sock), name="attach-connection")
         self._connections[connection] = who.user.uid
         connection.add_done_callback(self._connections.pop)
+        connection.add_done_callback(_without_frames)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
@@ -200,6 +202,14 @@ class AttachServer:
         """Why this session may not map the cache so."""
         right, name = Right.WRITE if write else Right.READ, self._arenas.name_of(cache)
         return None if self._access.may(session, right, name) else denied(right, name, session.identity).message
+
+
+def _without_frames(connection: asyncio.Task[None]) -> None:
+    """A task that was cancelled, as a line for events mostly is, keeps the exception, whose frames name the task."""
+    try:
+        connection.exception()
+    except asyncio.CancelledError as error:
+        let_go(error)
 
 
 def _peer(sock: socket.socket) -> Peer:

@@ -12,12 +12,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from kvtier import connect
 from kvtier.v1 import admin_pb2, blocks_pb2
 from kvtierd.mover.errors import Refused
 from kvtierd.mover.leisure import Leisure
 from kvtierd.service.collector import SLICE, Collector
 from kvtierd.service.errors import CallRefused
-from tests.unit.service.rig import HOST, attached, config, running
+from kvtierd.service.watch import Watcher
+from tests.unit.service.rig import HOST, attached, config, eventually, running
 
 LIVING = 60_000
 
@@ -178,3 +180,26 @@ async def test_a_refused_call_leaves_nothing_for_the_collector(short_dir: Path) 
             gc.garbage.clear()
             gc.enable()
         assert left == []
+
+
+async def test_a_watch_that_has_ended_leaves_nothing_for_the_collector(short_dir: Path) -> None:
+    """All that live for long are under way when what is new is frozen."""
+    settings = config(short_dir, device=0, host=4)
+    async with running(settings) as daemon, await connect(settings.runtime_dir) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            without, lines = len(daemon._attach._connections), 0
+            async with client.watch(oldest=True, heartbeats=True, heartbeat_s=0.05) as watch:
+                await anext(watch)
+                lines = len(daemon._attach._connections) - without
+            await eventually(lambda: len(daemon._attach._connections) == without)
+            await asyncio.sleep(0)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            left = [one for one in gc.garbage if isinstance(one, Watcher)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert (lines, left) == (1, [])
