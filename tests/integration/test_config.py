@@ -223,6 +223,25 @@ async def test_any_one_tier_is_enough(short_dir: Path, tier: Tier) -> None:
         assert set(await tier_sizes(daemon)) == {tier}
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--host-bytes", "900TiB"), "command line: --host-bytes = 900TiB: the tiers in memory take"),
+        (("--host-bytes", "4096", "--device-bytes", "900TiB"), "command line: --device-bytes = 900TiB: the tiers in"),
+        (("--disk-bytes", "1PiB"), "command line: --disk-bytes = 1PiB: more than the"),
+    ],
+)
+def test_what_this_machine_can_never_have_is_refused_at_the_start(
+    short_dir: Path, flags: tuple[str, ...], says: str
+) -> None:
+    """What is only not free yet is refused to the caches that do not fit."""
+    before = tree(short_dir)
+    ended = kvtierd(*flags, *directories(short_dir))
+    assert ended.returncode == BAD_CONFIG, ended
+    assert says in message(ended)
+    assert tree(short_dir) == before
+
+
 async def test_a_tier_too_small_for_a_block_is_refused_when_a_cache_is_opened(short_dir: Path) -> None:
     """What a block takes is the cache's to say, so a start cannot know."""
     with running(short_dir, "--host-bytes", "4096") as daemon:

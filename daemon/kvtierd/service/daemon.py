@@ -45,6 +45,7 @@ from kvtierd.service.keeping import Keeper
 from kvtierd.service.lifecycle import IdleCaches
 from kvtierd.service.lines import CommitLines
 from kvtierd.service.lost_device import LostDevice
+from kvtierd.service.machine import require_possible
 from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
 from kvtierd.service.metrics.reading import Subjects
 from kvtierd.service.metrics.service import Metrics
@@ -222,9 +223,10 @@ class Daemon:
         read. ``leisure``: the loop's selector, one that counts where there are metrics; None: of a loop with another
         one. ``notifier``: to the service manager; ``passed``: what that kept for us, the daemon's from now on.
 
-        Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or the GPU cannot be had; nothing was
-        touched where it is the GPU.
+        Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or the GPU cannot be had, or a tier is
+        larger than this machine; nothing was touched where it is the GPU or the machine.
         """
+        await asyncio.to_thread(require_possible, config)
         keeper = Keeper(notifier or Notifier(None), passed)
         gpu = await asyncio.to_thread(open_gpu, config)
         directories = await asyncio.to_thread(_Directories.open, config)

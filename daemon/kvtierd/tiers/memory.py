@@ -21,6 +21,12 @@ def available_bytes() -> int:
     return min([available, *(_headroom(group) for group in _own_cgroups() if (group / "memory.max").exists())])
 
 
+def total_bytes() -> int:
+    """What the machine has in all, swap included: no arena larger than this can ever be had."""
+    table = _kernel_table(_MEMINFO)
+    return (table["MemTotal:"] + table.get("SwapTotal:", 0)) * 1024
+
+
 def require_memory(field: str, nbytes: int) -> None:
     """Raises :class:`TierConfigError` naming ``field`` where ``nbytes`` are not to be had."""
     available = available_bytes()
