@@ -231,7 +231,7 @@ class Cache:
 
         ``retention``: new values for what is found, counted from this lease's release.
         Raises :class:`TooShort` where less than ``min_blocks`` is stored, :class:`TierFull` where the tier has no
-        room for that many.
+        room for that many, or for not one of those that are stored.
         """
 
         async def attempt(packed: bytes) -> ReadLease:
@@ -368,7 +368,8 @@ class Cache:
         Where nobody holds that one, making room for these may take it: then all are PARENT_MISSING. An
         :meth:`acquire` of what the put goes under holds it. A chain of more than half a tier goes in pieces of a
         quarter, each copied while the one before it is committed and released; where a piece's parent was evicted
-        meanwhile, as by another put, it and the rest are PARENT_MISSING and not stored. One of 16 MiB or more has its
+        meanwhile, as by another put, or by this one where nothing in a full tier has a lower priority than its own
+        blocks, it and the rest are PARENT_MISSING and not stored. One of 16 MiB or more has its
         first blocks stored while the last are copied, so that a put that fails or is given up may leave those; where
         the blocks are rows of one array, the loop copies some of these first ones as well, a mebibyte or a block at a
         time and others in between (or a second thread, where a block has more than 4 MiB).

@@ -66,7 +66,8 @@ def error_of(fault: Fault) -> errors.KvtierError:
 
 def chain_error(chain: blocks_pb2.AcquiredChain, min_blocks: int) -> errors.KvtierError:
     """Of a chain that was refused; the reasons are those of a whole call."""
-    message = f"{chain.matched} blocks of the chain are stored, {min_blocks} wanted: {chain.refusal}"
+    wanted = max(min_blocks, 1)  # where something is stored, none of it is refused, too
+    message = f"{chain.matched} blocks of the chain are stored, at least {wanted} wanted: {chain.refusal}"
     if chain.refusal == "TIER_FULL":
         return tier_full(message, chain.detail)
     if chain.refusal == "TOO_SHORT":

@@ -85,7 +85,7 @@ class BlockResult(IntEnum):
     HELD = 4
     """drop: it, or a block below it, is leased or pinned."""
     NO_ROOM = 5
-    """move: the tier could not make room."""
+    """move: the tier could not make room, or not before the deadline; a copy that has begun goes on."""
     FAILED = 6
     """move: the copy failed; the source is as it was."""
     PARENT_CONFLICT = 7

@@ -134,6 +134,8 @@ def covered_blocks(scope: Scope, blocks: int, tokens_per_block: int) -> dict[int
     free = 0
     for number, item in enumerate(scope.multimodal):
         field = f"scope.multimodal[{number}]"
+        if not isinstance(item, MultimodalItem):
+            raise KeyChainError(field, item, "a MultimodalItem")
         if len(item.digest) != DIGEST_BYTES:
             raise KeyChainError(f"{field}.digest", f"{len(item.digest)} bytes", f"{DIGEST_BYTES} bytes")
         first = require_int(f"{field}.first_token", item.first_token, free, MAX_TOKEN_ID, KeyChainError)

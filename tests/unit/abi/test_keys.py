@@ -172,6 +172,7 @@ def test_bad_tokens_per_block(step: Any) -> None:
         (Scope(lora_id=-1), "scope.lora_id"),
         (Scope(lora_id=2**64), "scope.lora_id"),
         (Scope(salt="\ud800"), "scope.salt"),
+        (Scope(multimodal=("cat",)), "scope.multimodal[0]"),  # type: ignore[arg-type]
         (Scope(multimodal=(MultimodalItem(b"cat", 0, 1),)), "scope.multimodal[0].digest"),
         (Scope(multimodal=(MultimodalItem(CAT, -1, 1),)), "scope.multimodal[0].first_token"),
         (Scope(multimodal=(MultimodalItem(CAT, 0, 0),)), "scope.multimodal[0].tokens"),
