@@ -89,7 +89,9 @@ def _shower(field: FieldInfo) -> Callable[[Any], str]:
     kinds = [mark for mark in field.metadata if isinstance(mark, Kind)]
 
     def show(value: Any) -> str:
-        return kinds[0].show(value) if kinds and value else str(value)
+        if not kinds:
+            return str(value)
+        return kinds[0].show(value) if value else "0"
 
     return show
 
