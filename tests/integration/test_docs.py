@@ -37,6 +37,7 @@ PAGES = (
     "docs/operations.md",
     "docs/observability.md",
     "docs/models.md",
+    "docs/retention.md",
     "docs/security.md",
     "docs/events.md",
     "docs/gpu.md",
@@ -88,6 +89,7 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked() -> None:
         ("README.md", "python"),
         ("docs/operations.md", "sh"),
         ("docs/models.md", "python"),
+        ("docs/retention.md", "python"),
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
         ("docs/gpu.md", "sh"),
@@ -158,6 +160,11 @@ def test_an_operator_s_look_around(daemon: DaemonProcess, environment: dict[str,
 
 def test_the_models_are_described_as_the_page_says(environment: dict[str, str], tmp_path: Path) -> None:
     run_page("docs/models.md", environment, tmp_path)
+
+
+def test_what_a_request_says_of_its_blocks(environment: dict[str, str], tmp_path: Path) -> None:
+    """The page asserts what comes of it."""
+    run_page("docs/retention.md", environment, tmp_path)
 
 
 def test_a_router_s_first_steps(environment: dict[str, str], tmp_path: Path) -> None:
