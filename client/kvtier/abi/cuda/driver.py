@@ -255,7 +255,10 @@ class Driver:
         return self._answered(self._cuda.cuEventQuery, event)
 
     def _answered(self, query: Any, of: Event | Stream) -> bool:
-        code = query(of)[0]
+        try:
+            code = query(of)[0]
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise self._raised(query.__name__, error) from error
         if not code:
             return True
         if code == NOT_READY:
@@ -330,14 +333,18 @@ class Driver:
     def _plain(self, call: Any, *arguments: Any) -> Any:
         try:
             result = call(*arguments)
-        except RuntimeError as error:
-            raise CudaUnsupported(call.__name__, 0, "not found", str(error)) from error
-        except (KeyError, ValueError) as error:  # a code that the bindings do not know
-            code = re.search(r"\d+", str(error))
-            raise self._error(call.__name__, int(code[0]) if code else 0) from error
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise self._raised(call.__name__, error) from error
         if result[0]:
             raise self._error(call.__name__, int(result[0]))
         return result[1:] if len(result) > 2 else result[-1]
+
+    def _raised(self, call: str, error: RuntimeError | KeyError | ValueError) -> CudaError:
+        """Of what the bindings raise themselves: the driver lacks the call, or they do not know the code."""
+        if isinstance(error, RuntimeError):
+            return CudaUnsupported(call, 0, "not found", str(error))
+        code = re.search(r"\d+", str(error))
+        return self._error(call, int(code[0]) if code else 0)
 
     def _error(self, call: str, code: int) -> CudaError:
         return error_of(call, code, *described(self._cuda, code))

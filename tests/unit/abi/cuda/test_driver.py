@@ -356,9 +356,16 @@ def test_an_error_that_the_bindings_are_too_old_for(
     def cuEventCreate(Flags: int) -> None:
         raise raised
 
+    def cuEventQuery(hEvent: int) -> None:
+        raise raised
+
+    event = driver.event()
     monkeypatch.setattr(fake, "cuEventCreate", cuEventCreate)
     with pytest.raises(CudaError, match=r"cuEventCreate: unknown \(1234\)"):
         driver.event()
+    monkeypatch.setattr(fake, "cuEventQuery", cuEventQuery)
+    with pytest.raises(CudaError, match=r"cuEventQuery: unknown \(1234\)"):
+        driver.done(event)
 
 
 def test_a_driver_that_is_too_old_for_the_bindings(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
