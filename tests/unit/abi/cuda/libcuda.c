@@ -1,8 +1,10 @@
 /* A libcuda.so.1 that does nothing but say, on standard error, what NVIDIA's bindings have made of kvtier's calls. The
    structures are those of NVIDIA's cuda.h. A few calls fail, as the test that reads this expects. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 
 #define SAYS(...) (fprintf(stderr, "%s ", __func__), fprintf(stderr, __VA_ARGS__), fputc('\n', stderr))
@@ -83,4 +85,15 @@ Result cuMemcpyBatchAsync_v2(Pointer *targets, Pointer *sources, size_t *sizes, 
 Result cuMemcpyBatchAsync(Pointer *targets, Pointer *sources, size_t *sizes, size_t count, Attributes *attributes, size_t *firsts, size_t kinds, size_t *failed, Handle stream) {
     *failed = -1;
     return cuMemcpyBatchAsync_v2(targets, sources, sizes, count, attributes, firsts, kinds, stream);
+}
+
+/* How newer bindings find the calls: by their names without a suffix, and the CUDA that they were made for. What is not
+   here, they take for missing. */
+Result cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long long flags, int *status) {
+    char newer[128];
+    snprintf(newer, sizeof newer, "%s_v2", name);
+    *found = version < 13000 && !strcmp(name, "cuMemcpyBatchAsync") ? NULL : dlsym(RTLD_DEFAULT, newer);
+    if (!*found) *found = dlsym(RTLD_DEFAULT, name);
+    if (status) *status = *found ? 0 : 1;
+    return *found ? 0 : 500;
 }

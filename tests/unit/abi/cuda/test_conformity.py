@@ -2,8 +2,8 @@
 
 kvtier's code is tested on the fake, so what it uses is there; here the fake is held to the real package: names,
 arguments, numbers of answers, values, fields. And every call of the driver class gets through the real wrapper's checks
-of its arguments, up to the point where that looks for NVIDIA's driver. Both are so for 12.9, too, where that is what
-is installed.
+of its arguments, up to the point where that looks for NVIDIA's driver. Both are so for all bindings from 12.8 on,
+whichever are installed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes.util
 import inspect
 import re
+import textwrap
 from enum import EnumType
 from pathlib import Path
 from types import ModuleType
@@ -49,7 +50,9 @@ def arguments_of(call: str) -> list[str]:
 
 
 def outputs_of(call: str) -> int:
-    answers = re.search(r"Returns\n-+\n(.*?)(?:\n\n|\Z)", getattr(real, call).__doc__, re.DOTALL)
+    # The first ones of a major version indent all but the signature.
+    text = textwrap.dedent(getattr(real, call).__doc__.split("\n", 2)[2])
+    answers = re.search(r"Returns\n-+\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
     assert answers is not None
     return len(re.findall(r"^\w+(?: :.*)?$", answers[1], re.MULTILINE)) - 1
 
@@ -109,14 +112,27 @@ def test_only_one_package_knows_nvidias_calls() -> None:
 
 
 def documented_errors() -> dict[int, tuple[str, str]]:
-    """Name, and what NVIDIA says, of every CUresult: from the source that comes with the package."""
-    source = (Path(real.__file__).parent / "driver.pyx").read_text()
+    """Name, and what NVIDIA says, of every CUresult: each one's own documentation, or, of bindings whose numbers have
+    none, the source that comes with the package."""
+    source = Path(real.__file__).parent / "driver.pyx"
+    texts = _commented(source.read_text()) if source.exists() else {}
+    documented = {
+        int(code): (code.name.removeprefix("CUDA_ERROR_"), texts.get(code.name) or _in_one_line(code.__doc__ or ""))
+        for code in real.CUresult
+    }
+    assert len({text for _, text in documented.values()}) > len(documented) // 2, "these bindings say nothing of them"
+    return documented
+
+
+def _commented(source: str) -> dict[str, str]:
+    """What stands above each number, in a comment for documentation."""
     source = source[source.index("class CUresult(") :]
-    found = re.findall(
-        r"((?:^ +#:.*\n)+)\s*CUDA_ERROR_(\w+) = ", source[: source.index("_dict_CUresult")], re.MULTILINE
-    )
-    texts = {name: re.sub(r"\s*#:\s*", " ", text) for text, name in found}
-    return {int(code): (code.name.removeprefix("CUDA_ERROR_"), texts.get(code.name[11:], "")) for code in real.CUresult}
+    found = re.findall(r"((?:^ +#:.*\n)+)\s*(CUDA_ERROR_\w+) = ", source.split("\nclass ", 1)[0], re.MULTILINE)
+    return {name: _in_one_line(re.sub(r"^\s*#:", "", text, flags=re.MULTILINE)) for text, name in found}
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def test_errors_that_end_the_process_are_a_lost_device() -> None:
@@ -163,7 +179,7 @@ class _ThroughTheRealOne:
         checked, answering = getattr(real, name), getattr(self._fake, name)
 
         def call(*arguments: Any) -> Any:
-            with pytest.raises(RuntimeError, match=r"libcuda\.so|not found"):
+            with pytest.raises(RuntimeError, match=r"libcuda\.so|not found|NVIDIA driver library"):
                 checked(*arguments)
             self.passed.add(name)
             return answering(*arguments)
