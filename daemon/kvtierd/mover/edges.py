@@ -181,15 +181,15 @@ class Edges:
         now_ns = time.monotonic_ns()
         return max(crew.stalled_s(now_ns) for crew in self._crews)
 
-    async def stop(self) -> bool:
+    async def stop(self, grace_s: float = LEAVE_GRACE_S) -> bool:
         """Ends the threads. Moves still in flight are abandoned: not delivered, and no longer counted.
 
-        False if a thread hangs in a call and had to be left behind.
+        False if a thread hangs in a call for longer than ``grace_s``, and had to be left behind.
         """
         for crew in self._crews:
             crew.dismiss()
         try:
-            async with asyncio.timeout(LEAVE_GRACE_S):
+            async with asyncio.timeout(grace_s):
                 for crew in self._crews:
                     await crew.gone()
         except TimeoutError:

@@ -74,7 +74,7 @@ async def make_edges(desk: Desk) -> AsyncIterator[MakeEdges]:
 
     yield make
     for edges in made:
-        assert await edges.stop()
+        assert await edges.stop(grace_s=60)
     assert mover_threads() == []
 
 

@@ -61,7 +61,7 @@ def names(what: str) -> Callable[[list[str]], bool]:
 async def desk() -> AsyncIterator[Desk]:
     desk = Desk()
     yield desk
-    assert await desk.edges.stop()
+    assert await desk.edges.stop(grace_s=60)
 
 
 async def test_a_copy_that_hangs_shows_and_is_reported_when_it_ends(
