@@ -18,6 +18,12 @@ from kvtierd.core.ids import Key, Tier
 
 PROTECTED: Final = 0.5
 """At most so many blocks of a group are hot, as a share of the slots of its lowest tier."""
+STAY: Final = 3
+"""A hot block that is not used while so many times the slots of its lowest tier have left is hot no more."""
+WORTH: Final = 2
+"""Unless protecting has lately saved more than so many misses for each that it has caused."""
+SETTLED_AT_ONCE: Final = 64
+"""Hot blocks that are looked at in one call, so that those that have outstayed do not cool all at once."""
 SWEPT_AN_OFFER: Final = 2
 """Entries of a list of candidates that an offer looks at, where stale ones are to go."""
 
@@ -62,45 +68,77 @@ class TwoQueues(Lru):
     Where they differ: all that a hot block stands on is hot, too, since it could not be reached without; and what is
     new is kept by its last use, not by its arrival. A bounded ring of keys remembers who has left. Beyond their share,
     the hot blocks used least recently are hot no more: their children were used before them, and so are not hot either.
+
+    A tier that holds nearly all that comes back loses by it: hot blocks that nobody wants any more stand where others
+    would. So they cool once they have waited for :data:`STAY`, except where protecting is seen to be worth it. A use of
+    a hot block older than the last cold one to leave is a miss saved: by last use alone it would have left before. The
+    return of a key after fewer departures than there are hot blocks is a miss caused: without them it would be here.
     """
 
-    __slots__ = ("_departed", "_order", "_rebuild_at")
+    __slots__ = ("_caused", "_departed", "_last_to_leave", "_order", "_rebuild_at", "_saved", "_slots")
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
+        self._slots = slots
         self._departed = Departed(slots)
-        self._order: list[tuple[int, Block]] = []
-        """A heap of the hot blocks by their last use, with stale entries."""
+        self._order: list[tuple[int, int, Block]] = []
+        """A heap of the hot blocks by their last use, with how many had left by then, and with stale entries."""
         self._rebuild_at = 64
+        self._last_to_leave = 0
+        """When the cold block that left last had been used."""
+        self._saved = 0
+        self._caused = 0
         self.most_hot = int(PROTECTED * slots)
 
     def enter(self, block: Block) -> None:
-        if self._departed.recall(block.key):
+        departures = self._departed.recall(block.key)
+        if departures is not None:
+            self._caused += departures < self.hot
             self._heat(block)
-        self.use(block)
+        super().use(block)
+        self._follow(block)
 
     def use(self, block: Block) -> None:
-        super().use(block)
         if block.hot:
-            heapq.heappush(self._order, (self._clock, block))
+            self._saved += block.last_use < self._last_to_leave
+        super().use(block)
+        self._follow(block)
+
+    def _follow(self, block: Block) -> None:
+        if block.hot:
+            heapq.heappush(self._order, (self._clock, self._departed.count, block))
             if block.parent is not None and not block.parent.hot:
                 self._heat(block.parent)
 
     def settle(self) -> Iterator[Block]:
-        while self.hot > self.most_hot:
-            clock, block = heapq.heappop(self._order)
-            if block.hot and block.last_use == clock:
+        if self._saved + self._caused > self._slots:
+            self._saved, self._caused = self._saved // 2, self._caused // 2
+        looked = 0
+        while self._order and (self.hot > self.most_hot or looked < SETTLED_AT_ONCE):
+            looked += 1
+            clock, departures, block = self._order[0]
+            current = block.hot and block.last_use == clock
+            if current and self.hot <= self.most_hot and not self._outstayed(departures):
+                break
+            heapq.heappop(self._order)
+            if current:
                 self._cool(block)
                 yield block
         if len(self._order) > self._rebuild_at:
-            self._order = [(clock, block) for clock, block in self._order if block.hot and block.last_use == clock]
+            self._order = [entry for entry in self._order if entry[2].hot and entry[2].last_use == entry[0]]
             heapq.heapify(self._order)
             self._rebuild_at = 2 * len(self._order) + 64
+
+    def _outstayed(self, departures: int) -> bool:
+        """Of a hot block that was used last after so many had left."""
+        return self._saved <= WORTH * self._caused and self._departed.count - departures > STAY * self._slots
 
     def leave(self, block: Block) -> None:
         self._departed.add(block.key)
         if block.hot:
             self._cool(block)
+        else:
+            self._last_to_leave = block.last_use
 
     def _heat(self, block: Block) -> None:
         block.heat(hot=True)
@@ -112,11 +150,12 @@ class TwoQueues(Lru):
 
 
 class Departed:
-    """The last keys that were added, ``most`` of them at most, as digests of 8 bytes."""
+    """The last keys that were added, ``most`` of them at most, as digests of 8 bytes. ``count``: all that ever were."""
 
-    __slots__ = ("_next", "_places", "_ring")
+    __slots__ = ("_next", "_places", "_ring", "count")
 
     def __init__(self, most: int) -> None:
+        self.count = 0
         self._ring = array("q", bytes(8 * most))
         self._next = 0
         self._places: dict[int, int] = {}
@@ -130,10 +169,12 @@ class Departed:
         self._ring[place] = digest
         self._places[digest] = place
         self._next = (place + 1) % len(self._ring)
+        self.count += 1
 
-    def recall(self, key: Key) -> bool:
-        """Whether the key is remembered; from now on it is not."""
-        return self._places.pop(hash(key), None) is not None
+    def recall(self, key: Key) -> int | None:
+        """How many were added after the key; None if it is not remembered. From now on it is not."""
+        place = self._places.pop(hash(key), None)
+        return None if place is None else (self._next - place - 1) % len(self._ring)
 
 
 EVICTORS: Final[Mapping[str, type[Lru]]] = {"lru": Lru, "2q": TwoQueues}

@@ -33,6 +33,36 @@ def test_a_block_that_came_back_outlives_newer_ones() -> None:
     assert "a" in bench.stored()
 
 
+def test_one_that_nobody_wants_any_more_goes_when_thrice_the_tier_has_left() -> None:
+    bench = returned(4)
+    fill(bench, "bcdefghijklm")
+    assert "a" in bench.stored(), "twelve have left since"
+    fill(bench, "no")
+    assert "a" not in bench.stored()
+
+
+def test_it_stays_where_that_has_saved_misses() -> None:
+    """By last use alone it would have left before it was used again."""
+    bench = returned(4)
+    fill(bench, "bcdefghi")
+    bench.touch("a")
+    fill(bench, "jklmnopqrstuvwxyzABCDEF")
+    assert "a" in bench.stored()
+
+
+def test_it_does_not_where_that_has_caused_half_as_many() -> None:
+    """A block after which fewer have left than are protected would still be here by last use alone."""
+    bench = Bench(device=4, policy=TWO_QUEUES)
+    fill(bench, "abuvwx")  # a and b have left
+    fill(bench, "ab")  # and come back
+    fill(bench, "cdefg")
+    bench.touch("ab")
+    assert bench.stored() == "abfg"
+    fill(bench, "e")  # only f has left since
+    fill(bench, "hijklmnopqrstuvwxyz")
+    assert "a" not in bench.stored() and "b" not in bench.stored()
+
+
 def test_used_again_is_not_come_back() -> None:
     """Else a scan that is read twice would be protected."""
     bench = Bench(device=4, policy=TWO_QUEUES)
@@ -88,17 +118,17 @@ def test_only_the_last_keys_that_left_are_remembered() -> None:
     departed = Departed(2)
     for name in "abc":
         departed.add(key(name))
-    assert [departed.recall(key(name)) for name in "abc"] == [False, True, True]
-    assert not departed.recall(key("c"))
+    assert [departed.recall(key(name)) for name in "abc"] == [None, 1, 0]
+    assert departed.recall(key("c")) is None
 
 
 def test_a_key_that_left_twice_is_remembered_from_the_second_time_on() -> None:
     departed = Departed(3)
     departed.add(key("a"))
-    assert departed.recall(key("a"))
+    assert departed.recall(key("a")) == 0
     for name in "bac":
         departed.add(key(name))
-    assert departed.recall(key("a"))
+    assert departed.recall(key("a")) == 1
 
 
 def test_a_commit_that_ends_its_lease_counts_all_that_came_back() -> None:
