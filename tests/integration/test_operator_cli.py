@@ -190,7 +190,7 @@ def test_the_doctor_fails_where_the_daemon_would(daemon: DaemonProcess) -> None:
     # That it runs says nothing of memory that no cache has taken yet.
     larger = answer("doctor", "--address", daemon.address, "--host-bytes", "900TiB", status=1)
     (room,) = [each for each in larger["findings"] if each["check"] == "memory"]
-    assert room["level"] == "fail" and "of 900.0 TiB that are configured, caches have 0 B" in room["found"], room
+    assert room["level"] == "fail" and "of 900.0 TiB that are configured, caches have" in room["found"], room
 
 
 async def test_drop_says_what_goes_before_it_goes(at: tuple[str, str], cache: Cache) -> None:

@@ -99,8 +99,12 @@ def shown(value: object) -> str:
 
 def let_go(error: BaseException | None) -> None:
     """Its traceback, and that of each it came from, names frames whose variables name it: cycles, of some 60 objects a
-    refused call, for a collector of garbage that seldom looks twice."""
-    while error is not None:
+    refused call, for a collector of garbage that seldom looks twice.
+
+    One that is raised again while another that came from it is handled comes from itself."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 

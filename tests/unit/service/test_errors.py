@@ -77,3 +77,13 @@ def test_a_refusal_passes_through(caplog: pytest.LogCaptureFixture) -> None:
     refused = CallRefused(Code.ABORTED, "m", common_pb2.ErrorDetail(reason="R"))
     assert translate(refused) is refused
     assert not caplog.records
+
+
+@pytest.mark.limit(20)
+def test_an_error_that_comes_from_itself_is_translated_as_any_other() -> None:
+    """One reason for many calls, raised again while the refusal that it led to is handled."""
+    reason = core.TierOffline(Tier.DISK)
+    refusal = RuntimeError("made of it")
+    refusal.__cause__ = reason
+    reason.__context__ = refusal
+    assert translate(reason).detail.reason == "TIER_OFFLINE"
