@@ -196,6 +196,22 @@ async def test_writes_that_fail_leave_their_blocks_where_they_are(daemon: Daemon
         await eventually(client.stats, lambda stats: not stats.problems)
 
 
+async def test_deletions_that_fail_cost_no_slot_once_the_disk_is_well(daemon: DaemonProcess) -> None:
+    async with await connect(daemon.address) as client:
+        cache = await on_disk(client)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (0, hard))
+        await cache.drop(chain("hurt", LENGTH))
+        disk = await eventually(lambda: tier_stats(client, "c", Tier.DISK), lambda disk: disk.quarantined > 0)
+        assert disk.quarantined == LENGTH
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        await eventually(lambda: tier_stats(client, "c", Tier.DISK), lambda disk: disk.quarantined == 0)
+        await asyncio.to_thread(daemon.kill)
+        await asyncio.to_thread(daemon.start)
+        for name in NAMES:
+            assert (await cache.match(chain(name, LENGTH))).blocks == (0 if name == "hurt" else LENGTH)
+
+
 async def test_a_hanging_disk_stops_neither_lookups_nor_memory(daemon: DaemonProcess) -> None:
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)

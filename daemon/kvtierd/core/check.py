@@ -132,6 +132,8 @@ class _Checker:
             use(copy.slot, SlotState.READY if copy.holds and copy.phase is not Phase.FILLING else SlotState.RETIRING)
         for slot in self.state.slots_being_retired() if tier is Tier.DISK else ():
             use(slot, SlotState.RETIRING, SlotState.QUARANTINED)
+        for _, slot in self.state.undeleted if tier is Tier.DISK else ():
+            use(slot, SlotState.QUARANTINED)
         for number, state in enumerate(states):
             if state != SlotState.FREE and number not in users:
                 known = SlotId(number) in self.state.corrupt[tier] or tier in self.state.offline

@@ -110,7 +110,7 @@ class Flights:
 
     def complete(self, result: MoveResult, now: int) -> list[FetchTicket]:
         """Applies a result. Returns the fetches that were waiting for one of its copies, once a copy each."""
-        if self._state.retired(result.id, result.failed):
+        if self._state.retired(result.id, result.failed, now):
             return []
         flights = self._flights.pop(result.id, None)
         if flights is None:

@@ -83,7 +83,10 @@ class GroupState:
         self.placings = dict.fromkeys(self.tiers, 0)
         """Rises whenever what a waiting request wants of the tier may have changed by what came to it or left it: a
         block that is claimed, or on disk, where blocks go with their ancestors, any."""
-        self._retirements: dict[MoveId, list[SlotId]] = {}
+        self._retirements: dict[MoveId, list[tuple[Block, SlotId]]] = {}
+        self.undeleted: list[tuple[Block, SlotId]] = []
+        """Disk slots whose record could not be deleted, in the order in which that failed, and whose it is."""
+        self._retire_again_at = 0
         self._used_on_disk: dict[Block, None] = {}
 
     # -- candidates ------------------------------------------------------------------------------------------------
@@ -211,26 +214,39 @@ class GroupState:
         bad = slot in self.corrupt[DISK]
         self._enter(DISK, slot, SLOT_QUARANTINED if bad else SLOT_RETIRING)
         move = self.recorder.plan(self.group, DISK, None, CAPACITY, block, slot, None)
-        self._retirements.setdefault(move, []).append(slot)
+        self._retirements.setdefault(move, []).append((block, slot))
 
-    def retired(self, move: MoveId, failed: Iterable[int]) -> bool:
+    def retired(self, move: MoveId, failed: Iterable[int], now: int) -> bool:
         """The deletions of a move are over; False where it was no such move. A slot whose deletion failed stays out of
-        use."""
-        slots = self._retirements.pop(move, None)
-        if slots is None:
+        use until one succeeds: see :meth:`retire_again`."""
+        retirements = self._retirements.pop(move, None)
+        if retirements is None:
             return False
-        for position, slot in enumerate(slots):
-            if position in failed:
-                self.corrupt[DISK].add(slot)
-            if slot in self.corrupt[DISK] or DISK in self.offline:
+        for position, (block, slot) in enumerate(retirements):
+            if DISK in self.offline:
+                self._enter(DISK, slot, SLOT_QUARANTINED)
+            elif position in failed:
+                self._enter(DISK, slot, SLOT_QUARANTINED)
+                self.undeleted.append((block, slot))
+                self._retire_again_at = now + self.policy.degraded_ns
+            elif slot in self.corrupt[DISK]:
                 self._enter(DISK, slot, SLOT_QUARANTINED)
             else:
                 self.slots[DISK].give_back(slot)
         return True
 
+    def retire_again(self, now: int) -> None:
+        """Deletions that failed are planned once more, some of them a call, when none has failed for as long as an edge
+        is left alone."""
+        if self.undeleted and self._retire_again_at <= now:
+            most = self.policy.victims_a_call
+            some, self.undeleted = self.undeleted[:most], self.undeleted[most:]
+            for block, slot in some:
+                self.retire(block, slot)
+
     def slots_being_retired(self) -> list[SlotId]:
         """For the checker."""
-        return [slot for slots in self._retirements.values() for slot in slots]
+        return [slot for retirements in self._retirements.values() for _, slot in retirements]
 
     @property
     def retiring_moves(self) -> int:

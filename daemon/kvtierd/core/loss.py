@@ -25,6 +25,8 @@ def lose_tier(state: GroupState, tier: Tier, cause: Cause, before: int, limit: i
     """
     state.offline.add(tier)
     state.slots[tier].shut()
+    if tier is DISK:
+        state.undeleted.clear()  # whoever takes it back has emptied it
     blocks, following = state.index.before(before, limit)
     for block in blocks:
         if block.copy(tier) is not None:

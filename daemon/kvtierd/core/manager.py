@@ -519,6 +519,7 @@ class BlockManager:
         a call."""
         for window in self.windows.values():
             window.state.expire(now)
+            window.state.retire_again(now)
             window.ahead.settle_old(now)
         self._pump_all(now, working=True)
         return self._take(now)

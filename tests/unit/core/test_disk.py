@@ -58,10 +58,42 @@ def test_a_slot_is_free_only_after_its_deletion_has_committed() -> None:
     assert waiting in bench.grants
 
 
-def test_a_slot_whose_deletion_failed_is_never_used_again() -> None:
+def test_a_slot_whose_deletion_failed_is_out_of_use_until_one_succeeds() -> None:
+    """A disk that was full for a moment must not cost its slots for as long as the daemon runs."""
+    bench = Bench(disk=2, device=1, recovered=[("x", None, 35)])
+    bench.drop("x")
+    for _ in range(2):
+        bench.land(failed="x")
+        assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 1}
+        bench.pass_ms(4999)
+        assert bench.in_flight() == [], "a disk that fails is left alone"
+        bench.pass_ms(1)
+        assert bench.in_flight() == [("x", DISK, None, Cause.CAPACITY)]
+    bench.land()
+    assert bench.states(DISK) == {SlotState.FREE: 2}
+    bench.pass_ms(5000)
+    assert bench.in_flight() == []
+
+
+def test_a_slot_whose_deletion_failed_is_not_deleted_once_more_where_the_disk_came_back_empty() -> None:
     bench = Bench(disk=2, device=1, recovered=[("x", None, 35)])
     bench.drop("x")
     bench.land(failed="x")
+    bench.lose(DISK)
+    bench.restore(DISK)
+    bench.pass_ms(5000)
+    assert bench.in_flight() == []
+    assert bench.states(DISK) == {SlotState.FREE: 2}
+
+
+def test_a_bad_slot_whose_deletion_failed_is_deleted_and_stays_out_of_use() -> None:
+    bench = Bench(disk=2, device=1, recovered=[("x", None, 35)])
+    bench.acquire("x")
+    bench.land_one(corrupt="x")
+    bench.land(failed="x")
+    bench.pass_ms(5000)
+    assert bench.in_flight() == [("x", DISK, None, Cause.CAPACITY)]
+    bench.land()
     assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 1}
 
 
