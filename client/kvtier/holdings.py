@@ -352,14 +352,18 @@ class Holdings:
             raise
 
     async def _tell(self, leases: Sequence[Lease], deadline: Deadline) -> None:
-        for binding in {lease.binding for lease in leases}:
-            ids = [lease.id for lease in leases if lease.binding is binding]
+        """Those that a commit was asked to end go first and one by one: it may have ended them, though nobody heard the
+        answer, and a call that names one unknown lease ends none."""
+        ending = [lease for lease in leases if lease in self._ending]
+        for lease in ending:
             try:
-                await self._binder.release(binding, ids, deadline)
+                await self._binder.release(lease.binding, [lease.id], deadline)
             except LeaseError as error:
-                # The commit that was to end it did, though nobody heard the answer.
-                if error.reason != "UNKNOWN_LEASE" or not self._ending.issuperset(leases):
+                if error.reason != "UNKNOWN_LEASE":
                     raise
+        others = [lease for lease in leases if lease not in ending]
+        for binding in {lease.binding for lease in others}:
+            await self._binder.release(binding, [lease.id for lease in others if lease.binding is binding], deadline)
         self._ending.difference_update(leases)
 
     def _forget(self, leases: Sequence[Lease]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, Tier
@@ -42,3 +44,25 @@ async def test_it_ends_with_slots_that_stayed_blank_too(client: AsyncClient, cac
     assert await client.leases(cache=cache.name) == []
     async with cache.reserve(8, Tier.HOST) as everything:
         assert len(everything) == 8
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_all_others_are_released_beside_one_that_has_not_answered(
+    client: AsyncClient, cache: Cache, cancelled: bool
+) -> None:
+    """Whichever of the two the daemon hears first."""
+    keys = chain("others", 2)
+    await cache.put(keys, blocks(keys))
+    for turns in range(12):
+        others = [await cache.acquire(keys) for _ in range(2)]
+        lease = await cache.reserve(1, Tier.HOST)
+        commit = asyncio.create_task(lease.commit(chain(f"mine {turns}", 1), release=True))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if cancelled:
+            commit.cancel()
+        await cache.release_all()
+        await asyncio.wait([commit])
+        assert all(each.released for each in (*others, lease))
+        assert await client.leases(cache=cache.name) == []
+        assert commit.cancelled() or commit.exception() is None or isinstance(commit.exception(), LeaseError)
