@@ -162,6 +162,7 @@ class Flights:
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
         attached = block.copy(dst) is copy and block.copy(src) is source
+        attached &= dst not in state.offline  # it is being lost, a slice a call, and this block's turn is still to come
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)

@@ -192,3 +192,19 @@ def test_a_tier_is_lost_in_slices_and_nothing_is_given_out_there_in_between() ->
         bench.apply(outcome)
         steps += 1
     assert (bench.stored(), steps) == ("", 3)
+
+
+def test_what_arrives_there_in_between_does_not_stay() -> None:
+    newer = "".join(chr(0x100 + number) for number in range(A_CALL))
+    bench = Bench(device=A_CALL + 1, host=1)
+    bench.put("a", HOST)
+    bench.put(newer)
+    bench.move("a", DEVICE)
+    following, outcome = bench.core.lose_tier(DEVICE, Cause.LOST, bench.now)
+    bench.apply(outcome)
+    assert following is not None and bench.stored() == "a", "the turn of the oldest is still to come"
+    bench.land()
+    assert bench.where("a") == {HOST}
+    bench.apply(bench.core.lose_tier(DEVICE, Cause.LOST, bench.now, following)[1])
+    assert bench.where("a") == {HOST}
+    assert bench.states(DEVICE) == {SlotState.QUARANTINED: A_CALL + 1}
