@@ -240,7 +240,7 @@ async def test_a_hanging_disk_shows_in_health(daemon: DaemonProcess) -> None:
         with stuck_disk(daemon, "c"):
             moving = asyncio.create_task(cache.move(keys, Tier.DISK))
             stats = await eventually(client.stats, lambda stats: stats.problems, within=3 * PATIENCE_S)
-            assert "disk-writer: stuck" in stats.problems[0]
+            assert "disk-writer-finish: stuck" in stats.problems[0]
         await moving
         assert (await client.stats()).problems == ()
 
