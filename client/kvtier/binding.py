@@ -88,7 +88,7 @@ class Binder:
         """``spec``: None opens what there is and never creates. ``write``: slots may be filled. ``mapped``: wanted,
         where the session can."""
         self.session: Final = session
-        self.write: Final = write
+        self.write: Final = bool(write)  # numpy's flag is no JSON
         self._name = name
         self._asked = spec
         self._spec = spec

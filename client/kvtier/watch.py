@@ -126,7 +126,8 @@ class Start:
     def __post_init__(self) -> None:
         require_flag("oldest", self.oldest)
         require_flag("snapshot", self.snapshot)
-        if (self.since is not None) + self.oldest + self.snapshot + (self.since_time_ns is not None) > 1:
+        given = (self.since is not None, self.oldest, self.snapshot, self.since_time_ns is not None)
+        if sum(map(bool, given)) > 1:  # two of numpy's add up to one
             raise InvalidArgument("start", "more than one", "one of since, oldest, snapshot and since_time_ns")
         if self.since is not None:
             require_kind("since", self.since, Cursor, "a kvtier.Cursor")

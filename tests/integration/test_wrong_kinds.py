@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier import CacheOptions, Client, InvalidArgument, Retention, Scope, Tier, TlsFiles, TokenRange, chain_keys
@@ -213,6 +214,16 @@ def test_leases_and_mirrors(daemon: DaemonProcess) -> None:
             assert held.blocks == 2
         with client.mirror(["c"]) as mirror:
             assert_refused(mirror, MIRROR)
+
+
+def test_flags_of_numpys_are_flags(daemon: DaemonProcess) -> None:
+    yes: Any = np.True_
+    with Client(daemon.address) as client:
+        cache = client.open_cache("flags", SPEC, budgets=sizes(host=4), write=yes, mapped=yes)
+        cache.put(NEW, blocks(NEW), tier=Tier.HOST)
+        assert (cache.reset(dry_run=yes).dropped, cache.match(NEW).blocks) == (2, 2)
+        with pytest.raises(InvalidArgument):
+            client.watch(oldest=yes, snapshot=yes)
 
 
 def test_verbs(daemon: DaemonProcess) -> None:
