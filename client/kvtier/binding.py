@@ -349,9 +349,11 @@ class Binder:
             metadata = (*link.metadata, (attach.RECALL_METADATA_KEY, "1"))
             return leases_of(await method(link.stubs)(request, timeout=seconds, metadata=metadata))
 
+        lease_ids: list[int] | None = None  # once known: the daemon may have forgotten the reply by the next attempt
         while True:
             try:
-                lease_ids = await self.session.call(attempt, Deadline(_GIVE_BACK_S))
+                if lease_ids is None:
+                    lease_ids = await self.session.call(attempt, Deadline(_GIVE_BACK_S))
                 await self.release(binding, lease_ids, Deadline(_GIVE_BACK_S))
             except (DeadlineExceeded, DaemonUnavailable) as error:
                 _log.debug("not given back yet: %s", error)

@@ -311,6 +311,32 @@ async def test_what_was_granted_to_a_cancelled_caller_is_given_back(daemon: Fake
     assert list(daemon.calls["Release"][0].lease_ids) == [5]
 
 
+async def test_what_was_granted_is_asked_for_once_however_often_its_release_is_not_heard(
+    daemon: FakeDaemon, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other calls of the session may have pushed the reply out of the daemon's memory by then."""
+    monkeypatch.setattr(binding, "_GIVE_BACK_S", 0.05)
+    release, arrived, asked = daemon.answers["Release"], asyncio.Event(), 0
+
+    async def once(request: blocks_pb2.ReserveRequest, context: Context) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            arrived.set()
+            await asyncio.sleep(60)
+        if asked > 2:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "forgotten")
+        return await reserve(request, context)
+
+    daemon.answers |= {"Reserve": once, "Release": failing(1, grpc.StatusCode.DEADLINE_EXCEEDED, release)}
+    caller = asyncio.create_task(cache._reserve(2, None, None))
+    await arrived.wait()
+    caller.cancel()
+    await asyncio.wait([caller])
+    await daemon.until(lambda: len(daemon.calls["Release"]) == 2)
+    assert [list(call.lease_ids) for call in daemon.calls["Release"]] == [[5], [5]]
+
+
 async def test_a_cancelled_release_is_carried_out_all_the_same(daemon: FakeDaemon, cache: Cache) -> None:
     daemon.answers["Reserve"] = reserve
     lease = await cache.reserve(1)
