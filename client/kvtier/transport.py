@@ -129,6 +129,7 @@ class TcpTransport:
     def __init__(self, target: str, tls: TlsFiles | None) -> None:
         self._target = target
         self._tls = tls
+        self._looked = False
 
     async def attach(self, token: str | None, channel: grpc.aio.Channel | None) -> Attached:
         """Always with a channel of its own: one that broke may sleep longer than the daemon is away."""
@@ -152,7 +153,9 @@ class TcpTransport:
         credentials = grpc.ssl_channel_credentials(
             _read("tls.ca", self._tls.ca), _read("tls.key", self._tls.key), _read("tls.cert", self._tls.cert)
         )
-        _require_use(self._tls)
+        if not self._looked:  # later they may be under way to others, and a link is tried again until it holds
+            _require_use(self._tls)
+            self._looked = True
         return open_channel(self._target, credentials)
 
 
@@ -209,6 +212,8 @@ def _read(field: str, path: Path) -> bytes:
 def _require_use(files: TlsFiles) -> None:
     """Raises :class:`InvalidArgument` for files that can be read and are of no use: gRPC would try them for as long as
     the caller waits, and say of none of them that it is at fault."""
+    if not all(Path(path).is_file() for path in (files.cert, files.key, files.ca)):
+        return  # pipes, which have been read: a shell's <(…)
     import ssl  # for clients of TCP alone
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -106,6 +106,42 @@ async def sessions(daemon: DaemonProcess) -> list[str]:
         return [one.command for one in (await client.stats()).sessions if not one.pid]
 
 
+async def test_files_that_do_not_fit_for_a_moment_do_not_end_a_client(
+    daemon: DaemonProcess, engine: TlsFiles, authority: Authority
+) -> None:
+    """A certificate is replaced before its key, and the daemon starts anew between the two."""
+    later = authority.issue("later.example", common_name="engine-2.example")
+    async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
+        daemon.stop()
+        engine.cert.write_bytes(later.cert.read_bytes())
+        daemon.flags = [*daemon.flags, "--listen-tcp", daemon.tcp_address]
+        await asyncio.to_thread(daemon.start)
+        with pytest.raises(DaemonUnavailable):
+            await client.caches(timeout=0.5)
+        engine.key.write_bytes(later.key.read_bytes())
+        assert await client.caches(timeout=PATIENCE_S) == []
+
+
+async def test_files_may_be_pipes(daemon: DaemonProcess, engine: TlsFiles) -> None:
+    """``--tls-key <(secret show key)``: they can be read once."""
+    ends: list[int] = []
+
+    def pipe(file: Path) -> Path:
+        end, into = os.pipe()
+        ends.append(end)
+        os.write(into, file.read_bytes())
+        os.close(into)
+        return Path(f"/dev/fd/{end}")
+
+    try:
+        piped = TlsFiles(pipe(engine.cert), pipe(engine.key), pipe(engine.ca))
+        async with await connect(f"tcp://{daemon.tcp_address}", tls=piped) as client:
+            assert await client.caches() == []
+    finally:
+        for end in ends:
+            os.close(end)
+
+
 async def test_a_certificate_has_the_rights_of_its_rules(daemon: DaemonProcess, engine: TlsFiles) -> None:
     await fill(daemon)
     async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
