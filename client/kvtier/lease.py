@@ -172,6 +172,7 @@ class WriteLease(Lease):
         return results
 
     def view(self, index: int) -> list[View]:
+        self.require_live()
         self._require_index("index", index)
         if index in self._given_back:
             raise LeaseError("the slot is not held any more: its key was stored already", reason="GIVEN_BACK")
@@ -246,6 +247,7 @@ class ReadLease(Lease):
         await self._holdings.trim(self, blocks, stream, timeout)
 
     def view(self, index: int) -> list[View]:
+        self.require_live()
         self._require_index("index", index)
         if index < self.trimmed:
             raise LeaseError("the slot is not held any more: the lease was trimmed", reason="GIVEN_BACK")

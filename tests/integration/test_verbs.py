@@ -203,6 +203,8 @@ async def test_a_lease_of_nothing_is_released_as_any_other(cache: Cache) -> None
     """Whoever acquires what there is of a chain need not look whether there was anything."""
     lease = await cache.acquire(KEYS)
     assert lease.blocks == 0
+    with pytest.raises(LeaseError):
+        lease.view(0)
     await lease.release()
     await put(cache, KEYS)
     lease = await cache.acquire(KEYS)
