@@ -23,18 +23,19 @@ from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Tier
 from kvtierd.core.slots import SlotState
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.errors import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.adoption import NOBODY, OldLife
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
 from kvtierd.service.entries import Cache, ColdCache, Removal, require_same_cache, require_same_spec
-from kvtierd.service.errors import device_lost, no_such_cache, refused
+from kvtierd.service.errors import CallRefused, device_lost, no_such_cache, refused
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.options import Wanted, require_same
 from kvtierd.service.restoring import kept_alone, memory_slots, new_options, slots_of_stored, stored_options
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Shared
-from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierIOError
+from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierError, TierIOError
 
 T = TypeVar("T")
 
@@ -422,5 +423,7 @@ class Catalog:
 
 def _nobody_waits(task: asyncio.Task[Any]) -> None:
     error = None if task.cancelled() else task.exception()
-    if error is not None:
+    if error is not None and not isinstance(error, CallRefused | TierError | MoverError):
+        _log.error("a bug, of which nobody waits to be told: %s", task.get_name(), exc_info=error)
+    elif error is not None:
         _log.warning("nobody waits any more for what failed: %s: %s", task.get_name(), error)

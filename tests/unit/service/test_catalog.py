@@ -264,15 +264,25 @@ async def test_who_waits_for_a_cache_that_a_start_fails_to_read_is_told(
         assert code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE)
 
 
-async def test_an_open_that_fails_when_its_caller_has_gone_is_one_warning(
-    short_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "level", "traced"),
+    [(TierIOError(errno.ENOSPC, "no room"), "WARNING", False), (KeyError("no room"), "ERROR", True)],
+    ids=["a full disk", "a bug"],
+)
+async def test_an_open_that_fails_when_its_caller_has_gone_is_told_to_the_log(
+    error: Exception,
+    level: str,
+    traced: bool,
+    short_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     begun, may_fail = threading.Event(), threading.Event()
 
     def full(*_: object) -> None:
         begun.set()
         assert may_fail.wait(PATIENCE_S)
-        raise TierIOError(errno.ENOSPC, "no room")
+        raise error
 
     async with running(config(short_dir, device=8, host=16, disk=64)) as daemon, attached(daemon) as client:
         with monkeypatch.context() as failing:
@@ -284,5 +294,6 @@ async def test_an_open_that_fails_when_its_caller_has_gone_is_one_warning(
             may_fail.set()
             await eventually(lambda: "no room" in caplog.text, PATIENCE_S)
         gc.collect()
-        assert [record.levelname for record in caplog.records if "no room" in record.getMessage()] == ["WARNING"]
+        told = [(record.levelname, bool(record.exc_info)) for record in caplog.records if "open-gone" in record.message]
+        assert told == [(level, traced)]
         await client.open("gone")
