@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-from kvtier.errors import ClientClosed, DeadlineExceeded, KvtierError
+from kvtier.errors import ClientClosed, DeadlineExceeded, InvalidArgument, KvtierError
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
-from kvtier.kinds import require_kind
+from kvtier.kinds import is_number, quoted, require_kind
 from kvtier.mirror.index import MirrorIndex
 from kvtier.mirror.reading import MirrorState, MirrorView
 from kvtier.session import Backoff, require_timeout
@@ -78,12 +79,12 @@ class Mirror(MirrorView):
         """Returns once it is exact, and knows every event up to ``cursor``.
 
         Raises :class:`kvtier.errors.DeadlineExceeded` after ``timeout`` seconds, and :class:`ClientClosed` where it
-        never will be: it was closed, or its client was.
+        never will be: it was closed, or its client was. ``timeout`` 0 only looks; None waits for ever.
         """
         if cursor is not None:
             require_kind("cursor", cursor, Cursor, "a kvtier.Cursor")
-        if timeout is not None:
-            require_timeout(timeout)
+        if timeout is not None and not is_number(timeout, 0, math.inf):
+            raise InvalidArgument("timeout", quoted(timeout), "0 seconds or more")
         try:
             async with asyncio.timeout(timeout):
                 while not self._has(cursor):

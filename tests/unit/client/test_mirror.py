@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,17 @@ async def test_a_mirror_ends_with_its_client(daemon: FakeDaemon) -> None:
     with pytest.raises(kvtier.ClientClosed):
         await mirror.synced()
     await mirror.aclose()
+
+
+async def test_it_can_be_waited_for_no_time_at_all_and_for_any(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
+    play(daemon, [slice_of(KEYS[:2]), end(5), None])
+    async with Mirror(client, ["c"]) as mirror:
+        for timeout in (0, 86400, math.inf):
+            await mirror.synced(Cursor(1, 5), timeout=timeout)
+        with pytest.raises(kvtier.DeadlineExceeded):
+            await mirror.synced(Cursor(1, 6), timeout=0)
+        with pytest.raises(kvtier.InvalidArgument):
+            await mirror.synced(timeout=-1)
 
 
 async def test_waiting_for_it_ends_with_its_time(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
