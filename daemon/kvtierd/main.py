@@ -96,13 +96,12 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     """Until asked to stop. Returns if that was clean, else the process ends here."""
     config = loaded.config
     logs.set_up(config.log_level, config.log_format)
-    gc.disable()  # what is imported and made now stays: the daemon's collector freezes it without a look
+    gc.disable()  # until the daemon serves: almost all that is made before that lives as long as the process
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the daemon has no use for: a thread a core
     # gRPC's own lines are no records of the log, and whoever can connect to the TCP port could make any number of them.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio
 
-    from kvtierd.mover.leisure import Leisure
     from kvtierd.serve import Manager, Sources, serve
     from kvtierd.service.metrics.counting import TimedSelector
     from kvtierd.tiers.base import TierConfigError, TierError
@@ -114,9 +113,9 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     except (ValueError, OSError) as error:
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
-        leisure = TimedSelector() if config.metrics_listen is not None else Leisure()
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(leisure)) as runner:
-            if not runner.run(serve(Sources(file, flags), config, manager, leisure)):
+        selector = TimedSelector() if config.metrics_listen is not None else None
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+            if not runner.run(serve(Sources(file, flags), config, manager, selector)):
                 # A thread may hang in a call to a device or a disk; the runner would wait for it.
                 sys.stderr.flush()
                 os._exit(EXIT_UNCLEAN)

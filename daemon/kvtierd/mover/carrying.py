@@ -20,7 +20,6 @@ from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import MoveResult, Outcome
 from kvtierd.mover.edges import Arrived, Edges
 from kvtierd.mover.indexing import check_index, follow
-from kvtierd.mover.leisure import Defer
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Answer, Tickets
 from kvtierd.mover.uses import UseLog
@@ -42,7 +41,7 @@ class EventSink(Protocol):
 @dataclass(slots=True, eq=False)
 class OpenCache:
     """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more.
-    ``goes_on``: the core has more to do and is called again when the loop has leisure. ``behind``: what the key index
+    ``goes_on``: the core is called again in the next turn of the loop. ``behind``: what the key index
     does not show yet."""
 
     runtime: CacheRuntime
@@ -72,16 +71,13 @@ class Carrier:
         *,
         debug_checks: bool,
         arrived: Arrived | None,
-        defer: Defer | None,
     ) -> None:
-        """``defer``: how the loop calls what waits for no more than its turn; None: in the next one."""
         self._loop = loop
-        self._defer = defer or loop.call_soon
         self._hub = hub
         self._clock = clock
         self._debug_checks = debug_checks
         self.caches: dict[CacheId, OpenCache] = {}
-        self.edges = Edges(loop, self._completed, arrived=arrived, defer=defer)
+        self.edges = Edges(loop, self._completed, arrived=arrived)
         self._broken: deque[str] = deque(maxlen=BROKEN_SHOWN)
         self._behind = 0
         self._ticker = loop.call_later(TICK_S, self._tick)
@@ -122,7 +118,7 @@ class Carrier:
             cache.tickets.answer(answer)
         if outcome.again and not cache.goes_on:
             cache.goes_on = True
-            self._defer(self._go_on, cache)
+            self._loop.call_soon(self._go_on, cache)
         if self._debug_checks:
             check(runtime.manager)
             self._check_index(cache)

@@ -16,7 +16,6 @@ from kvtierd.core.ids import CacheId, MoveId, Tier
 from kvtierd.core.outcome import Move, MoveResult
 from kvtierd.mover import diskio, ways
 from kvtierd.mover.lanes import Lane
-from kvtierd.mover.leisure import Defer
 from kvtierd.mover.mailbox import Mailbox
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.work import Edge, Piece, Report
@@ -51,7 +50,6 @@ LANES: Final = (
         concerns=diskio.concerns,
         halves=True,
         finish_all=diskio.finish,
-        hurried=True,
     ),
     Lane(
         "disk-reader",
@@ -104,7 +102,7 @@ class Edges:
     """The lanes with their threads, and the moves under way.
 
     ``deliver`` gets the moves that have ended: all of a cache at once, at most once a loop turn. It must not raise.
-    ``arrived`` is told of each of them, with its move. ``defer``: how the loop calls what delivers.
+    ``arrived`` is told of each of them, with its move.
     """
 
     def __init__(
@@ -114,13 +112,12 @@ class Edges:
         lanes: Sequence[Lane] = LANES,
         stuck_after_s: float = STUCK_AFTER_S,
         arrived: Arrived | None = None,
-        defer: Defer | None = None,
     ) -> None:
         self._tell = arrived
         self._loop = loop
         self._deliver = deliver
         self._stuck_after_s = stuck_after_s
-        self._mailbox: Mailbox[Report] = Mailbox(loop, self._drain, defer)
+        self._mailbox: Mailbox[Report] = Mailbox(loop, self._drain)
         self._journeys: dict[tuple[CacheId, MoveId], _Journey] = {}
         self._in_flight: Counter[CacheId] = Counter()
         self._watchers: list[asyncio.Future[None]] = []
@@ -167,10 +164,6 @@ class Edges:
             watcher: asyncio.Future[None] = self._loop.create_future()
             self._watchers.append(watcher)
             await watcher
-
-    def hurries(self) -> bool:
-        """A thread prepares, or is about to, what a medium waits for: it wants the interpreter."""
-        return any(crew.hurries() for crew in self._crews)
 
     def problems(self) -> list[str]:
         now_ns = time.monotonic_ns()

@@ -37,7 +37,6 @@ from kvtierd.mover.carrying import Carrier, EventSink, OpenCache
 from kvtierd.mover.doing import Doing
 from kvtierd.mover.edges import Arrived
 from kvtierd.mover.errors import ShuttingDown, UnknownCache
-from kvtierd.mover.leisure import Defer
 from kvtierd.mover.requests import Requests, granted
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Waiting, cancelled
@@ -68,15 +67,13 @@ class Engine:
         clock: Callable[[], int] = time.time_ns,
         debug_checks: bool = False,
         arrived: Arrived | None = None,
-        defer: Defer | None = None,
     ) -> None:
-        """``arrived``: is told of each move that has ended, once. It must not raise. ``defer``: how the loop calls what
-        can give way to calls; None: in its next turn."""
+        """``arrived``: is told of each move that has ended, once. It must not raise."""
         self._loop = loop
         self._hub = hub
         self._sequencer = sequencer
         self._clock = clock
-        self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks, arrived=arrived, defer=defer)
+        self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks, arrived=arrived)
         self._requests = Requests(self._carrier, clock)
         self._doing = Doing(loop)
         self._closing = False
@@ -453,10 +450,6 @@ class Engine:
     def problems(self) -> list[str]:
         """What health should show; empty when all is well."""
         return self._carrier.problems()
-
-    def hurries(self) -> bool:
-        """A thread of the movers prepares what a medium waits for, and wants the interpreter."""
-        return self._carrier.edges.hurries()
 
     def stalled_s(self) -> float:
         """The movers' heartbeat: for how long the slowest of their threads has been in one call."""

@@ -25,8 +25,7 @@ class Lane:
     about the same, where ``concerns`` says about what. ``halves``: the second half of a batch's work is done by another
     thread while the next one begins. ``finish_all``: does the second halves of several batches, in their order, as that
     of one; where there is none, each is done by itself. ``in_turn``: moves take turns, a piece each, so that a
-    small one does not wait for all of a large one before it; else what is queued first is done first. ``hurried``: the
-    first half of a batch is work of the interpreter for which the medium waits.
+    small one does not wait for all of a large one before it; else what is queued first is done first.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Lane:
     finish_all: Callable[[Sequence[Finish]], Faults] | None = None
     batch_bytes: int = 0
     in_turn: bool = False
-    hurried: bool = False
 
     def blocks_at_once(self, runtime: CacheRuntime, move: Move) -> int:
         """How many items of a move a piece may have, so that it is no more than a batch."""
@@ -47,10 +45,6 @@ class Lane:
             return self.batch_blocks
         fit = runtime.cuda.batch_bytes // runtime.spec.record_bytes(move.group)
         return max(1, min(self.batch_blocks, fit))
-
-    def hurries(self, piece: Piece) -> bool:
-        """Whether the medium waits until a thread has prepared it."""
-        return self.hurried and piece.move.dst is not None and piece.runtime.cuda is None
 
 
 class Gathering:

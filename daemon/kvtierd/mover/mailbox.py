@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from kvtierd.mover.leisure import Defer
-
 T = TypeVar("T")
 
 
@@ -19,13 +17,11 @@ class Mailbox(Generic[T]):
     drain that is due, or schedules the next one. Two drains for one burst are possible and harmless.
     """
 
-    __slots__ = ("_closed", "_defer", "_drain", "_due", "_loop", "_values")
+    __slots__ = ("_closed", "_drain", "_due", "_loop", "_values")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, drain: Callable[[], None], defer: Defer | None = None) -> None:
-        """``defer``: how the loop calls the drain; None: in its next turn."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
         self._loop = loop
         self._drain = drain
-        self._defer = defer or loop.call_soon
         self._values: deque[T] = deque()
         self._due = False
         self._closed = False
@@ -35,7 +31,7 @@ class Mailbox(Generic[T]):
         self._values.extend(values)
         if not self._due and not self._closed:
             self._due = True
-            self._loop.call_soon_threadsafe(self._defer, self._drain)
+            self._loop.call_soon_threadsafe(self._drain)
 
     def take(self, budget: int, size: Callable[[T], int]) -> list[T]:
         """Loop thread: values until their sizes reach ``budget``, none after :meth:`close`.
@@ -49,7 +45,7 @@ class Mailbox(Generic[T]):
             budget -= size(taken[-1])
         if self._values and not self._due and not self._closed:
             self._due = True
-            self._defer(self._drain)
+            self._loop.call_soon(self._drain)
         return taken
 
     def close(self) -> None:

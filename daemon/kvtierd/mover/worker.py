@@ -148,11 +148,6 @@ class Finisher(Hand):
             self._waiting = _Begun(gathered, [finish], started_ns)
             self._changed.notify()
 
-    @property
-    def idle(self) -> bool:
-        """Nothing waits, and nothing is being finished."""
-        return self._waiting is None and self.busy_since_ns is None
-
     def end(self) -> None:
         """After what was put before."""
         with self._changed:
@@ -199,13 +194,6 @@ class Worker(Hand):
         self._lane = lane
         self._queue = queue
         self._finisher = finisher
-        self.hurries = False
-        """It wants the interpreter, and the medium waits for what it will do. The loop sets it with a new piece."""
-
-    @property
-    def ahead(self) -> bool:
-        """Something that it has begun is not finished yet."""
-        return self._finisher is not None and not self._finisher.idle
 
     def _work(self) -> None:
         try:
@@ -220,10 +208,7 @@ class Worker(Hand):
         gathered: Gathering | None = None
         while True:
             try:
-                if gathered is None:
-                    self.hurries = False
                 piece = self._queue.get(block=gathered is None)
-                self.hurries = self.hurries or (piece is not None and self._lane.hurries(piece))
             except Empty:
                 if gathered is not None:
                     yield gathered
@@ -246,7 +231,6 @@ class Worker(Hand):
             self._report(batch, self._attempt(batch, done) if callable(done) else done, started_ns)
             return
         self.busy_since_ns = None
-        self.hurries = False
         self._finisher.put(gathered, done, started_ns)
 
 
@@ -274,14 +258,7 @@ class Crew:
 
     def put(self, pieces: Sequence[Piece]) -> None:
         """All of one move."""
-        if self._lane.hurries(pieces[0]):
-            for worker in self._workers:
-                worker.hurries = True
         self._queue.put(pieces)
-
-    def hurries(self) -> bool:
-        """A thread prepares, or is about to, what the medium waits for: it has nothing else to do."""
-        return any(worker.hurries and not worker.ahead for worker in self._workers)
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
         for worker in self._exits:

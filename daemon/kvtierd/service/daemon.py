@@ -15,7 +15,6 @@ from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.event_ids import DurableSequencer
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, LoggedRun
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.leisure import Leisure
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service.access import Access
@@ -28,7 +27,6 @@ from kvtierd.service.caches import CachesService
 from kvtierd.service.calls import Dispatcher, Pace
 from kvtierd.service.caps import CapLimits, Caps
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.collector import Collector
 from kvtierd.service.drain import Drains
 from kvtierd.service.epochs import Epochs
 from kvtierd.service.errors import Translator
@@ -131,14 +129,12 @@ class Daemon:
     """Serves from :meth:`start` to :meth:`stop`. ``live``: its configuration, to be reloaded through."""
 
     def __init__(
-        self, config: Config, directories: _Directories, leisure: Leisure | None, kept: Kept, tiers: _Tiers
+        self, config: Config, directories: _Directories, selector: TimedSelector | None, kept: Kept, tiers: _Tiers
     ) -> None:
         state, life = directories.state, directories.state.identity
         self.live: Final = LiveConfig(config)
         self._directories: Final = directories
         self._serving = False
-        self._leisure: Final = leisure
-        self._collector: Final = Collector()
         self._sequencer: Final = DurableSequencer(state)
         faces: dict[CacheId, CacheFace] = {}
         limits = Limits(config.past_bytes, config.event_ring_events)
@@ -147,17 +143,14 @@ class Daemon:
         self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)
         self._history: Final = History(self._hub, self._log, life.history)
         moves = MoveCounts()
-        self._metrics: Final = Metrics(moves, leisure if isinstance(leisure, TimedSelector) else None)
+        self._metrics: Final = Metrics(moves, selector)
         self._engine: Final = Engine(
             asyncio.get_running_loop(),
             self._hub,
             self._sequencer,
             debug_checks=config.debug_checks,
             arrived=moves.moved,
-            defer=None if leisure is None else leisure.defer,
         )
-        if leisure is not None:
-            leisure.hurries = self._engine.hurries
         stores = Stores(
             Budgets(tiers.sizes),
             directories.remembered,
@@ -206,22 +199,20 @@ class Daemon:
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
         others = {RemoteSessions.name: self._remote.handler(self._calls)}
-        self._rpc: Final = RpcServer(
-            self._dispatcher, services, others, self._pace, None if leisure is None else leisure.expect
-        )
+        self._rpc: Final = RpcServer(self._dispatcher, services, others, self._pace)
         self._tcp: str | None = None
 
     @classmethod
     async def start(
         cls,
         config: Config,
-        leisure: Leisure | None = None,
+        selector: TimedSelector | None = None,
         notifier: Notifier | None = None,
         passed: Sequence[PassedFd] = (),
     ) -> Self:
         """Serving when this returns; before that it answers already whoever does not need a cache that is still being
-        read. ``leisure``: the loop's selector, one that counts where there are metrics; None: of a loop with another
-        one. ``notifier``: to the service manager; ``passed``: what that kept for us, the daemon's from now on.
+        read. ``selector``: the loop's, where it measures turns for the metrics. ``notifier``: to the service manager;
+        ``passed``: what that kept for us, the daemon's from now on.
 
         Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or the GPU cannot be had, or a tier is
         larger than this machine; nothing was touched where it is the GPU or the machine.
@@ -232,7 +223,7 @@ class Daemon:
         directories = await asyncio.to_thread(_Directories.open, config)
         kept = await asyncio.to_thread(Kept.open, keeper)
         tiers = _Tiers(gpu, await asyncio.to_thread(tier_sizes, config, gpu, keeper))
-        daemon = cls(config, directories, leisure, kept, tiers)
+        daemon = cls(config, directories, selector, kept, tiers)
         try:
             await daemon._serve()
         except BaseException:
@@ -241,7 +232,6 @@ class Daemon:
         return daemon
 
     async def _serve(self) -> None:
-        self._collector.pause()
         plans = await self._catalog.plan_restore(self._sessions.restore(self._kept.entries))
         run = self._directories.run
         if (tcp := self.live.now.tcp) is not None:
@@ -256,7 +246,6 @@ class Daemon:
         self._attach.start(listener)
         await self._catalog.load(plans)
         self._sessions.settle()
-        self._collector.start(self._leisure)
         self._idle.start()
         self._failing.start()
         if self._lost_device is not None:
@@ -312,7 +301,6 @@ class Daemon:
         told = self._serving or not self._directories.state.identity.unclean
         self._directories.state.close(self._sequencer.last if clean and told else None)
         self._directories.run.close()
-        self._collector.stop()
         return clean
 
     def _services(self) -> Services:

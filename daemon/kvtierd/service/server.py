@@ -56,17 +56,6 @@ class Services:
     downloads: Mapping[str, StreamVerb]
 
 
-class _Announcing(grpc.GenericRpcHandler):
-    """Is asked first who serves a call, and never does. The call's message is read next, in gRPC's own thread: a slice
-    of other work that began meanwhile would be waited for."""
-
-    def __init__(self, expect: Callable[[], None]) -> None:
-        self._expect = expect
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
-        self._expect()
-
-
 class RpcServer:
     """Must be made, started and stopped on the loop that runs the verbs."""
 
@@ -76,15 +65,11 @@ class RpcServer:
         services: Services,
         others: Mapping[str, grpc.GenericRpcHandler],
         pace: Callable[[], Pace],
-        expect: Callable[[], None] | None = None,
     ) -> None:
-        """``others``: services by full name that make their own handlers. ``pace``: of transfers that begin now.
-        ``expect``: is told of each call before its message has been read."""
+        """``others``: services by full name that make their own handlers. ``pace``: of transfers that begin now."""
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.HealthServicer()
         self._served: list[str] = []
-        if expect is not None:
-            self._server.add_generic_rpc_handlers((_Announcing(expect),))
         for descriptor, verbs in ((_CACHES, services.caches), (_BLOCKS, services.blocks), (_ADMIN, services.admin)):
             self._add(descriptor.full_name, dispatcher.handler(descriptor, verbs))
         self._add(_EVENTS.full_name, dispatcher.handler(_EVENTS, services.events, services.watches))

@@ -387,61 +387,6 @@ async def test_batches_that_wait_to_be_finished_are_finished_as_one(
     ]
 
 
-async def test_a_thread_hurries_until_what_the_medium_waits_for_has_begun(
-    make_edges: MakeEdges, runtime: CacheRuntime
-) -> None:
-    gate = Gate()
-    edges = make_edges([Lane("test-hurried", (WRITE, RETIRE), 1, 32, gate, hurried=True)])
-    assert not edges.hurries()
-    edges.submit(runtime, numbered(1, [0], RETIRE))
-    assert not edges.hurries(), "nobody waits for a deletion"
-    edges.submit(runtime, numbered(2, [1], WRITE))
-    assert edges.hurries()
-    gate.open()
-    await edges.idle()
-    edges.submit(runtime, numbered(3, [2], RETIRE))
-    await edges.idle()  # then the thread has seen that there is no more to write
-    assert not edges.hurries()
-
-
-async def test_a_thread_is_in_no_hurry_while_the_medium_has_something_to_do(
-    make_edges: MakeEdges, runtime: CacheRuntime
-) -> None:
-    finishing = threading.Semaphore(0)
-    durable = threading.Event()
-    first, second = Gate(), Gate()
-
-    def begin(batch: Batch) -> Finish:
-        (first if batch[0].move.id == 1 else second)(batch)
-
-        def finish() -> Faults:
-            finishing.release()
-            assert durable.wait(30)
-            return Faults()
-
-        return finish
-
-    edges = make_edges([Lane("test-ahead", (WRITE,), 1, 32, begin, halves=True, hurried=True)])
-    edges.submit(runtime, numbered(1, [0], WRITE))
-    assert edges.hurries()
-    first.open()
-    assert await asyncio.to_thread(finishing.acquire, timeout=30)
-    edges.submit(runtime, numbered(2, [1], WRITE))
-    assert second.begun.acquire(timeout=30)
-    assert not edges.hurries()
-    durable.set()
-    assert await asyncio.to_thread(_turns_true, edges.hurries), "it has nothing to do, and waits for the second"
-    second.open()
-    await edges.idle()
-
-
-def _turns_true(value: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 30
-    while not (now := value()) and time.monotonic() < end:
-        time.sleep(0.001)
-    return now
-
-
 async def test_a_batch_begins_while_the_one_before_is_finished(
     make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
 ) -> None:

@@ -16,7 +16,6 @@ from typing import Any, Final
 from kvtierd.core.events import Cause
 from kvtierd.core.ids import Tier
 from kvtierd.core.outcome import Move, MoveResult
-from kvtierd.mover.leisure import Leisure
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.metrics.table import COPY_BUCKETS, TURN_BUCKETS
 
@@ -102,7 +101,7 @@ class LoopProbe:
         self._timer = self._next()
 
 
-class TimedSelector(Leisure):
+class TimedSelector(selectors.DefaultSelector):
     """A selector that knows how long a loop did without it: the length of a turn, all of its callbacks together."""
 
     def __init__(self) -> None:
