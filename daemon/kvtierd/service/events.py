@@ -29,9 +29,6 @@ from kvtierd.service.watch import Watcher
 SLICE_BLOCKS: Final = 1024
 """Of a slice of a snapshot: listing so many takes about a millisecond of the loop."""
 
-SLICE_S: Final = 0.0002
-"""What sending a slice costs the loop at least, however few blocks are in it."""
-
 
 class EventsService:
     """``heartbeat_s``: for watchers that do not say."""
@@ -173,23 +170,21 @@ class EventsService:
         self, epoch: int, cursor: int, cache: Cache, group: GroupId, watcher: Watcher
     ) -> AsyncGenerator[bytes, None]:
         limit = SLICE_BLOCKS // TOKENS_WEIGH if cache.options.keep_tokens else SLICE_BLOCKS
-        turns, place = self._history.turns, None
         following: int | None = 0
-        while following is not None and watcher.wanted.wants_cache(cache.name):
+        while following is not None:
             page, batch = following, b""
-            place = turns.place() if place is None else place
-            async with turns.turn(SLICE_S, place, watcher.quiet_until) as come:
-                if come:
-                    if not watcher.wanted.wants_cache(cache.name):
-                        return  # while it waited, it was forbidden
-                    try:
-                        listing = self._engine.listing(cache.id, group, page, limit)
-                    except UnknownCache:
-                        return  # removed while it waited, as the events that follow tell
-                    rows = watcher.wanted.wanted_rows(listing.rows)
-                    if rows or not page:  # a watcher must know of a group that has no blocks, too
-                        batch = self._slice(epoch, cursor, cache, group, rows, watcher)
-                    following, place = listing.next_page or None, None
+            while not await self._history.turn(watcher.quiet_until):
+                yield watcher.heartbeat()
+            if not watcher.wanted.wants_cache(cache.name):
+                return  # it was forbidden
+            try:
+                listing = self._engine.listing(cache.id, group, page, limit)
+            except UnknownCache:
+                return  # it was removed, as the events that follow tell
+            rows = watcher.wanted.wanted_rows(listing.rows)
+            if rows or not page:  # a watcher must know of a group that has no blocks, too
+                batch = self._slice(epoch, cursor, cache, group, rows, watcher)
+            following = listing.next_page or None
             if batch:
                 yield batch
                 watcher.heard()

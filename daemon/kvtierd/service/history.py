@@ -5,6 +5,7 @@ Ids rise over all epochs, so they alone say where something is. What is nowhere 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from typing import Final
 
 from kvtierd.event_log import EventLog, LoggedRun
 from kvtierd.service.hub import MESSAGE_BYTES, EventHub, Run, without_events_up_to
-from kvtierd.service.turns import Turns
 
 SLOW: Final = "slow"
 UNCLEAN_STOP: Final = "unclean-stop"
@@ -51,8 +51,27 @@ class History:
         self.hub: Final = hub
         self.log: Final = log
         self.number: Final = number
-        self.turns: Final = Turns()
-        """Of those who read what is past."""
+        self.reading: Final = asyncio.Lock()
+
+    async def turn(self, until: float) -> bool:
+        """Waits until the caller may read the past: one watcher does so at a time, and the loop has a turn in between.
+
+        Args:
+            until: Loop time at which to give up.
+
+        Returns:
+            False where the time is up.
+        """
+        try:
+            async with asyncio.timeout_at(until):
+                await self.reading.acquire()
+        except TimeoutError:
+            return False
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self.reading.release()
+        return True
 
     @property
     def oldest(self) -> int:

@@ -17,9 +17,6 @@ COVER_SHARE_S: Final = 0.02
 """Ids that were filtered away are covered once it is quiet for so long, and so long for each watcher: a message to one
 costs some 0.1 ms, so where hidden events trickle in, all of these together take half a percent of the loop."""
 
-PAST_S: Final = 0.001
-"""What a message of past events costs the loop: most of it is to read it and to send it."""
-
 
 class Watcher:
     """Follows the events from a place on. ``cursor``: the last id that this watcher has been told of, or need not be;
@@ -87,15 +84,10 @@ class Watcher:
             if isinstance(found, Loss):
                 yield self._gap(found)
                 continue
-            body, past, place = b"", found.run.last < behind, self._history.turns.place()
-            while past:
-                async with self._history.turns.turn(PAST_S, place, self.quiet_until) as come:
-                    body = self._look_at(found.run) if come else b""
-                if come:
-                    break
+            past = found.run.last < behind
+            while past and not await self._history.turn(self.quiet_until):
                 yield self.heartbeat()
-            else:
-                body = self._look_at(found.run)
+            body = self._look_at(found.run)
             ends = snapshot_end is not None and snapshot_end <= self._cursor
             if body or ends or self.is_due:
                 yield self._batch(snapshot_end=ends) + body
