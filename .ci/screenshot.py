@@ -15,11 +15,11 @@ from pathlib import Path
 
 from kvtier import Tier, connect
 from kvtier.cli.common import DaemonAt
-from kvtier.cli.replay import replay_spec
 from kvtier.cli.top.app import TopApp
 from kvtier.cli.top.feed import Feed
 from kvtier.cli.top.history import WINDOW_S
 from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.replay.trace import replay_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 TRACE = "examples/traces/conversation-extract.jsonl"

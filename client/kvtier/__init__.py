@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from kvtier.mirror import Mirror, MirroredBlock, Mirrors, MirrorState, Standing
     from kvtier.options import CacheOptions, WritePolicy
     from kvtier.prompt import Prompt
-    from kvtier.residency import ResidencyTable
     from kvtier.retention import Retention, TokenRange
     from kvtier.sync import Client
     from kvtier.transport import TlsFiles
@@ -125,7 +124,6 @@ _HOMES = {
     "kvtier.options": ("CacheOptions", "WritePolicy"),
     "kvtier.prompt": ("Prompt",),
     "kvtier.retention": ("Retention", "TokenRange"),
-    "kvtier.residency": ("ResidencyTable",),
     "kvtier.sync": ("Client",),
     "kvtier.transport": ("TlsFiles",),
     "kvtier.types": ("BlockResult", "Cause", "Cursor", "EventType", "Tier"),
@@ -182,7 +180,6 @@ __all__ = [
     "ReadCounts",
     "ReadLease",
     "Reconnected",
-    "ResidencyTable",
     "Retention",
     "RetryableError",
     "Scope",

@@ -1,4 +1,4 @@
-"""A daemon of one's own: started for a test, a measurement or a demonstration, and always stopped again."""
+"""A private daemon for a test, a measurement or a demonstration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from kvtier.abi import attach
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import DaemonUnavailable, KvtierError
 from kvtier.types import Tier
 
-_READY: Final = "kvtierd ready"
+_READY: Final = b"kvtierd ready"
 _START_TIMEOUT_S: Final = 60.0
 _STOP_TIMEOUT_S: Final = 40.0
 _SHOWN_LOG_LINES: Final = 15
@@ -33,30 +32,32 @@ class TierSlots:
     disk: int
 
     def as_bytes(self, spec: CacheSpec) -> dict[Tier, int]:
-        """Sizes that hold exactly so many blocks of ``spec``."""
+        """The size of each tier for so many blocks of ``spec``."""
         stride = spec.record_bytes(0)
         return {Tier.DEVICE: self.device * stride, Tier.HOST: self.host * stride, Tier.DISK: self.disk * stride}
 
 
 class PrivateDaemon:
-    """``async with PrivateDaemon(sizes) as daemon`` runs ``kvtierd`` in a child process at :attr:`address`.
+    """Runs ``kvtierd`` in a child process: ``async with PrivateDaemon(sizes) as daemon: connect(daemon.address)``.
 
-    State and disk tier live in ``keep`` and stay there, or in a temporary directory that goes with the daemon. The
-    sockets are always in a temporary directory, since their paths must be short. Start and stop it as often as you like
-    inside the block: the directories are the same.
+    Its files are in a temporary directory that is removed with it. Inside the block it can be stopped and started
+    again on the same files.
     """
 
     def __init__(
         self, sizes: Mapping[Tier, int], *, keep: Path | None = None, module: Sequence[str] = ("kvtierd.main",)
     ) -> None:
-        """``sizes`` in bytes by tier; 0 or absent = none. ``module``: what is run, with its first arguments; one that
-        behaves as ``kvtierd.main`` does."""
+        """
+        Args:
+            sizes: bytes by tier; 0 or absent = the daemon does not have that tier.
+            keep: a directory for the state and the disk tier, which stays.
+            module: the Python module to run, with its first arguments.
+        """
         self._sizes = dict(sizes)
         self._module = tuple(module)
         self._keep = keep
         self._directory: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._drain: asyncio.Task[bytes] | None = None
 
     @property
     def address(self) -> str:
@@ -64,14 +65,14 @@ class PrivateDaemon:
 
     @property
     def pid(self) -> int:
-        """Of the running daemon. Raises :class:`DaemonUnavailable` where there is none."""
+        """Raises :class:`DaemonUnavailable` if it is not running."""
         if self._process is None:
             raise DaemonUnavailable("the private daemon is not running", reason="NO_DAEMON")
         return self._process.pid
 
     async def start(self) -> None:
-        """Returns once it serves. Raises :class:`DaemonUnavailable` with the end of its log where it does not."""
-        state = self._keep or self._home
+        """Returns once the daemon serves. Raises :class:`DaemonUnavailable`, with the end of its log, if it fails."""
+        state, log = self._keep or self._home, self._home / "kvtierd.log"
         command = [
             *(sys.executable, "-m", *self._module),
             *("--runtime-dir", self.address),
@@ -81,35 +82,36 @@ class PrivateDaemon:
         for tier, size in self._sizes.items():
             command += [f"--{tier}-bytes", str(size)]
         environment = {key: value for key, value in os.environ.items() if not key.upper().startswith("KVTIERD_")}
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment, start_new_session=True
+        with log.open("ab") as stderr:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=stderr, env=environment, start_new_session=True
             )
-        await self._wait_until_ready(self._process)
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), _START_TIMEOUT_S)
+        except TimeoutError:
+            line = b""
+        if not line.startswith(_READY):
+            await self.stop()
+            tail = log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:]
+            raise DaemonUnavailable("\n".join(["the private daemon did not start:", *tail]), reason="NO_DAEMON")
 
     async def stop(self, timeout: float = _STOP_TIMEOUT_S) -> int:
-        """Asks it to stop, kills it if it does not; returns its exit status, 0 = cleanly.
-
-        Raises TimeoutError where it had to be killed after so many seconds.
-        """
+        """Ends the daemon and returns its exit status. Raises TimeoutError if it had to be killed."""
         process, self._process = self._process, None
         if process is None:
             return 0
         if process.returncode is None:
             process.terminate()
-            try:
-                async with asyncio.timeout(timeout):
-                    await process.wait()
-            finally:
-                if process.returncode is None:
-                    process.kill()
-                    await process.wait()
-        if self._drain is not None:
-            await self._drain
-        return process.returncode or 0
+        try:
+            return await asyncio.wait_for(process.wait(), timeout)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
     async def __aenter__(self) -> Self:
-        self._directory = _make_directory()
+        self._directory = Path(tempfile.mkdtemp(prefix="kvtier-"))
         try:
             await self.start()
         except BaseException:
@@ -128,39 +130,9 @@ class PrivateDaemon:
             raise KvtierError("the private daemon lives only inside its `async with` block", reason="CLOSED")
         return self._directory
 
-    @property
-    def _log(self) -> Path:
-        return self._home / "kvtierd.log"
-
-    async def _wait_until_ready(self, process: asyncio.subprocess.Process) -> None:
-        if process.stdout is None:
-            raise KvtierError("the private daemon has no standard output", reason="INTERNAL")
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            line = b""
-        if not line.decode(errors="replace").startswith(_READY):
-            await self.stop()
-            tail = self._log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:]
-            raise DaemonUnavailable("\n".join(["the private daemon did not start:", *tail]), reason="NO_DAEMON")
-        self._drain = asyncio.create_task(process.stdout.read())
-
     async def _remove(self) -> None:
         try:
             await self.stop()
         finally:
-            if self._directory is not None:
-                shutil.rmtree(self._directory)
-                self._directory = None
-
-
-def _make_directory() -> Path:
-    """A new temporary directory whose sockets have short enough paths."""
-    directory = Path(tempfile.mkdtemp(prefix="kvtier-"))
-    try:
-        attach.socket_path(directory / "run", attach.RPC_SOCKET)
-    except attach.AddressError:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="kvtier-", dir="/tmp"))
-    return directory
+            shutil.rmtree(self._home)
+            self._directory = None

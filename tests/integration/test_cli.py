@@ -200,9 +200,7 @@ def test_replay_with_a_daemon_of_its_own(tmp_path: Path) -> None:
     assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)
     assert sum(report["hits"].values()) + report["misses"] == report["block_refs"]
     assert report["hits"]["disk"] > 0
-    assert report["hits_besides_first"] > 0
     assert {"device>host", "host>disk"} <= set(report["moves"])
-    assert report["events_seen"] > 0
 
 
 async def test_replay_against_a_daemon_that_runs(

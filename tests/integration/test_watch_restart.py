@@ -23,7 +23,6 @@ from kvtier import (
     EventType,
     Gap,
     InvalidArgument,
-    ResidencyTable,
     SnapshotEnd,
     SnapshotSlice,
     SnapshotStart,
@@ -34,6 +33,7 @@ from kvtier import (
 from kvtier.events import WatchItem
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.residency import ResidencyTable
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.integration.witness import Witness
 
@@ -255,7 +255,7 @@ async def test_a_snapshot_after_a_restart_is_the_listing(
             table.apply(item)
             if isinstance(item, SnapshotEnd):
                 break
-    assert table.differences(cache.name, cache.group, listed) == []
+    assert table.blocks(cache.name, cache.group) == listed
 
 
 async def test_a_snapshot_cut_short_begins_anew(daemon: DaemonProcess, client: AsyncClient) -> None:
@@ -273,4 +273,4 @@ async def test_a_snapshot_cut_short_begins_anew(daemon: DaemonProcess, client: A
             if isinstance(item, SnapshotEnd):
                 break
     assert starts == slices == 1
-    assert table.differences(cache.name, cache.group, listed) == []
+    assert table.blocks(cache.name, cache.group) == listed

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from kvtier import AsyncClient, Cause, Cursor, Event, EventType, Gap, ResidencyTable, Tier
+from kvtier import AsyncClient, Cause, Cursor, Event, EventType, Gap, Tier
 from kvtier.cache import Cache
 from kvtier.events import WatchItem
+from tests.integration.residency import ResidencyTable
 from tests.integration.waiting import PATIENCE_S, eventually
 
 
@@ -87,7 +88,7 @@ class Witness:
         await self.reach(as_of)
         while self._unsettled and _at(self._unsettled[0]) <= as_of:
             self._settled.apply(self._unsettled.popleft())
-        assert self._settled.differences(cache.name, cache.group, listed) == []
+        assert self._settled.blocks(cache.name, cache.group) == listed
 
     async def _read(self) -> None:
         async for item in self._watch:

@@ -1,26 +1,35 @@
-"""Request traces: one JSON object a line with ``hash_ids``, an id per block of the prompt.
+"""A request trace, and the bytes that each of its blocks has.
 
-The format of the traces published with Mooncake (FAST'25, github.com/kvcache-ai/Mooncake). Equal ids mean equal
-blocks with an equal prefix, so an id stands for a block and the id before it for its parent.
+A trace has one JSON object a line, with one id per block of the prompt in ``hash_ids``: the format published with
+Mooncake (FAST'25, github.com/kvcache-ai/Mooncake). Equal ids are equal blocks with an equal prefix; the id before is
+the block's parent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import aiofiles
+import numpy as np
+from numpy.typing import NDArray
 
+from kvtier.abi.spec import CacheSpec
 from kvtier.errors import InvalidArgument
 
 _KEY_PREFIX: Final = b"kvtier.replay.1\0"
 _READ_BYTES: Final = 1 << 20
 _MAX_ID: Final = 2**64 - 1
+
+_TOKENS_PER_BLOCK: Final = 16
+_MAX_HEAD_SIZE: Final = 65536
+_MAX_LAYERS: Final = 4096
+
+_KEY_WORDS: Final = 2
+"""So many 8-byte words of the key go into a block's bytes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,7 +40,7 @@ class Request:
 
 
 async def read(path: Path, limit: int | None = None) -> list[Request]:
-    """The first ``limit`` requests, in order of arrival. Raises :class:`InvalidArgument` naming the line at fault."""
+    """The first ``limit`` requests, in order of arrival. Raises :class:`InvalidArgument` with the line at fault."""
     requests: list[Request] = []
     try:
         async with aiofiles.open(path, encoding="utf-8") as file:
@@ -45,17 +54,6 @@ async def read(path: Path, limit: int | None = None) -> list[Request]:
     return requests
 
 
-def key_of(block: int) -> bytes:
-    """The block's key, the same in every run: SHA-256 of a fixed prefix and the id as u64, little-endian."""
-    return hashlib.sha256(_KEY_PREFIX + block.to_bytes(8, "little")).digest()
-
-
-def hottest(requests: Iterable[Request]) -> int | None:
-    """The id with most references, the smallest of them if several have as many; None for no references."""
-    counts = Counter(block for request in requests for block in request.ids)
-    return min(counts, key=lambda block: (-counts[block], block)) if counts else None
-
-
 def _request(where: str, line: str) -> Request:
     try:
         fields = json.loads(line)
@@ -67,3 +65,49 @@ def _request(where: str, line: str) -> Request:
     if len(set(ids)) != len(ids):
         raise InvalidArgument(f"{where}: hash_ids", ids, "ids that are all different")
     return Request(tuple(ids))
+
+
+def key_of(block: int) -> bytes:
+    """The block's key: SHA-256 of a fixed prefix and the id as u64, little-endian."""
+    return hashlib.sha256(_KEY_PREFIX + block.to_bytes(8, "little")).digest()
+
+
+def replay_spec(block_bytes: int) -> CacheSpec:
+    """A specification whose blocks have ``block_bytes`` bytes. Raises :class:`InvalidArgument` if there is none."""
+    for layers in range(1, _MAX_LAYERS + 1):
+        head_size, rest = divmod(block_bytes, _TOKENS_PER_BLOCK * layers)
+        if not rest and 1 <= head_size <= _MAX_HEAD_SIZE:
+            return CacheSpec.single(
+                "kvtier-replay",
+                "uint8",
+                tokens_per_block=_TOKENS_PER_BLOCK,
+                layers=layers,
+                kv_heads=1,
+                kv_factor=1,
+                head_size=head_size,
+            )
+    limit = f"a positive multiple of {_TOKENS_PER_BLOCK} without large prime factors"
+    raise InvalidArgument("block_bytes", block_bytes, limit)
+
+
+class Payload:
+    """The bytes of blocks: one random pattern for all positions, combined with the key. Threads may share it.
+
+    Two blocks differ in every 8-byte word, and so do two places of one block. A misplaced, stale or half-written block
+    fails the comparison.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        words = np.random.Generator(np.random.PCG64(0)).bytes(block_bytes)
+        self._pattern = np.frombuffer(words, np.uint64).reshape(-1, _KEY_WORDS)
+
+    def write(self, key: bytes, block: NDArray[np.uint8]) -> None:
+        """Fills a block's contiguous bytes in place."""
+        words = np.frombuffer(key, np.uint64, _KEY_WORDS)
+        np.bitwise_xor(self._pattern, words, out=block.view(np.uint64).reshape(-1, _KEY_WORDS))
+
+    def matches(self, key: bytes, block: NDArray[np.uint8]) -> bool:
+        """Whether all of the block's bytes are those of ``key``."""
+        expected = np.empty_like(block)
+        self.write(key, expected)
+        return np.array_equal(block, expected)

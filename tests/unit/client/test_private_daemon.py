@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.replay import replay_spec
 from kvtier.errors import DaemonUnavailable, KvtierError
 from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.replay.trace import replay_spec
 from kvtier.types import Tier
 
 SPEC = replay_spec(4096)

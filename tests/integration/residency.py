@@ -1,0 +1,34 @@
+"""Every block's residency by the event stream alone: what the daemon's listings are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvtier.events import Event, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.types import EventType
+from kvtier.wire import split_keys
+
+
+class ResidencyTable:
+    """Key to residency set, by cache and window group. Exact from a watch's ``SnapshotEnd`` on, without a gap."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, int], dict[bytes, int]] = {}
+
+    def blocks(self, cache: str, group: int = 0) -> Mapping[bytes, int]:
+        return self._groups.setdefault((cache, group), {})
+
+    def apply(self, item: WatchItem) -> None:
+        if isinstance(item, SnapshotStart):
+            self._groups.clear()
+        if not isinstance(item, Event | SnapshotSlice):
+            return
+        blocks = self._groups.setdefault((item.cache, item.group), {})
+        kind = EventType.STORED if isinstance(item, SnapshotSlice) else item.type
+        if kind in (EventType.STORED, EventType.UPDATED):
+            blocks.update(zip(split_keys(item.packed_keys), item.residency, strict=True))
+        elif kind is EventType.REMOVED:
+            for key in item.keys:
+                blocks.pop(key, None)
+        else:
+            blocks.clear()
