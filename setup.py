@@ -37,7 +37,6 @@ AROUND_THE_CORE = (
     "service/labels",
     "service/validate",
     "service/wire",
-    "service/writes",
     "tiers/arena",
     "tiers/disk/batch",
     "tiers/disk/changes",

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -16,9 +15,8 @@ from kvtier.errors import LeaseLost, StaleRead, TooShort
 from kvtier.fences import PASSED
 from kvtier.lease import ReadLease, WriteLease
 from kvtier.retention import BlockRetention
-from kvtier.tensors import Bytes, Row, Rows
+from kvtier.tensors import Row
 from kvtier.types import BlockResult, Tier
-from kvtier.v1 import blocks_pb2
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
@@ -27,14 +25,6 @@ if TYPE_CHECKING:
 
 MAX_PIECE: Final = 16_384
 """Keys that the daemon takes in one call."""
-_LAST_BYTES: Final = 8 << 20
-"""At least so much, and three eighths, of what one put stores at once is left for a second commit: to copy it takes
-about as long as the first commit."""
-_SHARED_BYTES: Final = 8 << 20
-"""From so much on, two threads copy what comes before that: the daemon, which may want the core, has nothing to do
-then."""
-_MOST_LAST_BYTES: Final = 64 << 20
-"""Since the first commit's time runs while they are copied."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -97,66 +87,19 @@ class Mapped:
         self._holdings: Final = holdings
 
     async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
-        cache, count = self._cache, len(piece.chain)
-        lease = await self._holdings.reserve_to_put(cache, tier, count, timeout)
+        lease = await self._holdings.reserve_to_put(self._cache, tier, len(piece.chain), timeout)
         try:
-            async with self._filling(lease, [piece], alone=False) as steps:
-                await steps.made(0)
-                requests = self._holdings.to_store(lease, [piece])
+            memory = lease.arena.memory(tier)
+            slots, nbytes = lease.slots[: len(piece.chain)], len(piece.chain) * self._cache.block_bytes
+            copy = partial(memory.write, self._cache.group, slots, piece.blocks)
+            await transfer.run(copy, nbytes, waits=memory.waits)
         except BaseException:
-            await cache.release(lease, stream=PASSED)
+            await self._cache.release(lease, stream=PASSED)
             raise
-        return _FilledSlots(lease, requests, timeout, self._holdings)
+        return _FilledSlots(lease, piece, timeout, self._holdings)
 
     async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
-        holdings = self._holdings
-        parts = self._parts(piece) if holdings.puts == 0 else [piece]
-        holdings.puts += 1
-        try:
-            await asyncio.sleep(0)  # puts that are made at once know of each other then
-            alone = holdings.puts == 1
-            lease = await holdings.reserve_to_put(self._cache, tier, len(piece.chain), timeout)
-            try:
-                async with self._filling(lease, parts, alone=alone) as steps:
-                    await steps.made(0)
-                    requests = holdings.to_store(lease, parts)
-                    await steps.made(1)
-                    return await holdings.store(lease, requests, timeout, lambda number: steps.made(number + 1))
-            finally:
-                await self._cache.release(lease, stream=PASSED)
-        finally:
-            holdings.puts -= 1
-
-    def _parts(self, piece: Piece) -> list[Piece]:
-        """Two, where the daemon can commit the first while the second is copied. Where other puts go on meanwhile, it
-        has enough to do."""
-        count, nbytes = len(piece.chain), len(piece.chain) * self._cache.block_bytes
-        last = min(max(nbytes * 3 // 8, _LAST_BYTES), _MOST_LAST_BYTES) // self._cache.block_bytes
-        if nbytes < 2 * _LAST_BYTES or not 0 < last < count:
-            return [piece]
-        return [piece.part(0, count - last), piece.part(count - last, count)]
-
-    def _filling(self, lease: WriteLease, parts: Sequence[Piece], *, alone: bool) -> transfer.Steps:
-        """Copies the parts, one after another, into the first slots of the lease. ``alone``: no other puts go on."""
-        memory = lease.arena.memory(lease.tier)
-        write = partial(memory.write, self._cache.group)
-        blocks = [block for part in parts for block in part.blocks]
-        rows = transfer.rows_of_one(cast("Sequence[Bytes]", blocks)) if memory.gpu is None else None
-        block_bytes = self._cache.block_bytes
-        from_all: Rows = blocks if rows is None else rows
-
-        def copy(start: int, end: int) -> None:
-            write(lease.slots[start:end], from_all[start:end])
-
-        ends = list(accumulate(len(part.chain) for part in parts))
-        copies = [partial(copy, start, end) for start, end in pairwise([0, *ends])]
-        # Beside other puts the cores have enough to do; and where each block is a call of its own, they do not share.
-        shared = None
-        if rows is not None and len(parts) > 1 and ends[0] * block_bytes >= _SHARED_BYTES:
-            shared = transfer.Sharing(copy, ends[0], block_bytes)
-            copies.pop(0)
-        one_call = alone and rows is not None
-        return transfer.Steps(copies, len(blocks) * block_bytes, shared=shared, one_call=one_call, waits=memory.waits)
+        return await (await self.fill(tier, piece, timeout)).commit()
 
     async def get(
         self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None
@@ -174,13 +117,13 @@ class Mapped:
 @dataclass(slots=True, frozen=True)
 class _FilledSlots:
     lease: WriteLease
-    requests: Sequence[blocks_pb2.CommitRequest]
+    piece: Piece
     timeout: float | None
     holdings: Holdings
 
     async def commit(self) -> list[BlockResult]:
         try:
-            return await self.holdings.store(self.lease, self.requests, self.timeout)
+            return await self.holdings.store(self.lease, self.piece, self.timeout)
         finally:
             await self.lease.cache.release(self.lease, stream=PASSED)
 

@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.binding import UNHEARD, Binder
+from kvtier.binding import UNHEARD, Binder, send
 from kvtier.errors import DeviceError, InvalidArgument, LeaseError, LeaseLost, RetryableError
 from kvtier.fences import PASSED, Fence, Stream, fence_of, fence_over, passing
 from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.prompt import Prompt, require_prompt
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
-from kvtier.session import ANSWER_GRACE_S, Deadline, Link
+from kvtier.session import Deadline, Link
 from kvtier.stock import Stock
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2
@@ -46,8 +46,6 @@ class Holdings:
         self._in_use: set[Lease] = set()
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
         self._stock: Final = Stock(self._return)
-        self.puts = 0
-        """Under way."""
         binder.make_way = self._make_way
         binder.work = lambda stream: fence_of(list(self._in_use), stream)
 
@@ -155,42 +153,16 @@ class Holdings:
         request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
         await passing(fence, deadline)
         lease.require_live()
-        return await self._commit(lease, [request], None, deadline, 0)
+        return await self._commit(lease, request, deadline, 0)
 
-    def to_store(self, lease: WriteLease, parts: Sequence[Piece]) -> list[blocks_pb2.CommitRequest]:
-        """What :meth:`store` is given to commit the parts of a chain in the first slots of a lease, which ends with the
-        last. Raises :class:`InvalidArgument`."""
-        requests, start = [], 0
-        for part in parts:
-            end = start + len(part.chain)
-            requests.append(
-                self._request(
-                    lease,
-                    b"".join(part.chain),
-                    range(start, end),
-                    part.parent,
-                    None,
-                    None,
-                    part.kept,
-                    part.prompt,
-                    release=part is parts[-1],
-                )
-            )
-            start = end
-        return requests
-
-    async def store(
-        self,
-        lease: WriteLease,
-        requests: Sequence[blocks_pb2.CommitRequest],
-        timeout: float | None,
-        filled: Callable[[int], Awaitable[None]] | None = None,
-    ) -> list[BlockResult]:
-        """Commits the parts of a chain and ends the lease; there may be more such puts. The bytes of the first part are
-        in their slots; ``filled`` waits until those of the part of a number, from 1 on, are."""
+    async def store(self, lease: WriteLease, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        """Commits a piece of a chain in the first slots of a lease, which ends with it."""
         lease.require_live()
-        asked = self._stock.ask(lease.cache, lease.tier, sum(len(request.slots) for request in requests))
-        return await self._commit(lease, requests, filled, self._deadline(timeout), asked)
+        places = range(len(piece.chain))
+        keys = b"".join(piece.chain)
+        request = self._request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
+        asked = self._stock.ask(lease.cache, lease.tier, len(request.slots))
+        return await self._commit(lease, request, self._deadline(timeout), asked)
 
     def _request(
         self,
@@ -225,44 +197,35 @@ class Holdings:
         )
 
     async def _commit(
-        self,
-        lease: WriteLease,
-        requests: Sequence[blocks_pb2.CommitRequest],
-        filled: Callable[[int], Awaitable[None]] | None,
-        deadline: Deadline,
-        asked: int,
+        self, lease: WriteLease, request: blocks_pb2.CommitRequest, deadline: Deadline, asked: int
     ) -> list[BlockResult]:
-        """``asked``: how many slots for the next put the stock has asked for, which the first of the commits brings
-        along. What comes of it, the stock is told in any case."""
-        for request in requests:
-            request.seq = self._session.next_seq()
-        requests[0].reserve_next = asked
-        release = requests[-1].release
+        """``asked``: how many slots for the next put the stock has asked for."""
+        request.seq, request.reserve_next = self._session.next_seq(), asked
 
-        async def attempt(link: Link, seconds: float) -> list[blocks_pb2.CommitResponse]:
+        async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
             if link.session != lease.binding.session:
                 message = "the session ended before the blocks were committed: the daemon restarted, or it was kicked"
                 raise LeaseLost(message, reason="LEASE_LOST")
-            return await link.commits.commit_in_turn(requests, seconds + ANSWER_GRACE_S, filled)
+            return await send(link, lambda stubs: stubs.blocks.Commit, request, seconds)
 
-        if release:
+        if request.release:
             self._ending.add(lease)
         ahead = None
         try:
             await self._binder.ahead()
             try:
-                replies = await self._session.call(attempt, deadline)
-                ahead = self._leased_ahead(lease, replies[0])
+                reply = await self._session.call(attempt, deadline)
+                ahead = self._leased_ahead(lease, reply)
             except UNHEARD:
                 if asked:
-                    self._binder.give_back(lease.binding, lambda stubs: stubs.blocks.Commit, requests[0], _next_lease)
+                    self._binder.give_back(lease.binding, lambda stubs: stubs.blocks.Commit, request, _next_lease)
                 raise
         finally:
             self._stock.add(lease.cache, lease.tier, asked, ahead)
-        if release:
+        if request.release:
             self._forget([lease])
             self._ending.discard(lease)
-        return [_RESULTS[result] for reply in replies for result in reply.results]
+        return [_RESULTS[result] for result in reply.results]
 
     def fence(self, stream: Stream | None) -> Fence:
         """See :meth:`kvtier.Cache.fence`."""

@@ -8,7 +8,7 @@ from typing import Final
 
 import grpc
 from google.rpc import status_pb2
-from grpc.aio import AioRpcError, Metadata
+from grpc.aio import AioRpcError
 
 from kvtier import errors
 from kvtier.types import Tier
@@ -18,8 +18,6 @@ DETAILS_KEY: Final = "grpc-status-details-bin"
 
 _FAILED_WRITE: Final = "Internal error from Core"
 """With INTERNAL, what gRPC itself makes of a message that it could not send, whatever ended the stream meanwhile."""
-
-_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,14 +46,6 @@ def fault_of(error: AioRpcError) -> Fault:
     if fault.code is grpc.StatusCode.INTERNAL and not detail.reason and fault.message == _FAILED_WRITE:
         return replace(fault, code=grpc.StatusCode.UNAVAILABLE)
     return fault
-
-
-def failed_with(status: bytes) -> AioRpcError:
-    """As a call raises it that the daemon ended so. ``status``: a serialised google.rpc.Status, which did not come by
-    gRPC. Raises :class:`google.protobuf.message.DecodeError` where it is none."""
-    parsed = status_pb2.Status.FromString(status)
-    code = _CODES.get(parsed.code, grpc.StatusCode.UNKNOWN)
-    return AioRpcError(code, Metadata(), Metadata((DETAILS_KEY, status)), parsed.message)
 
 
 def error_of(fault: Fault) -> errors.KvtierError:

@@ -23,7 +23,6 @@ import grpc
 from grpc.aio import AioRpcError
 
 from kvtier.abi import attach as protocol
-from kvtier.commits import CommitLine
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -35,7 +34,6 @@ from kvtier.errors import (
     KvtierError,
     RetryableError,
 )
-from kvtier.event_line import EventLines
 from kvtier.fences import PASSED, Fence, Stream, Unknown, all_of, passing
 from kvtier.kinds import is_number, quoted
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
@@ -130,8 +128,6 @@ class Link:
     attach: Connection
     channel: grpc.aio.Channel
     stubs: Stubs
-    commits: CommitLine
-    events: EventLines
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -327,8 +323,6 @@ class Session:
             await asyncio.wait([self._keeper])
         self._linked.set()
         if self._link is not None:
-            self._link.commits.close()
-            self._link.events.close()
             if at_rest:
                 self._lent.clear()  # whose memory goes with this client, as what it leases now does
                 self._settle()
@@ -346,8 +340,6 @@ class Session:
 
     def _set_link(self, link: Link) -> None:
         before, self._link = self._link, link
-        if before is not None:
-            before.commits.close()
         if before is not None and before.session != link.session:
             self._forgotten_by_daemon[before.session] = before.welcome.token
             for follower in list(self.followers):
@@ -400,10 +392,7 @@ class Session:
         if old is not None and old.channel is not channel:
             self.spawn(_close_channel(old.channel))
         number = old.session if old is not None and attached.welcome.resumed else next(self._numbers)
-        stubs = Stubs.over(channel)
-        commits = CommitLine(self._transport.another, stubs.blocks, attached.welcome.token)
-        events = EventLines(self._transport.another, attached.welcome.token)
-        return Link(number, attached.welcome, attached.connection, channel, stubs, commits, events)
+        return Link(number, attached.welcome, attached.connection, channel, Stubs.over(channel))
 
     async def _hello(self, old: Link | None) -> Attached:
         if old is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Final, Protocol
 import grpc
 
 from kvtier.abi import attach as protocol
-from kvtier.attach import AttachConnection, Segments, attach_socket
+from kvtier.attach import AttachConnection, Segments
 from kvtier.channels import open_channel, require_grpc
 from kvtier.errors import DaemonUnavailable, InvalidArgument
 from kvtier.stream import StreamConnection
@@ -82,10 +81,6 @@ class Transport(Protocol):
         """
         ...
 
-    def another(self) -> socket.socket | None:
-        """One more connection to the daemon's attach socket, non-blocking, the caller's; None where there is none."""
-        ...
-
 
 class LocalTransport:
     """Over the sockets in a runtime directory."""
@@ -107,18 +102,6 @@ class LocalTransport:
             path = protocol.socket_path(self._address, protocol.RPC_SOCKET)
             channel = open_channel(f"unix:{path}")
         return Attached(connection, welcome, channel)
-
-    def another(self) -> socket.socket | None:
-        try:
-            sock = attach_socket()
-        except OSError:  # no descriptor is left
-            return None
-        try:
-            sock.connect(protocol.socket_path(self._address, protocol.ATTACH_SOCKET))
-        except OSError:  # a daemon that goes, or that has too many at its door
-            sock.close()
-            return None
-        return sock
 
 
 class TcpTransport:
@@ -143,9 +126,6 @@ class TcpTransport:
                 raise DaemonUnavailable(message, reason=error.reason) from error
             raise
         return Attached(connection, welcome, channel)
-
-    def another(self) -> None:
-        """The daemon's sockets are on its own host."""
 
     def _channel(self) -> grpc.aio.Channel:
         if self._tls is None:

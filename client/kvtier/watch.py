@@ -281,14 +281,12 @@ class Watch:
         self, link: Link, request: events_pb2.WatchRequest
     ) -> AsyncGenerator[events_pb2.WatchBatch, None]:
         """The stream. Raises :class:`TimeoutError` where even heartbeats stay away."""
-        async with asyncio.timeout(self._silence_s):
-            line = await link.events.open(request)
-        stream = link.stubs.events.Watch(request, metadata=link.metadata) if line is None else line
+        stream = link.stubs.events.Watch(request, metadata=link.metadata)
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
                     batch = await stream.read()
-                if not isinstance(batch, events_pb2.WatchBatch):  # None, or grpc.aio.EOF
+                if not isinstance(batch, events_pb2.WatchBatch):  # grpc.aio.EOF
                     return
                 yield batch
         finally:

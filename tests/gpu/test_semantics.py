@@ -45,8 +45,6 @@ MODULES: Final = (
     "test_caps",
     "test_cache_options",
     "test_commit_and_release",
-    "test_commit_line",
-    "test_commit_stream",
     "test_consumer",
     "test_sync_client",
     "test_tensors",

@@ -139,17 +139,12 @@ async def send_half(address: str, cache: str, messages: Sequence[str]) -> None:
         await _stay()
 
 
-async def steal(address: str, token: str, line: str = "") -> None:
-    """Comes with a token that is not its own to the attach socket, perhaps for a line, then to gRPC."""
-    first: dict[str, attach.Request] = {
-        "": attach.Hello(token),
-        "commits": attach.Commits(token),
-        "events": attach.Events(token),
-    }
+async def steal(address: str, token: str) -> None:
+    """Comes with a token that is not its own to the attach socket, then to gRPC."""
     with AttachSocket(address) as sock:
-        sock.send(attach.encode(first[line]))
+        sock.send(attach.encode(attach.Hello(token)))
         data, _ = sock.receive()
-        answer = attach.decode_opened(data) if line else attach.decode_welcome(data)
+        answer = attach.decode_welcome(data)
     async with channel_to(address) as channel:
         rpc = await _stats(channel, token)
     _say(attach=answer.reason if isinstance(answer, attach.Failure) else "welcome", rpc=rpc)
@@ -307,8 +302,7 @@ async def keep_storing(address: str, cache: str) -> None:
                 ended = "stored"
             except KvtierError as error:
                 ended = error.reason
-            link = client._session.live_link
-            _say(ended=ended, line=link is not None and link.commits.open)
+            _say(ended=ended)
             await asyncio.to_thread(sys.stdin.readline)
 
 

@@ -25,16 +25,3 @@ async def requests(raw: RawClient, name: str, count: int) -> list[blocks_pb2.Com
     """Of a block each."""
     cache = (await raw.open(name, budgets=sizes(host=64))).cache_id
     return [await reserved(raw, cache, chain(f"{name} {index}", 1), index + 1) for index in range(count)]
-
-
-def in_parts(whole: blocks_pb2.CommitRequest, first: int) -> list[blocks_pb2.CommitRequest]:
-    """The same as two commits, of which the first has so many blocks and the second ends the lease."""
-    parts = []
-    for number, (start, end) in enumerate(((0, first), (first, len(whole.slots))), start=1):
-        part = blocks_pb2.CommitRequest()
-        part.CopyFrom(whole)
-        part.slots[:] = whole.slots[start:end]
-        part.keys, part.parents = whole.keys[32 * start : 32 * end], whole.parents[32 * start : 32 * end]
-        part.release, part.seq = number == 2, number
-        parts.append(part)
-    return parts

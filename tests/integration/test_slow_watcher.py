@@ -12,8 +12,6 @@ from typing import Any, Self
 import pytest
 
 from kvtier import AsyncClient, Cursor, Event, Tier, connect
-from kvtier.event_line import EventLines
-from kvtier.transport import LocalTransport
 from kvtier.v1 import blocks_pb2, events_pb2
 from kvtierd.config.keys import LOGGED_BYTES
 from tests.integration.actors import Actor
@@ -90,18 +88,13 @@ class Follower:
                 self.ids.append(item.event_id)
 
 
-@pytest.mark.parametrize("line", [False, True], ids=["call", "line"])
-async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(
-    start_daemon: StartDaemon, line: bool
-) -> None:
+async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(*SMALL_RING, "--event-log-bytes", "0", host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open(NAME)).cache_id
         start = await last_event(client)
         request = events_pb2.WatchRequest(since=blocks_pb2.Cursor(epoch=start.epoch, id=start.id))
-        lines = EventLines(LocalTransport(raw.address).another, raw.welcome.token)
-        slow = await lines.open(request) if line else raw.stubs.events.Watch(request, metadata=raw.metadata)
-        assert slow is not None
+        slow = raw.stubs.events.Watch(request, metadata=raw.metadata)
         async with Follower(client, start) as other:
             before = 0
             for index in range(PUTS):

@@ -191,7 +191,6 @@ def every_call(stubs: Stubs) -> dict[str, tuple[object, object]]:
         "Blocks.Touch": (wire.Touch, blocks_pb2.TouchRequest(cache_id=1, keys=bytes(32))),
         "Blocks.Reserve": (wire.Reserve, blocks_pb2.ReserveRequest(cache_id=1, tier=HOST, count=1)),
         "Blocks.Commit": (wire.Commit, blocks_pb2.CommitRequest(cache_id=1, lease_id=1)),
-        "Blocks.Commits": (wire.Commits, [blocks_pb2.CommitRequest(cache_id=1, lease_id=1)]),
         "Blocks.Acquire": (wire.Acquire, acquire),
         "Blocks.Release": (wire.Release, blocks_pb2.ReleaseRequest(cache_id=1, lease_ids=[1])),
         "Blocks.Move": (wire.Move, blocks_pb2.MoveRequest(cache_id=1, to=DISK, keys=bytes(32))),

@@ -15,27 +15,6 @@ client is. Each message is one UTF-8 JSON object of at most 64 KiB with exactly 
 
 The token goes as metadata on every gRPC call. After a refused hello the daemon closes the connection.
 
-A connection may begin otherwise. One is a line for commits, of which a session has one. From the second message on they
-are no JSON, but serialised messages of ``kvtier.v1``, each answered, in order::
-
-    -> {"op": "commits", "version": 1, "token": <of the session>}
-    <- {"ok": true}
-    -> CommitRequest    as by Blocks.Commit; one that is longer than a message, or empty, goes by that
-    <- CommitAnswer
-
-A client may send the first of them without waiting. What its line did not bring through it repeats by
-``Blocks.Commit``.
-
-Another is a line for events, of which a session has one, too. It takes one request, and then only tells::
-
-    -> {"op": "events", "version": 1, "token": <of the session>}
-    <- {"ok": true}
-    -> WatchRequest    as by Events.Watch; one that is longer than a message, or empty, goes by that
-    <- a byte (:data:`MORE`, :data:`LAST` or :data:`ENDED`), then a piece of a WatchBatch; or, behind ENDED, all of the
-       google.rpc.Status with which the watch ends. Nothing follows that.
-
-A client may send the request without waiting. Where its line was not opened, it watches by ``Events.Watch``.
-
 ``cuda`` is memory of the GPU with that uuid, ``bytes`` long: a handle for ``cuMemImportFromShareableHandle`` instead of
 something to mmap. Such a handle has no read-only form, so a map without ``write`` does not get it. ``unmapped`` says
 for which of the cache's tiers no descriptor came, and why; both fields are absent where they have nothing to say.
@@ -53,13 +32,6 @@ from typing import Any, Final
 VERSION: Final = 1
 MAX_MESSAGE: Final = 64 * 1024
 """Bytes. Receive with room for one more: a longer answer is then seen to be too long instead of cut."""
-
-MORE: Final = b"\x00"
-"""On a line for events: more of this batch is in the next message."""
-LAST: Final = b"\x01"
-"""This was all of it."""
-ENDED: Final = b"\x02"
-"""The watch has ended."""
 
 RPC_SOCKET: Final = "kvtierd.sock"
 ATTACH_SOCKET: Final = "attach.sock"
@@ -81,9 +53,6 @@ SEGMENTS: Final = (CONTROL, HOST, DEVICE, CUDA)
 has at most one, ``device`` (shared memory that stands in for a GPU's) or ``cuda``."""
 DATA_TIERS: Final = (HOST, DEVICE)
 """Names of the tiers whose slots a client can map."""
-
-_FIRST: Final = ("hello", "commits", "events")
-"""Operations that a connection may begin with, and that say which version is spoken."""
 
 _HEX: Final = re.compile(r"[0-9a-f]{32}")
 _MAX_U64: Final = 2**64 - 1
@@ -132,27 +101,6 @@ class Bye:
 
 
 @dataclass(slots=True, frozen=True)
-class Commits:
-    """First message of a connection that brings a session's commits: that of this token, whose process sends it."""
-
-    token: str
-    version: int = VERSION
-
-
-@dataclass(slots=True, frozen=True)
-class Events:
-    """First message of a connection that brings events to a session: that of this token, whose process sends it."""
-
-    token: str
-    version: int = VERSION
-
-
-@dataclass(slots=True, frozen=True)
-class Opened:
-    """The line is open."""
-
-
-@dataclass(slots=True, frozen=True)
 class Welcome:
     token: str
     session_id: int
@@ -188,8 +136,8 @@ class Failure:
     message: str
 
 
-Request = Hello | Map | Forget | Bye | Commits | Events
-Reply = Welcome | Mapped | Opened | Failure
+Request = Hello | Map | Forget | Bye
+Reply = Welcome | Mapped | Failure
 
 
 def socket_path(address: str | os.PathLike[str], name: str) -> str:
@@ -225,12 +173,6 @@ def _fields(message: Request | Reply) -> dict[str, Any]:
             return {"op": "forget", "token": message.token}
         case Bye():
             return {"op": "bye"}
-        case Commits():
-            return {"op": "commits", "version": message.version, "token": message.token}
-        case Events():
-            return {"op": "events", "version": message.version, "token": message.token}
-        case Opened():
-            return {"ok": True}
         case Welcome():
             return {"ok": True} | {name: getattr(message, name) for name in _WELCOME_FIELDS}
         case Mapped():
@@ -252,16 +194,12 @@ def decode_request(data: bytes) -> Request:
     """
     fields = _object(data)
     op = fields.pop("op", None)
-    if op in _FIRST:
+    if op == "hello":
         # The version comes before all else, so that a client of the future learns what is wrong with it.
         if _is_u64(fields.get("version")) and fields["version"] != VERSION:
             raise AttachProtocolError(
                 "BAD_VERSION", f"version {fields['version']}: this daemon speaks version {VERSION}"
             )
-        if op == "commits":
-            return Commits(**_checked(fields, _HELLO_FIELDS))
-        if op == "events":
-            return Events(**_checked(fields, _HELLO_FIELDS))
         return Hello(**_checked(fields, _HELLO_FIELDS, optional=("token",)))
     if op == "map":
         return Map(**_checked(fields, _MAP_FIELDS))
@@ -269,19 +207,13 @@ def decode_request(data: bytes) -> Request:
         return Forget(**_checked(fields, _FORGET_FIELDS))
     if op == "bye":
         return Bye(**_checked(fields, {}))
-    raise AttachProtocolError("UNKNOWN_OP", f"op {_shown(op)}: must be hello, map, forget, bye, commits or events")
+    raise AttachProtocolError("UNKNOWN_OP", f"op {_shown(op)}: must be hello, map, forget or bye")
 
 
 def decode_welcome(data: bytes) -> Welcome | Failure:
     """The client's side: the answer to a hello. Raises :class:`AttachProtocolError`."""
     fields, failure = _reply(data)
     return failure or Welcome(**_checked(fields, _WELCOME_FIELDS))
-
-
-def decode_opened(data: bytes) -> Opened | Failure:
-    """The client's side: the answer to the opening of a line. Raises :class:`AttachProtocolError`."""
-    fields, failure = _reply(data)
-    return failure or Opened(**_checked(fields, {}))
 
 
 def decode_mapped(data: bytes) -> Mapped | Failure:

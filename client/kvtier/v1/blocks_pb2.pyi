@@ -449,28 +449,6 @@ class CommitResponse(google.protobuf.message.Message):
 global___CommitResponse = CommitResponse
 
 @typing.final
-class CommitAnswer(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    DONE_FIELD_NUMBER: builtins.int
-    REFUSED_FIELD_NUMBER: builtins.int
-    refused: builtins.bytes
-    """a google.rpc.Status, as in the grpc-status-details-bin of a refused Commit; the stream goes on"""
-    @property
-    def done(self) -> global___CommitResponse: ...
-    def __init__(
-        self,
-        *,
-        done: global___CommitResponse | None = ...,
-        refused: builtins.bytes = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["done", b"done", "outcome", b"outcome", "refused", b"refused"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["done", b"done", "outcome", b"outcome", "refused", b"refused"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["done", "refused"] | None: ...
-
-global___CommitAnswer = CommitAnswer
-
-@typing.final
 class Chain(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

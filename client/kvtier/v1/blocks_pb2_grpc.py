@@ -64,11 +64,6 @@ class BlocksStub(object):
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.CommitRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_blocks__pb2.CommitResponse.FromString,
                 _registered_method=True)
-        self.Commits = channel.stream_stream(
-                '/kvtier.v1.Blocks/Commits',
-                request_serializer=kvtier_dot_v1_dot_blocks__pb2.CommitRequest.SerializeToString,
-                response_deserializer=kvtier_dot_v1_dot_blocks__pb2.CommitAnswer.FromString,
-                _registered_method=True)
         self.Acquire = channel.unary_unary(
                 '/kvtier.v1.Blocks/Acquire',
                 request_serializer=kvtier_dot_v1_dot_blocks__pb2.AcquireRequest.SerializeToString,
@@ -152,15 +147,6 @@ class BlocksServicer(object):
 
     def Commit(self, request, context):
         """Makes reserved slots blocks: immutable, reusable, held by the same lease until it is released.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Commits(self, request_iterator, context):
-        """Commits over one stream, each as by Commit, answered in order; the next is read when the answer was taken. A call that
-        is repeated, here or by Commit, is answered and not done again. One stream a session: a newer one ends it with ABORTED.
-        RESOURCE_EXHAUSTED where too many sessions have one: Commit does the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -255,11 +241,6 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Commit,
                     request_deserializer=kvtier_dot_v1_dot_blocks__pb2.CommitRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_blocks__pb2.CommitResponse.SerializeToString,
-            ),
-            'Commits': grpc.stream_stream_rpc_method_handler(
-                    servicer.Commits,
-                    request_deserializer=kvtier_dot_v1_dot_blocks__pb2.CommitRequest.FromString,
-                    response_serializer=kvtier_dot_v1_dot_blocks__pb2.CommitAnswer.SerializeToString,
             ),
             'Acquire': grpc.unary_unary_rpc_method_handler(
                     servicer.Acquire,
@@ -464,33 +445,6 @@ class Blocks(object):
             '/kvtier.v1.Blocks/Commit',
             kvtier_dot_v1_dot_blocks__pb2.CommitRequest.SerializeToString,
             kvtier_dot_v1_dot_blocks__pb2.CommitResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Commits(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvtier.v1.Blocks/Commits',
-            kvtier_dot_v1_dot_blocks__pb2.CommitRequest.SerializeToString,
-            kvtier_dot_v1_dot_blocks__pb2.CommitAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,15 +61,6 @@ class BlocksStub:
     ]
     """Makes reserved slots blocks: immutable, reusable, held by the same lease until it is released."""
 
-    Commits: grpc.StreamStreamMultiCallable[
-        kvtier.v1.blocks_pb2.CommitRequest,
-        kvtier.v1.blocks_pb2.CommitAnswer,
-    ]
-    """Commits over one stream, each as by Commit, answered in order; the next is read when the answer was taken. A call that
-    is repeated, here or by Commit, is answered and not done again. One stream a session: a newer one ends it with ABORTED.
-    RESOURCE_EXHAUSTED where too many sessions have one: Commit does the same.
-    """
-
     Acquire: grpc.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.AcquireRequest,
         kvtier.v1.blocks_pb2.AcquireResponse,
@@ -158,15 +149,6 @@ class BlocksAsyncStub:
         kvtier.v1.blocks_pb2.CommitResponse,
     ]
     """Makes reserved slots blocks: immutable, reusable, held by the same lease until it is released."""
-
-    Commits: grpc.aio.StreamStreamMultiCallable[
-        kvtier.v1.blocks_pb2.CommitRequest,
-        kvtier.v1.blocks_pb2.CommitAnswer,
-    ]
-    """Commits over one stream, each as by Commit, answered in order; the next is read when the answer was taken. A call that
-    is repeated, here or by Commit, is answered and not done again. One stream a session: a newer one ends it with ABORTED.
-    RESOURCE_EXHAUSTED where too many sessions have one: Commit does the same.
-    """
 
     Acquire: grpc.aio.UnaryUnaryMultiCallable[
         kvtier.v1.blocks_pb2.AcquireRequest,
@@ -268,17 +250,6 @@ class BlocksServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[kvtier.v1.blocks_pb2.CommitResponse, collections.abc.Awaitable[kvtier.v1.blocks_pb2.CommitResponse]]:
         """Makes reserved slots blocks: immutable, reusable, held by the same lease until it is released."""
-
-    @abc.abstractmethod
-    def Commits(
-        self,
-        request_iterator: _MaybeAsyncIterator[kvtier.v1.blocks_pb2.CommitRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[kvtier.v1.blocks_pb2.CommitAnswer], collections.abc.AsyncIterator[kvtier.v1.blocks_pb2.CommitAnswer]]:
-        """Commits over one stream, each as by Commit, answered in order; the next is read when the answer was taken. A call that
-        is repeated, here or by Commit, is answered and not done again. One stream a session: a newer one ends it with ABORTED.
-        RESOURCE_EXHAUSTED where too many sessions have one: Commit does the same.
-        """
 
     @abc.abstractmethod
     def Acquire(

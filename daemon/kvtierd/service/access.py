@@ -54,7 +54,6 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Blocks.Touch": Needs(Right.READ),
     "kvtier.v1.Blocks.Reserve": Needs(Right.WRITE),
     "kvtier.v1.Blocks.Commit": Needs(Right.WRITE),
-    "kvtier.v1.Blocks.Commits": Needs(Right.WRITE),  # each of them
     "kvtier.v1.Blocks.Acquire": Needs(Right.READ),
     "kvtier.v1.Blocks.Release": Needs(None),
     "kvtier.v1.Blocks.Move": Needs(Right.WRITE),

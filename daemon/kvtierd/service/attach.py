@@ -19,9 +19,6 @@ from kvtier.abi import attach
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Right
 from kvtierd.service.access import Access, denied
-from kvtierd.service.errors import let_go
-from kvtierd.service.event_lines import EventLines
-from kvtierd.service.lines import CommitLines
 from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
 from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry
 from kvtierd.tiers.arena import Shared
@@ -54,14 +51,6 @@ class DaemonIdentity:
     pid: int
 
 
-@dataclass(slots=True, frozen=True)
-class Lines:
-    """What a session may have beside its connection."""
-
-    commits: CommitLines
-    events: EventLines
-
-
 class AttachServer:
     """Serves a ``SOCK_SEQPACKET`` socket."""
 
@@ -72,7 +61,6 @@ class AttachServer:
         identity: DaemonIdentity,
         access: Access,
         capacity: Callable[[], Capacity],
-        lines: Lines,
     ) -> None:
         """``capacity``: of connections, those included that have not said hello yet."""
         self._sessions = sessions
@@ -80,7 +68,6 @@ class AttachServer:
         self._identity = identity
         self._access = access
         self._capacity = capacity
-        self._lines = lines
         self._connections: dict[asyncio.Task[None], int] = {}
         """Each with the uid at its other end."""
         self._listener: socket.socket | None = None
@@ -125,7 +112,6 @@ class AttachServer:
         connection = asyncio.create_task(self._serve(sock), name="attach-connection")
         self._connections[connection] = who.user.uid
         connection.add_done_callback(self._connections.pop)
-        connection.add_done_callback(_without_frames)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
@@ -143,12 +129,6 @@ class AttachServer:
 
     async def _converse(self, sock: socket.socket) -> None:
         hello = await _hear_hello(sock)
-        if not isinstance(hello, attach.Hello):
-            session = self._find(sock, hello.token)
-            _send(sock, attach.Opened())
-            lines = self._lines.commits if isinstance(hello, attach.Commits) else self._lines.events
-            await lines.serve(sock, session)
-            return
         session = self._admit(sock, hello)
         daemon = self._identity
         try:
@@ -176,11 +156,6 @@ class AttachServer:
         with closing(peer):
             return self._sessions.resume(hello.token, peer, _this_task())
 
-    def _find(self, sock: socket.socket, token: str) -> Session:
-        """The session that a line is opened for. Raises :class:`AttachRefused`."""
-        with closing(_peer(sock)) as peer:
-            return self._sessions.find(token, peer)
-
     def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
         if not isinstance(request, attach.Map):
             raise attach.AttachProtocolError("UNKNOWN_OP", "this connection has said hello already")
@@ -204,14 +179,6 @@ class AttachServer:
         return None if self._access.may(session, right, name) else denied(right, name, session.identity).message
 
 
-def _without_frames(connection: asyncio.Task[None]) -> None:
-    """A task that was cancelled, as a line for events mostly is, keeps the exception, whose frames name the task."""
-    try:
-        connection.exception()
-    except asyncio.CancelledError as error:
-        let_go(error)
-
-
 def _peer(sock: socket.socket) -> Peer:
     """The caller closes it. Raises :class:`AttachRefused`."""
     try:
@@ -220,14 +187,14 @@ def _peer(sock: socket.socket) -> Peer:
         raise AttachRefused(error.reason, str(error)) from error
 
 
-async def _hear_hello(sock: socket.socket) -> attach.Hello | attach.Commits | attach.Events:
+async def _hear_hello(sock: socket.socket) -> attach.Hello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = await _receive(sock)
     except TimeoutError:
         raise AttachRefused("NO_HELLO", f"no hello within {HELLO_TIMEOUT_S:g} s") from None
-    if not isinstance(hello, attach.Hello | attach.Commits | attach.Events):
-        raise AttachRefused("NO_HELLO", "the first message must be a hello, or open a line")
+    if not isinstance(hello, attach.Hello):
+        raise AttachRefused("NO_HELLO", "the first message must be a hello")
     return hello
 
 

@@ -26,16 +26,11 @@ from kvtierd.service.access import NEEDS, Access
 from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
 from kvtierd.service.open_calls import OpenCalls
-from kvtierd.service.series import Series
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
-from kvtierd.service.writes import Write
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
 StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
 """Yields serialised replies."""
-
-StreamAnswers = Callable[[Session, bytes], AsyncGenerator[bytes, None]]
-"""The same of a request as it came."""
 
 UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]]
 """Takes a header and the chunks that follow it."""
@@ -45,9 +40,6 @@ NEVER_WAIT: Final = frozenset({"kvtier.v1.Blocks.Commit", "kvtier.v1.Blocks.Rele
 
 AT_ONCE: Final = "kvtier.v1.Blocks."
 """Methods whose verbs begin in the turn in which their calls come. Most end in it, too, and need no task."""
-
-SERIES: Final = {"Commits": "Commit"}
-"""Streams of the requests of another method of their service, which never waits."""
 
 MAX_DRAINED: Final = 128
 """Messages of a refused upload that are read and thrown away before it is told."""
@@ -100,13 +92,11 @@ class Dispatcher:
         self._translate: Final = translate
         self._open: Final = open_calls
         self._behind: Final = behind
-        self._series: Final = Series(sessions, translate, behind)
         self._stopping = False
 
     def stop(self) -> None:
         """Every unary call is refused from now on: what is behind the verbs is being taken away."""
         self._stopping = True
-        self._series.stop()
 
     def handler(
         self,
@@ -123,33 +113,21 @@ class Dispatcher:
         one stands in no table of rights.
         """
         streams, uploads = streams or {}, uploads or {}
-        series = {name: of for name, of in SERIES.items() if of in verbs}
-        if {*verbs, *streams, *uploads, *series} != set(service.methods_by_name):
+        if {*verbs, *streams, *uploads} != set(service.methods_by_name):
             raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")
         if uploads and pace is None:
             raise ValueError(f"{service.full_name}: uploads need a pace")
         counted = self._open.counted
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = (
-            {
-                name: grpc.unary_unary_rpc_method_handler(
-                    counted(self._unary(self._answering(service.methods_by_name[name], verb))),
-                    response_serializer=_serialise,
-                )
-                for name, verb in verbs.items()
-            }
-            | {
-                name: grpc.unary_stream_rpc_method_handler(
-                    counted(self._stream(service.methods_by_name[name], verb, pace))
-                )
-                for name, verb in streams.items()
-            }
-            | {
-                name: grpc.stream_stream_rpc_method_handler(
-                    counted(self._series.of(self._answering(service.methods_by_name[of], verbs[of])))
-                )
-                for name, of in series.items()
-            }
-        )
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                counted(self._unary(self._answering(service.methods_by_name[name], verb))),
+                response_serializer=_serialise,
+            )
+            for name, verb in verbs.items()
+        } | {
+            name: grpc.unary_stream_rpc_method_handler(counted(self._stream(service.methods_by_name[name], verb, pace)))
+            for name, verb in streams.items()
+        }
         if pace is not None:
             handlers |= {
                 name: grpc.stream_unary_rpc_method_handler(
@@ -158,38 +136,6 @@ class Dispatcher:
                 for name, verb in uploads.items()
             }
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
-
-    def at_once(self, method: MethodDescriptor, verb: Verb) -> Callable[[Session, bytes], Message]:
-        """How requests are answered that do not come by gRPC, of a method of :data:`NEVER_WAIT`. What it returns raises
-        whatever refuses one. Who tells the answer waits until nothing is ``behind``."""
-        answer = self._answering(method, verb)
-
-        def answered(session: Session, raw: bytes) -> Message:
-            call = answer(session, raw)
-            try:
-                call.send(None)
-            except StopIteration as end:
-                reply: Message = end.value
-                return reply
-            call.close()
-            raise AssertionError(f"{method.full_name} waits")
-
-        return answered
-
-    def over_a_line(self, method: MethodDescriptor, verb: StreamVerb) -> StreamAnswers:
-        """How requests of a stream are answered that do not come by gRPC. Raises whatever refuses one."""
-        parse = _parser(method)
-        needs = NEEDS[method.full_name]
-
-        def answers(session: Session, raw: bytes) -> AsyncGenerator[bytes, None]:
-            if self._stopping:
-                raise shutting_down()
-            require_attached(session)
-            request = parse(raw)
-            self._access.require(session, needs, request)
-            return verb(session, request)
-
-        return answers
 
     def _answering(self, method: MethodDescriptor, verb: Verb) -> _Answer:
         parse = _parser(method)
@@ -301,21 +247,22 @@ async def _write(
     """Raises DEADLINE_EXCEEDED where the peer does not take the reply, and UNAUTHENTICATED where its session ends
     meanwhile, after ``give_back``. Not before the write has ended: gRPC has no way to end a call while one is pending.
     """
-    writing = Write(context, reply)
+    writing = asyncio.ensure_future(context.write(reply))
     try:
-        if not await writing.ended(idle_s):
+        await asyncio.wait([writing], timeout=idle_s)
+        if not writing.done():
             await give_back()
-            await writing.taken()
+            await writing
             raise _stalled(f"no message was taken for {idle_s:g} seconds")
-        writing.require_taken()
+        writing.result()
     except asyncio.CancelledError:
         if not session.ended or context.cancelled():
             raise  # the call itself was cancelled
         await give_back()
-        await writing.ended()
+        await asyncio.wait([writing])
         raise session_ended() from None
     finally:
-        writing.abandon()
+        writing.cancel()
 
 
 class _Upload:

@@ -20,7 +20,7 @@ from kvtierd.rights import Rights
 from kvtierd.service.access import Access
 from kvtierd.service.admin import AdminService
 from kvtierd.service.assembly import Stores
-from kvtierd.service.attach import AttachServer, DaemonIdentity, Lines
+from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.blocks import BlocksService
 from kvtierd.service.budgets import Budgets, RememberedSlots
 from kvtierd.service.caches import CachesService
@@ -30,7 +30,6 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.drain import Drains
 from kvtierd.service.epochs import Epochs
 from kvtierd.service.errors import Translator
-from kvtierd.service.event_lines import EventLines
 from kvtierd.service.events import EventsService
 from kvtierd.service.explain import ExplainService
 from kvtierd.service.faces import CacheFace
@@ -41,7 +40,6 @@ from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.lifecycle import IdleCaches
-from kvtierd.service.lines import CommitLines
 from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.machine import require_possible
 from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
@@ -51,7 +49,7 @@ from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.remnants import Kept
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
-from kvtierd.service.server import COMMIT, WATCH, RpcServer, Services
+from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
 from kvtierd.state import EVENT_LOG, StateDir
@@ -68,9 +66,6 @@ FAREWELL_S: Final = 0.5
 
 LOG_ENDS_S: Final = 5.0
 """How long the event log gets for the last events; what it has not got by then is a hole in it."""
-
-CONNECTIONS_EACH: Final = 3
-"""That a session has on the attach socket: its own, and its lines for commits and for events."""
 
 SPARE_CONNECTIONS: Final = 64
 """On the attach socket, beyond those of sessions: room to tell those who come too many why they are refused. One uid
@@ -182,24 +177,17 @@ class Daemon:
         self._calls: Final = OpenCalls()
         behind = lambda: self._engine.index_is_behind  # noqa: E731
         self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator, self._calls, behind)
-        services = self._services()
-        commit = self._dispatcher.at_once(COMMIT, services.blocks[COMMIT.name])
-        watch = self._dispatcher.over_a_line(WATCH, services.watches[WATCH.name])
         self._attach: Final = AttachServer(
             self._sessions,
             self._catalog,
             self._identity,
             self._access,
             self._connection_capacity,
-            Lines(
-                CommitLines(commit, self._translator, behind),
-                EventLines(watch, self._translator, self._calls),
-            ),
         )
         times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
         others = {RemoteSessions.name: self._remote.handler(self._calls)}
-        self._rpc: Final = RpcServer(self._dispatcher, services, others, self._pace)
+        self._rpc: Final = RpcServer(self._dispatcher, self._services(), others, self._pace)
         self._tcp: str | None = None
 
     @classmethod
@@ -367,8 +355,8 @@ class Daemon:
 
     def _connection_capacity(self) -> Capacity:
         now = self.live.now
-        of_identity = CONNECTIONS_EACH * now.max_identity_sessions + SPARE_CONNECTIONS // 2
-        return Capacity(CONNECTIONS_EACH * now.max_sessions + SPARE_CONNECTIONS, of_identity)
+        of_identity = now.max_identity_sessions + SPARE_CONNECTIONS // 2
+        return Capacity(now.max_sessions + SPARE_CONNECTIONS, of_identity)
 
     def _capacity(self) -> Capacity:
         return Capacity(self.live.now.max_sessions, self.live.now.max_identity_sessions)

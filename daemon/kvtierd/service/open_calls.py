@@ -30,7 +30,7 @@ class OpenCalls:
         """The same handler; a call is open until its refusal is written, or what it returns is gRPC's to write."""
 
         async def counting(request: Any, context: Any) -> _Answer:
-            self.begins()
+            self._count += 1
             try:
                 return await call(request, context)
             except grpc.aio.AbortError as error:
@@ -38,18 +38,11 @@ class OpenCalls:
                 asyncio.get_running_loop().call_soon(let_go, error)
                 raise
             finally:
-                self.ends()
+                self._count -= 1
+                if not self._count:
+                    self._none.set()
 
         return counting
-
-    def begins(self) -> None:
-        """One that is not gRPC's to count; :meth:`ends` is to follow."""
-        self._count += 1
-
-    def ends(self) -> None:
-        self._count -= 1
-        if not self._count:
-            self._none.set()
 
     async def answered(self, within_s: float) -> None:
         """Ends when none is open, or after so long."""

@@ -35,9 +35,7 @@ DEVICE_HEALTH: Final = "kvtier.device"
 
 _CACHES: Final = caches_pb2.DESCRIPTOR.services_by_name["Caches"]
 _BLOCKS: Final = blocks_pb2.DESCRIPTOR.services_by_name["Blocks"]
-COMMIT: Final = _BLOCKS.methods_by_name["Commit"]
 _EVENTS: Final = events_pb2.DESCRIPTOR.services_by_name["Events"]
-WATCH: Final = _EVENTS.methods_by_name["Watch"]
 _TRANSFER: Final = transfer_pb2.DESCRIPTOR.services_by_name["Transfer"]
 _ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 

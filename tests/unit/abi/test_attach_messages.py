@@ -14,15 +14,12 @@ from kvtier.abi.attach import (
     AddressError,
     AttachProtocolError,
     Bye,
-    Commits,
     CudaMemory,
-    Events,
     Failure,
     Forget,
     Hello,
     Map,
     Mapped,
-    Opened,
     Welcome,
 )
 
@@ -39,8 +36,6 @@ UUID = "fedcba9876543210" * 2
         Map(2**64 - 1, write=False),
         Forget(TOKEN),
         Bye(),
-        Commits(TOKEN),
-        Events(TOKEN),
     ],
 )
 def test_requests_arrive_as_sent(message: attach.Request) -> None:
@@ -53,8 +48,6 @@ def test_replies_arrive_as_sent() -> None:
     assert attach.decode_welcome(attach.encode(welcome)) == welcome
     assert attach.decode_welcome(attach.encode(failure)) == failure
     assert attach.decode_mapped(attach.encode(failure)) == failure
-    assert attach.decode_opened(attach.encode(failure)) == failure
-    assert attach.decode_opened(attach.encode(Opened())) == Opened()
     for fds in (("control",), ("control", "host"), ("control", "device"), ("control", "host", "device")):
         assert attach.decode_mapped(attach.encode(Mapped(fds))) == Mapped(fds)
 
@@ -76,9 +69,6 @@ def test_messages_look_as_documented() -> None:
     assert json.loads(attach.encode(Hello())) == {"op": "hello", "version": 1}
     assert json.loads(attach.encode(Map(4, write=False))) == {"op": "map", "cache_id": 4, "write": False}
     assert json.loads(attach.encode(Bye())) == {"op": "bye"}
-    assert json.loads(attach.encode(Commits(TOKEN))) == {"op": "commits", "version": 1, "token": TOKEN}
-    assert json.loads(attach.encode(Events(TOKEN))) == {"op": "events", "version": 1, "token": TOKEN}
-    assert json.loads(attach.encode(Opened())) == {"ok": True}
     assert json.loads(attach.encode(Mapped(("control",)))) == {"ok": True, "fds": ["control"]}
     assert json.loads(attach.encode(Mapped(("control", "cuda"), CudaMemory(UUID, 4096), {"host": "w"}))) == {
         "ok": True,

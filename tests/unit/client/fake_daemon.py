@@ -148,17 +148,9 @@ class FakeDaemon:
                 connection.send(self.attach_replies.pop(0))
                 continue
             request = attach.decode_request(data)
-            if isinstance(request, attach.Commits | attach.Events):
-                connection.close()  # as a daemon that knows of no lines
-                return
             if isinstance(request, attach.Bye):
                 self.byes += 1
                 self._news.set()
-                return
-            if isinstance(request, attach.Commits):
-                connection.send(attach.encode(attach.Failure("NO_LINES", "commits are calls here")))
-                while await loop.sock_recv(connection, attach.MAX_MESSAGE):
-                    pass  # sent before the refusal was read, and made again by calls
                 return
             if isinstance(request, attach.Hello):
                 self.hellos.append(request)

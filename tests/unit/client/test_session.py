@@ -19,7 +19,6 @@ import kvtier
 from kvtier import Cache, Tier, binding
 from kvtier.arena import Arena
 from kvtier.attach import attach_socket
-from kvtier.transport import LocalTransport
 from kvtier.v1 import blocks_pb2
 from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
 
@@ -214,16 +213,6 @@ async def test_a_request_that_cannot_be_sent_takes_no_other_ones_answer(
         segments = await connection.map(7, write=True)
     assert list(segments.fds) == ["control", "device"]
     segments.close()
-
-
-async def test_no_line_is_opened_where_no_descriptor_is_left(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none_left() -> socket.socket:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr("kvtier.transport.attach_socket", none_left)
-    assert LocalTransport(daemon.address).another() is None
 
 
 async def until(condition: Callable[[], bool]) -> None:

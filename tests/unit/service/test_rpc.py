@@ -19,9 +19,8 @@ from kvtier.abi.attach import SESSION_METADATA_KEY, Welcome
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, events_pb2_grpc
-from kvtierd.service import calls, lines, series, validate, wire
+from kvtierd.service import calls, validate, wire
 from kvtierd.service.daemon import Daemon
-from kvtierd.service.writes import Write
 from kvtierd.tiers.device import Chaos
 from tests.unit.service.relay import relay
 from tests.unit.service.rig import (
@@ -125,34 +124,19 @@ async def test_a_block_s_life(client: Client) -> None:
 
 
 @pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this processor")
-@pytest.mark.parametrize("way", ["call", "stream", "line"])
 async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
-    way: str, short_dir: Path, monkeypatch: pytest.MonkeyPatch
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looked at where its answer is handed to gRPC, or to the kernel."""
+    """Looked at where its answer is handed to gRPC."""
     shown: list[int] = []
     keys = chain(16)
 
-    def look() -> None:
-        shown.extend(reader.shown()[1] for reader in readers)
-
     def serialise(message: Any) -> bytes:
-        look()
+        shown.extend(reader.shown()[1] for reader in readers)
         return bytes(message.SerializeToString())
 
-    def write(context: Any, message: bytes) -> Write:
-        look()
-        return Write(context, message)
-
-    def send(line: lines._Line) -> None:
-        look()
-        written(line)
-
     readers: list[IndexReader] = []
-    written = lines._Line._write
     monkeypatch.setattr(calls, "_serialise", serialise)
-    monkeypatch.setattr(series, "Write", write)
-    monkeypatch.setattr(lines._Line, "_write", send)
     async with running(config(short_dir, device=16, host=16)) as daemon, attached(daemon) as client:
         cache = await client.open()
         reserved = await client.reserve(cache, 16)
@@ -165,30 +149,10 @@ async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
         )
         arena = next(iter(daemon._catalog)).runtime.arena
         readers.append(IndexReader(ArenaLayout.read(arena.control), arena.control))
-        done = await _committed(client, commit, way)
+        done = await client.call(client.blocks.Commit, commit)
         readers.clear()
         assert done.results == bytes(16)
         assert shown == [done.as_of_event.id]
-
-
-async def _committed(client: Client, commit: blocks_pb2.CommitRequest, way: str) -> blocks_pb2.CommitResponse:
-    if way == "call":
-        done: blocks_pb2.CommitResponse = await client.call(client.blocks.Commit, commit)
-        return done
-    if way == "stream":
-        stream = client.blocks.Commits(metadata=client.metadata)
-        await stream.write(commit)
-        done = (await stream.read()).done
-        stream.cancel()
-        return done
-    line = await AttachSocket.connect(client.address)
-    try:
-        await line.send(attach.encode(attach.Commits(client.welcome.token)))
-        assert attach.decode_opened((await line.receive())[0]) == attach.Opened()
-        await line.send(commit.SerializeToString())
-        return blocks_pb2.CommitAnswer.FromString((await line.receive())[0]).done
-    finally:
-        line.close()
 
 
 async def test_conflicts_are_answered_block_by_block(client: Client) -> None:
