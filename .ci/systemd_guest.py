@@ -323,7 +323,7 @@ class Trial:
         """what the daemon logs is in the journal with its priority, as fields"""
         mine = [entry for entry in journal() if entry.get("_COMM", "").startswith("kvtierd")]
         hold(len(mine) > 1, journal())
-        fields = re.compile(r"time=\S+Z level=(\w+) where=kvtierd\S* event=\S.*")
+        fields = re.compile(r"time=\S+Z level=(\w+) where=kvtierd\S* \S.*")
         priority = {"debug": "7", "info": "6", "warning": "4", "error": "3"}
         for entry in mine:
             matched = fields.fullmatch(entry["MESSAGE"])
@@ -335,9 +335,9 @@ class Trial:
         """systemctl reload takes over what can change, and the status line names what cannot"""
         before, since = main_pid(), len(journal())
         text = CONFIGURATION.read_text()
-        CONFIGURATION.write_text(f'log_level = "debug"\nevent_ring_events = 5000\n{text}')
+        CONFIGURATION.write_text(f'log_level = "debug"\nevent_ring_bytes = 5000\n{text}')
         run("systemctl", "reload", UNIT)
-        until("the status line", lambda: "event_ring_events has changed; that takes a restart" in show("StatusText"))
+        until("the status line", lambda: "event_ring_bytes has changed; that takes a restart" in show("StatusText"))
         hold((main_pid(), show("ActiveState"), show("SubState")) == (before, "active", "running"), show("SubState"))
         hold(said("Reloaded", since), messages(since))
         CONFIGURATION.write_text(text)

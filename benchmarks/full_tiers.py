@@ -30,7 +30,7 @@ from kvtier.tensors import Bytes
 BATCH = 64
 DEVICE_SLOTS = 1024
 TIERS = (TierSlots(DEVICE_SLOTS, 2048, 0), TierSlots(DEVICE_SLOTS, 2048, 8192))
-MARKS = (Marks(0, 0), Marks(0.1, 0.2))
+MARKS = (Marks(0), Marks(0.2))
 IN_A_ROW = 8
 
 

@@ -1,6 +1,6 @@
 """What clean slots ahead of need give and cost: one trace, several daemons that differ in their watermarks alone.
 
-``python benchmarks/watermarks.py TRACE [--marks 0:0,0.1:0.2,0.25:0.5] [--requests N] [--together] [--json]``
+``python benchmarks/watermarks.py TRACE [--marks 0,0.2,0.5] [--requests N] [--together] [--json]``
 
 Every request goes to each daemon, one after the other and in another order each time, so that all of them meet the same
 machine; a daemon then rests while the others work. With ``--together`` none does. A call waited for room
@@ -36,20 +36,14 @@ _SETTLED_S: Final = 0.5
 
 @dataclass(slots=True, frozen=True)
 class Marks:
-    low: float
-    high: float
-
-    @classmethod
-    def parse(cls, text: str) -> Marks:
-        low, _, high = text.partition(":")
-        return cls(float(low), float(high))
+    clean: float
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return ("--clean-low-fraction", str(self.low), "--clean-high-fraction", str(self.high))
+        return ("--clean-fraction", str(self.clean))
 
     def __str__(self) -> str:
-        return f"{self.low:g}, {self.high:g}" if self.high else "off"
+        return f"{self.clean:g}" if self.clean else "off"
 
 
 @dataclass(slots=True)
@@ -194,12 +188,12 @@ def rows(feeds: Sequence[Feed], params: dict[str, Any]) -> list[dict[str, Any]]:
     for one in feeds:
         for name, (unit, measure) in facts.items():
             value, floor = measure(one.book), measure(feeds[0].book)
-            shown = {"low": one.marks.low, "high": one.marks.high, **params}
+            shown = {"clean": one.marks.clean, **params}
             ratio = round(value / floor, 4) if floor else None
             row = {"name": name, "params": shown, "value": round(value, 4), "unit": unit, "floor": round(floor, 4)}
             table.append(row | {"ratio": ratio})
         for what, count in sorted(one.book.copied.items()):
-            shown = {"low": one.marks.low, "high": one.marks.high, "copies": what, **params}
+            shown = {"clean": one.marks.clean, "copies": what, **params}
             floor = feeds[0].book.copied[what] / 2**20
             row = {
                 "name": "copied",
@@ -227,7 +221,7 @@ def show(feeds: Sequence[Feed]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Daemons with different watermarks on one trace, fed in turn.")
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--marks", default="0:0,0.1:0.2,0.25:0.5", help="LOW:HIGH of each daemon")
+    parser.add_argument("--marks", default="0,0.2,0.5", help="clean_fraction of each daemon")
     parser.add_argument("--requests", type=int, help="only the first so many requests")
     parser.add_argument("--slots", default="200,800,5000", help="of device, host and disk")
     parser.add_argument("--together", action="store_true", help="feed them all at the same time")
@@ -236,7 +230,7 @@ def main() -> None:
     slots = TierSlots(*map(int, arguments.slots.split(",")))
     requests = asyncio.run(read(arguments.trace, arguments.requests))
     requests = [request for request in requests if 0 < len(request.ids) <= slots.device]
-    marks = [Marks.parse(each) for each in arguments.marks.split(",")]
+    marks = [Marks(float(each)) for each in arguments.marks.split(",")]
     feeds = asyncio.run(run(requests, slots, marks, busy=arguments.together))
     if arguments.json:
         params = {"requests": len(requests), "slots": arguments.slots, "together": arguments.together}

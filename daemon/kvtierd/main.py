@@ -23,8 +23,7 @@ import click
 
 from kvtierd import logs
 from kvtierd.config import ENV_PREFIX, ConfigError, Loaded, read
-from kvtierd.config.describe import as_json, as_toml, reference
-from kvtierd.config.flags import given, with_flags
+from kvtierd.config.load import as_json, given, reference, with_flags
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_CONFIG: Final = 2
@@ -41,8 +40,7 @@ _log = logging.getLogger(__name__)
     "--config", "file", type=click.Path(path_type=Path), envvar=f"{ENV_PREFIX}CONFIG", help="Configuration file (TOML)."
 )
 @click.option("--check-config", is_flag=True, help="Say whether the configuration is right; start nothing.")
-@click.option("--print-config", is_flag=True, help="Print what is in effect and where it comes from; start nothing.")
-@click.option("--json", "as_json_text", is_flag=True, help="With --print-config: JSON instead of TOML.")
+@click.option("--print-config", is_flag=True, help="Print what is in effect, and its sources; start nothing.")
 @click.option("--config-reference", is_flag=True, help="Print docs/configuration.md; start nothing.")
 @click.option("--supervise", "supervised", is_flag=True, help="Keep the memory tiers over crashes, without systemd.")
 @with_flags
@@ -50,7 +48,6 @@ def main(
     file: Path | None,
     check_config: bool,
     print_config: bool,
-    as_json_text: bool,
     config_reference: bool,
     supervised: bool,
     **flags: Any,
@@ -59,8 +56,6 @@ def main(
 
     Every key is a flag here, a key of the configuration file, and KVTIERD_<KEY> in the environment.
     """
-    if as_json_text and not print_config:
-        raise click.UsageError("--json goes with --print-config")
     if config_reference:
         click.echo(reference(), nl=False)
         return
@@ -70,14 +65,14 @@ def main(
     except ConfigError as error:
         _fail(EXIT_BAD_CONFIG, str(error))
     if print_config:
-        click.echo((as_json if as_json_text else as_toml)(loaded.config, loaded.sources))
+        click.echo(as_json(loaded))
     elif check_config:
         _check_files(loaded)
         click.echo("kvtierd: the configuration is right")
     elif supervised:
         from kvtierd.supervise import own_command, supervise
 
-        logs.set_up(loaded.config.log_level, loaded.config.log_format)
+        logs.set_up(loaded.config.log_level)
         sys.exit(supervise(own_command([argument for argument in sys.argv[1:] if argument != "--supervise"])))
     else:
         _serve(file, set_here, loaded)
@@ -95,7 +90,7 @@ def _check_files(loaded: Loaded) -> None:
 def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> None:
     """Until asked to stop. Returns if that was clean, else the process ends here."""
     config = loaded.config
-    logs.set_up(config.log_level, config.log_format)
+    logs.set_up(config.log_level)
     gc.disable()  # until the daemon serves: almost all that is made before that lives as long as the process
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which the daemon has no use for: a thread a core
     # gRPC's own lines are no records of the log, and whoever can connect to the TCP port could make any number of them.

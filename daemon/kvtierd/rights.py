@@ -37,8 +37,6 @@ class Right(StrEnum):
 
 
 ALL_RIGHTS: Final = frozenset(Right)
-SHORTHAND_RIGHTS: Final = frozenset({Right.READ, Right.WRITE, Right.WATCH})
-"""What ``allow_uids`` gives on every cache."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -78,7 +78,6 @@ async def serve(sources: Sources, config: Config, manager: Manager, selector: Ti
     async with _taking_long(notifier):
         daemon = await Daemon.start(config, selector, notifier, manager.passed)
     _keep_collections_short()
-    daemon.live.on_change(lambda now: logs.change(now.log_level, now.log_format))
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
     async with _watched(manager, daemon):
         notifier.ready(_serving(daemon))
@@ -88,7 +87,7 @@ async def serve(sources: Sources, config: Config, manager: Manager, selector: Ti
         _log.info("stopping")
         reloading.cancel()
         notifier.stopping("stopping: moves are given time to end")
-        notifier.extend(daemon.live.now.shutdown_seconds + _STOP_MARGIN_S)
+        notifier.extend(config.shutdown_seconds + _STOP_MARGIN_S)
         clean = await daemon.stop()
         _ended.append(daemon)
     _log.info("stopped clean=%s", clean)
@@ -160,11 +159,14 @@ async def _reload_when_asked(asked: asyncio.Event, sources: Sources, daemon: Dae
         try:
             fresh = await asyncio.to_thread(sources.read)
         except ConfigError as error:
-            daemon.live.refuse(str(error))
+            daemon.config_problems = tuple(f"configuration: not reloaded: {line}" for line in str(error).splitlines())
         else:
-            daemon.live.reload(fresh.config)
+            logs.change(fresh.config.log_level)
+            daemon.reload(fresh.config)
+        for problem in daemon.config_problems:
+            _log.warning("%s", problem)
         notifier.ready(_serving(daemon))
 
 
 def _serving(daemon: Daemon) -> str:
-    return "; ".join([f"serving at {daemon.address}", *daemon.live.problems])
+    return "; ".join([f"serving at {daemon.address}", *daemon.config_problems])

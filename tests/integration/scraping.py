@@ -18,7 +18,7 @@ LISTEN = ("--metrics-listen", "127.0.0.1:0")
 
 def port_of(daemon: DaemonProcess) -> int:
     """Of the endpoint of its last start."""
-    ports = re.findall(r'event="serving metrics" address=\S+ port=(\d+)', daemon.log)
+    ports = re.findall(r"serving metrics address=\S+ port=(\d+)", daemon.log)
     return int(ports[-1])
 
 

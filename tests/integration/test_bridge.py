@@ -188,7 +188,7 @@ async def test_the_daemon_is_killed_and_the_router_ends_up_right(start_daemon: S
 
 async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_daemon: StartDaemon) -> None:
     """The daemon holds few events, and logs none: what the bridge slept through is gone."""
-    daemon = start_daemon("--event-ring-events", "100", "--event-log-bytes", "0", device=16, host=32, disk=64)
+    daemon = start_daemon("--event-ring-bytes", "16KiB", "--event-log-bytes", "0", device=16, host=32, disk=64)
     async with await connect(daemon.address) as client:
         cache = await opened(client)
         with bridge(daemon) as process:

@@ -35,7 +35,7 @@ from tests.integration.waiting import eventually
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 KEYS = chain("kept", 6)
-TTL = ("--idle-ttl", "200ms")
+TTL = ("--idle-ttl", "0.2")
 
 
 async def info_of(client: AsyncClient, name: str) -> CacheInfo | None:

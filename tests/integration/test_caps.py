@@ -55,26 +55,8 @@ async def test_calls_at_the_same_time_count_together(start_daemon: StartDaemon) 
             assert [refusal.reason for refusal in refusals] == ["OVER_CAP"] * 3
 
 
-async def test_a_session_has_so_many_leases_and_no_more(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--max-session-leases", "2", host=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("shared", SPEC)
-        keys = chain("stored", 2)
-        await cache.put(keys, blocks(keys), tier=Tier.HOST)
-        async with cache.reserve(1, tier=Tier.HOST), cache.acquire(keys, tier=Tier.HOST):
-            error = await refused(cache, 1)
-            assert (error.reason, error.tier, error.free) == ("OVER_CAP", None, 0)
-            assert "max_session_leases" in str(error)
-            with pytest.raises(TierFull, match="the session has 2, 2 may be"):
-                async with cache.acquire(keys, tier=Tier.HOST):
-                    raise AssertionError("granted")
-        async with cache.reserve(1, tier=Tier.HOST), cache.acquire(keys, tier=Tier.HOST):
-            pass
-
-
 async def test_streams_count_like_any_other_reservation_and_lease(start_daemon: StartDaemon) -> None:
-    flags = ("--max-reserved-fraction", "0.5", "--max-session-leases", "2")
-    daemon = start_daemon(*flags, host=8)
+    daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("shared", SPEC)
         keys = chain("streamed", 4)
@@ -82,7 +64,4 @@ async def test_streams_count_like_any_other_reservation_and_lease(start_daemon: 
             with pytest.raises(TierFull, match="max_reserved_fraction") as over:
                 await cache.stream_put(keys, blocks(keys), tier=Tier.HOST)
             assert (over.value.reason, over.value.free) == ("OVER_CAP", 3)
-            async with cache.reserve(1, tier=Tier.HOST):
-                with pytest.raises(TierFull, match="max_session_leases"):
-                    await cache.stream_put(keys[:1], blocks(keys[:1]), tier=Tier.HOST)
         assert await cache.stream_put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4

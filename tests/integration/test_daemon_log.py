@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from kvtier import Tier, connect
 from tests.integration.blocks import SPEC, blocks, chain, sizes
@@ -16,9 +13,8 @@ from tests.integration.daemon import StartDaemon
 from tests.integration.raw import attached
 
 
-@pytest.mark.parametrize("form", ["logfmt", "json"])
-async def test_no_token_and_no_key_is_ever_logged(start_daemon: StartDaemon, form: str) -> None:
-    daemon = start_daemon("--log-level", "debug", "--log-format", form, device=4, host=4, disk=8)
+async def test_no_token_and_no_key_is_ever_logged(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon("--log-level", "debug", device=4, host=4, disk=8)
     keys = chain("secret", 12)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = await client.open_cache("c", SPEC, budgets=sizes(device=4, host=4, disk=8))
@@ -35,20 +31,6 @@ async def test_no_token_and_no_key_is_ever_logged(start_daemon: StartDaemon, for
         assert secret.upper() not in daemon.log
 
 
-def test_json_is_an_object_a_line(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--log-format", "json", host=4)
-    daemon.stop()
-    lines = [json.loads(line) for line in daemon.log.splitlines()]
-    assert lines and all({"time", "level", "where", "event"} <= set(line) for line in lines)
-    assert lines[-1] | {"time": ""} == {
-        "time": "",
-        "level": "info",
-        "where": "kvtierd.serve",
-        "event": "stopped",
-        "clean": "True",
-    }
-
-
 def test_the_journal_has_what_stops_a_start_among_the_errors(tmp_path: Path) -> None:
     """Where `journalctl -p err` finds it, as it does what is logged later."""
     file = tmp_path / "kvtierd.toml"
@@ -61,4 +43,4 @@ def test_the_journal_has_what_stops_a_start_among_the_errors(tmp_path: Path) -> 
         journal.seek(0)
         lines = journal.read().splitlines()
     assert ended.returncode == 2
-    assert len(lines) == 1 and lines[0].startswith(f"<3>kvtierd: {file}:1: hots_bytes: "), lines
+    assert len(lines) == 1 and lines[0].startswith(f"<3>kvtierd: {file}: hots_bytes: "), lines

@@ -158,7 +158,7 @@ async def test_a_router_follows_life_and_a_killed_daemon(daemon: DaemonProcess, 
 
 
 async def test_one_that_falls_behind_is_told_and_ends_up_right(start_daemon: StartDaemon) -> None:
-    flags = ("--event-ring-events", "100", "--event-log-bytes", "0", "--no-debug-checks")
+    flags = ("--event-ring-bytes", "16KiB", "--event-log-bytes", "0", "--no-debug-checks")
     daemon = start_daemon(*flags, device=16, host=32, disk=64)
     async with await connect(daemon.address) as client:
         cache, router = await opened(client), Router()

@@ -175,7 +175,7 @@ async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_dae
 
 
 async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted(start_daemon: StartDaemon) -> None:
-    flags = ("--event-log-bytes", "1MiB", "--event-ring-bytes", "64KiB", "--heartbeat-seconds", "0.05")
+    flags = ("--event-log-bytes", "1MiB", "--event-ring-bytes", "64KiB")
     daemon = start_daemon("--no-debug-checks", *flags, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open("watched")).cache_id
@@ -262,7 +262,7 @@ class Jumping(DaemonProcess):
 async def test_a_clock_that_jumps_deletes_nothing_and_hides_nothing(short_dir: Path) -> None:
     offset = short_dir / "offset"
     offset.write_text("0")
-    daemon = Jumping(short_dir, sizes(host=8), ("--event-ring-events", "4"))
+    daemon = Jumping(short_dir, sizes(host=8), ("--event-ring-bytes", "1KiB"))
     daemon.variables["WALL_CLOCK_OFFSET"] = str(offset)
     daemon.start()
     try:

@@ -237,7 +237,7 @@ async def test_what_is_written_down_by_policy(start_daemon: StartDaemon, policy:
 
 @drives((UPDATED, Cause.WATERMARK))
 async def test_slots_are_kept_clean(start_daemon: StartDaemon) -> None:
-    flags = ("--clean-low-fraction", "0.5", "--clean-high-fraction", "0.8")
+    flags = ("--clean-fraction", "0.8")
     async with kept(start_daemon(*flags, **SLOTS)) as (client, books):
         for name, below in (("with-host", HOST), ("without-host", DISK)):
             budgets = sizes(device=8, host=8) if below is HOST else sizes(device=8, disk=8)
@@ -265,7 +265,7 @@ async def test_bytes_that_are_not_what_they_were(start_daemon: StartDaemon) -> N
 
 @drives((REMOVED, Cause.IO_ERROR), (UPDATED, Cause.IO_ERROR), (REMOVED, Cause.ANCESTOR))
 async def test_a_disk_that_is_given_up(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--tier-grace", "200ms", **SLOTS)
+    daemon = start_daemon("--tier-grace-seconds", "0.2", **SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC)
         both = await put(cache, "above as well", 2)
@@ -354,7 +354,7 @@ async def test_memory_that_is_taken_over(short_dir: Path, cause: Cause) -> None:
 
 @drives((CLEARED, Cause.EXPIRED), (CLEARED, Cause.EXPLICIT), (CREATED, Cause.EXPLICIT), (STORED, Cause.RECOVERED))
 async def test_a_cache_that_cools_is_warmed_and_removed(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--idle-ttl", "200ms", **SLOTS)
+    daemon = start_daemon("--idle-ttl", "0.2", **SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         await move(cache, await put(cache, "kept", 2), DISK)

@@ -16,6 +16,8 @@ from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import attached, close_all
 
+ALLOWED = f'{{"uids": [{NOBODY}], "caches": ["*"], "verbs": ["read", "write", "watch"]}}'
+
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 REFUSED = "PermissionError"
@@ -81,14 +83,14 @@ async def test_credentials_and_tokens_keep_others_out_of_open_sockets(start_daem
 
 
 async def test_a_user_who_is_allowed_may_attach(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--allow-uids", str(NOBODY), device=2, host=2)
+    daemon = start_daemon("--allow", ALLOWED, device=2, host=2)
     open_up(daemon)
     assert (await foreigner(daemon))["hello"] == "welcome"
 
 
 async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(start_daemon: StartDaemon) -> None:
     """Least of all what says where they are: others read by that, without asking anybody."""
-    daemon = start_daemon("--allow-uids", str(NOBODY), device=2, host=8)
+    daemon = start_daemon("--allow", ALLOWED, device=2, host=8)
     open_up(daemon)
     async with await connect(daemon.address) as client:
         theirs = await client.open_cache("theirs", SPEC, budgets=sizes(host=4))

@@ -363,7 +363,7 @@ async def test_new_caches_get_no_device_tier_and_a_restart_brings_it_back(daemon
 
 
 async def test_a_cache_that_could_not_be_opened_again_stays_warm(start: Callable[..., LosableDaemon]) -> None:
-    daemon = start(sizes(device=8, host=16, disk=32), "--idle-ttl", "200ms")
+    daemon = start(sizes(device=8, host=16, disk=32), "--idle-ttl", "0.2")
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC, budgets=sizes(device=8, host=8, disk=16))
         other = await client.open_cache("other", SPEC, budgets=sizes(host=8, disk=16))

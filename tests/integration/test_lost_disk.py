@@ -35,7 +35,7 @@ async def disk_is_lost(client: AsyncClient) -> tuple[str, ...]:
 
 
 async def test_a_dead_disk_is_given_up_and_a_mended_one_taken_back(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--tier-grace", "200ms", device=8, host=8, disk=DISK_SLOTS)
+    daemon = start_daemon("--tier-grace-seconds", "0.2", device=8, host=8, disk=DISK_SLOTS)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)

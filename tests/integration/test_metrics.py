@@ -243,9 +243,7 @@ def test_nothing_listens_unless_asked(start_daemon: StartDaemon) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--metrics-listen", "0.0.0.0:0"), "metrics_public"),
         (("--metrics-listen", "nowhere"), "host:port"),
-        (("--metrics-public",), "metrics_listen is not set"),
     ],
 )
 def test_an_address_that_must_not_be_is_refused(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
@@ -254,7 +252,7 @@ def test_an_address_that_must_not_be_is_refused(tmp_path: Path, flags: tuple[str
 
 
 def test_a_public_address_can_be_asked_for(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--metrics-listen", "0.0.0.0:0", "--metrics-public", host=4)
+    daemon = start_daemon("--metrics-listen", "0.0.0.0:0", host=4)
     assert "kvtier_build_info" in text_of(daemon)
 
 

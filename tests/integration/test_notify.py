@@ -64,12 +64,12 @@ def test_a_reload_begins_and_ends_with_a_word(daemon: DaemonProcess, manager: No
     daemon.start()
     manager.wait_for_field("READY")
     before = time.monotonic_ns() // 1000
-    (daemon.home / "kvtierd.toml").write_text("max_sessions = 9\nevent_ring_events = 5\n")
+    (daemon.home / "kvtierd.toml").write_text('log_level = "debug"\nevent_ring_bytes = 5000\n')
     os.kill(daemon.pid, signal.SIGHUP)
     began = manager.wait_for_field("RELOADING")
     assert before <= int(began.fields["MONOTONIC_USEC"]) <= time.monotonic_ns() // 1000
     ended = manager.wait_for_field("READY")
-    refused = "configuration: event_ring_events has changed; that takes a restart"
+    refused = "configuration: event_ring_bytes has changed; that takes a restart"
     assert ended.fields["STATUS"] == f"serving at {daemon.address}; {refused}"
 
 

@@ -172,7 +172,7 @@ async def test_who_has_mapped_a_cache_reads_on_without_the_right_but_not_by_call
 
 async def test_connections_without_a_session_keep_no_other_user_out(start_daemon: StartDaemon) -> None:
     rule = f'{{"uids": [{NOBODY}], "caches": ["*"], "verbs": ["read"]}}'
-    daemon = start_daemon("--allow", rule, "--max-sessions", "4", "--max-identity-sessions", "2", host=8)
+    daemon = start_daemon("--allow", rule, "--max-sessions", "4", host=8)
     daemon.home.chmod(0o755)
     os.chmod(daemon.address, 0o755)
     for path in daemon.sockets:

@@ -13,7 +13,6 @@ import pytest
 
 from kvtier import AsyncClient, Cursor, Event, Tier, connect
 from kvtier.v1 import blocks_pb2, events_pb2
-from kvtierd.config.keys import LOGGED_BYTES
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain
 from tests.integration.daemon import DaemonProcess, StartDaemon
@@ -30,9 +29,8 @@ PRODUCED = (PUTS - WARM) * BLOCKS * (66 + 33)
 """Bytes of events, once the ring is full."""
 
 assert PRODUCED > 16 * RING_BYTES
-assert PRODUCED > LOGGED_BYTES
 
-SMALL_RING = ("--no-debug-checks", "--event-ring-bytes", str(RING_BYTES), "--heartbeat-seconds", "0.05")
+SMALL_RING = ("--no-debug-checks", "--event-ring-bytes", str(RING_BYTES))
 NAME = "watched"
 
 

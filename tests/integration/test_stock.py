@@ -210,16 +210,6 @@ async def test_a_cap_on_reservations_counts_what_is_kept_once(start_daemon: Star
         await put(cache, "afterwards", MOST)
 
 
-async def test_a_cap_on_leases_counts_what_is_kept_once(start_daemon: StartDaemon, reserved: Reserved) -> None:
-    daemon = start_daemon("--max-session-leases", "2", host=SLOTS)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("capped", SPEC)
-        await stocked(cache, 2)
-        keys = chain("stocked 0", 2)
-        async with cache.acquire(keys), cache.acquire(keys) as lease:
-            assert lease.blocks == 2
-
-
 async def test_after_a_restart_they_are_forgotten_and_puts_go_on(start_daemon: StartDaemon, reserved: Reserved) -> None:
     daemon = start_daemon(host=SLOTS)
     async with await connect(daemon.address) as client:

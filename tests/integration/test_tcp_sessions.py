@@ -39,8 +39,8 @@ from tests.integration.waiting import PATIENCE_S, eventually
 from tests.tls import Authority
 
 GRACE_S = 60.0
-ATTENTIVE = ("--tcp-heartbeat-seconds", "0.05")
-"""For tests of silence alone: a client of a busy machine is as silent now and then."""
+ATTENTIVE = ("--tcp-grace-seconds", "10")
+"""For tests of silence: a tenth of it is the time between heartbeats."""
 KEYS = chain("stored", 3)
 RULES = """
 [[allow]]
@@ -300,7 +300,7 @@ async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(
 async def test_after_the_grace_period_its_slots_are_others(
     start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
 ) -> None:
-    daemon = start(start_daemon, authority, tmp_path, *ATTENTIVE, "--tcp-grace-seconds", "0.2")
+    daemon = start(start_daemon, authority, tmp_path, "--tcp-grace-seconds", "0.2")
     await fill(daemon)
     async with mute(daemon, engine) as (channel, token, _):
         await reserved(channel, token)
@@ -332,13 +332,13 @@ async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(
 async def test_one_identity_has_so_many_sessions_and_others_are_unaffected(
     start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
 ) -> None:
-    daemon = start(start_daemon, authority, tmp_path, "--max-identity-sessions", "2")
+    daemon = start(start_daemon, authority, tmp_path, "--max-sessions", "4")
     async with await connect(daemon.tcp_address, tls=engine):
         async with await connect(daemon.tcp_address, tls=engine):
             with pytest.raises(RetryableError) as refused:
                 await connect(daemon.tcp_address, tls=engine)
             assert refused.value.reason == "TOO_MANY_OF_IDENTITY"
-            assert "certificate engine-1, first.example has 2 sessions, max_identity_sessions = 2" in str(refused.value)
+            assert "certificate engine-1, first.example has 2 sessions; one identity may have 2" in str(refused.value)
             async with await connect(daemon.tcp_address, tls=authority.issue("engine-2.example")):
                 pass
             async with await connect(daemon.address), await connect(daemon.address):

@@ -357,7 +357,7 @@ async def test_a_cursor_of_the_future_is_refused(client: AsyncClient) -> None:
 
 
 async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemon: StartDaemon) -> None:
-    flags = ("--event-ring-events", "16", "--event-log-bytes", "0", "--heartbeat-seconds", "0.05")
+    flags = ("--event-ring-bytes", "2KiB", "--event-log-bytes", "0")
     daemon = start_daemon(*flags, host=8)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("short", SPEC)

@@ -13,7 +13,7 @@ Checksums are xxh3-128 of a block's bytes, 16 bytes each, big-endian, seed 0. By
 (DATA_LOSS, reason CHECKSUM_MISMATCH, field naming the block), and nothing of the call is stored.
 
 A peer that makes no progress is given up (DEADLINE_EXCEEDED, reason STALLED), and its slots are freed: in any
-transfer_idle_seconds (by default 30) a sender brings transfer_idle_bytes (by default 64 KiB), or ends, and a reader
+transfer_idle_seconds (by default 30) a sender brings 64 KiB, or ends, and a reader
 takes a message.
 """
 

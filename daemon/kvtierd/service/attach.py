@@ -10,7 +10,6 @@ import array
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -60,7 +59,7 @@ class AttachServer:
         arenas: Arenas,
         identity: DaemonIdentity,
         access: Access,
-        capacity: Callable[[], Capacity],
+        capacity: Capacity,
     ) -> None:
         """``capacity``: of connections, those included that have not said hello yet."""
         self._sessions = sessions
@@ -103,7 +102,7 @@ class AttachServer:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
 
     def _begin(self, sock: socket.socket) -> None:
-        who, most = credentials(sock), self._capacity()
+        who, most = credentials(sock), self._capacity
         of_uid = sum(uid == who.user.uid for uid in self._connections.values())
         if len(self._connections) >= most.sessions or of_uid >= most.of_identity:
             _log.warning("attach connection dropped why='too many' pid=%d uid=%d", who.pid, who.user.uid)

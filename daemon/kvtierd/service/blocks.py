@@ -35,7 +35,7 @@ MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 
 
 class BlocksService:
-    """``wait_s``: how long a call waits that does not say, now. ``identity``: has the epoch of the cursors given out.
+    """``wait_s``: how long a call waits that does not say. ``identity``: has the epoch of the cursors given out.
     ``describe``: says of a refusal who holds what."""
 
     def __init__(
@@ -43,7 +43,7 @@ class BlocksService:
         engine: Engine,
         catalog: Catalog,
         identity: DaemonIdentity,
-        wait_s: Callable[[], float],
+        wait_s: float,
         describe: Callable[[Refusal], common_pb2.ErrorDetail],
         caps: Caps,
     ) -> None:
@@ -114,7 +114,7 @@ class BlocksService:
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validate.tier("tier", request.tier, _leasable(cache))
         wanted = validate.count("count", request.count, 1, cache.slots[tier][group])
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, wanted):
             grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
@@ -138,7 +138,7 @@ class BlocksService:
     async def acquire(self, session: Session, request: blocks_pb2.AcquireRequest) -> blocks_pb2.AcquireResponse:
         cache, group = self._place(session, request.cache_id, request.group)
         tier = validate.tier("tier", request.tier, _leasable(cache))
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         chains = _chains(request.chains)
         with self._caps.leasing(session, len(chains)):
             if request.across_groups:
@@ -162,7 +162,7 @@ class BlocksService:
         cache, group = self._place(session, request.cache_id, request.group)
         to = validate.tier("to", request.to, cache.slots)
         keys = validate.keys("keys", request.keys)
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s())
+        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         if request.dry_run:
             planned = self._engine.plan_move(cache.id, group, to, keys)
             return blocks_pb2.MoveResponse(results=bytes(planned), as_of_event=self._now_cursor())

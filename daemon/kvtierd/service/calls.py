@@ -62,7 +62,7 @@ class Pace:
     its stream; and it takes every message within ``idle_s``, which has up to 1 MiB."""
 
     idle_s: float
-    least_bytes: int
+    least_bytes: int = 64 << 10
 
     @asynccontextmanager
     async def patience(self, seconds: float) -> AsyncGenerator[None, None]:
@@ -104,7 +104,7 @@ class Dispatcher:
         verbs: Mapping[str, Verb],
         streams: Mapping[str, StreamVerb] | None = None,
         uploads: Mapping[str, UploadVerb] | None = None,
-        pace: Callable[[], Pace] | None = None,
+        pace: Pace | None = None,
     ) -> grpc.GenericRpcHandler:
         """All methods of a service. ``pace``: what a peer must keep in a stream that begins now; None: it may take its
         time.
@@ -184,7 +184,7 @@ class Dispatcher:
         return call
 
     def _stream(
-        self, method: MethodDescriptor, verb: StreamVerb, pace: Callable[[], Pace] | None
+        self, method: MethodDescriptor, verb: StreamVerb, pace: Pace | None
     ) -> Callable[[bytes, _Context], Awaitable[None]]:
         parse = _parser(method)
         needs = NEEDS[method.full_name]
@@ -195,7 +195,7 @@ class Dispatcher:
                 session = self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
                 request = parse(raw)
                 self._access.require(session, needs, request)
-                idle_s = None if pace is None else pace().idle_s
+                idle_s = None if pace is None else pace.idle_s
                 async with session.streaming(), aclosing(verb(session, request)) as replies:
                     async for reply in replies:
                         await _write(session, context, reply, idle_s, replies.aclose)
@@ -211,13 +211,13 @@ class Dispatcher:
         return call
 
     def _upload(
-        self, method: MethodDescriptor, verb: UploadVerb, pace: Callable[[], Pace]
+        self, method: MethodDescriptor, verb: UploadVerb, pace: Pace
     ) -> Callable[[AsyncIterator[bytes], _Context], Awaitable[Message]]:
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
 
         async def call(messages: AsyncIterator[bytes], context: _Context) -> Message:
-            upload = _Upload(messages, _parser(method), context, pace())
+            upload = _Upload(messages, _parser(method), context, pace)
             try:
                 session = self._caller(context)
                 raw, header = await upload.header()

@@ -6,9 +6,8 @@ Counted are the leases that a session has and those that its calls under way may
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import grpc
@@ -24,38 +23,30 @@ from kvtierd.service.sessions import Session
 K = TypeVar("K")
 
 
-@dataclass(slots=True, frozen=True)
-class CapLimits:
-    """``reserved_fraction``: of a tier's slots of a window group, those that one session may hold blank.
-
-    ``leases``: of one session, over all caches.
-    """
-
-    reserved_fraction: float
-    leases: int
+MAX_LEASES: Final = 65536
+"""Leases of one session, over all caches."""
 
 
 class Caps:
-    """Loop thread only."""
+    """Loop thread only. ``reserved_fraction``: share of a tier's slots of a window group for one session."""
 
-    def __init__(self, engine: Engine, limits: Callable[[], CapLimits]) -> None:
+    def __init__(self, engine: Engine, reserved_fraction: float) -> None:
         self._engine: Final = engine
-        self._limits: Final = limits
+        self._reserved_fraction: Final = reserved_fraction
         self._reserving: Counter[tuple[SessionId, CacheId, GroupId, Tier]] = Counter()
         self._leasing: Counter[SessionId] = Counter()
 
     def require_room(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> None:
         """Before a reservation that does not wait. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
         slots = cache.slots[tier][group]
-        limits = self._limits()
-        allowed = max(1, int(limits.reserved_fraction * slots))
+        allowed = max(1, int(self._reserved_fraction * slots))
         if allowed < slots:
             under_way = self._reserving[session.id, cache.id, group, tier]
             held = cache.runtime.manager.blank_of(session.id, group, tier) + under_way
             if held + count > allowed:
                 says = f"{count} {tier} slots of cache {cache.name} wanted, {held} are reserved, {allowed} may be"
                 raise _over("max_reserved_fraction", says, session, tier, count, held, allowed)
-        self._require_leases(session, 1, limits.leases)
+        self._require_leases(session, 1)
 
     @contextmanager
     def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
@@ -68,15 +59,15 @@ class Caps:
     @contextmanager
     def leasing(self, session: Session, count: int) -> Iterator[None]:
         """Around what may grant so many leases. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
-        self._require_leases(session, count, self._limits().leases)
+        self._require_leases(session, count)
         with _added(self._leasing, session.id, count):
             yield
 
-    def _require_leases(self, session: Session, count: int, allowed: int) -> None:
+    def _require_leases(self, session: Session, count: int) -> None:
         held = self._engine.session_leases(session.id) + self._leasing[session.id]
-        if held + count > allowed:
-            says = f"{count} leases wanted, the session has {held}, {allowed} may be"
-            raise _over("max_session_leases", says, session, None, count, held, allowed)
+        if held + count > MAX_LEASES:
+            says = f"{count} leases wanted, the session has {held}, {MAX_LEASES} may be"
+            raise _over("leases", says, session, None, count, held, MAX_LEASES)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
-from kvtierd.config import Config, LiveConfig
+from kvtierd.config import LIVE, Config
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.event_ids import DurableSequencer
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, LoggedRun
@@ -25,7 +25,7 @@ from kvtierd.service.blocks import BlocksService
 from kvtierd.service.budgets import Budgets, RememberedSlots
 from kvtierd.service.caches import CachesService
 from kvtierd.service.calls import Dispatcher, Pace
-from kvtierd.service.caps import CapLimits, Caps
+from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.drain import Drains
 from kvtierd.service.epochs import Epochs
@@ -98,13 +98,12 @@ class _Directories:
             remembered = RememberedSlots(config.state_dir / "caches")
             log = None
             if config.event_log_bytes:
-                age_ns = int(config.event_log_age * 1e9)
                 path, history = config.state_dir / EVENT_LOG, state.identity.history
-                log = EventLog.open(path, config.event_log_bytes, age_ns, history=history)
+                log = EventLog.open(path, config.event_log_bytes, 1 << 62, history=history)
                 opened.callback(log.close)
                 state.begin(*log.known)
                 life = state.identity
-                waiting_bytes = max(config.unlogged_bytes, LEAST_WAITING_BYTES)
+                waiting_bytes = max(config.event_ring_bytes, LEAST_WAITING_BYTES)
                 log.begin(life.epoch, life.epoch_first, life.last, waiting_bytes, history=life.history)
             else:
                 state.begin()
@@ -121,18 +120,20 @@ class _Tiers:
 
 
 class Daemon:
-    """Serves from :meth:`start` to :meth:`stop`. ``live``: its configuration, to be reloaded through."""
+    """Serves from :meth:`start` to :meth:`stop`."""
 
     def __init__(
         self, config: Config, directories: _Directories, selector: TimedSelector | None, kept: Kept, tiers: _Tiers
     ) -> None:
         state, life = directories.state, directories.state.identity
-        self.live: Final = LiveConfig(config)
+        self._config = config
+        self.config_problems: tuple[str, ...] = ()
+        """Why the last reload of the configuration did not change all that it was to change."""
         self._directories: Final = directories
         self._serving = False
         self._sequencer: Final = DurableSequencer(state)
         faces: dict[CacheId, CacheFace] = {}
-        limits = Limits(config.past_bytes, config.event_ring_events)
+        limits = Limits(config.event_ring_bytes, 1 << 28)
         self._log: Final = directories.log
         packed = None if self._log is None else _to_log(self._log)
         self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)
@@ -158,21 +159,23 @@ class Daemon:
         self._kept: Final = kept
         self._gpu: Final = tiers.gpu
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
-        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, self._capacity, kept.roll)
-        self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, lambda: self.live.now.idle_ttl)
-        self._failing: Final = FailingDisks(self._catalog, self._engine, lambda: self.live.now.tier_grace)
+        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, _capacity(config), kept.roll)
+        self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, config.idle_ttl)
+        self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
         self._epochs: Final = Epochs(state, self._sequencer, self._hub, self._log, self._engine, self._identity)
         self._lost_device: Final = self._watch_device(tiers.gpu)
         self._translator: Final = Translator(self._sessions.owner_of)
-        self._access: Final = Access(Rights(config.rules, os.getuid()), self._catalog)
-        self.live.on_change(self._change_rights)
+        self._access: Final = Access(Rights(config.allow, os.getuid()), self._catalog)
         self._health: Final = Health(
-            self._engine, self._catalog, self._sessions, self.live, self._log, self._lost_device
+            self._engine,
+            self._catalog,
+            self._sessions,
+            lambda: self.config_problems,
+            self._log,
+            self._lost_device,
         )
-        self._events: Final = EventsService(
-            self._history, self._engine, self._catalog, self._access, lambda: self.live.now.heartbeat_seconds
-        )
+        self._events: Final = EventsService(self._history, self._engine, self._catalog, self._access)
         self._drains: Final = Drains(self._events.watch, self._catalog, self._access.on)
         self._calls: Final = OpenCalls()
         behind = lambda: self._engine.index_is_behind  # noqa: E731
@@ -182,12 +185,13 @@ class Daemon:
             self._catalog,
             self._identity,
             self._access,
-            self._connection_capacity,
+            _connection_capacity(config),
         )
-        times = StreamTimes(config.tcp_grace_seconds, config.tcp_heartbeat_seconds)
+        times = StreamTimes.of(config.tcp_grace_seconds)
         self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
         others = {RemoteSessions.name: self._remote.handler(self._calls)}
-        self._rpc: Final = RpcServer(self._dispatcher, self._services(), others, self._pace)
+        pace = Pace(config.transfer_idle_seconds)
+        self._rpc: Final = RpcServer(self._dispatcher, self._services(), others, pace)
         self._tcp: str | None = None
 
     @classmethod
@@ -222,15 +226,15 @@ class Daemon:
     async def _serve(self) -> None:
         plans = await self._catalog.plan_restore(self._sessions.restore(self._kept.entries))
         run = self._directories.run
-        if (tcp := self.live.now.tcp) is not None:
+        if (tcp := self._config.tcp) is not None:
             self._tcp = replace(tcp, port=self._rpc.listen(tcp)).target
             _log.info("listening on TCP address=%s tls=%s", self._tcp, tcp.tls is not None)
         with run.creating_sockets():
             self._rpc.bind(run.rpc_path)
             listener = run.bind_attach()
-        if (metrics := self.live.now.metrics_address) is not None:
+        if (metrics := self._config.metrics_address) is not None:
             self._metrics.start(*metrics, self._subjects())
-        await self._rpc.start(has_device=Tier.DEVICE in self.live.now.tiers)
+        await self._rpc.start(has_device=Tier.DEVICE in self._config.tiers)
         self._attach.start(listener)
         await self._catalog.load(plans)
         self._sessions.settle()
@@ -263,7 +267,7 @@ class Daemon:
         if self._lost_device is not None:
             await self._lost_device.stop()
         probed = await self._failing.stop()
-        clean = await self._engine.shutdown(self.live.now.shutdown_seconds) and probed
+        clean = await self._engine.shutdown(self._config.shutdown_seconds) and probed
         self._dispatcher.stop()
         self._hub.close()
         self._remote.close()
@@ -292,14 +296,12 @@ class Daemon:
         return clean
 
     def _services(self) -> Services:
-        live, identity = self.live, self._identity
-        tiers = live.now.tiers
+        config, identity = self._config, self._identity
+        tiers = config.tiers
         describe = self._translator.detail
-        caps = Caps(self._engine, lambda: CapLimits(live.now.max_reserved_fraction, live.now.max_session_leases))
-        blocks = BlocksService(self._engine, self._catalog, identity, lambda: live.now.wait_seconds, describe, caps)
-        transfer = TransferService(
-            self._engine, self._catalog, self._access, blocks, lambda: live.now.wait_seconds, caps
-        )
+        caps = Caps(self._engine, config.max_reserved_fraction)
+        blocks = BlocksService(self._engine, self._catalog, identity, config.wait_seconds, describe, caps)
+        transfer = TransferService(self._engine, self._catalog, self._access, blocks, config.wait_seconds, caps)
         return Services(
             caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
             blocks=blocks.verbs(),
@@ -316,7 +318,7 @@ class Daemon:
                     self._health,
                     self._events.watching,
                     self._log,
-                    described(live.now, self._gpu),
+                    described(config, self._gpu),
                 ).verbs(),
                 **ExplainService(self._engine, self._catalog, self._sessions, self._access, identity).verbs(),
             },
@@ -345,24 +347,31 @@ class Daemon:
     async def _announce_lost_device(self) -> None:
         await self._rpc.announce_lost_device()
 
-    def _change_rights(self, config: Config) -> None:
-        self._access.rights = Rights(config.rules, os.getuid())
+    def reload(self, fresh: Config) -> None:
+        """Takes over the keys that may change while the daemon runs, and names the others that have changed."""
+        changed = {key for key in Config.model_fields if getattr(fresh, key) != getattr(self._config, key)}
+        self.config_problems = tuple(
+            f"configuration: {key} has changed; that takes a restart" for key in sorted(changed - LIVE)
+        )
+        live, refused = ",".join(sorted(changed & LIVE)), ",".join(sorted(changed - LIVE))
+        _log.info("configuration reloaded changed=%s refused=%s", live, refused)
+        self._config = self._config.model_copy(update={key: getattr(fresh, key) for key in LIVE})
+        self._access.rights = Rights(fresh.allow, os.getuid())
         self._events.rights_changed()
         self._drains.rights_changed()
 
-    def _pace(self) -> Pace:
-        return Pace(self.live.now.transfer_idle_seconds, int(self.live.now.transfer_idle_bytes))
-
-    def _connection_capacity(self) -> Capacity:
-        now = self.live.now
-        of_identity = now.max_identity_sessions + SPARE_CONNECTIONS // 2
-        return Capacity(now.max_sessions + SPARE_CONNECTIONS, of_identity)
-
-    def _capacity(self) -> Capacity:
-        return Capacity(self.live.now.max_sessions, self.live.now.max_identity_sessions)
-
     def _holds_something(self, session: SessionId) -> bool:
         return self._engine.session_leases(session) > 0
+
+
+def _capacity(config: Config) -> Capacity:
+    return Capacity(config.max_sessions, max(1, config.max_sessions // 2))
+
+
+def _connection_capacity(config: Config) -> Capacity:
+    most = _capacity(config)
+    of_identity = most.of_identity + SPARE_CONNECTIONS // 2
+    return Capacity(most.sessions + SPARE_CONNECTIONS, of_identity)
 
 
 def _to_log(log: EventLog) -> Callable[[int, Run], None]:

@@ -26,22 +26,20 @@ from kvtierd.service.hub import TOKENS_WEIGH
 from kvtierd.service.sessions import Session
 from kvtierd.service.watch import Watcher
 
+HEARTBEAT_S: Final = 10.0
+"""For watchers that do not say."""
+
 SLICE_BLOCKS: Final = 1024
 """Of a slice of a snapshot: listing so many takes about a millisecond of the loop."""
 
 
 class EventsService:
-    """``heartbeat_s``: for watchers that do not say."""
-
-    def __init__(
-        self, history: History, engine: Engine, catalog: Catalog, access: Access, heartbeat_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, history: History, engine: Engine, catalog: Catalog, access: Access) -> None:
         self._history: Final = history
         self._hub: Final = history.hub
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._access: Final = access
-        self._heartbeat_s: Final = heartbeat_s
         self._watchers: Final[dict[Watcher, Session]] = {}
         self._hub.watchers = self._watchers
 
@@ -69,7 +67,7 @@ class EventsService:
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         self._require_named(session, request.filter.caches)
         asked = filter_from_wire(request.filter)
-        heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, self._heartbeat_s())
+        heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, HEARTBEAT_S)
         epoch, cursor = await self._start(request)
         # From here to its entry among the watchers nothing is waited for: no change of rights passes it by.
         self._require_named(session, request.filter.caches)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,7 +54,7 @@ class _Health:
 class FailingDisks:
     """Loop thread only. ``grace_s``: how long nothing must have worked."""
 
-    def __init__(self, catalog: Catalog, engine: Engine, grace_s: Callable[[], float]) -> None:
+    def __init__(self, catalog: Catalog, engine: Engine, grace_s: float) -> None:
         self._catalog: Final = catalog
         self._engine: Final = engine
         self._grace_s: Final = grace_s
@@ -75,7 +74,7 @@ class FailingDisks:
         return not late
 
     async def _keep_looking(self) -> None:
-        while not await self._stops_within(min(LOOK_S, self._grace_s() / 4)):
+        while not await self._stops_within(min(LOOK_S, self._grace_s / 4)):
             caches = [cache for cache in self._catalog if Tier.DISK in cache.slots]
             self._health = {cache.id: self._health.get(cache.id, _Health()) for cache in caches}
             for cache in caches:
@@ -95,7 +94,7 @@ class FailingDisks:
 
     async def _look_at(self, cache: Cache, health: _Health) -> None:
         health.note(*cache.runtime.manager.carried(Tier.DISK))
-        failing = health.since is not None and time.monotonic() - health.since >= self._grace_s()
+        failing = health.since is not None and time.monotonic() - health.since >= self._grace_s
         if not failing and health.lost is None:
             return
         async with self._catalog.holding(cache) as there:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from kvtierd.config import LiveConfig
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.service.catalog import Catalog
@@ -24,14 +23,14 @@ class Health:
         engine: Engine,
         catalog: Catalog,
         sessions: SessionRegistry,
-        live: LiveConfig,
+        config_problems: Callable[[], Sequence[str]],
         log: EventLog | None,
         device: LostDevice | None,
     ) -> None:
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
-        self._live: Final = live
+        self._config_problems: Final = config_problems
         self._log: Final = log
         self._device: Final = device
 
@@ -45,7 +44,7 @@ class Health:
             *self._pageable(caches),
             *self._old_leases(caches),
             *self._unlogged(),
-            *self._live.problems,
+            *self._config_problems(),
         ]
 
     def _unlogged(self) -> Iterator[str]:

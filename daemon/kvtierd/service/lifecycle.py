@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Final
 
 from kvtierd.core.ids import CacheId, GroupId, SessionId, Tier
@@ -31,7 +30,7 @@ _log = logging.getLogger(__name__)
 class IdleCaches:
     """Loop thread only. ``ttl_s``: after which an idle cache cools; 0 = never."""
 
-    def __init__(self, catalog: Catalog, engine: Engine, sessions: SessionRegistry, ttl_s: Callable[[], float]) -> None:
+    def __init__(self, catalog: Catalog, engine: Engine, sessions: SessionRegistry, ttl_s: float) -> None:
         self._catalog: Final = catalog
         self._engine: Final = engine
         self._sessions: Final = sessions
@@ -64,7 +63,7 @@ class IdleCaches:
 
     async def _keep_looking(self) -> None:
         while True:
-            await asyncio.sleep(min(LOOK_S, self._ttl_s() / 4 or LOOK_S))
+            await asyncio.sleep(min(LOOK_S, self._ttl_s / 4 or LOOK_S))
             for cache in list(self._catalog):
                 if self._is_due(cache):
                     try:
@@ -76,7 +75,7 @@ class IdleCaches:
 
     def _is_due(self, cache: Cache) -> bool:
         self.look()
-        ttl_s = self._ttl_s()
+        ttl_s = self._ttl_s
         long_enough = ttl_s > 0 and self.idle_ns(cache.id) >= ttl_s * 1e9
         stays = cache.runtime.manager.pinned_slots() > 0  # a pin keeps its block where it is
         return long_enough and not stays and self._catalog.opens_again(cache)

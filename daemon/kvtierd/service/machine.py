@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 from kvtierd.config import Config
-from kvtierd.config.kinds import show_size
 from kvtierd.core.ids import Tier
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.memory import total_bytes
@@ -26,12 +25,12 @@ def require_possible(config: Config) -> None:
     if wanted > has:
         name = max(in_memory, key=in_memory.__getitem__)
         limit = f"the tiers in memory take {wanted} bytes, and this machine has {has}, swap included"
-        raise TierConfigError(name, show_size(in_memory[name]), limit)
+        raise TierConfigError(name, in_memory[name], limit)
     if Tier.DISK in sizes:
         whole = _file_system_bytes(config.disk_path)
         if sizes[Tier.DISK] > whole > 0:  # some that are made as they are used say 0
             limit = f"more than the {whole} bytes of the whole file system of {config.disk_path}"
-            raise TierConfigError("disk_bytes", show_size(sizes[Tier.DISK]), limit)
+            raise TierConfigError("disk_bytes", sizes[Tier.DISK], limit)
 
 
 def _file_system_bytes(path: Path) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, Self
 
 import grpc
 import grpc.aio
@@ -81,6 +81,11 @@ class StreamTimes:
 
     grace_s: float
     heartbeat_s: float
+
+    @classmethod
+    def of(cls, grace_s: float) -> Self:
+        """Ten heartbeats in the grace period, but one in five seconds at least."""
+        return cls(grace_s, min(5.0, max(0.01, grace_s / 10)))
 
 
 class RemoteSessions:

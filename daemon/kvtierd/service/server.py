@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,7 +62,7 @@ class RpcServer:
         dispatcher: Dispatcher,
         services: Services,
         others: Mapping[str, grpc.GenericRpcHandler],
-        pace: Callable[[], Pace],
+        pace: Pace,
     ) -> None:
         """``others``: services by full name that make their own handlers. ``pace``: of transfers that begin now."""
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)

@@ -155,7 +155,7 @@ class SessionRegistry:
         self,
         engine: SessionEngine,
         holds: Callable[[SessionId], bool],
-        capacity: Callable[[], Capacity],
+        capacity: Capacity,
         roll: Roll | None = None,
     ) -> None:
         self._engine = engine
@@ -339,10 +339,10 @@ class SessionRegistry:
             self.end(session, "detached and holding nothing")
 
     def _require_room(self, who: Identity) -> None:
-        most = self._capacity()
+        most = self._capacity
         if self._of[who] >= most.of_identity and not self._end_an_idle_one(who):
             name = f"uid {who.uid}" if isinstance(who, User) else str(who)
-            message = f"{name} has {self._of[who]} sessions, max_identity_sessions = {most.of_identity}"
+            message = f"{name} has {self._of[who]} sessions; one identity may have {most.of_identity}"
             raise AttachRefused("TOO_MANY_OF_IDENTITY", message)
         if len(self._by_id) - len(self._remnants) >= most.sessions and not self._end_an_idle_one():
             raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {most.sessions} sessions")

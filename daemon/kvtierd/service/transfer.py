@@ -104,7 +104,7 @@ class TransferService:
         catalog: Catalog,
         access: Access,
         blocks: BlocksService,
-        wait_s: Callable[[], float],
+        wait_s: float,
         caps: Caps,
     ) -> None:
         self._engine: Final = engine
@@ -137,7 +137,7 @@ class TransferService:
         keys = validate.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
         commit_items(cache, commit, range(len(keys)))  # refused now, or not at all
         checksums = _checksums(header.checksums, len(keys))
-        wait_s = validate.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s())
+        wait_s = validate.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, len(keys)):
             grant = await self._engine.reserve(cache.id, session.id, group, tier, len(keys), wait_s)
         lease = LeaseId(grant.lease or 0)

@@ -17,6 +17,7 @@ import pytest
 
 from kvtier.abi import attach
 from kvtier.v1 import admin_pb2, blocks_pb2
+from kvtierd.rights import AllowRule, Right
 from kvtierd.service.daemon import Daemon
 from tests.unit.service.rig import (
     DEVICE,
@@ -254,7 +255,9 @@ async def test_another_user_is_refused_and_hung_up_on(daemon: Daemon, short_dir:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs to become another user")
 async def test_a_user_that_the_configuration_allows_may_attach(short_dir: Path) -> None:
-    async with running(config(short_dir, allow_uids=(65534,))) as daemon:
+    async with running(
+        config(short_dir, allow=(AllowRule(uids=(65534,), caches=("*",), verbs=(Right.READ,)),))
+    ) as daemon:
         _let_everybody_in(short_dir)
         process = await ChildProcess.start(daemon, "--uid")
         try:
@@ -323,7 +326,7 @@ async def test_a_client_that_never_reads_is_hung_up_on(daemon: Daemon, observer:
 
 
 async def test_too_many_sessions_are_refused_until_an_idle_one_can_give_way(short_dir: Path) -> None:
-    async with running(config(short_dir, max_sessions=2)) as daemon:
+    async with running(config(short_dir, max_sessions=4)) as daemon:
         socks = [await AttachSocket.connect(daemon.address) for _ in range(3)]
         answers = [await sock.hello() for sock in socks]
         assert [type(answer) for answer in answers] == [attach.Welcome, attach.Welcome, attach.Failure]

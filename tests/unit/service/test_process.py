@@ -69,7 +69,7 @@ def test_it_says_when_it_is_ready_and_stops_cleanly(short_dir: Path, spawn: Spaw
     process.send_signal(number)
     _, log = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert "level=info where=kvtierd.serve event=stopped clean=True" in log
+    assert "level=info where=kvtierd.serve stopped clean=True" in log
     assert not any(path.exists() for path in sockets)
 
 

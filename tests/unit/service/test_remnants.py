@@ -119,7 +119,7 @@ async def test_who_gives_up_before_all_that_it_held_is_known_holds_nothing_after
     """Its caches may still be being read: their leases come when it has gone."""
     engine, start = Ended(), start_time_of(os.getpid())
     assert start is not None
-    registry = SessionRegistry(engine, lambda session: True, lambda: Capacity(8, 8))
+    registry = SessionRegistry(engine, lambda session: True, Capacity(8, 8))
     old = registry.restore([Entry(TOKEN, SessionId(5), start, os.getpid(), os.getuid())])
     assert old.live == {5}
     task = asyncio.create_task(asyncio.sleep(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tests.unit.service.rig import HOST, SPEC, Client, attached, chain, config, 
 
 KEYS = chain(2)
 SLOTS = 2048
+BLOCK = bytes(SPEC.block_bytes(0))
 PATIENCE_S = 30.0
 
 
@@ -33,9 +34,9 @@ async def daemon(short_dir: Path) -> AsyncIterator[Daemon]:
         yield daemon
 
 
-def header(cache: int) -> transfer_pb2.PutChunk:
-    commit = blocks_pb2.CommitRequest(cache_id=cache, keys=b"".join(KEYS), parents=parents_of(KEYS))
-    sums = xxhash.xxh3_128_digest(bytes(SPEC.block_bytes(0))) * 2
+def header(cache: int, keys: Sequence[bytes] = KEYS) -> transfer_pb2.PutChunk:
+    commit = blocks_pb2.CommitRequest(cache_id=cache, keys=b"".join(keys), parents=parents_of(keys))
+    sums = xxhash.xxh3_128_digest(bytes(SPEC.block_bytes(0))) * len(keys)
     return transfer_pb2.PutChunk(header=transfer_pb2.PutHeader(commit=commit, tier=HOST, checksums=sums))
 
 
@@ -93,19 +94,17 @@ async def test_a_sender_that_trickles_is_given_up(daemon: Daemon) -> None:
 
 async def test_a_sender_that_keeps_the_pace_may_take_longer(short_dir: Path) -> None:
     idle_s = 1.0
-    settings = config(short_dir, device=0, host=4, transfer_idle_seconds=idle_s, transfer_idle_bytes=1)
+    keys = chain(64)
+    settings = config(short_dir, device=0, host=len(keys), transfer_idle_seconds=idle_s)
     async with running(settings) as daemon, attached(daemon) as client:
         cache = await client.open()
         call = stub(client).Put(metadata=client.metadata)
-        await call.write(header(cache))
-        clock, place = asyncio.get_running_loop().time, 0
-        begun = clock()
-        while clock() < begun + 1.5 * idle_s:
-            await call.write(piece(place, place := place + 1))
-            await asyncio.sleep(idle_s / 50)
-        await call.write(piece(place, 2 * SPEC.block_bytes(0)))
+        await call.write(header(cache, keys))
+        for block in range(len(keys)):
+            await asyncio.sleep(1.5 * idle_s / len(keys))
+            await call.write(transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(block=block, data=BLOCK)))
         await call.done_writing()
-        assert len((await call).results) == 2
+        assert len((await call).results) == len(keys)
 
 
 async def test_a_reader_that_takes_nothing_is_given_up(daemon: Daemon) -> None:

@@ -43,8 +43,6 @@ def test_tcp_listens_with_tls_or_on_the_loopback_by_choice(keys: dict[str, objec
         ({"listen_tcp": "7000", **FILES}, "must be host:port"),
         ({"listen_tcp": "::1:7000", **FILES}, "[host]:port for IPv6"),
         ({"listen_tcp": "h:70000", **FILES}, "h:70000: the port must be 0 to 65535"),
-        ({"tcp_insecure": True}, "listen_tcp is not"),
-        ({"tls_cert": "c"}, "listen_tcp is not"),
     ],
 )
 def test_anything_else_is_refused_at_the_start_with_the_reason(keys: dict[str, object], says: str) -> None:

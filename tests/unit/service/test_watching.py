@@ -235,7 +235,7 @@ async def test_rights_that_change_while_a_watch_looks_for_its_start_hold_for_it(
 
 
 async def test_a_cursor_older_than_the_ring_is_told_the_oldest(short_dir: Path) -> None:
-    settings = config(short_dir, event_ring_events=4, event_log_bytes=0)
+    settings = config(short_dir, event_ring_bytes=1024, event_log_bytes=0)
     async with running(settings) as daemon, attached(daemon) as client:
         cache = await client.open()
         await churn(client, cache, 10)
@@ -354,7 +354,7 @@ async def test_a_watcher_that_does_not_read_delays_nobody_and_misses_only_what_n
     short_dir: Path, log_bytes: int
 ) -> None:
     settings = config(
-        short_dir, device=8, host=16, event_ring_events=300, event_log_bytes=log_bytes, debug_checks=False
+        short_dir, device=8, host=16, event_ring_bytes=16 << 10, event_log_bytes=log_bytes, debug_checks=False
     )
     async with running(settings) as daemon, attached(daemon) as client, attached(daemon, NO_READ_AHEAD) as other:
         cache = await client.open()

@@ -1,0 +1,190 @@
+"""The configuration: what its sources say, what is refused, and what the command prints of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kvtierd.config import Config, ConfigError, load
+from kvtierd.config.load import reference
+from kvtierd.core.ids import Tier
+from kvtierd.main import main
+from tests.tls import Authority
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Ended(NamedTuple):
+    status: int | str | None
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def kvtierd(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command, in this process: none of these starts a daemon."""
+
+    def run(*arguments: str) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def toml(directory: Path, text: str) -> Path:
+    path = directory / "kvtierd.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_reference_is_current() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text()
+    assert written == reference(), "run: kvtierd --config-reference > docs/configuration.md"
+
+
+def test_every_key_says_what_it_is() -> None:
+    assert all((field.description or "").endswith(".") for field in Config.model_fields.values())
+
+
+def test_sizes_are_bytes_or_text_and_a_tier_of_size_0_does_not_exist() -> None:
+    config = load(None, {"device_bytes": "1GiB", "host_bytes": 4096, "disk_bytes": "2 GB"})
+    assert config.tier_bytes() == {Tier.DEVICE: 1 << 30, Tier.HOST: 4096, Tier.DISK: 2 * 10**9}
+    assert load(None, {"host_bytes": "1MiB", "disk_bytes": 0}).tier_bytes() == {Tier.HOST: 1 << 20}
+
+
+def test_the_tier_of_a_gpu_can_be_a_share_of_the_free_memory() -> None:
+    config = load(None, {"device": "cuda:1", "device_bytes": "62.5%", "host_bytes": 4096})
+    assert config.tiers == (Tier.DEVICE, Tier.HOST)
+    assert config.tier_bytes(device_free=1 << 30) == {Tier.DEVICE: 5 << 27, Tier.HOST: 4096}
+    assert config.cuda_device == "cuda:1"
+    with pytest.raises(ConfigError, match="device-bytes = 80%: must be bytes, unless device is a GPU"):
+        load(None, {"device_bytes": "80%"})
+
+
+def test_no_gpu_is_opened_without_a_device_tier() -> None:
+    uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+    assert load(None, {"device": uuid, "device_bytes": 1}).cuda_device == uuid
+    assert load(None, {"device": uuid, "host_bytes": 1}).cuda_device is None
+    assert load(None, {"device_bytes": 1}).cuda_device is None
+
+
+def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path, 'device_bytes = "1MiB"\nhost_bytes = "1MiB"\ndisk_bytes = "1MiB"\n')
+    monkeypatch.setenv("KVTIERD_HOST_BYTES", "2MiB")
+    monkeypatch.setenv("KVTIERD_DISK_BYTES", "2MiB")
+    config = load(file, {"disk_bytes": "3MiB"})
+    assert [size >> 20 for size in config.tier_bytes().values()] == [1, 2, 3]
+
+
+def test_a_list_in_the_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERD_ALLOW", '[{"uids": [7], "caches": ["*"], "verbs": ["read"]}]')
+    (rule,) = load(None, {"host_bytes": 4096}).allow
+    assert rule.uids == (7,)
+    monkeypatch.setenv("KVTIERD_ALLOW", "[1")
+    with pytest.raises(ConfigError, match=r"KVTIERD_ALLOW = .\[1.: "):
+        load(None, {"host_bytes": 4096})
+
+
+def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
+    assert load(None, {"host_bytes": 1, "state_dir": tmp_path}).disk_path == tmp_path / "disk"
+    assert load(None, {"host_bytes": 1, "disk_dir": tmp_path}).disk_path == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("host_bytes = 1\nhost_byte = 3", "host_byte: there is no such key"),
+        ("host_bytes = -1", "host_bytes = -1: must be bytes, 0 or more, or text such as 8GiB"),
+        ('host_bytes = "many"', "host_bytes = 'many': must be bytes"),
+        ('host_bytes = "80%"', "host_bytes = '80%': must be bytes"),
+        ("host_bytes = true", "host_bytes = True: must be bytes"),
+        ('host_bytes = "1EiB"', f"host_bytes = '1EiB': must be less than or equal to {1 << 50}"),
+        ('device_bytes = "0%"', "device_bytes = '0%': must be above 0% to 100%"),
+        ('device_bytes = "101%"', "device_bytes = '101%': must be above 0% to 100%"),
+        ('device = "gpu"\nhost_bytes = 1', "device = 'gpu': must be stand-in, cuda, cuda:<number> or GPU-<uuid>"),
+        ("host_bytes = 1\nmax_sessions = 0", "max_sessions = 0: must be greater than or equal to 1"),
+        ("max_sessions = 'many'", "max_sessions = 'many': must be a valid integer"),
+        ("host_bytes = 1\nwait_seconds = inf", "wait_seconds = inf: must be less than or equal to 3600"),
+        ("state_dir = ''", "state_dir = '': must not be empty"),
+        ("allow = [5]", "allow[0] = 5: must be a valid dictionary or instance of AllowRule"),
+        ("[[allow]]\nverbs = ['reed']", "verbs][0] = 'reed': must be 'read', 'write', 'watch', 'tokens' or 'admin'"),
+        ('log_level = "loud"', "log_level = 'loud': must be 'debug', 'info', 'warning' or 'error'"),
+        ('host_bytes = 1\neviction = "random"', "eviction = 'random': must be 'lru' or '2q'"),
+        ("host_bytes = ", "Invalid value"),
+        ("", "no tier is configured: set device_bytes, host_bytes or disk_bytes above 0"),
+    ],
+)
+def test_a_fault_in_a_file_is_told_with_file_key_value_and_limit(tmp_path: Path, text: str, says: str) -> None:
+    file = toml(tmp_path, text)
+    with pytest.raises(ConfigError) as refused:
+        load(file, {})
+    assert says in str(refused.value)
+    assert str(file) in str(refused.value) or "no tier" in says
+
+
+def test_every_fault_is_told_with_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIERD_WAIT_SECONDS", "-1")
+    monkeypatch.setenv("KVTIERD_HOST_BYTE", "1GiB")
+    file = toml(tmp_path, "max_sessions = 0")
+    with pytest.raises(ConfigError) as refused:
+        load(file, {"host_bytes": "x"})
+    lines = str(refused.value).splitlines()
+    assert sorted(line.split(" = ")[0] for line in lines) == [
+        f"{file}: max_sessions",
+        "command line: --host-bytes",
+        "environment: KVTIERD_HOST_BYTE: there is no such key",
+        "environment: KVTIERD_WAIT_SECONDS",
+    ]
+
+
+def test_what_is_in_effect_is_printed_with_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtierd: Run
+) -> None:
+    file = toml(tmp_path, "wait_seconds = 5\nmax_sessions = 7\n")
+    monkeypatch.setenv("KVTIERD_MAX_SESSIONS", "8")
+    flags = ["--host-bytes", "8GiB", "--device", "cuda", "--device-bytes", "80%"]
+    ended = kvtierd("--config", str(file), "--print-config", *flags)
+    values = json.loads(ended.out)
+    assert values["wait_seconds"] == {"value": 5.0, "source": f"{file}: wait_seconds"}
+    assert values["max_sessions"] == {"value": 8, "source": "environment: KVTIERD_MAX_SESSIONS"}
+    assert values["host_bytes"] == {"value": 8 << 30, "source": "command line: --host-bytes"}
+    assert values["device_bytes"]["value"] == "80%"
+    assert values["log_level"] == {"value": "info", "source": "default"}
+
+
+def test_a_check_touches_nothing(short_dir: Path, kvtierd: Run) -> None:
+    flags = ["--runtime-dir", f"{short_dir}/run", "--state-dir", f"{short_dir}/state", "--host-bytes", "8GiB"]
+    right = kvtierd("--check-config", *flags)
+    assert (right.status, right.out) == (0, "kvtierd: the configuration is right\n")
+    wrong = kvtierd("--check-config", *flags, "--max-sessions", "0")
+    assert wrong.status == 2
+    assert "command line: --max-sessions = '0': must be greater than or equal to 1" in wrong.err
+    assert not list(short_dir.iterdir())
+
+
+def test_a_check_reads_the_tls_files(tmp_path: Path, kvtierd: Run) -> None:
+    served = Authority(tmp_path).issue("127.0.0.1")
+    named = {"tls_cert": served.cert, "tls_key": served.key, "tls_client_ca": served.ca}
+
+    def check(**others: Path) -> Ended:
+        keys = "".join(f'{key} = "{path}"\n' for key, path in {**named, **others}.items())
+        file = toml(tmp_path, f'host_bytes = "1GiB"\nlisten_tcp = "0.0.0.0:7000"\n{keys}')
+        return kvtierd("--config", str(file), "--check-config")
+
+    assert check().status == 0
+    file, empty, missing = tmp_path / "kvtierd.toml", tmp_path / "empty", tmp_path / "missing"
+    empty.touch()
+    wrong = check(tls_key=missing, tls_client_ca=empty)
+    assert wrong.status == 2
+    key, authority = wrong.err.splitlines()
+    assert key == f"kvtierd: {file}: tls_key = {missing}: cannot be read: No such file or directory"
+    assert authority.startswith(f"kvtierd: {file}: tls_client_ca = {empty}: holds no certificate")
+    assert f"{file}: tls_cert = {empty}: is no certificate that fits tls_key" in check(tls_cert=empty).err
