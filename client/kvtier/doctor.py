@@ -115,7 +115,7 @@ def examine(flags: Sequence[str]) -> list[Finding]:
 
 def read_needs(flags: Sequence[str]) -> Needs:
     """Asks ``kvtierd``, which alone knows its defaults and its units. Raises :class:`Refused`."""
-    answer = _asked("-m", "kvtierd.main", "--print-config", "--json", *flags)
+    answer = _asked("-m", "kvtierd.main", "--print-config", *flags)
     keys: dict[str, Any] = {name: entry["value"] for name, entry in json.loads(answer).items()}
     return Needs(
         runtime_dir=Path(keys["runtime_dir"]),
