@@ -17,7 +17,7 @@ import zmq
 
 from kvtier import AsyncClient, Cache, CacheOptions, Tier, connect, event_hashes
 from kvtier.bridge.publisher import END
-from kvtier.bridge.vllm_events import MEDIA
+from kvtier.bridge.vllm import MEDIA
 from kvtier.types import tiers_of
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
@@ -253,9 +253,7 @@ async def test_tokens_and_hashes_as_routers_want_them(start_daemon: StartDaemon)
     ("options", "says"),
     [
         (("--endpoint", "tcp://0.0.0.0:5557"), "--insecure-any"),
-        (("--medium", "tape=TAPE"), "tape"),
-        (("--medium", "disk=CPU"), "two tiers cannot be one medium"),
-        (("--lora-name", "x=y"), "no LoRA id"),
+        (("--lora-name", "x", "y"), "not a valid integer"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_bound(

@@ -1,1 +1,76 @@
-"""kvtier's events, republished in the forms that other projects' routers read."""
+"""A cache's events as vLLM publishes them, over ZeroMQ."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from kvtier.errors import InvalidArgument
+
+
+class Encoding(StrEnum):
+    """The two forms of an event: ``MAP`` of vLLM since June 2026 (its #42892), ``ARRAY`` of vLLM before."""
+
+    MAP = "map"
+    ARRAY = "array"
+
+
+@dataclass(slots=True, frozen=True)
+class Options:
+    """How a cache is published. Raises :class:`InvalidArgument` for an endpoint that is not allowed.
+
+    Args:
+        replay_endpoint: where readers ask for batches that they missed; None = nowhere.
+        insecure_any: allows endpoints that other hosts can reach.
+        topic: the first frame of each batch.
+        replay_topic: whether answers to readers have the topic, as vLLM's since 0.26.
+        group: publishes this window group only; None = all.
+        tokens: publishes token ids.
+        numbers: hashes are unsigned 64-bit numbers (the first eight bytes, big-endian), else bytes.
+        lora_names: an adapter's name by its LoRA id; other adapters are named by their id.
+        data_parallel_rank: stands in each batch.
+        buffer_steps: batches that are kept for readers that missed them.
+        heartbeat: an empty batch goes out after so many quiet seconds.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    insecure_any: bool = False
+    topic: str = ""
+    replay_topic: bool = True
+    encoding: Encoding = Encoding.MAP
+    group: int | None = None
+    tokens: bool = False
+    numbers: bool = True
+    lora_names: Mapping[int, str] = field(default_factory=dict)
+    data_parallel_rank: int = 0
+    buffer_steps: int = 10_000
+    heartbeat: float = 5.0
+
+    def __post_init__(self) -> None:
+        self._check("endpoint", self.endpoint)
+        if self.replay_endpoint is not None:
+            self._check("replay_endpoint", self.replay_endpoint)
+
+    def _check(self, name: str, endpoint: str) -> None:
+        place = urlsplit(endpoint)
+        if place.scheme == "ipc" and place.netloc + place.path:
+            return
+        host, colon, port = place.netloc.rpartition(":")
+        if place.scheme != "tcp" or not host or not colon or not (port == "*" or port.isdecimal()):
+            raise InvalidArgument(name, endpoint, "tcp://ADDRESS:PORT (PORT * = any free port) or ipc://PATH")
+        if not self.insecure_any and not _is_loopback(host):
+            limit = "a loopback address, because events go out unencrypted; --insecure-any allows any address"
+            raise InvalidArgument(name, endpoint, limit)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # the name of a host or an interface may be any address
+        return False

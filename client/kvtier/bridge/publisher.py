@@ -1,151 +1,160 @@
-"""The two sockets of vLLM's events: a PUB for batches as they come, a ROUTER for those that somebody missed.
+"""vLLM's two sockets: a PUB for batches as they come, a ROUTER for readers that missed some.
 
-PUB sends ``topic | number, 8 bytes big-endian | batch``. It waits for nobody: what a subscriber is too slow for is
-dropped on the way to that subscriber, which sees a hole in the numbers.
+PUB sends ``topic | number, 8 bytes big-endian | batch`` and waits for nobody: a subscriber that is too slow misses
+batches and sees a hole in the numbers.
 
-ROUTER takes a request, ``(empty frame) | number`` from which on batches are wanted, and answers with batches as PUB
-sent them, an empty frame before each, and at the end with one whose number is all ones and that has no bytes. Where
-some that are asked for are no longer held, which is so for everybody who comes late, the answer is the present state
-instead, from an ``AllBlocksCleared`` on, under the last numbers that were given out: a reader that applies it is where
-the next batch goes on.
+ROUTER takes a request, ``(empty frame) | number``, and answers with all batches from that number on, an empty frame
+before each, and at the end one whose number is all ones and that has no bytes. If some of them are no longer held, the
+answer is the present state instead, from an ``AllBlocksCleared`` on, under the last numbers given out. A reader that
+applies it goes on with the next batch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
+import msgspec
 import zmq
+import zmq.asyncio
 
-from kvtier.bridge.history import History, Seq
-from kvtier.bridge.vllm_events import Step
-from kvtier.bridge.vllm_form import AllBlocksCleared, VllmEvent
+from kvtier.aio import AsyncClient
+from kvtier.bridge import Options
+from kvtier.bridge.vllm import AllBlocksCleared, Step, VllmEvent, VllmEvents, batch_of
+from kvtier.errors import InvalidArgument
+from kvtier.events import Gap
 
+HISTORY_BYTES: Final = 64 << 20
+"""The most bytes of batches that are kept for readers; the last batch is always kept."""
 BATCH_WEIGHT: Final = 4096
 """A batch is closed once it tells of so many blocks."""
-
-REQUEST_BYTES: Final = 8
-END: Final = b"\xff" * REQUEST_BYTES
+END: Final = b"\xff" * 8
 """The number of the frame that ends an answer."""
-
 STALLED_S: Final = 2.0
-"""A reader that takes nothing of its answer for so long gets no more of it: others wait for theirs."""
+"""An answer is given up if its reader takes nothing for so long: other readers wait."""
 
+_NUMBER_BYTES: Final = 8
 _PAUSE_S: Final = 0.005
-
-Encode = Callable[[Sequence[VllmEvent]], bytes]
-"""Events to the bytes of a batch."""
+_OWNER_ONLY: Final = 0o177
 
 
-@dataclass(slots=True, frozen=True)
-class Sockets:
-    """``pub`` and ``replay`` are bound and belong to whoever made them. ``replay``: None = nobody can ask.
-
-    ``topic_in_answers``: vLLM's answers have the topic since 0.26.
-    """
+class Sockets(NamedTuple):
+    """vLLM's sockets, bound, and where they are. ``replay``: None = the router is not bound."""
 
     pub: zmq.Socket[bytes]
-    replay: zmq.Socket[bytes] | None
-    topic: bytes
-    topic_in_answers: bool
+    router: zmq.asyncio.Socket
+    endpoint: str
+    replay: str | None
 
 
 class Publisher:
-    """Publishes steps, and answers who missed some. Of one loop.
-
-    ``everything``: steps that tell the present state, as of all that was published.
-    """
+    """Publishes steps and answers readers that missed some. Belongs to one loop."""
 
     def __init__(
         self,
         sockets: Sockets,
-        history: History,
-        encode: Encode,
+        options: Options,
         everything: Callable[[], Iterable[Step]],
-        heartbeat_s: float,
+        first: int,
     ) -> None:
-        self._sockets = sockets
-        self._history = history
-        self._encode = encode
-        self._everything = everything
-        self._heartbeat_s = heartbeat_s
-        self._steps: list[Step] = []
-        self._told = asyncio.Event()
-
-    def tell(self, steps: Iterable[Step]) -> None:
-        """What :meth:`publish` is to publish next."""
-        self._steps.extend(steps)
-        if self._steps:
-            self._told.set()
-
-    async def publish(self) -> None:
-        """Publishes what it is told, all of a turn of the loop together, until it is cancelled.
-
-        Where it stays quiet for ``heartbeat_s`` an empty batch goes out: a reader that lost the last one before would
-        not see a hole until something happens.
         """
-        while True:
-            try:
-                async with asyncio.timeout(self._heartbeat_s):
-                    await self._told.wait()
-            except TimeoutError:
-                self._send([])
-                continue
-            self._told.clear()
-            self._flush()
+        Args:
+            everything: steps that tell the present state, as of all that was published.
+            first: the number of the first batch.
+        """
+        self._pub = sockets.pub
+        self._router = sockets.router
+        self._options = options
+        self._topic = options.topic.encode()
+        self._everything = everything
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._held: deque[bytes] = deque()
+        self._bytes = 0
+        self._quiet_since = time.monotonic()
+        self.next = first
+        """The number of the next batch."""
 
-    async def answer(self) -> None:
-        """Answers requests, one after another, until it is cancelled."""
-        replay = self._sockets.replay
-        if replay is None:
-            return
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(replay.fileno(), news.set)
-        try:
-            while True:
-                # The descriptor tells of changes only, and sending takes them away: ask until there is nothing.
-                news.clear()
-                while (request := _received(replay)) is not None:
-                    await self._serve(replay, *request)
-                await news.wait()
-        finally:
-            loop.remove_reader(replay.fileno())
+    @property
+    def oldest(self) -> int:
+        """The number of the oldest batch that is held; :attr:`next` if there is none."""
+        return self.next - len(self._held)
 
-    def _flush(self) -> None:
-        steps, self._steps = self._steps, []
+    def publish(self, steps: Iterable[Step]) -> None:
         for events in batches(steps):
             self._send(events)
 
+    async def beat(self) -> None:
+        """Sends an empty batch after each quiet time, so that a reader that lost the last batch sees a hole."""
+        while True:
+            quiet = time.monotonic() - self._quiet_since
+            if quiet >= self._options.heartbeat:
+                self._send([])
+            else:
+                await asyncio.sleep(self._options.heartbeat - quiet)
+
+    async def answer(self) -> None:
+        """Answers requests one after another. A malformed request gets no answer."""
+        while True:
+            reader, *frames = await self._router.recv_multipart()
+            # AIBrix leaves the empty frame out.
+            if len(frames) in (1, 2) and len(frames[-1]) == _NUMBER_BYTES and not any(frames[:-1]):
+                await self._serve(reader, int.from_bytes(frames[-1], "big"))
+
     def _send(self, events: Sequence[VllmEvent]) -> None:
-        payload = self._encode(events)
-        number = self._history.add(payload)
-        self._sockets.pub.send_multipart([self._sockets.topic, _packed(number), payload])
+        payload = self._encoded(events)
+        self._pub.send_multipart([self._topic, _packed(self.next), payload])
+        self.next += 1
+        self._quiet_since = time.monotonic()
+        self._held.append(payload)
+        self._bytes += len(payload)
+        while len(self._held) > self._options.buffer_steps or (self._bytes > HISTORY_BYTES and len(self._held) > 1):
+            self._bytes -= len(self._held.popleft())
 
-    async def _serve(self, replay: zmq.Socket[bytes], reader: bytes, start: int) -> None:
-        prefix = [self._sockets.topic] if self._sockets.topic_in_answers else []
+    def _encoded(self, events: Sequence[VllmEvent]) -> bytes:
+        return self._encode(batch_of(events, self._options.encoding, time.time(), self._options.data_parallel_rank))
+
+    async def _serve(self, reader: bytes, start: int) -> None:
+        topic, end = ([self._topic], [b""]) if self._options.replay_topic else ([], [])
         for number, payload in list(self._missed(start)):
-            if not await _sent(replay, [reader, b"", *prefix, _packed(number), payload]):
+            if not await self._sent([reader, b"", *topic, _packed(number), payload]):
                 return
-        await _sent(replay, [reader, b"", *([b""] if prefix else []), END, b""])
+        await self._sent([reader, b"", *end, END, b""])
 
-    def _missed(self, start: int) -> Iterator[tuple[Seq, bytes]]:
-        self._flush()  # the present state is that of everything that was told
-        history = self._history
-        if start >= history.oldest:
-            yield from history.since(start)
+    def _missed(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """Batches from ``start`` on, or the present state in at most as many batches."""
+        if start >= self.oldest:
+            yield from ((number, self._held[number - self.oldest]) for number in range(start, self.next))
             return
-        numbers = range(start, history.next)
-        state = _fitted(list(batches(self._everything())), len(numbers))
-        yield from zip(map(Seq, numbers[-len(state) :]), map(self._encode, state), strict=True)
+        state = list(batches(self._everything()))
+        each = -(-len(state) // (self.next - start))
+        merged = [list(chain(*state[place : place + each])) for place in range(0, len(state), each)]
+        yield from zip(range(self.next - len(merged), self.next), map(self._encoded, merged), strict=True)
+
+    async def _sent(self, frames: Sequence[bytes]) -> bool:
+        """Returns False if the reader is gone or takes nothing."""
+        give_up = time.monotonic() + STALLED_S
+        while time.monotonic() < give_up:
+            try:
+                await self._router.send_multipart(frames, zmq.NOBLOCK)
+                return True
+            except zmq.Again:  # its queue is full
+                await asyncio.sleep(_PAUSE_S)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return False
+        return False
 
 
-def batches(steps: Iterable[Step]) -> Iterator[list[VllmEvent]]:
-    """As few as it takes; a step is never cut."""
-    batch: list[VllmEvent] = []
+def batches(steps: Iterable[Step]) -> Iterator[Step]:
+    """Joins steps to batches of at least ``BATCH_WEIGHT`` blocks, but for the last. A step is never cut."""
+    batch: Step = []
     weight = 0
     for step in steps:
         batch.extend(step)
@@ -157,40 +166,80 @@ def batches(steps: Iterable[Step]) -> Iterator[list[VllmEvent]]:
         yield batch
 
 
-def _fitted(state: list[list[VllmEvent]], most: int) -> list[list[VllmEvent]]:
-    """As at most ``most`` batches, in order."""
-    each = -(-len(state) // most)
-    return [list(chain(*state[place : place + each])) for place in range(0, len(state), each)]
+def _packed(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES, "big")
 
 
-def _received(replay: zmq.Socket[bytes]) -> tuple[bytes, int] | None:
-    """Who asks, and from which number on; None where nobody does. What makes no sense is not answered."""
-    while True:
-        try:
-            reader, *frames = replay.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        # AIBrix leaves the empty frame out.
-        if len(frames) in (1, 2) and len(frames[-1]) == REQUEST_BYTES and not any(frames[:-1]):
-            return reader, int.from_bytes(frames[-1], "big")
+async def run(
+    client: AsyncClient,
+    cache: str,
+    options: Options,
+    on_bound: Callable[[str, str | None], None],
+    on_gap: Callable[[Gap], None],
+) -> None:
+    """Publishes a cache's events until it is cancelled.
 
+    Args:
+        on_bound: gets the endpoints, with the ports that were chosen.
+        on_gap: gets each gap; the difference that it made is published as soon as it is known.
 
-async def _sent(replay: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
-    """False where the reader is gone, or takes nothing."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(STALLED_S):
+    Raises:
+        InvalidArgument: an endpoint cannot be bound.
+        PermissionDenied: the client has no right to watch the cache.
+    """
+    with sockets(options) as on:
+        on_bound(on.endpoint, on.replay)
+        events = VllmEvents(options)
+        # Above all numbers of an earlier bridge, so that its readers see a hole and ask.
+        publisher = Publisher(on, options, events.everything, time.time_ns() // 1000)
+
+        async def follow() -> None:
             while True:
-                try:
-                    replay.send_multipart(frames, zmq.NOBLOCK)
-                    return True
-                except zmq.Again:  # its queue is full
-                    await asyncio.sleep(_PAUSE_S)
-                except zmq.ZMQError as error:
-                    if error.errno != zmq.EHOSTUNREACH:
-                        raise
-                    return False
-    return False
+                async with aclosing(client.watch(snapshot=True, caches=[cache])) as watch:
+                    async for item in watch:
+                        if isinstance(item, Gap):
+                            on_gap(item)
+                            break  # a snapshot says what was missed
+                        publisher.publish(events.of(item))
+
+        works = [follow(), publisher.beat()] + ([publisher.answer()] if on.replay is not None else [])
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            raise end
 
 
-def _packed(number: Seq) -> bytes:
-    return number.to_bytes(REQUEST_BYTES, "big")
+@contextmanager
+def sockets(options: Options, high_water_mark: int = 1000) -> Iterator[Sockets]:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUB) as pub,
+        zmq.asyncio.Socket(context, zmq.ROUTER) as router,
+    ):
+        for socket in (pub, router):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, high_water_mark)
+            socket.setsockopt(zmq.IPV6, 1)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what does not fit is dropped, and so may be an answer's end
+        replay = options.replay_endpoint
+        where = bound(pub, "endpoint", options.endpoint)
+        asked = None if replay is None else bound(router, "replay_endpoint", replay)
+        yield Sockets(pub, router, where, asked)
+
+
+def bound(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, field: str, endpoint: str) -> str:
+    """Binds a socket and returns where it is. Only the owner can open the file of an ``ipc://`` endpoint."""
+    mask = os.umask(_OWNER_ONLY)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise InvalidArgument(field, endpoint, f"an address that can be bound: {error.strerror}") from error
+    finally:
+        os.umask(mask)
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -10,18 +10,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
-from kvtier.bridge.history import History
-from kvtier.bridge.places import bound, check
-from kvtier.bridge.publisher import BATCH_WEIGHT, END, Publisher, Sockets, batches
-from kvtier.bridge.vllm_events import Step
-from kvtier.bridge.vllm_form import CLEARED, BlockRemoved, BlockStored, Encoding, batch_of
+from kvtier.bridge import Options
+from kvtier.bridge.publisher import BATCH_WEIGHT, END, Publisher, batches, bound, sockets
+from kvtier.bridge.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Step
 from kvtier.errors import InvalidArgument
+from tests import vllm_reader
 from tests.integration.waiting import PATIENCE_S
-from tests.vllm_reader import MAPS, AllBlocksCleared, Router
+from tests.vllm_reader import MAPS, Router
 
 TOPIC = b"kv@pod@model"
 PATIENCE_MS = int(PATIENCE_S * 1000)
@@ -31,30 +29,21 @@ def block(number: int, tokens: int = 2) -> Step:
     return [BlockStored([number], None, [1] * tokens, tokens, None, "GPU", None, None, 0, "full_attention", None)]
 
 
-def encoded(events: object) -> bytes:
-    return msgspec.msgpack.encode(batch_of(events, Encoding.MAP, 0.0, 0))  # type: ignore[arg-type]
-
-
 @dataclass
 class Stage:
     """A publisher with sockets on loopback. ``numbers``: blocks told of so far, which is what ``everything`` tells."""
 
     publisher: Publisher
-    history: History
     numbers: list[int]
     context: zmq.Context[zmq.Socket[bytes]]
     where: str
     replay: str
 
-    def tell(self, number: int, tokens: int = 2) -> None:
-        self.numbers.append(number)
-        self.publisher.tell([block(number, tokens)])
-
     async def publish(self, numbers: range, tokens: int = 2) -> None:
         """A batch each."""
         for number in numbers:
-            self.tell(number, tokens)
-            await asyncio.sleep(0)
+            self.numbers.append(number)
+            self.publisher.publish([block(number, tokens)])
             await asyncio.sleep(0)
 
     def subscriber(self, **options: int) -> zmq.Socket[bytes]:
@@ -84,27 +73,31 @@ async def received(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 @asynccontextmanager
 async def stage(
-    steps: int = 100, hwm: int = 1000, *, first: int = 0, heartbeat_s: float = 3600.0, topic_in_answers: bool = True
+    steps: int = 100,
+    hwm: int = 1000,
+    *,
+    first: int = 0,
+    heartbeat: float = 3600.0,
+    replay_topic: bool = True,
 ) -> AsyncIterator[Stage]:
-    with zmq.Context() as context, context.socket(zmq.PUB) as pub, context.socket(zmq.ROUTER) as router:
-        for socket in (pub, router):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, hwm)
+    place = "tcp://127.0.0.1:*"
+    options = Options(
+        place, place, topic=TOPIC.decode(), buffer_steps=steps, heartbeat=heartbeat, replay_topic=replay_topic
+    )
+    with sockets(options, hwm) as ends, zmq.Context() as context:
+        for socket in (ends.pub, ends.router):
             socket.setsockopt(zmq.SNDBUF, 4096)  # else the kernel takes megabytes for a reader that does not
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        where, replay = (bound(socket, "endpoint", "tcp://127.0.0.1:*") for socket in (pub, router))
         numbers: list[int] = []
 
         def everything() -> Iterator[Step]:
-            yield [CLEARED]
+            yield [AllBlocksCleared()]
             yield from map(block, numbers)
 
-        history = History(steps, first)
-        sockets = Sockets(pub, router, TOPIC, topic_in_answers)
-        publisher = Publisher(sockets, history, encoded, everything, heartbeat_s)
-        tasks = [asyncio.create_task(publisher.publish()), asyncio.create_task(publisher.answer())]
+        publisher = Publisher(ends, options, everything, first)
+        tasks = [asyncio.create_task(publisher.beat()), asyncio.create_task(publisher.answer())]
+        assert ends.replay is not None
         try:
-            yield Stage(publisher, history, numbers, context, where, replay)
+            yield Stage(publisher, numbers, context, ends.endpoint, ends.replay)
         finally:
             for task in tasks:
                 task.cancel()
@@ -126,39 +119,36 @@ def seq(frames: list[bytes]) -> int:
     return int.from_bytes(frames[1], "big")
 
 
-async def test_batches_are_numbered_and_what_comes_together_is_one_batch() -> None:
+async def test_batches_are_numbered_without_a_hole() -> None:
     async with stage() as on:
         subscriber = on.subscriber()
         last = await joined(on, subscriber)
-        on.tell(1)
-        await on.publish(range(2, 4))
+        await on.publish(range(1, 4))
         frames = [await received(subscriber)]
-        while seq(frames[-1]) < on.history.next - 1:
+        while seq(frames[-1]) < on.publisher.next - 1:
             frames.append(await received(subscriber))
         assert {each[0] for each in frames} == {TOPIC}
-        assert [seq(each) for each in frames] == list(range(last + 1, on.history.next))
-        two, one = (MAPS.decode(each[2]).events for each in frames[-2:])
-        assert (len(two), len(one)) == (2, 1)
+        assert [seq(each) for each in frames] == list(range(last + 1, on.publisher.next))
 
 
 async def test_a_quiet_bridge_shows_where_it_is() -> None:
-    async with stage(heartbeat_s=0.02) as on:
+    async with stage(heartbeat=0.02) as on:
         subscriber = on.subscriber()
         first, second = await received(subscriber), await received(subscriber)
         assert seq(second) == seq(first) + 1
         assert MAPS.decode(second[2]).events == []
 
 
-@pytest.mark.parametrize("topic_in_answers", [True, False])
-async def test_what_is_held_is_answered_as_it_was_sent(topic_in_answers: bool) -> None:
+@pytest.mark.parametrize("replay_topic", [True, False])
+async def test_what_is_held_is_answered_as_it_was_sent(replay_topic: bool) -> None:
     """A topic in front since vLLM 0.26; an empty frame before all; and with or without one in the request."""
-    async with stage(topic_in_answers=topic_in_answers) as on:
+    async with stage(replay_topic=replay_topic) as on:
         await on.publish(range(5))
         for envelope in ((b"",), ()):
             *held, end = await on.asked(2, *envelope)
             assert [int.from_bytes(each[-2], "big") for each in held] == [2, 3, 4]
-            assert {tuple(each[:-2]) for each in held} == {(b"", TOPIC) if topic_in_answers else (b"",)}
-            assert [end] == await on.asked(5) == [[b"", *([b""] if topic_in_answers else []), END, b""]]
+            assert {tuple(each[:-2]) for each in held} == {(b"", TOPIC) if replay_topic else (b"",)}
+            assert [end] == await on.asked(5) == [[b"", *([b""] if replay_topic else []), END, b""]]
 
 
 async def test_who_asks_for_what_is_gone_is_told_the_present_state() -> None:
@@ -174,13 +164,11 @@ async def test_who_asks_for_what_is_gone_is_told_the_present_state() -> None:
 
 async def test_the_present_state_fits_into_the_numbers_that_are_missing() -> None:
     async with stage(steps=1) as on:
-        for number in range(10_000):
-            on.tell(number)
-        await on.publish(range(10_000, 10_001))
+        await on.publish(range(10_000))
         for start in (0, 1):
             *state, _ = await on.asked(start, b"")
             numbers = [int.from_bytes(each[-2], "big") for each in state]
-            last = on.history.next - 1
+            last = on.publisher.next - 1
             assert numbers == list(range(last - len(numbers) + 1, last + 1)) and numbers[0] >= start
 
 
@@ -239,18 +227,19 @@ async def test_who_asks_before_anything_was_told_is_told_that_nothing_is_there()
     async with stage(first=1000) as on:
         only, _ = await on.asked(0, b"")
         assert int.from_bytes(only[-2], "big") == 999
-        assert MAPS.decode(only[-1]).events == [AllBlocksCleared()]
+        assert MAPS.decode(only[-1]).events == [vllm_reader.AllBlocksCleared()]
 
 
-def test_history_holds_so_many_batches_and_so_many_bytes() -> None:
-    history = History(steps=3, max_bytes=10)
-    assert (history.oldest, history.next) == (0, 0)
-    for payload in (b"aaaa", b"bbbb", b"cc", b"d"):
-        history.add(payload)
-    assert list(history.since(0)) == [(1, b"bbbb"), (2, b"cc"), (3, b"d")]
-    history.add(b"x" * 50)
-    assert (history.oldest, list(history.since(0))) == (4, [(4, b"x" * 50)])
-    assert list(history.since(5)) == list(history.since(2**64 - 1)) == []
+async def test_so_many_batches_and_so_many_bytes_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stage(steps=3) as on:
+        await on.publish(range(5))
+        assert (on.publisher.oldest, on.publisher.next) == (2, 5)
+    monkeypatch.setattr("kvtier.bridge.publisher.HISTORY_BYTES", 1000)
+    async with stage() as on:
+        await on.publish(range(5), tokens=200)
+        assert on.publisher.oldest in (1, 2, 3)
+        await on.publish(range(5, 6), tokens=5000)
+        assert on.publisher.oldest == 5
 
 
 @pytest.mark.parametrize(
@@ -258,7 +247,7 @@ def test_history_holds_so_many_batches_and_so_many_bytes() -> None:
     ["tcp://127.0.0.1:5557", "tcp://127.8.8.8:*", "tcp://[::1]:5557", "tcp://localhost:1", "ipc:///run/x", "ipc://x"],
 )
 def test_places_of_this_host_are_fine(endpoint: str) -> None:
-    check("endpoint", endpoint, anywhere=False)
+    assert Options(endpoint, endpoint).endpoint == endpoint
 
 
 @pytest.mark.parametrize(
@@ -266,8 +255,8 @@ def test_places_of_this_host_are_fine(endpoint: str) -> None:
 )
 def test_places_that_others_reach_are_asked_for(endpoint: str) -> None:
     with pytest.raises(InvalidArgument, match="insecure-any"):
-        check("endpoint", endpoint, anywhere=False)
-    check("endpoint", endpoint, anywhere=True)
+        Options(endpoint)
+    assert Options(endpoint, insecure_any=True).endpoint == endpoint
 
 
 @pytest.mark.parametrize(
@@ -275,7 +264,7 @@ def test_places_that_others_reach_are_asked_for(endpoint: str) -> None:
 )
 def test_what_is_no_place_is_refused(endpoint: str) -> None:
     with pytest.raises(InvalidArgument, match="ADDRESS:PORT"):
-        check("endpoint", endpoint, anywhere=True)
+        Options(endpoint, insecure_any=True)
 
 
 def test_a_file_is_its_owner_s_alone_and_a_taken_place_is_said(short_dir: Path) -> None:
@@ -290,10 +279,8 @@ def test_a_file_is_its_owner_s_alone_and_a_taken_place_is_said(short_dir: Path) 
 def test_removed_is_weighed_too() -> None:
     """Else a reset of a large cache would be one batch of any size."""
     steps: list[Step] = [[BlockRemoved(list(range(1024)), "GPU", 0)]] * 9
-    assert [
-        sum(len(each.block_hashes) for each in batch if isinstance(each, BlockRemoved)) for batch in batches(steps)
-    ] == [
-        BATCH_WEIGHT,
-        BATCH_WEIGHT,
-        1024,
-    ]
+
+    def weight(batch: Step) -> int:
+        return sum(len(each.block_hashes) for each in batch if isinstance(each, BlockRemoved))
+
+    assert [weight(batch) for batch in batches(steps)] == [BATCH_WEIGHT, BATCH_WEIGHT, 1024]

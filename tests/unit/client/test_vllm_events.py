@@ -1,4 +1,4 @@
-"""kvtier's events in vLLM's words, read by a router that follows the published form."""
+"""kvtier's events in vLLM's form, read by structs and by a router that follow the published form."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.abi.block_tokens import BlockTokens
-from kvtier.bridge.vllm_events import MEDIA, Naming, VllmEvents
-from kvtier.bridge.vllm_form import CLEARED, BlockRemoved, BlockStored, Encoding, VllmEvent, batch_of
+from kvtier.bridge import Encoding, Options
+from kvtier.bridge.vllm import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, VllmEvent, VllmEvents, batch_of
 from kvtier.events import Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
+from tests import vllm_reader as vllm
 from tests.vllm_reader import Router
 
 KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(8)]
@@ -23,6 +25,9 @@ ROOT = bytes(32)
 STEP = 2
 DEVICE, HOST, DISK = (tier.bit for tier in Tier)
 END = SnapshotEnd(Cursor(1, 1))
+CLEARED = AllBlocksCleared()
+PLACE = "ipc:///nowhere"
+PLAIN = Options(PLACE)
 
 
 def number(key: bytes) -> int:
@@ -61,9 +66,9 @@ def part(*blocks: int, parents: list[int | None], residency: int = DEVICE) -> Sn
     )
 
 
-def begun(*items: WatchItem, naming: Naming | None = None) -> VllmEvents:
+def begun(*items: WatchItem, options: Options = PLAIN) -> VllmEvents:
     """After a snapshot of empty groups and these items."""
-    events = VllmEvents(naming or Naming())
+    events = VllmEvents(options)
     for item in (SnapshotStart(), part(parents=[]), replace(part(parents=[]), group=1), END, *items):
         list(events.of(item))
     return events
@@ -74,10 +79,10 @@ def told(events: VllmEvents, *items: WatchItem) -> list[VllmEvent]:
 
 
 def test_a_snapshot_comes_after_all_blocks_cleared() -> None:
-    events = VllmEvents(Naming())
+    events = VllmEvents(PLAIN)
     assert told(events, SnapshotStart(), part(0, 1, parents=[None, 0], residency=DEVICE | DISK)) == []
     cleared, *rest = told(events, END)
-    assert cleared is CLEARED
+    assert cleared == CLEARED
     assert [(each.medium, each.block_hashes) for each in rest if isinstance(each, BlockStored)] == [
         ("GPU", [number(KEYS[0]), number(KEYS[1])]),
         ("DISK", [number(KEYS[0]), number(KEYS[1])]),
@@ -87,7 +92,7 @@ def test_a_snapshot_comes_after_all_blocks_cleared() -> None:
 def test_a_block_and_its_place_in_its_chain() -> None:
     tokens = (BlockTokens((1, 2860)), BlockTokens((5, 6)))
     (first, second) = told(
-        begun(naming=Naming(tokens=True)),
+        begun(options=Options(PLACE, tokens=True)),
         stored(0, 1, parents=[None, 0], tokens=tokens),
         stored(2, parents=[1], window_tokens=1024),
     )
@@ -126,7 +131,7 @@ def test_a_copy_takes_nothing_away_and_an_event_applied_again_says_nothing() -> 
 
 def test_a_block_that_moves_takes_its_tokens_along() -> None:
     """Dynamo places a block by its tokens, in each tier."""
-    events = begun(stored(0, parents=[None], tokens=(BlockTokens((7, 8)),)), naming=Naming(tokens=True))
+    events = begun(stored(0, parents=[None], tokens=(BlockTokens((7, 8)),)), options=Options(PLACE, tokens=True))
     there, _ = told(events, updated(0, residency=HOST))
     assert isinstance(there, BlockStored) and there.token_ids == [7, 8]
 
@@ -156,18 +161,18 @@ def test_only_the_difference_is_told_after_a_gap() -> None:
         for each in told(events, *again)
         if isinstance(each, BlockStored | BlockRemoved)
     ] == [
+        ("BlockRemoved", "GPU", [number(KEYS[2])]),
         ("BlockStored", "CPU", [number(KEYS[1])]),
         ("BlockStored", "GPU", [number(KEYS[3])]),
         ("BlockRemoved", "GPU", [number(KEYS[1])]),
-        ("BlockRemoved", "GPU", [number(KEYS[2])]),
     ]
 
 
 def test_names_are_the_cache_s_event_hashes_where_it_has_them() -> None:
     named: dict[str, Any] = {"packed_hashes": KEYS[5] + KEYS[6], "packed_parent_hashes": bytes(32) + KEYS[5]}
     chain = replace(stored(0, 1, parents=[None, 0], event_hash="v2_sha256"), **named)
-    for as_numbers, names in ((True, [number(KEYS[5]), number(KEYS[6])]), (False, [KEYS[5], KEYS[6]])):
-        (only,) = told(begun(naming=Naming(as_numbers=as_numbers)), chain)
+    for numbers, names in ((True, [number(KEYS[5]), number(KEYS[6])]), (False, [KEYS[5], KEYS[6]])):
+        (only,) = told(begun(options=Options(PLACE, numbers=numbers)), chain)
         assert isinstance(only, BlockStored) and only.block_hashes == names
 
 
@@ -180,15 +185,15 @@ def test_what_cannot_be_named_or_placed_is_left_out_for_good() -> None:
 
 def test_another_adapter_is_not_taken_for_the_base_model() -> None:
     tokens = tuple(BlockTokens((n, n), lora_id=lora) for n, lora in enumerate((None, 7, 8)))
-    naming = Naming(tokens=True, lora_names={7: "sql"})
-    events = told(begun(naming=naming), stored(0, 1, 2, parents=[None, 0, 1], tokens=tokens))
+    options = Options(PLACE, tokens=True, lora_names={7: "sql"})
+    events = told(begun(options=options), stored(0, 1, 2, parents=[None, 0, 1], tokens=tokens))
     adapters = [(each.lora_id, each.lora_name, each.extra_keys) for each in events if isinstance(each, BlockStored)]
     assert adapters == [(None, None, [None]), (7, "sql", [["sql"]]), (8, "8", [["8"]])]
 
 
 def test_items_and_the_salt_of_a_root_are_extra_keys() -> None:
     tokens = tuple(BlockTokens((1, 2), cache_salt="tenant", items=((b"\xaa" * 32, 3),)) for _ in range(2))
-    (only,) = told(begun(naming=Naming(tokens=True)), stored(0, 1, parents=[None, 0], tokens=tokens))
+    (only,) = told(begun(options=Options(PLACE, tokens=True)), stored(0, 1, parents=[None, 0], tokens=tokens))
     assert isinstance(only, BlockStored)
     assert (only.extra_keys, only.cache_salt) == ([["aa" * 32, "tenant"], ["aa" * 32]], "tenant")
 
@@ -200,9 +205,99 @@ def test_tokens_stay_here_unless_they_are_asked_for() -> None:
 
 
 def test_one_group_of_several() -> None:
-    events = begun(naming=Naming(group=1))
+    events = begun(options=Options(PLACE, group=1))
     assert told(events, stored(0, parents=[None])) == []
     assert len(told(events, replace(stored(0, parents=[None]), group=1))) == 1
+
+
+# -- the form on the wire
+
+NUMBER = 2**64 - 1
+STORED = BlockStored(
+    block_hashes=[NUMBER, 5],
+    parent_block_hash=7,
+    token_ids=[1, 2, 3, 4],
+    block_size=2,
+    lora_id=3,
+    medium="CPU",
+    lora_name="sql",
+    extra_keys=[["sql", "aa" * 32], ["sql"]],
+    group_idx=1,
+    kv_cache_spec_kind="sliding_window",
+    kv_cache_spec_sliding_window=4096,
+    cache_salt="tenant",
+)
+BARE = BlockStored([b"\xff" * 32], None, [], 2, None, "GPU", None, None, 0, "full_attention", None)
+REMOVED = BlockRemoved([NUMBER, b"\x00" * 32], "DISK", 0)
+EVENTS: list[VllmEvent] = [STORED, BARE, REMOVED, CLEARED]
+
+
+def packed(encoding: Encoding, *events: VllmEvent) -> bytes:
+    return msgspec.msgpack.encode(batch_of(events, encoding, 12.5, 3))
+
+
+def test_maps_are_those_of_vllm() -> None:
+    batch = vllm.MAPS.decode(packed(Encoding.MAP, *EVENTS))
+    assert (batch.ts, batch.data_parallel_rank) == (12.5, 3)
+    stored, bare, removed, cleared = batch.events
+    assert stored == vllm.BlockStored(
+        block_hashes=[NUMBER, 5],
+        parent_block_hash=7,
+        token_ids=[1, 2, 3, 4],
+        block_size=2,
+        lora_id=3,
+        medium="CPU",
+        lora_name="sql",
+        extra_keys=[("sql", "aa" * 32), ("sql",)],
+        group_idx=1,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=4096,
+    )
+    assert isinstance(bare, vllm.BlockStored)
+    assert (bare.block_hashes, bare.parent_block_hash, bare.extra_keys) == ([b"\xff" * 32], None, None)
+    assert removed == vllm.BlockRemoved([NUMBER, b"\x00" * 32], "DISK", 0)
+    assert cleared == vllm.AllBlocksCleared()
+
+
+def test_maps_are_byte_for_byte_what_vllm_s_encoder_makes() -> None:
+    """But for the salt, which vLLM does not send by name."""
+    events: list[VllmEvent] = [msgspec.structs.replace(STORED, cache_salt=None), BARE, REMOVED, CLEARED]
+    payload = packed(Encoding.MAP, *events)
+    assert msgspec.msgpack.encode(vllm.MAPS.decode(payload)) == payload
+
+
+def test_arrays_are_byte_for_byte_what_vllm_s_encoder_made() -> None:
+    payload = packed(Encoding.ARRAY, *EVENTS)
+    batch = vllm.ARRAYS.decode(payload)
+    assert [type(event) for event in batch.events] == [
+        vllm.ArrayStored,
+        vllm.ArrayStored,
+        vllm.ArrayRemoved,
+        vllm.ArrayCleared,
+    ]
+    assert msgspec.msgpack.encode(batch) == payload
+
+
+def test_the_oldest_readers_understand_arrays() -> None:
+    """Further fields are at the end, where a reader of vLLM 0.9 does not look."""
+    _, (event,), _ = msgspec.msgpack.decode(packed(Encoding.ARRAY, STORED))
+    first = msgspec.convert(event, vllm.FirstStored)
+    assert (first.block_hashes, first.token_ids, first.lora_id) == ([NUMBER, 5], [1, 2, 3, 4], 3)
+
+
+def test_the_salt_stands_in_maps_by_name() -> None:
+    """As SGLang sends it; vLLM's readers skip it, as the tests above show."""
+    _, (event,), _ = msgspec.msgpack.decode(packed(Encoding.MAP, STORED))
+    assert event["cache_salt"] == "tenant"
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+def test_the_rank_is_always_a_number(encoding: Encoding) -> None:
+    """AIBrix refuses a null there, Dynamo a batch of two."""
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch_of([CLEARED], encoding, 0.0, 0)))[2] == 0
+
+
+# -- a router that follows
 
 
 @dataclass
