@@ -29,7 +29,6 @@ MEANINGS: Final[Mapping[Cause, Meaning]] = {
     Cause.QUOTA: Meaning(),
     Cause.EXPIRED: Meaning(
         "its retention ended: its priority is the default again",
-        "Nobody had its cache open for longer than the idle time: the cache gave its memory back.",
     ),
     Cause.DEMAND: Meaning("a client acquired it: it was brought up, or got the retention that came with the call"),
     Cause.PREFETCH: Meaning("a call asked for it in a faster tier ahead of need"),

@@ -185,8 +185,7 @@ class Explanation:
     that is known does. ``blocks``: where it is stored, one a cache and window group. ``past``: the events of the block
     that the log still has, the oldest first; None where the caller may not watch, or did not ask. ``gaps``: events that
     are lost, which may have been of it. ``oldest``: the oldest event that the log has, looked up only where nothing is
-    known of the block. ``cold_caches``: that have no memory now; what they have on disk is not known until they are
-    opened. ``time_ns``: the daemon's clock when it answered."""
+    known of the block. ``time_ns``: the daemon's clock when it answered."""
 
     asked: bytes
     key: bytes | None
@@ -195,7 +194,6 @@ class Explanation:
     gaps: tuple[Gap, ...]
     candidates: tuple[bytes, ...]
     more_candidates: bool
-    cold_caches: tuple[str, ...]
     oldest: Past | None
     as_of: Cursor
     time_ns: int
@@ -230,7 +228,6 @@ class Explanation:
             "gaps": [gap.to_json() for gap in self.gaps],
             "candidates": [key.hex() for key in self.candidates],
             "more_candidates": self.more_candidates,
-            "cold_caches": list(self.cold_caches),
             "oldest": None if self.oldest is None else self.oldest.to_json(),
             "as_of": str(self.as_of),
             "time_ns": self.time_ns,
@@ -261,7 +258,6 @@ def explanation_from_wire(asked: bytes, message: explain_pb2.ExplainResponse) ->
         gaps=(),
         candidates=tuple(split_keys(message.candidates)),
         more_candidates=message.more_candidates,
-        cold_caches=tuple(message.cold_caches),
         oldest=None,
         as_of=as_of,
         time_ns=message.time_ns,

@@ -224,11 +224,7 @@ class GroupInfo:
 
 @dataclass(slots=True, frozen=True)
 class CacheInfo:
-    """One cache: what its bytes mean and where they may live.
-
-    ``idle_s``: seconds since when no session has it open; 0 = one has. ``cold``: that is so long that it has no memory
-    any more, only its disk tier, until it is opened again.
-    """
+    """One cache: what its bytes mean and where they may live."""
 
     cache_id: int
     name: str
@@ -238,5 +234,3 @@ class CacheInfo:
     blocks: int
     sessions: int
     options: CacheOptions
-    idle_s: float
-    cold: bool

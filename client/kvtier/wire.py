@@ -208,8 +208,6 @@ def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
         blocks=message.blocks,
         sessions=message.sessions,
         options=options_from_wire(message.options),
-        idle_s=message.idle_ns / 1e9,
-        cold=message.cold,
     )
 
 

@@ -1,4 +1,4 @@
-"""The life of a cache: opened by name, gone cold when nobody comes, warm again, removed."""
+"""The life of a cache: opened by name, removed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from kvtier import (
     NotFound,
     SpecMismatch,
     Tier,
-    TierFull,
     connect,
 )
 from kvtier.stats import CacheInfo
@@ -35,7 +34,6 @@ from tests.integration.waiting import eventually
 
 SLOTS = {"device": 8, "host": 16, "disk": 64}
 KEYS = chain("kept", 6)
-TTL = ("--idle-ttl", "0.2")
 
 
 async def info_of(client: AsyncClient, name: str) -> CacheInfo | None:
@@ -46,12 +44,6 @@ async def put(client: AsyncClient, name: str, budgets: dict[Tier, int] | None = 
     cache = await client.open_cache(name, SPEC, budgets=budgets)
     await cache.put(KEYS, blocks(KEYS))
     return cache
-
-
-async def cooled(client: AsyncClient, name: str) -> CacheInfo:
-    found = await eventually(lambda: info_of(client, name), lambda info: info is not None and info.cold)
-    assert found is not None
-    return found
 
 
 def directory(daemon: DaemonProcess, name: str) -> Path:
@@ -194,9 +186,6 @@ async def test_a_removal_that_a_crash_cut_short_is_finished(start_daemon: StartD
         assert await client.caches() == []
 
 
-# -- cold --------------------------------------------------------------------------------------------------------------
-
-
 async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as client:
@@ -212,85 +201,3 @@ async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(sta
         assert removal.freed[Tier.HOST] == SLOTS["host"] * SLOT_BYTES
         await put(client, "next")
         assert {tier.tier: tier.capacity for tier in (await cache_stats(client, "next")).tiers} == budgets
-
-
-async def test_an_idle_cache_cools_and_is_warm_again_when_it_is_opened(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(*TTL, **SLOTS)
-    async with await connect(daemon.address) as client:
-        cache = await put(client, "resting")
-        low = chain("not worth it", 2)
-        await cache.put(low, blocks(low), priorities=bytes([1, 1]))
-        stats = await client.stats()
-        assert (await info_of(client, "resting")).idle_s == 0  # type: ignore[union-attr]
-        await cache.close()
-        cold = await cooled(client, "resting")
-        assert cold.idle_s > 0.2
-        assert (cold.blocks, cold.sessions) == (len(KEYS), 0)
-        assert [tier.tier for tier in cold.groups[0].tiers] == [Tier.DISK]
-        await eventually(lambda: segments(daemon), lambda mapped: not mapped)
-        async for item in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.CLEARED]):
-            assert isinstance(item, Event)
-            assert (item.cache, item.cause) == ("resting", Cause.EXPIRED)
-            break
-        # The memory is another's while the cache is cold, and its own again after that.
-        guest = await client.open_cache("guest", SPEC, budgets=sizes(device=8, host=16))
-        await guest.close()
-        await client.remove_cache("guest")
-        warm = await client.open_cache("resting", SPEC)
-        assert [warm.slots(tier) for tier in Tier] == list(SLOTS.values())
-        assert_bytes(KEYS, await warm.get(KEYS))
-        assert (await warm.match(low)).blocks == 0
-        assert not (await info_of(client, "resting")).cold  # type: ignore[union-attr]
-
-
-async def test_a_cache_that_is_open_never_cools(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(*TTL, **SLOTS)
-    async with await connect(daemon.address) as client:
-        used = await put(client, "used", sizes(device=4, host=8, disk=32))
-        await (await put(client, "resting", sizes(device=4, host=8, disk=32))).close()
-        await cooled(client, "resting")
-        assert_bytes(KEYS, await used.get(KEYS))
-        assert (await cache_stats(client, "used")).blocks == len(KEYS)
-
-
-async def test_a_cold_cache_gets_the_memory_that_is_left(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(*TTL, **SLOTS)
-    async with await connect(daemon.address) as client:
-        await (await put(client, "resting", sizes(device=8, host=16, disk=32))).close()
-        await cooled(client, "resting")
-        await client.open_cache("guest", SPEC, budgets=sizes(device=6, host=16))
-        warm = await client.open_cache("resting", SPEC)
-        assert (warm.slots(Tier.DEVICE), warm.tiers) == (2, (Tier.DEVICE, Tier.DISK))
-        assert_bytes(KEYS[:2], await warm.get(KEYS[:2]))
-
-
-async def test_without_a_disk_tier_only_the_name_of_a_cold_cache_is_left(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(*TTL, host=8)
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("gone", SPEC)
-        await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
-        await cache.close()
-        assert (await cooled(client, "gone")).blocks == 0
-        guest = await client.open_cache("guest", SPEC)
-        with pytest.raises(TierFull):
-            await client.open_cache("gone", SPEC)
-        await guest.close()
-        await cooled(client, "guest")
-        again = await client.open_cache("gone", SPEC)
-        assert (again.slots(Tier.HOST), (await again.match(KEYS)).blocks) == (8, 0)
-
-
-async def test_a_cold_cache_can_be_removed_and_survives_a_restart(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(*TTL, **SLOTS)
-    async with await connect(daemon.address) as client:
-        for name in ("kept", "doomed"):
-            await (await put(client, name, sizes(device=4, host=8, disk=32))).close()
-        await cooled(client, "doomed")
-        removal = await client.remove_cache("doomed")
-        assert (removal.blocks, dict(removal.freed)) == (len(KEYS), {Tier.DISK: 32 * SLOT_BYTES})
-        await cooled(client, "kept")
-    await asyncio.to_thread(daemon.stop)
-    await asyncio.to_thread(daemon.start)
-    async with await connect(daemon.address) as client:
-        assert [cache.name for cache in await client.caches()] == ["kept"]
-        assert_bytes(KEYS, await (await client.open_cache("kept", SPEC)).get(KEYS))

@@ -24,7 +24,6 @@ from tests.integration.books import Books, Told, moved
 from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.stored import stored_in
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.test_cache_life import cooled
 from tests.integration.test_disk_faults import flip_a_bit
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -352,26 +351,16 @@ async def test_memory_that_is_taken_over(short_dir: Path, cause: Cause) -> None:
         daemon.close()
 
 
-@drives((CLEARED, Cause.EXPIRED), (CLEARED, Cause.EXPLICIT), (CREATED, Cause.EXPLICIT), (STORED, Cause.RECOVERED))
-async def test_a_cache_that_cools_is_warmed_and_removed(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--idle-ttl", "0.2", **SLOTS)
+@drives((CLEARED, Cause.EXPLICIT))
+async def test_a_cache_is_removed(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon(**SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
-        await move(cache, await put(cache, "kept", 2), DISK)
-        await put(cache, "low", 1, priorities=1)
+        await put(cache, "removed", 2)
         await cache.close()
-        await cooled(client, "c")
-        await say(books, (CLEARED, Cause.EXPIRED, 0, 0))
+        await client.remove_cache("c")
+        await say(books, (CLEARED, Cause.EXPLICIT, 0, 0))
         assert not books.has("c")
-        warm = await client.open_cache("c", SPEC)
-        await books.agree(warm)
-        await say(books, (STORED, Cause.RECOVERED, 0, DISK.bit))
-        assert await books.causes(is_(CLEARED)) == {Cause.EXPIRED}
-        await warm.close()
-        await client.remove_cache("c", force=True)
-        await books.causes(lambda told: True)
-        assert not books.has("c")
-        assert await books.causes(is_(CLEARED)) >= {Cause.EXPLICIT}
 
 
 def test_every_cause_is_driven_or_has_a_reason_not_to_be() -> None:

@@ -362,21 +362,6 @@ async def test_new_caches_get_no_device_tier_and_a_restart_brings_it_back(daemon
                 break
 
 
-async def test_a_cache_that_could_not_be_opened_again_stays_warm(start: Callable[..., LosableDaemon]) -> None:
-    daemon = start(sizes(device=8, host=16, disk=32), "--idle-ttl", "0.2")
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC, budgets=sizes(device=8, host=8, disk=16))
-        other = await client.open_cache("other", SPEC, budgets=sizes(host=8, disk=16))
-        await cache.put(ON_HOST, blocks(ON_HOST), tier=Tier.HOST)
-        daemon.lose_device()
-        await lost(client)
-        await cache.close()
-        await other.close()
-        await eventually(client.stats, lambda stats: [one.name for one in stats.caches] == ["c"])
-        again = await client.open_cache("c", SPEC)
-        assert_bytes(ON_HOST, await again.get(ON_HOST))
-
-
 async def test_traffic_goes_on_and_the_events_stay_exact(daemon: LosableDaemon) -> None:
     """Nobody hangs: every call ends, well or with the loss."""
     async with await connect(daemon.address) as client, client.mirror(["c"]) as mirror:

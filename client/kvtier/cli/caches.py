@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from typing import Any
 
 import click
@@ -93,8 +92,6 @@ def as_object(info: CacheInfo) -> dict[str, Any]:
         "fingerprint": info.fingerprint.hex(),
         "blocks": info.blocks,
         "sessions": info.sessions,
-        "idle_s": info.idle_s,
-        "cold": info.cold,
         "groups": [
             {
                 "group": group.group,
@@ -126,17 +123,10 @@ def table(found: list[CacheInfo]) -> Table | str:
                 str(group.window_tokens or "full"),
                 size(info.spec.block_bytes(group.group)),
                 str(info.blocks) if first else "",
-                _use(info) if first else "",
+                str(info.sessions) if first else "",
                 *(tiers.get(tier, "") for tier in ("device", "host", "disk")),
             )
     return rows
-
-
-def _use(info: CacheInfo) -> str:
-    """By how many sessions, or since when by none."""
-    if info.cold:
-        return "cold"
-    return str(info.sessions) if info.sessions else f"idle {timedelta(seconds=int(info.idle_s))}"
 
 
 @click.command()

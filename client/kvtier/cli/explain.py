@@ -108,8 +108,6 @@ def page(told: Explanation, limit: int | None = None) -> Iterator[str]:
         yield f"  {why_gone(end.cause)}"
     if told.state == "unknown":
         yield from _unknown(told)
-    if told.cold_caches:
-        yield f"not looked at, since nobody has them open: {', '.join(told.cold_caches)}"
     yield from _history(told, limit)
 
 

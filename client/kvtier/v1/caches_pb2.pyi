@@ -398,8 +398,6 @@ class CacheInfo(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
-    IDLE_NS_FIELD_NUMBER: builtins.int
-    COLD_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     name: builtins.str
     fingerprint: builtins.bytes
@@ -408,10 +406,6 @@ class CacheInfo(google.protobuf.message.Message):
     """indexed"""
     sessions: builtins.int
     """that have it open"""
-    idle_ns: builtins.int
-    """since when no session has it open; 0 = one has"""
-    cold: builtins.bool
-    """idle for longer than idle_ttl: only its disk tier is left until it is opened again"""
     @property
     def spec(self) -> global___CacheSpec: ...
     @property
@@ -429,11 +423,9 @@ class CacheInfo(google.protobuf.message.Message):
         blocks: builtins.int = ...,
         sessions: builtins.int = ...,
         options: global___CacheOptions | None = ...,
-        idle_ns: builtins.int = ...,
-        cold: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["options", b"options", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "cold", b"cold", "fingerprint", b"fingerprint", "groups", b"groups", "idle_ns", b"idle_ns", "name", b"name", "options", b"options", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_id", b"cache_id", "fingerprint", b"fingerprint", "groups", b"groups", "name", b"name", "options", b"options", "sessions", b"sessions", "spec", b"spec"]) -> None: ...
 
 global___CacheInfo = CacheInfo
 

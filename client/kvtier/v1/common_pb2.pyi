@@ -75,7 +75,7 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     CAUSE_QUOTA: _Cause.ValueType  # 5
     """nothing says this: budgets are slots, so a full cache makes room in itself (CAPACITY)"""
     CAUSE_EXPIRED: _Cause.ValueType  # 6
-    """its retention ended; of a cleared group: nobody had the cache open for too long"""
+    """its retention ended"""
     CAUSE_DEMAND: _Cause.ValueType  # 7
     """an acquire wanted it in another tier, or brought a new retention"""
     CAUSE_PREFETCH: _Cause.ValueType  # 8
@@ -94,7 +94,7 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     CAUSE_SHUTDOWN: _Cause.ValueType  # 15
     """of a cleared group: the daemon was stopped; told at the next start"""
     CAUSE_RECOVERED: _Cause.ValueType  # 16
-    """found at a start, or where a cold cache is opened: on disk, or in memory that was kept"""
+    """found at a start: on disk, or in memory that was kept"""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
     """Why a residency, a priority or an existence changed. A change of one block may change the effective priority of those
@@ -113,7 +113,7 @@ CAUSE_WATERMARK: Cause.ValueType  # 4
 CAUSE_QUOTA: Cause.ValueType  # 5
 """nothing says this: budgets are slots, so a full cache makes room in itself (CAPACITY)"""
 CAUSE_EXPIRED: Cause.ValueType  # 6
-"""its retention ended; of a cleared group: nobody had the cache open for too long"""
+"""its retention ended"""
 CAUSE_DEMAND: Cause.ValueType  # 7
 """an acquire wanted it in another tier, or brought a new retention"""
 CAUSE_PREFETCH: Cause.ValueType  # 8
@@ -132,7 +132,7 @@ CAUSE_LOST: Cause.ValueType  # 14
 CAUSE_SHUTDOWN: Cause.ValueType  # 15
 """of a cleared group: the daemon was stopped; told at the next start"""
 CAUSE_RECOVERED: Cause.ValueType  # 16
-"""found at a start, or where a cold cache is opened: on disk, or in memory that was kept"""
+"""found at a start: on disk, or in memory that was kept"""
 global___Cause = Cause
 
 class _BlockResult:

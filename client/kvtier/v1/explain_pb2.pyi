@@ -167,7 +167,6 @@ class ExplainResponse(google.protobuf.message.Message):
     BLOCKS_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
     MORE_CANDIDATES_FIELD_NUMBER: builtins.int
-    COLD_CACHES_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
     TIME_NS_FIELD_NUMBER: builtins.int
     key: builtins.bytes
@@ -183,10 +182,6 @@ class ExplainResponse(google.protobuf.message.Message):
         """where it is stored: one a cache and window group; none = nowhere"""
 
     @property
-    def cold_caches(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """that have no memory now, and whose blocks on disk are not looked at until they are opened"""
-
-    @property
     def as_of_event(self) -> kvtier.v1.blocks_pb2.Cursor: ...
     def __init__(
         self,
@@ -195,12 +190,11 @@ class ExplainResponse(google.protobuf.message.Message):
         blocks: collections.abc.Iterable[global___ExplainedBlock] | None = ...,
         candidates: builtins.bytes = ...,
         more_candidates: builtins.bool = ...,
-        cold_caches: collections.abc.Iterable[builtins.str] | None = ...,
         as_of_event: kvtier.v1.blocks_pb2.Cursor | None = ...,
         time_ns: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "candidates", b"candidates", "cold_caches", b"cold_caches", "key", b"key", "more_candidates", b"more_candidates", "time_ns", b"time_ns"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "candidates", b"candidates", "key", b"key", "more_candidates", b"more_candidates", "time_ns", b"time_ns"]) -> None: ...
 
 global___ExplainResponse = ExplainResponse
 

@@ -174,13 +174,6 @@ class Config(BaseSettings):
         "is clean, blocks are copied down ahead of need; 0 = never.",
     )
 
-    idle_ttl: float = Field(
-        0.0,
-        ge=0,
-        description="Seconds after which a cache that no session has open gives its device and host memory back, after "
-        "its blocks were copied to disk. The next open brings it back. 0 = never.",
-    )
-
     wait_seconds: float = Field(
         30.0, gt=0, le=3600, description="How long a call that does not say waits for room in a tier."
     )

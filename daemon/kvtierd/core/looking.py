@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import Key, Tier
+from kvtierd.core.ids import Key
 from kvtierd.core.pins import Pins
 from kvtierd.core.verbs import Listing, ListingRow, Location
 
@@ -78,11 +78,3 @@ def _row(block: Block, pins: Pins) -> ListingRow:
     above = block.parent.traits.label if block.parent is not None else None
     pinned = pins.residency(block)
     return ListingRow(block.key, block.parent_key, block.residency, block.priority, block.traits.label, above, pinned)
-
-
-def goes_down(state: GroupState, row: ListingRow, to: Tier) -> bool:
-    """Whether a block is worth a copy in a lower tier that it is not in yet."""
-    above = next((tier for tier in reversed(state.above[to]) if row.residency & tier.bit), None)
-    if above is None or row.residency & to.bit:
-        return False
-    return row.priority >= state.policy.threshold(above, to)

@@ -182,10 +182,6 @@ class BlockManager:
     def stats(self) -> ManagerStats:
         return counting.stats(self.windows, self.leases.values(), self.across)
 
-    def goes_down(self, group: GroupId, row: ListingRow, to: Tier) -> bool:
-        """Whether a block is worth a copy in a lower tier that it is not in yet."""
-        return looking.goes_down(self._window(group).state, row, to)
-
     def session_leases(self, session: SessionId) -> int:
         return self._leases.count(session)
 

@@ -67,7 +67,7 @@ class Stores:
 @dataclass(slots=True, frozen=True)
 class Plan:
     """A cache that is to be. ``stored``: it is on disk already; ``unclean``: since a life that did not end well;
-    ``cold``: it cooled in this life, and was announced as cleared then; ``old``: whose leases are to be honoured where
+    ``old``: whose leases are to be honoured where
     its memory is still there; None where it is to have fresh memory."""
 
     name: str
@@ -76,7 +76,6 @@ class Plan:
     options: CacheOptions
     stored: bool = False
     unclean: bool = False
-    cold: bool = False
     old: OldLife | None = None
 
     @property
@@ -188,8 +187,7 @@ class Assembler:
         if plan.restarted:
             arena.rebuild_index(recovered)
         manager = BlockManager(cache, plan.shapes, self._sequencer, plan.options.policy(self._stores.policy))
-        restarted = plan.restarted and not plan.cold
-        manager.fill(recovered, quarantined, unclean=plan.unclean, restarted=restarted)
+        manager.fill(recovered, quarantined, unclean=plan.unclean, restarted=plan.restarted)
         blocks, cuda = sum(map(len, recovered.values())), _copies(plan, arena, host, device)
         return Parts(arena, host, device, disk, manager, blocks, left, cuda)
 

@@ -16,9 +16,8 @@ from kvtierd.service.access import Access
 from kvtierd.service.budgets import Slots, TierBudget
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.entries import Cache, ColdCache
+from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, no_such_cache, unknown_cache
-from kvtierd.service.lifecycle import IdleCaches
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
 
@@ -40,11 +39,9 @@ class CachesService:
         catalog: Catalog,
         sessions: SessionRegistry,
         access: Access,
-        idle: IdleCaches,
         tiers: tuple[Tier, ...],
     ) -> None:
         self._catalog: Final = catalog
-        self._idle: Final = idle
         self._access: Final = access
         self._sessions: Final = sessions
         self._tiers: Final = tiers
@@ -64,7 +61,6 @@ class CachesService:
         if self._catalog.get(cache.id) is not cache:
             raise no_such_cache(name)  # removed meanwhile
         session.caches[cache.id] += 1
-        self._idle.look()
         return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
 
     async def close(self, session: Session, request: caches_pb2.CloseRequest) -> caches_pb2.CloseResponse:
@@ -82,10 +78,8 @@ class CachesService:
     async def list(self, session: Session, request: caches_pb2.ListCachesRequest) -> caches_pb2.ListCachesResponse:
         await self._catalog.loaded()
         readable = (cache for cache in self._catalog if self._access.may(session, Right.READ, cache.name))
-        cold = (cache for cache in self._catalog.cold() if self._access.may(session, Right.READ, cache.name))
-        self._idle.look()
-        infos = [*(self._info(cache) for cache in readable), *(self._cold_info(cache) for cache in cold)]
-        return caches_pb2.ListCachesResponse(caches=sorted(infos, key=lambda info: info.name))
+        infos = [self._info(cache) for cache in sorted(readable, key=lambda cache: cache.name)]
+        return caches_pb2.ListCachesResponse(caches=infos)
 
     async def remove(self, session: Session, request: caches_pb2.RemoveCacheRequest) -> caches_pb2.RemoveCacheResponse:
         name = validate.cache_name(request.name)
@@ -120,25 +114,15 @@ class CachesService:
         return budgets
 
     def _info(self, cache: Cache) -> caches_pb2.CacheInfo:
-        info = self._facts(cache, cache.slots)
-        info.blocks = cache.runtime.manager.stats().blocks
-        info.sessions = sum(cache.id in session.caches for session in self._sessions)
-        return info
-
-    def _cold_info(self, cache: ColdCache) -> caches_pb2.CacheInfo:
-        info = self._facts(cache, cache.on_disk)
-        info.blocks, info.cold = cache.blocks, True
-        return info
-
-    def _facts(self, cache: Cache | ColdCache, slots: Slots) -> caches_pb2.CacheInfo:
         return caches_pb2.CacheInfo(
             cache_id=cache.id,
             name=cache.name,
             spec=wire.spec(cache.spec),
             fingerprint=cache.fingerprint,
-            groups=[_group_info(cache.spec, slots, group) for group in range(len(cache.spec.groups))],
+            groups=[_group_info(cache.spec, cache.slots, group) for group in range(len(cache.spec.groups))],
             options=cache.options.to_wire(),
-            idle_ns=self._idle.idle_ns(cache.id),
+            blocks=cache.runtime.manager.stats().blocks,
+            sessions=sum(cache.id in session.caches for session in self._sessions),
         )
 
 

@@ -21,18 +21,17 @@ from kvtier.abi.layout import ArenaState
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Tier
-from kvtierd.core.slots import SlotState
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.errors import MoverError
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.adoption import NOBODY, OldLife
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
-from kvtierd.service.entries import Cache, ColdCache, Removal, require_same_cache, require_same_spec
+from kvtierd.service.entries import Cache, Removal, require_same_cache
 from kvtierd.service.errors import CallRefused, device_lost, no_such_cache, refused
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.options import Wanted, require_same
-from kvtierd.service.restoring import kept_alone, memory_slots, new_options, slots_of_stored, stored_options
+from kvtierd.service.restoring import kept_alone, new_options, slots_of_stored, stored_options
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Shared
 from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierError, TierIOError
@@ -43,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Catalog:
-    """All caches of the daemon, each open until it is removed, cools or the daemon stops.
+    """All caches of the daemon, each open until it is removed or the daemon stops.
 
     ``faces``: filled in before a cache's first event. What changes a cache's existence holds the lock of its name, so
     that opening one never waits for another; memory is allocated for one at a time.
@@ -64,7 +63,6 @@ class Catalog:
         self._by_id: dict[CacheId, Cache] = {}
         self._by_name: dict[str, Cache] = {}
         self._faces: Final = faces
-        self._cold: dict[str, ColdCache] = {}
         self._left_out: dict[str, str] = {}
         self._unfinished: dict[str, Removal] = {}
         """Of caches whose files could not be deleted: what goes back to the budgets once they are."""
@@ -88,14 +86,10 @@ class Catalog:
     def named(self, name: str) -> Cache | None:
         return self._by_name.get(name)
 
-    def cold(self) -> Iterator[ColdCache]:
-        """Those that are not open: nobody has had them open for too long."""
-        return iter(self._cold.values())
-
     def exists(self, name: str) -> bool:
-        """Also while it cools, or comes into being."""
+        """Also while it comes into being."""
         lock = self._locks.get(name)
-        return name in self._by_name or name in self._cold or (lock is not None and lock.locked())
+        return name in self._by_name or (lock is not None and lock.locked())
 
     def problems(self) -> list[str]:
         """For health: caches on disk that cannot be served, and what was noted of others."""
@@ -115,10 +109,6 @@ class Catalog:
         self._device_is_lost = True
         for cache in self:
             self._stores.keeper.forget(cache.name, attach.CUDA)
-
-    def opens_again(self, cache: Cache) -> bool:
-        """Whether it could be, once it is cold."""
-        return not (self._device_is_lost and Tier.DEVICE in cache.slots)
 
     @asynccontextmanager
     async def holding(self, cache: Cache) -> AsyncIterator[bool]:
@@ -152,8 +142,9 @@ class Catalog:
         cache = self._by_name.get(name)
         if cache is None:
             async with self._lock_of(name):
-                cache = self._by_name.get(name) or await self._warm(name, spec)
+                cache = self._by_name.get(name)
                 if cache is None:
+                    self._require_whole(name)
                     if spec is None or not create:
                         raise no_such_cache(name)
                     slots = self._stores.budgets.slots_for(spec, asked)
@@ -172,49 +163,11 @@ class Catalog:
             says = "restart kvtierd, or ask for a new cache with budgets without the device tier"
             raise device_lost(f"a cache with a device tier cannot be opened: the device is lost; {says}")
 
-    async def _warm(self, name: str, spec: CacheSpec | None) -> Cache | None:
-        """Opens a cold cache again: what its disk tier holds, with the memory it had or what is left of it."""
+    def _require_whole(self, name: str) -> None:
+        """Raises FAILED_PRECONDITION where the cache is on disk, but cannot be served."""
         if name in self._left_out:
             message = f"cache {name} is left out: {self._left_out[name]}"
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
-        cold = self._cold.get(name)
-        if cold is None:
-            return None
-        if spec is not None:
-            require_same_spec(cold, spec)
-        budgets = self._stores.budgets
-        budgets.give_back(cold.spec, cold.on_disk)
-        try:
-            slots = {**cold.on_disk, **memory_slots(budgets, cold.spec, cold.slots)}
-            self._require_device_for(slots)
-            if not slots:
-                budgets.slots_for(cold.spec, {})  # says what is missing
-            budgets.take(cold.spec, slots)
-            cache = await self._make(Plan(name, cold.spec, slots, cold.options, stored=bool(cold.on_disk), cold=True))
-        except BaseException:
-            budgets.take(cold.spec, cold.on_disk)
-            raise
-        del self._cold[name]
-        return cache
-
-    async def cool(self, cache: Cache, still: Callable[[], bool]) -> bool:
-        """Gives a cache's memory back to the budgets, with all that is only there. False if not ``still`` wanted."""
-        return await self._to_the_end(self._cool(cache, still), f"cool-{cache.name}")
-
-    async def _cool(self, cache: Cache, still: Callable[[], bool]) -> bool:
-        async with self._lock_of(cache.name):
-            if self._by_id.get(cache.id) is not cache or not still():
-                return False
-            disk = cache.runtime.manager.stats().tiers.get(Tier.DISK)
-            blocks = disk.states[SlotState.READY] if disk is not None else 0
-            cold = ColdCache(cache.id, cache.name, cache.spec, cache.fingerprint, cache.slots, cache.options, blocks)
-            try:
-                await self._dismantle(cache, Cause.EXPIRED)
-            finally:
-                self._stores.budgets.give_back(cache.spec, cold.in_memory)
-                self._cold[cache.name] = cold
-        _log.info("cache cold name=%s cache=%d blocks=%d", cache.name, cache.id, blocks)
-        return True
 
     async def remove(self, name: str, check: Callable[[Cache], None], *, force: bool, dry_run: bool) -> Removal:
         """Forgets a cache, its blocks and its bytes on disk. ``check`` refuses by raising.
@@ -225,12 +178,10 @@ class Catalog:
 
     async def _remove(self, name: str, check: Callable[[Cache], None], force: bool, dry_run: bool) -> Removal:
         async with self._lock_of(name):
-            cache, cold = self._by_name.get(name), self._cold.get(name)
+            cache = self._by_name.get(name)
             if cache is not None:
                 check(cache)
                 removal = Removal(cache.runtime.manager.stats().blocks, cache.spec, cache.slots)
-            elif cold is not None:
-                removal = Removal(cold.blocks, cold.spec, cold.on_disk)
             elif name not in self._left_out:
                 raise no_such_cache(name)
             elif not force:
@@ -241,9 +192,8 @@ class Catalog:
             if dry_run:
                 return removal
             if cache is not None:
-                await self._dismantle(cache, Cause.EXPLICIT)
+                await self._dismantle(cache)
             self._left_out[name], self._unfinished[name] = "its removal did not end", removal
-            self._cold.pop(name, None)
             await asyncio.to_thread(self._delete, name)
             del self._left_out[name], self._unfinished[name]
             if removal.spec is not None:
@@ -251,13 +201,13 @@ class Catalog:
         _log.info("cache removed name=%s blocks=%d", name, removal.blocks)
         return removal
 
-    async def _dismantle(self, cache: Cache, cause: Cause) -> None:
+    async def _dismantle(self, cache: Cache) -> None:
         """From here on nobody finds the cache; its moves end, then its memory and its store are let go of."""
         del self._by_id[cache.id], self._by_name[cache.name]
         cache.runtime.arena.set_state(ArenaState.CLOSED)
         await self._engine.remove_cache(cache.id)
         for group in range(len(cache.spec.groups)):
-            self._engine.announce_gone(cache.id, GroupId(group), cause)
+            self._engine.announce_gone(cache.id, GroupId(group), Cause.EXPLICIT)
         self._stores.keeper.forget(cache.name)
         self._noted.pop(cache.id, None)
         if not await asyncio.to_thread(self._parts.pop(cache.id).close):

@@ -39,7 +39,6 @@ from kvtierd.service.health import Health
 from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.keeping import Keeper
-from kvtierd.service.lifecycle import IdleCaches
 from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.machine import require_possible
 from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
@@ -160,7 +159,6 @@ class Daemon:
         self._gpu: Final = tiers.gpu
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, _capacity(config), kept.roll)
-        self._idle: Final = IdleCaches(self._catalog, self._engine, self._sessions, config.idle_ttl)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
         self._epochs: Final = Epochs(state, self._sequencer, self._hub, self._log, self._engine, self._identity)
@@ -238,7 +236,6 @@ class Daemon:
         self._attach.start(listener)
         await self._catalog.load(plans)
         self._sessions.settle()
-        self._idle.start()
         self._failing.start()
         if self._lost_device is not None:
             self._lost_device.start()
@@ -263,7 +260,6 @@ class Daemon:
         await self._metrics.stop()
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
-        await self._idle.stop()
         if self._lost_device is not None:
             await self._lost_device.stop()
         probed = await self._failing.stop()
@@ -303,7 +299,7 @@ class Daemon:
         blocks = BlocksService(self._engine, self._catalog, identity, config.wait_seconds, describe, caps)
         transfer = TransferService(self._engine, self._catalog, self._access, blocks, config.wait_seconds, caps)
         return Services(
-            caches=CachesService(self._catalog, self._sessions, self._access, self._idle, tiers).verbs(),
+            caches=CachesService(self._catalog, self._sessions, self._access, tiers).verbs(),
             blocks=blocks.verbs(),
             events=self._drains.verbs(),
             watches=self._events.streams(),

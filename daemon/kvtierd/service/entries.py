@@ -1,4 +1,4 @@
-"""What the catalog has: a cache that is open, one that is cold, and what a removal takes away. Values."""
+"""Values of the catalog: an open cache, and what the removal of a cache gives back."""
 
 from __future__ import annotations
 
@@ -41,29 +41,6 @@ class Cache:
 
 
 @dataclass(slots=True, frozen=True)
-class ColdCache:
-    """A cache without memory: nobody has had it open for long. ``slots``: as it had; ``blocks``: left on disk."""
-
-    id: CacheId
-    name: str
-    spec: CacheSpec
-    fingerprint: bytes
-    slots: Slots
-    options: CacheOptions
-    blocks: int
-
-    @property
-    def in_memory(self) -> Slots:
-        """What it gives back while it is cold."""
-        return {tier: counts for tier, counts in self.slots.items() if tier not in self.on_disk}
-
-    @property
-    def on_disk(self) -> Slots:
-        """What it still takes of the budgets."""
-        return {tier: counts for tier, counts in self.slots.items() if tier is Tier.DISK}
-
-
-@dataclass(slots=True, frozen=True)
 class Removal:
     """What went, or would go, with a cache. ``spec``: None where it could not be read."""
 
@@ -77,7 +54,7 @@ class Removal:
         return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 
-def require_same_spec(cache: Cache | ColdCache, spec: CacheSpec) -> None:
+def require_same_spec(cache: Cache, spec: CacheSpec) -> None:
     """Raises INVALID_ARGUMENT where the cache was made with another specification than a caller names."""
     if cache.fingerprint != spec.fingerprint():
         difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))

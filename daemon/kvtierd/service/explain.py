@@ -72,11 +72,6 @@ class ExplainService:
             blocks=blocks,
             candidates=b"".join(found[:MOST_CANDIDATES]) if len(found) > 1 else b"",
             more_candidates=len(found) > MOST_CANDIDATES,
-            cold_caches=sorted(
-                cold.name
-                for cold in self._catalog.cold()
-                if request.cache in ("", cold.name) and self._may_see(session, cold.name)
-            ),
             as_of_event=blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event),
             time_ns=time.time_ns(),
         )

@@ -27,7 +27,7 @@ KEY = bytes(range(32))
 COPY = CopyExplained(Tier.HOST, 7, CopyState.READY, 0, 0, 0, 0, 30, (), Departure.DEMOTED, 3, Precision.EXACT, 2, 50)
 BLOCK = BlockExplained("c", 0, 0, None, 0, 0, Tier.HOST.bit, 35, 35, 0, 0, False, 0, (COPY,), (), (), Cursor(1, 9))
 PAST = Past(Cursor(1, 4), 10**18, EventType.STORED, Cause.COMMIT, "c", 0, 0, Tier.HOST.bit, 35)
-TOLD = Explanation(KEY, KEY, (BLOCK,), (PAST,), (), (), False, (), None, Cursor(1, 9), 10**18)
+TOLD = Explanation(KEY, KEY, (BLOCK,), (PAST,), (), (), False, None, Cursor(1, 9), 10**18)
 
 
 def text(told: Explanation) -> str:

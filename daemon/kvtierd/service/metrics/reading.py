@@ -80,8 +80,7 @@ class Reading:
         yield table.EPOCH, (), ask.identity.epoch
         yield table.BOOT, (), ask.identity.boot
         yield table.PROBLEMS, (), len(ask.problems())
-        yield table.CACHES, ("open",), sum(1 for _ in ask.catalog)
-        yield table.CACHES, ("cold",), sum(1 for _ in ask.catalog.cold())
+        yield table.CACHES, (), sum(1 for _ in ask.catalog)
         attached = sum(session.attached for session in ask.sessions)
         yield table.SESSIONS, ("attached",), attached
         yield table.SESSIONS, ("detached",), sum(1 for _ in ask.sessions) - attached

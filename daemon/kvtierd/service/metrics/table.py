@@ -44,9 +44,7 @@ EPOCH = Metric(
 BOOT = Metric("kvtier_boot", Kind.GAUGE, "How many times the daemon has been started on its state directory")
 PROBLEMS = Metric("kvtier_problems", Kind.GAUGE, "Problems that kvtier status names, 0 on a healthy daemon")
 
-CACHES = Metric(
-    "kvtier_caches", Kind.GAUGE, "Caches, open or cold: of those that are cold nothing else is told", ("state",)
-)
+CACHES = Metric("kvtier_caches", Kind.GAUGE, "Caches")
 SLOTS = Metric("kvtier_slots", Kind.GAUGE, "Slots by state, which sum to the capacity", (*PLACE, "state"))
 HELD = Metric("kvtier_held_slots", Kind.GAUGE, "Slots under a lease or pinned", PLACE)
 PINNED = Metric("kvtier_pinned_slots", Kind.GAUGE, "Slots whose block is pinned there", PLACE)
