@@ -190,7 +190,6 @@ def _read(path: Path) -> State | None:
             raise ForeignDirectory(path, f"holds {', '.join(others[:3])} but no {SUPERBLOCK} of kvtier's")
         return None
     expected = {name: bool if name == "clean" else int for name in State.__dataclass_fields__}
-    content = {"history": 0} | content  # version 1 had none
     if {name: type(value) for name, value in content.items()} != expected:
         raise DamagedDirectory(path, f"its {SUPERBLOCK} lacks fields of a state")
     return State(**content)

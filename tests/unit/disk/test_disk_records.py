@@ -1,4 +1,4 @@
-"""The on-disk formats: pinned, because a daemon reads what an older one wrote."""
+"""The on-disk formats are pinned: a daemon reads what an earlier one wrote."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from kvtierd.tiers.disk.checksum import checksum
 from tests.unit.disk.disk_blocks import FINGERPRINT, buffers, key, parts_of, payload
 
 PARENT = Key(bytes(range(32)))
-FIRST_VERSION = bytes.fromhex(
-    "01 01 23 00 07000000 0500000000000000 0030000000000000"
+PLACED = bytes.fromhex(
+    "07000000 0500000000000000 0030000000000000"
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
     "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
 )
-"""A record as daemons before version 2 wrote it."""
-BARE = bytes.fromhex("02 01 23 00") + FIRST_VERSION[4:] + bytes(16)
+BARE = bytes.fromhex("01 01 23 00") + PLACED + bytes(16)
 FULL = (
-    bytes.fromhex("02 01 5a 08")
-    + FIRST_VERSION[4:]
+    bytes.fromhex("01 01 5a 08")
+    + PLACED
     + bytes.fromhex("0c000000 e8030000 0010a5d4e8000000")
     + b"\x11\x22\x33\x44\x55\x66\x77\x88"
     + b"three tokens"
@@ -41,17 +40,17 @@ def test_a_record_has_the_documented_bytes() -> None:
 
 def test_records_decode_together() -> None:
     root = records.encode_record(records.Place(SlotId(1), 2**40, 4096, bytes(16)), None, Traits(90))
-    rows = records.decode_records([BARE, b"too short", root, FULL, FIRST_VERSION])
-    assert rows["version"].tolist() == [2, 0, 2, 2, 1]
-    assert rows["slot"].tolist() == [7, 0, 1, 7, 7]
-    assert rows["last_use"].tolist() == [5, 0, 2**40, 5, 5]
-    assert rows["size"].tolist() == [12288, 0, 4096, 12288, 12288]
-    assert rows["checksum"].tolist() == [b"\xaa" * 16, bytes(16), bytes(16), b"\xaa" * 16, b"\xaa" * 16]
-    assert records.parents_of(rows) == [PARENT, None, None, PARENT, PARENT]
+    rows = records.decode_records([BARE, b"too short", root, FULL])
+    assert rows["version"].tolist() == [1, 0, 1, 1]
+    assert rows["slot"].tolist() == [7, 0, 1, 7]
+    assert rows["last_use"].tolist() == [5, 0, 2**40, 5]
+    assert rows["size"].tolist() == [12288, 0, 4096, 12288]
+    assert rows["checksum"].tolist() == [b"\xaa" * 16, bytes(16), bytes(16), b"\xaa" * 16]
+    assert records.parents_of(rows) == [PARENT, None, None, PARENT]
 
 
-def test_traits_come_back_from_records_of_both_versions() -> None:
-    assert decoded([FULL, FIRST_VERSION, BARE]) == [TRAITS, Traits(35), Traits(35)]
+def test_traits_come_back() -> None:
+    assert decoded([FULL, BARE]) == [TRAITS, Traits(35)]
 
 
 def test_a_label_of_each_kind_comes_back() -> None:
@@ -60,9 +59,7 @@ def test_a_label_of_each_kind_comes_back() -> None:
     assert [traits.label for traits in decoded(values)] == labels
 
 
-@pytest.mark.parametrize(
-    "value", [FULL[:-1], FULL + b"x", FIRST_VERSION[:-1], FIRST_VERSION + b"x", b"\x03" + BARE[1:]]
-)
+@pytest.mark.parametrize("value", [FULL[:-1], FULL + b"x", BARE[:-1], BARE + b"x", b"\x02" + BARE[1:]])
 def test_what_is_not_as_long_as_it_says_or_of_another_version_is_no_record(value: bytes) -> None:
     assert records.decode_records([value])["version"].tolist() == [0]
 
@@ -72,7 +69,7 @@ def test_no_record_has_a_hash_of_an_odd_length() -> None:
     assert records.decode_records([odd])["version"].tolist() == [0]
 
 
-@pytest.mark.parametrize("value", [FULL, BARE, FIRST_VERSION])
+@pytest.mark.parametrize("value", [FULL, BARE])
 def test_a_restated_record_changes_in_nothing_but_what_was_stated(value: bytes) -> None:
     restated = records.restated(value, Traits(7, 5, 9))
     before, (after,) = records.decode_records([value]), records.decode_records([restated])

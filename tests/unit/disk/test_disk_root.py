@@ -29,7 +29,7 @@ from kvtierd.tiers.base import (
 from kvtierd.tiers.disk import DiskRoot, StoredCache
 from kvtierd.tiers.disk import root as root_module
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
-from tests.unit.disk.disk_blocks import GROUP, block, key, names, open_root, spec, verdicts
+from tests.unit.disk.disk_blocks import GROUP, block, names, open_root, spec, verdicts
 
 HOLDER = """
 import sys
@@ -200,7 +200,7 @@ def other_kind(content: bytes) -> bytes:
 
 def other_version(content: bytes) -> bytes:
     head, _, body = content.partition(b"\n")
-    return superblock(f"kvtier {head.split()[1].decode()} 3", body)
+    return superblock(f"kvtier {head.split()[1].decode()} 2", body)
 
 
 def truncated(content: bytes) -> bytes:
@@ -260,21 +260,8 @@ def test_a_damaged_superblock_is_refused_and_everything_untouched(
 def test_an_unknown_version_is_named(tmp_path: Path) -> None:
     path = made(tmp_path) / "SUPERBLOCK"
     path.write_bytes(other_version(path.read_bytes()))
-    with pytest.raises(DamagedDirectory, match="format version 3"):
+    with pytest.raises(DamagedDirectory, match="format version 2"):
         open_root(tmp_path)
-
-
-def test_a_cache_of_version_1_is_served_and_then_refused_by_who_knows_no_other(tmp_path: Path) -> None:
-    path = made(tmp_path) / "caches" / "first" / "SUPERBLOCK"
-    body = path.read_bytes().partition(b"\n")[2]
-    path.write_bytes(superblock("kvtier cache 1", body))
-    root = open_root(tmp_path)
-    assert root.damaged() == {}
-    assert path.read_bytes().startswith(b"kvtier cache 1 "), "a look changes nothing"
-    store = root.open_cache("first")
-    assert [record.key for record in store.recover().records[GROUP]] == [key(1)]
-    root.close()
-    assert path.read_bytes() == superblock("kvtier cache 2", body)
 
 
 def change(**fields: object) -> Callable[[dict[str, object]], dict[str, object]]:
@@ -305,7 +292,7 @@ def test_a_cache_whose_superblock_contradicts_itself_is_left_out(
 ) -> None:
     path = made(tmp_path) / "caches" / "first" / "SUPERBLOCK"
     content = json.loads(path.read_bytes().partition(b"\n")[2])
-    path.write_bytes(superblock("kvtier cache 2", json.dumps(edit(content)).encode()))
+    path.write_bytes(superblock("kvtier cache 1", json.dumps(edit(content)).encode()))
     assert_left_out(tmp_path, "first", "first")
 
 

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -328,24 +326,6 @@ def test_a_history_is_kept_over_all_lives_of_a_state_and_by_no_other(tmp_path: P
         one = life(tmp_path / "one")
         assert one.identity.history == history
     one.close(None)
-
-
-def test_a_state_of_before_there_were_histories_gets_one(tmp_path: Path) -> None:
-    content = {"epoch": 3, "boot": 7, "epoch_first": 100, "last": 250, "clean": True}
-    head, body = "kvtier state 1", json.dumps(content).encode()
-    crc = zlib.crc32(body, zlib.crc32(head.encode()))
-    old = f"{head} {crc:08x}\n".encode() + body
-    (tmp_path / SUPERBLOCK).write_bytes(old)
-    StateDir.open(tmp_path).close(None)
-    assert (tmp_path / SUPERBLOCK).read_bytes() == old, "a life that never began has changed it"
-    upgraded = life(tmp_path)
-    now = upgraded.identity
-    assert (now.epoch, now.boot, now.epoch_first, now.last, now.unclean) == (3, 8, 100, 250, False)
-    upgraded.close(260)
-    again = life(tmp_path)
-    assert (again.identity.last, again.identity.history) == (260, now.history)
-    assert now.history
-    again.close(260)
 
 
 @pytest.mark.parametrize(("logged_last", "shared"), [(1000, True), (0, False)])

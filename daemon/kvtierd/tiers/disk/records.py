@@ -3,15 +3,11 @@
 ==================  ===================  ==========================================================================
 database            key                  value
 ==================  ===================  ==========================================================================
-records-<group>     the block key, 32    ``record``: u8 version = 2, u8 flags (bit 0: has a parent), u8 priority,
+records-<group>     the block key, 32    ``record``: u8 version = 1, u8 flags (bit 0: has a parent), u8 priority,
                                          u8 length of the event hash, u32 slot, u64 last use when written, u64
                                          bytes of the record in the slab, 16 bytes checksum, 32 bytes parent (zeros
                                          if none), u32 length of the tokens, u32 duration in ms, u64 deadline in
-                                         ns; then the event hash and the tokens.
-                                         Version 1 ended after the parent and had no hash
-journal-<group>     u64 big-endian,      ``journal``: u8 version = 1, 7 bytes 0; then, as often as fits, the block key,
-                    rising               u16 length of the record and the record, of length 0 where it is deleted.
-                                         Outranks the records, later entries the earlier ones
+                                         ns; then the event hash and the tokens
 touches-<group>     u64 big-endian,      ``touches``: u8 version = 1, 7 bytes 0, u64 first, then u32 slots: the n-th
                     rising               slot was used at ``first`` + n
 recency-<group>     u32 big-endian,      ``recency``: u64 last use of up to ``RECENCY_SLOTS`` slots from this one on;
@@ -38,7 +34,7 @@ from kvtierd.core.ids import KEY_BYTES, Key, SlotId
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label, Traits
 from kvtierd.tiers.disk.checksum import CHECKSUM_BYTES
 
-VERSION: Final = 2
+VERSION: Final = 1
 RECENCY_SLOTS: Final = 240
 TOUCHES_PER_VALUE: Final = 470
 
@@ -47,8 +43,6 @@ Slots = NDArray[np.uint32]
 
 _HAS_PARENT: Final = 1
 _NO_LABEL: Final = Label()
-_FIRST_VERSION: Final = 1
-_FIRST_BYTES: Final = 72
 _HEAD: Final = struct.Struct(f"<BBBBIQQ{CHECKSUM_BYTES}s{KEY_BYTES}sIIQ")
 HEAD_BYTES: Final = _HEAD.size
 _TOUCHES_VERSION: Final = 1
@@ -109,28 +103,22 @@ def encode_record(place: Place, parent: Key | None, traits: Traits) -> bytes:
 
 def restated(value: bytes, traits: Traits) -> bytes:
     """``record`` with another priority, duration and deadline; its label stays, whatever ``traits`` say."""
-    if value[:1] == bytes([_FIRST_VERSION]):
-        value = value[:3] + b"\0" + value[4:].ljust(HEAD_BYTES - 4, b"\0")
     ending = struct.pack("<IQ", traits.duration_ms, traits.deadline_ns)
-    return (
-        bytes([VERSION, value[1], traits.priority]) + value[3 : HEAD_BYTES - len(ending)] + ending + value[HEAD_BYTES:]
-    )
+    return value[:2] + bytes([traits.priority]) + value[3 : HEAD_BYTES - len(ending)] + ending + value[HEAD_BYTES:]
 
 
 def decode_records(values: Sequence[bytes]) -> NDArray[Any]:
-    """One ``RECORD_DTYPE`` row a value, those of older versions with zeros for what they lack.
+    """One ``RECORD_DTYPE`` row a value.
 
     A value of another version, or of another length than it says, becomes a row of zeros, whose version is none.
     """
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     heads = values if (lengths == HEAD_BYTES).all() else [v[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0") for v in values]
     rows = np.frombuffer(b"".join(heads), RECORD_DTYPE).copy()
-    first = (rows["version"] == _FIRST_VERSION) & (lengths == _FIRST_BYTES)
-    rows["hash_bytes"][first] = 0  # padding, then
     hash_bytes, token_bytes = rows["hash_bytes"].astype(np.int64), rows["token_bytes"].astype(np.int64)
     sizes_fit = np.isin(hash_bytes, EVENT_HASH_BYTES) & (token_bytes <= MAX_TOKEN_BYTES)
     whole = (rows["version"] == VERSION) & sizes_fit & (lengths == HEAD_BYTES + hash_bytes + token_bytes)
-    rows[~(first | whole)] = np.zeros((), RECORD_DTYPE)
+    rows[~whole] = np.zeros((), RECORD_DTYPE)
     return rows
 
 

@@ -31,7 +31,7 @@ from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigErr
 from kvtierd.tiers.disk.files import DirectoryLock, io_errors, make_private_directory, sync_directory
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.store import DiskStore, create_files
-from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, renew_superblock, write_superblock
+from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
 from kvtierd.tiers.disk.values import SlabShape
 
 LOCK: Final = "LOCK"
@@ -199,8 +199,6 @@ class DiskRoot:
         if not _NAME.fullmatch(name) or not directory.exists():
             raise TierConfigError("name", name, "the name of a stored cache")
         block = _read_cache(directory)
-        with io_errors(f"cannot open {directory}"):
-            renew_superblock(directory, "cache")
         fingerprint = block.cache.spec.fingerprint()
         self._stores[name] = DiskStore.open(directory, block.shapes, fingerprint, block.map_bytes)
         return self._stores[name]
@@ -254,7 +252,7 @@ def _read_cache(directory: Path) -> _CacheBlock:
         spec = CacheSpec.from_dict(content["spec"])
         slots = {GroupId(group): int(count) for group, count in enumerate(content["slots"])}
         _check_slots(spec, slots)
-        options = dict(content.get("options", {}))  # older ones have none
+        options = dict(content["options"])
         block = _CacheBlock(StoredCache(content["name"], spec, slots, options), int(content["index_bytes"]))
     except (KeyError, TypeError, ValueError, SpecError, TierConfigError) as error:
         raise DamagedDirectory(directory, f"its {SUPERBLOCK} makes no sense: {error!r}") from error
