@@ -10,8 +10,6 @@ help:
 	@echo "make demo       real LLM traffic through three tiers, from nothing to a table"
 	@echo "make test       every check and the default tests"
 	@echo "make test-long  the tests that take longer, too"
-	@echo "make wheel      dist/: kvtier with the daemon's core compiled; needs a C compiler"
-	@echo "make test-compiled  the tests of what is compiled, on that wheel"
 	@echo "make gpu-test   the tests that need a GPU: no network, no .venv, what gpu-wheels carried"
 	@echo "make gpu-bench  kvtier bench gpu, likewise"
 	@echo "make systemd-vm the systemd unit under a real systemd, in a virtual machine; as root on Debian"
@@ -62,27 +60,6 @@ test: check
 .PHONY: test-long
 test-long: check
 	KVTIER_LONG=1 $(PYTHON) -m pytest -m "not gpu" -o faulthandler_timeout=3600
-
-# The wheel that is deployed, and the same unpacked, for PYTHONPATH.
-COMPILED := build/compiled
-
-.PHONY: wheel
-wheel: $(COMPILED)/.stamp
-
-$(COMPILED)/.stamp: .venv/.stamp .ci/wheel.sh setup.py $(shell find client/kvtier daemon/kvtierd -name '*.py')
-	@echo "kvtier: compiling, which takes some minutes"
-	@bash .ci/wheel.sh $(PYTHON) dist $(COMPILED)
-	@touch $@
-
-COMPILED_TESTS ?= tests/unit/core tests/unit/disk/test_disk_store.py tests/unit/mover tests/unit/tiers tests/unit/service tests/simulation \
-	$(addprefix tests/integration/test_,$(addsuffix .py,across_groups commit_and_release edges events_complete mirror \
-	reads_without_calls restart retention_verbs supervise two_clients write_policies))
-
-.PHONY: test-compiled
-test-compiled: export PYTHONPATH := $(CURDIR)/$(COMPILED)
-test-compiled: $(COMPILED)/.stamp
-	$(PYTHON) -c 'from kvtierd.build import COMPILED; assert COMPILED'
-	$(PYTHON) -m pytest $(COMPILED_TESTS)
 
 # On the host with the GPU. GPU_TESTS: arguments of pytest; GPU_BENCH: of kvtier bench gpu.
 .PHONY: gpu-test

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import engine
 
-from kvtierd.build import COMPILED, VERSION
 from tests import devices
 from tests.limits import SHRINKING_S, limit_s, limited
 
@@ -33,18 +32,6 @@ engine.MAX_SHRINKING_SECONDS = SHRINKING_S
 # A shell that runs this in the background has SIGINT ignored, children inherit that, and Python leaves it so: no test
 # of Ctrl-C would ever end.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_report_header() -> str:
-    return f"kvtierd {VERSION}"
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Machine code does not look up what a test replaces: there such tests would find nothing, or the wrong thing."""
-    if COMPILED:
-        reaching_in = [item for item in items if item.get_closest_marker("interpreted")]
-        items[:] = [item for item in items if item not in reaching_in]
-        config.hook.pytest_deselected(items=reaching_in)
 
 
 def _in_time(item: pytest.Item) -> Generator[None, object, object]:

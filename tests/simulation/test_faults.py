@@ -16,8 +16,6 @@ RARE: Final = {"stuck_parents_kept": 80_000}
 """More steps, where what the fault breaks is done in one walk of some sixty: here, a whole subtree that has to go."""
 SILENT_WALKS: Final = 20
 
-pytestmark = pytest.mark.interpreted
-
 
 def steps_until_caught(name: str, *, inspect: bool) -> int:
     """Walks with seeds 0, 1, 2 … until one fails: some have no disk, some no host, some never crash."""

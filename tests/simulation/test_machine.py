@@ -156,7 +156,6 @@ TestCoreMachine.settings = SETTINGS
 
 
 @pytest.mark.parametrize("name", ["event_omitted", "leased_slot_reused", "generation_not_bumped"])
-@pytest.mark.interpreted
 def test_the_machine_finds_planted_faults(name: str) -> None:
     unshrunk = settings(SETTINGS, phases=[Phase.generate], database=None)
     with FAULTS[name].planted(), pytest.raises(AssertionError):

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvtierd.core.ids import DEVICE, HOST, Key, SlotId, Tier
 from kvtierd.core.traits import Traits, shared
-
-if TYPE_CHECKING:
-    # Of machine code: how wide a number stands in its object. The interpreter, which never asks, has integers there.
-    from mypy_extensions import i32, u8
 
 _ORDER_BITS: Final = 52
 """So that a rank, a priority above these, stays under 2^60, beyond which a Python integer takes 16 bytes more."""
@@ -59,8 +55,7 @@ UPWARDS: Final = 1 << 16
 
 
 class Copy:
-    """A block's bytes in one tier. In its machine code what numbers take is what they need: 80 bytes, with the
-    collector's, and the order below leaves none between.
+    """A block's bytes in one tier.
 
     ``holds``: leases on it, and one more while it is pinned. ``reads``: copies in flight that read it, ``DOWNWARDS`` or
     ``UPWARDS`` for each. While either is positive its slot is neither reused nor given up. ``listed``: the candidate
@@ -73,9 +68,9 @@ class Copy:
         self.slot = slot
         self.phase = phase
         self.ranked = 0
-        self.holds: i32 = 0
-        self.reads: i32 = 0
-        self.listed: u8 = 0
+        self.holds = 0
+        self.reads = 0
+        self.listed = 0
 
     @property
     def valid(self) -> bool:
@@ -99,9 +94,7 @@ class Copy:
 
 
 class Block:
-    """One block of a window group. There are millions, so it has no container of its own that most do without, and in
-    machine code, where it has 144 bytes, no number is wider than it need be: of ``u8`` only what stays under 256 may be
-    made, or compared with.
+    """One block of a window group. There are millions, so it has no container of its own that most do without.
 
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
     ``rank``: eviction order, lowest first: priority, then whether it is hot, then last use; unique, and comparable only
@@ -149,11 +142,11 @@ class Block:
         self.on_device: Copy | None = None
         self.on_host: Copy | None = None
         self.on_disk: Copy | None = None
-        self.depth: i32 = _below(parent.depth) if parent is not None else 0
-        self.claims: i32 = 0
-        self.disk_children: i32 = 0
-        self.priority: u8 = traits.priority
-        self.residency: u8 = 0
+        self.depth: int = _below(parent.depth) if parent is not None else 0
+        self.claims = 0
+        self.disk_children = 0
+        self.priority = traits.priority
+        self.residency = 0
         self.indexed = False
         self.unsure = False
 

@@ -36,10 +36,7 @@ class EdgeRecord:
 
 
 class Flight:
-    """``purge``: when it arrives, all idle copies above go.
-
-    One is made for each block that moves: in machine code that takes a tenth of the time of a named tuple.
-    """
+    """``purge``: when it arrives, all idle copies above go."""
 
     __slots__ = ("block", "cause", "copy", "dst", "purge", "source", "src")
 

@@ -11,7 +11,7 @@ from kvtierd.core.ids import DISK, CacheId, GroupId, Key, MoveId, SlotId, Tier
 from kvtierd.core.ledger import Ledger
 from kvtierd.core.outcome import Grant, Move, MoveItem, Outcome, Refusal
 from kvtierd.core.policy import Policy
-from kvtierd.core.traits import Label, Traits, label_of
+from kvtierd.core.traits import Label, Traits
 
 
 class Transfer(NamedTuple):
@@ -50,10 +50,10 @@ class _Telling:
     def changes(self) -> Changes:
         blocks = self.blocks
         keys, parents = [block.key for block in blocks], [block.parent_key for block in blocks]
-        labels = [label_of(block.traits) for block in blocks]
+        labels = [block.traits.label for block in blocks]
         above: list[Label | None] = [None] * len(blocks)
         if self.type is STORED:
-            above = [None if block.parent is None else label_of(block.parent.traits) for block in blocks]
+            above = [None if block.parent is None else block.parent.traits.label for block in blocks]
         return Changes(keys, parents, self.residencies, self.priorities, labels, above)
 
 

@@ -41,8 +41,6 @@ SLOT_RETIRING: Final = SlotState.RETIRING
 SLOT_ORPHANED: Final = SlotState.ORPHANED
 SLOT_QUARANTINED: Final = SlotState.QUARANTINED
 _STATES: Final = tuple(SlotState)
-_FREE: Final = 0
-"""The same as a plain number, which machine code compares without a call."""
 
 
 class SlotTable:
@@ -77,9 +75,9 @@ class SlotTable:
     def take(self, state: SlotState) -> SlotId:
         """A free slot, now in ``state``. The caller has checked that there is one."""
         slot = SlotId(self._free.pop())
-        if self._states[slot] != _FREE:
+        if self._states[slot] != SLOT_FREE:
             raise InvariantViolation(f"slot {slot} is {self.state(slot).name}, not FREE")
-        self._move(slot, _FREE, state)
+        self._move(slot, SLOT_FREE, state)
         return slot
 
     def take_many(self, count: int, state: SlotState) -> list[SlotId]:
@@ -110,7 +108,7 @@ class SlotTable:
     def change(self, slot: SlotId, to: SlotState) -> None:
         """Any change between states that are not FREE."""
         was: int = self._states[slot]
-        if was == _FREE or to is SLOT_FREE:
+        if was == SLOT_FREE or to is SLOT_FREE:
             raise InvariantViolation(f"slot {slot}: {SlotState(was).name} to {to.name} by change()")
         self._move(slot, was, to)
 
@@ -119,21 +117,21 @@ class SlotTable:
         number: int = to
         was: int = self._states[slot]
         if was != number:
-            if was == _FREE:
+            if was == SLOT_FREE:
                 raise InvariantViolation(f"slot {slot}: FREE to {to.name} by enter()")
             self._move(slot, was, number)
 
     def give_back(self, slot: SlotId) -> None:
         was: int = self._states[slot]
-        if was == _FREE:
+        if was == SLOT_FREE:
             raise InvariantViolation(f"slot {slot} is freed twice")
-        self._move(slot, was, _FREE)
+        self._move(slot, was, SLOT_FREE)
         self._free.append(slot)
 
     def shut(self) -> None:
         """Takes every free slot out of use."""
         for slot in self.free_slots():
-            self._move(slot, _FREE, SLOT_QUARANTINED)
+            self._move(slot, SLOT_FREE, SLOT_QUARANTINED)
         self._free = array("I")
 
     def reopen(self, bad: Collection[SlotId]) -> None:

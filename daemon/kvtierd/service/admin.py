@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Final
 
 import grpc
 
 from kvtier.v1 import admin_pb2, common_pb2
-from kvtierd.build import VERSION
 from kvtierd.core.ids import GroupId, SessionId, Tier
 from kvtierd.core.manager import ManagerStats, TierCount
 from kvtierd.core.slots import SlotState
@@ -56,7 +56,7 @@ class AdminService:
         self._watching: Final = watching
         self._log: Final = log
         self._device: Final = device
-        self._version: Final = VERSION
+        self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
         self._started: Final = time.monotonic_ns()
 

@@ -197,7 +197,6 @@ def test_keys_are_found_by_what_they_begin_with_page_by_page() -> None:
     assert bench.core.keys_with(GROUP, b"", 0, 100) == ([key(name) for name in "abcdefgh"], 0)
 
 
-@pytest.mark.interpreted
 def test_a_block_with_many_children_costs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explaining, "CHILDREN_COUNTED", 4)
     bench = Bench(device=8)

@@ -114,7 +114,6 @@ def test_groups_agree_on_what_a_block_is() -> None:
         BlockManager(CacheId(1), shapes, EventSequencer())
 
 
-@pytest.mark.interpreted
 def test_a_match_looks_at_every_block_of_a_group_at_most_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Holes in two groups take turns to push the answer down, one block at a time."""
     odd, even = (frozenset(range(first, len(CHAIN), 2)) for first in (0, 1))

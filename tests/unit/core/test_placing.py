@@ -82,7 +82,6 @@ def test_who_waits_is_served_though_others_touch_more_blocks_than_a_turn_places(
     assert turns.state.index.get(key(str(SLOTS - 1))) is None
 
 
-@pytest.mark.interpreted
 def test_a_tier_that_fills_up_has_its_blocks_placed_before_room_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "UNPLACED_MOST", PLACED_A_ROUND)
     turns = Turns(SLOTS)

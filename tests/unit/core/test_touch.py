@@ -91,7 +91,6 @@ def test_a_read_starts_the_clock_of_a_retention_anew() -> None:
     assert bench.priority("a") == 35
 
 
-@pytest.mark.interpreted
 def test_a_call_is_bounded_from_the_last_key_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uses, "TOUCHED_A_CALL", 2)
     bench = Bench(device=4)

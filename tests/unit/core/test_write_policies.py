@@ -71,7 +71,6 @@ def test_many_blocks_go_down_a_few_at_a_time() -> None:
     assert all(bench.where(name) == {HOST, DISK} for name in names)
 
 
-@pytest.mark.interpreted
 def test_a_call_looks_at_a_few_of_many_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once would keep everybody else waiting, and a disk may leave any number of them behind."""
     looks: list[int] = []

@@ -137,7 +137,6 @@ async def test_under_load_watchers_are_woken_the_less_often_the_more_there_are(w
     assert wakes <= (loop.time() - began) / apart_s + 2
 
 
-@pytest.mark.interpreted
 async def test_after_a_quiet_time_nothing_waits_for_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "BUSY_S", 3600)
     ring = hub()

@@ -534,7 +534,6 @@ async def test_an_unknown_method_is_unimplemented(daemon: Daemon, client: Client
     assert code is Code.UNIMPLEMENTED
 
 
-@pytest.mark.interpreted
 async def test_our_own_bug_is_internal_and_logged(
     daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -687,7 +686,6 @@ async def test_health_and_reflection_need_no_session(daemon: Daemon) -> None:
         assert {"kvtier.v1.Blocks", "kvtier.v1.Caches", "kvtier.v1.Events", "kvtier.v1.Admin"} <= listed
 
 
-@pytest.mark.interpreted
 async def test_a_stop_that_was_not_clean_is_remembered_as_such(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,7 +258,6 @@ def never_odd_together(arena: Arena) -> Writer:
         (never_odd_together, "a block that"),
     ],
 )
-@pytest.mark.interpreted
 def test_the_reader_finds_out(arena: Arena, fault: Callable[[Arena], Writer], found_out: str) -> None:
     said = " ".join(report(arena, fault(arena), turns=1_000_000))
     assert said.startswith(f"wrong: {found_out}"), said

@@ -7,9 +7,9 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Final
 
-from kvtierd.build import VERSION
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.verbs import GroupCounts, ManagerStats
 from kvtierd.event_log import EventLog, LogStatus
@@ -76,7 +76,7 @@ class Reading:
 
     def _daemon(self) -> Iterator[Sample]:
         ask = self._ask
-        yield table.BUILD, (VERSION, platform.python_version()), 1
+        yield table.BUILD, (version("kvtier"), platform.python_version()), 1
         yield table.EPOCH, (), ask.identity.epoch
         yield table.BOOT, (), ask.identity.boot
         yield table.PROBLEMS, (), len(ask.problems())
