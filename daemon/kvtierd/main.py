@@ -98,7 +98,6 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     import asyncio
 
     from kvtierd.serve import Manager, Sources, serve
-    from kvtierd.service.metrics.counting import TimedSelector
     from kvtierd.tiers.base import TierConfigError, TierError
 
     _raise_descriptor_limit()
@@ -108,9 +107,8 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
     except (ValueError, OSError) as error:
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
-        selector = TimedSelector() if config.metrics_listen is not None else None
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-            if not runner.run(serve(Sources(file, flags), config, manager, selector)):
+        with asyncio.Runner() as runner:
+            if not runner.run(serve(Sources(file, flags), config, manager)):
                 # A thread may hang in a call to a device or a disk; the runner would wait for it.
                 sys.stderr.flush()
                 os._exit(EXIT_UNCLEAN)

@@ -18,7 +18,6 @@ from kvtierd import logs
 from kvtierd.config import Config, ConfigError, Loaded, read
 from kvtierd.notify import Notifier, PassedFd, passed_fds, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
-from kvtierd.service.metrics.counting import TimedSelector
 from kvtierd.service.watchdog import Watchdog
 
 _EXTEND_EVERY_S: Final = 5.0
@@ -65,9 +64,8 @@ class Manager:
         return cls(Notifier.from_environment(environment), watchdog_interval_s(environment), passed_fds(environment))
 
 
-async def serve(sources: Sources, config: Config, manager: Manager, selector: TimedSelector | None) -> bool:
-    """A daemon until a signal asks for its end. Returns whether it ended cleanly. ``selector``: of the loop, where it
-    measures turns."""
+async def serve(sources: Sources, config: Config, manager: Manager) -> bool:
+    """A daemon until a signal asks for its end. Returns whether it ended cleanly."""
     loop = asyncio.get_running_loop()
     notifier = manager.notifier
     stop, reload = asyncio.Event(), asyncio.Event()
@@ -76,7 +74,7 @@ async def serve(sources: Sources, config: Config, manager: Manager, selector: Ti
     loop.add_signal_handler(signal.SIGHUP, reload.set)  # before the start, which one that comes early would else end
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))  # which a supervisor keeps back until now
     async with _taking_long(notifier):
-        daemon = await Daemon.start(config, selector, notifier, manager.passed)
+        daemon = await Daemon.start(config, notifier, manager.passed)
     _keep_collections_short()
     reloading = loop.create_task(_reload_when_asked(reload, sources, daemon, notifier), name="reload")
     async with _watched(manager, daemon):

@@ -18,7 +18,7 @@ from kvtierd.core.events import Event
 from kvtierd.core.ids import CacheId
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import MoveResult, Outcome
-from kvtierd.mover.edges import Arrived, Edges
+from kvtierd.mover.edges import Edges
 from kvtierd.mover.indexing import check_index, follow
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Answer, Tickets
@@ -70,14 +70,13 @@ class Carrier:
         clock: Callable[[], int],
         *,
         debug_checks: bool,
-        arrived: Arrived | None,
     ) -> None:
         self._loop = loop
         self._hub = hub
         self._clock = clock
         self._debug_checks = debug_checks
         self.caches: dict[CacheId, OpenCache] = {}
-        self.edges = Edges(loop, self._completed, arrived=arrived)
+        self.edges = Edges(loop, self._completed)
         self._broken: deque[str] = deque(maxlen=BROKEN_SHOWN)
         self._behind = 0
         self._ticker = loop.call_later(TICK_S, self._tick)

@@ -70,7 +70,6 @@ DELETIONS_LIKE_ONE: Final = 8
 """So many slots of the disk that are free from now on take the core less time than a block that lands."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
-Arrived = Callable[[CacheRuntime, Move, MoveResult], None]
 
 
 @dataclass(slots=True)
@@ -102,7 +101,6 @@ class Edges:
     """The lanes with their threads, and the moves under way.
 
     ``deliver`` gets the moves that have ended: all of a cache at once, at most once a loop turn. It must not raise.
-    ``arrived`` is told of each of them, with its move.
     """
 
     def __init__(
@@ -111,9 +109,7 @@ class Edges:
         deliver: Deliver,
         lanes: Sequence[Lane] = LANES,
         stuck_after_s: float = STUCK_AFTER_S,
-        arrived: Arrived | None = None,
     ) -> None:
-        self._tell = arrived
         self._loop = loop
         self._deliver = deliver
         self._stuck_after_s = stuck_after_s
@@ -216,10 +212,7 @@ class Edges:
         del self._journeys[runtime.id, move.id]
         self._in_flight[runtime.id] -= 1
         self._queued[move.src, move.dst] -= len(move.items)
-        result = journey.result()
-        if self._tell is not None:
-            self._tell(runtime, move, result)
-        return result
+        return journey.result()
 
 
 def _on_disk(move: Move) -> bool:

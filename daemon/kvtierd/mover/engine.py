@@ -35,7 +35,6 @@ from kvtierd.core.tickets import LeaseRecord, LeftLease
 from kvtierd.core.verbs import AcrossMatch
 from kvtierd.mover.carrying import Carrier, EventSink, OpenCache
 from kvtierd.mover.doing import Doing
-from kvtierd.mover.edges import Arrived
 from kvtierd.mover.errors import ShuttingDown, UnknownCache
 from kvtierd.mover.requests import Requests, granted
 from kvtierd.mover.runtime import CacheRuntime
@@ -66,14 +65,12 @@ class Engine:
         *,
         clock: Callable[[], int] = time.time_ns,
         debug_checks: bool = False,
-        arrived: Arrived | None = None,
     ) -> None:
-        """``arrived``: is told of each move that has ended, once. It must not raise."""
         self._loop = loop
         self._hub = hub
         self._sequencer = sequencer
         self._clock = clock
-        self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks, arrived=arrived)
+        self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks)
         self._requests = Requests(self._carrier, clock)
         self._doing = Doing(loop)
         self._closing = False

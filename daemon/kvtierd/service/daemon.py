@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from kvtierd.config import LIVE, Config
 from kvtierd.core.ids import CacheId, SessionId, Tier
@@ -41,9 +41,6 @@ from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.machine import require_possible
-from kvtierd.service.metrics.counting import MoveCounts, TimedSelector
-from kvtierd.service.metrics.reading import Subjects
-from kvtierd.service.metrics.service import Metrics
 from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.remnants import Kept
 from kvtierd.service.remote import RemoteSessions, StreamTimes
@@ -56,6 +53,9 @@ from kvtierd.tiers.base import Device
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.device import Chaos
 from kvtierd.tiers.disk import DiskRoot
+
+if TYPE_CHECKING:
+    from kvtierd.service.metrics import Metrics
 
 WATCHES_END_S: Final = 2.0
 """How long watchers get to read what is left for them once everything else has stopped."""
@@ -121,9 +121,7 @@ class _Tiers:
 class Daemon:
     """Serves from :meth:`start` to :meth:`stop`."""
 
-    def __init__(
-        self, config: Config, directories: _Directories, selector: TimedSelector | None, kept: Kept, tiers: _Tiers
-    ) -> None:
+    def __init__(self, config: Config, directories: _Directories, kept: Kept, tiers: _Tiers) -> None:
         state, life = directories.state, directories.state.identity
         self._config = config
         self.config_problems: tuple[str, ...] = ()
@@ -137,14 +135,12 @@ class Daemon:
         packed = None if self._log is None else _to_log(self._log)
         self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)
         self._history: Final = History(self._hub, self._log, life.history)
-        moves = MoveCounts()
-        self._metrics: Final = Metrics(moves, selector)
+        self._metrics: Metrics | None = None
         self._engine: Final = Engine(
             asyncio.get_running_loop(),
             self._hub,
             self._sequencer,
             debug_checks=config.debug_checks,
-            arrived=moves.moved,
         )
         stores = Stores(
             Budgets(tiers.sizes),
@@ -196,13 +192,11 @@ class Daemon:
     async def start(
         cls,
         config: Config,
-        selector: TimedSelector | None = None,
         notifier: Notifier | None = None,
         passed: Sequence[PassedFd] = (),
     ) -> Self:
         """Serving when this returns; before that it answers already whoever does not need a cache that is still being
-        read. ``selector``: the loop's, where it measures turns for the metrics. ``notifier``: to the service manager;
-        ``passed``: what that kept for us, the daemon's from now on.
+        read. ``notifier``: to the service manager; ``passed``: what that kept for us, the daemon's from now on.
 
         Raises the errors of ``kvtierd.tiers.base`` where a directory, an address or the GPU cannot be had, or a tier is
         larger than this machine; nothing was touched where it is the GPU or the machine.
@@ -213,7 +207,7 @@ class Daemon:
         directories = await asyncio.to_thread(_Directories.open, config)
         kept = await asyncio.to_thread(Kept.open, keeper)
         tiers = _Tiers(gpu, await asyncio.to_thread(tier_sizes, config, gpu, keeper))
-        daemon = cls(config, directories, selector, kept, tiers)
+        daemon = cls(config, directories, kept, tiers)
         try:
             await daemon._serve()
         except BaseException:
@@ -230,8 +224,8 @@ class Daemon:
         with run.creating_sockets():
             self._rpc.bind(run.rpc_path)
             listener = run.bind_attach()
-        if (metrics := self._config.metrics_address) is not None:
-            self._metrics.start(*metrics, self._subjects())
+        if (address := self._config.metrics_address) is not None:
+            self._metrics = self._serving_metrics(*address)
         await self._rpc.start(has_device=Tier.DEVICE in self._config.tiers)
         self._attach.start(listener)
         await self._catalog.load(plans)
@@ -257,7 +251,8 @@ class Daemon:
     async def stop(self) -> bool:
         """Within the configured time. False if it was not clean: then threads may still be in the stores, which stay
         open, and only the end of the process lets go of them."""
-        await self._metrics.stop()
+        if self._metrics is not None:
+            await self._metrics.stop()
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
         if self._lost_device is not None:
@@ -322,8 +317,11 @@ class Daemon:
             downloads=transfer.streams(),
         )
 
-    def _subjects(self) -> Subjects:
-        return Subjects(
+    def _serving_metrics(self, host: str, port: int) -> Metrics:
+        # A daemon without metrics does not wait for this import at its start.
+        from kvtierd.service.metrics import Metrics, Subjects
+
+        subjects = Subjects(
             self._engine,
             self._hub,
             self._catalog,
@@ -333,6 +331,7 @@ class Daemon:
             lambda: self._health.problems(list(self._catalog)),
             self._log,
         )
+        return Metrics(host, port, subjects)
 
     def _watch_device(self, device: Device | None) -> LostDevice | None:
         """``device``: None where there is none that can be lost."""

@@ -1,0 +1,208 @@
+"""Metrics for Prometheus. A scrape has the loop read the numbers that the daemon keeps anyway.
+
+Imported only by a daemon that serves metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final
+
+from prometheus_client import CollectorRegistry, GCCollector, Histogram, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvtierd.core.ids import GroupId
+from kvtierd.core.verbs import GroupCounts, ManagerStats
+from kvtierd.event_log import EventLog
+from kvtierd.mover.engine import Engine
+from kvtierd.service.attach import DaemonIdentity
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.entries import Cache
+from kvtierd.service.hub import EventHub
+from kvtierd.service.sessions import SessionRegistry
+from kvtierd.tiers.base import TierConfigError
+
+READ_S: Final = 5.0
+"""How long a scrape waits for the loop. Then it fails."""
+_PROBE_S: Final = 0.1
+_LATENESS_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5, 2.5)
+_GROUP: Final = ("cache", "group")
+_PLACE: Final = ("cache", "group", "tier")
+_EDGE: Final = ("cache", "from", "to")
+
+METRICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "kvtier_build_info": ("Version of the daemon, always 1", ("version", "python")),
+    "kvtier_epoch": ("Epoch of the event stream", ()),
+    "kvtier_problems": ("Problems that kvtier status names, 0 on a healthy daemon", ()),
+    "kvtier_sessions": ("Client processes, attached or with a broken connection", ("state",)),
+    "kvtier_slots": ("Slots by state, which sum to the capacity", (*_PLACE, "state")),
+    "kvtier_held_slots": ("Slots under a lease or pinned", _PLACE),
+    "kvtier_slot_bytes": ("Size of a slot, the same in every tier", _GROUP),
+    "kvtier_page_locked_bytes": ("Bytes of the host tier that are page-locked for the GPU", ("cache",)),
+    "kvtier_tier_lost": ("1 while a cache does without a tier that failed", ("cache", "tier")),
+    "kvtier_blocks": ("Blocks that can be found by their key", _GROUP),
+    "kvtier_hit_blocks_total": ("Blocks found, by the fastest tier they were in", _PLACE),
+    "kvtier_missed_blocks_total": ("Blocks asked for that were not stored", _GROUP),
+    "kvtier_stored_blocks_total": ("Blocks that were committed", _GROUP),
+    "kvtier_removed_blocks_total": ("Blocks that left the last tier", _GROUP),
+    "kvtier_waiting_requests": ("Calls that wait for room in a tier", ("cache",)),
+    "kvtier_leases": ("Leases, live or orphaned by a connection that broke", ("cache", "state")),
+    "kvtier_queued_blocks": ("Blocks that are planned on an edge and not done", ("from", "to")),
+    "kvtier_moved_blocks_total": ("Blocks copied along an edge", _EDGE),
+    "kvtier_moved_bytes_total": ("Bytes of the slots copied along an edge", _EDGE),
+    "kvtier_failed_blocks_total": ("Blocks whose copy failed or proved corrupt", _EDGE),
+    "kvtier_move_queue_seconds_total": ("Time from plan to start, summed over the blocks of moves", _EDGE),
+    "kvtier_move_copy_seconds_total": ("Time from start to end, summed over the blocks of moves", _EDGE),
+    "kvtier_events_total": ("Events by type and cause", ("type", "cause")),
+    "kvtier_watchers": ("Streams of events that are open", ()),
+    "kvtier_watcher_lag_events": ("Events that the slowest watcher has not been sent yet", ()),
+    "kvtier_event_log_bytes": ("Bytes that past events take on disk", ()),
+    "kvtier_event_log_lost_events_total": ("Events that will never be in the log", ()),
+}
+"""Help and labels of every metric but the histogram of the loop."""
+
+Sample = tuple[str, tuple[str, ...], float]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Subjects:
+    """The parts of the daemon that are asked.
+
+    ``lags``: of each watcher, the events that it has not been sent. ``problems``: what health shows. ``log``: None
+    without an event log.
+    """
+
+    engine: Engine
+    hub: EventHub
+    catalog: Catalog
+    sessions: SessionRegistry
+    identity: DaemonIdentity
+    lags: Callable[[], Sequence[int]]
+    problems: Callable[[], Sequence[str]]
+    log: EventLog | None
+
+
+class Metrics(Collector):
+    """Serves metrics over HTTP until :meth:`stop`. Made and stopped on the loop; scraped by threads of their own."""
+
+    def __init__(self, host: str, port: int, subjects: Subjects) -> None:
+        """Raises :class:`TierConfigError` if the address cannot be had. ``port`` 0 = any that is free."""
+        self._ask: Final = subjects
+        self._loop: Final = asyncio.get_running_loop()
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        GCCollector(registry=registry)
+        registry.register(self)
+        self._lateness: Final = Histogram(
+            "kvtier_loop_lateness_seconds",
+            "How much later than asked a timer of the event loop fires",
+            buckets=_LATENESS_BUCKETS,
+            registry=registry,
+        )
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise TierConfigError("metrics_listen", f"{host}:{port}", f"cannot listen there: {error}") from error
+        self._probe = self._next_probe()
+        _log.info("serving metrics address=%s port=%d", host, self._server.server_port)
+
+    async def stop(self) -> None:
+        self._probe.cancel()
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+
+    def describe(self) -> list[Metric]:
+        return list(_families().values())
+
+    def collect(self) -> list[Metric]:
+        """Called by a scrape, in its thread. Raises TimeoutError if the loop does not answer."""
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        try:
+            return reading.result(READ_S)
+        finally:
+            reading.cancel()
+
+    async def _read(self) -> list[Metric]:
+        families = _families()
+        for name, labels, value in self._samples():
+            families[name].add_metric(labels, value)
+        return list(families.values())
+
+    def _next_probe(self) -> asyncio.TimerHandle:
+        due = self._loop.time() + _PROBE_S
+        return self._loop.call_at(due, self._fire, due)
+
+    def _fire(self, due: float) -> None:
+        self._lateness.observe(max(0.0, self._loop.time() - due))
+        self._probe = self._next_probe()
+
+    def _samples(self) -> Iterator[Sample]:
+        ask = self._ask
+        yield "kvtier_build_info", (version("kvtier"), platform.python_version()), 1
+        yield "kvtier_epoch", (), ask.identity.epoch
+        yield "kvtier_problems", (), len(ask.problems())
+        attached = sum(session.attached for session in ask.sessions)
+        yield "kvtier_sessions", ("attached",), attached
+        yield "kvtier_sessions", ("detached",), sum(1 for _ in ask.sessions) - attached
+        for (src, dst), blocks in ask.engine.queues().items():
+            yield "kvtier_queued_blocks", (str(src), str(dst or "none")), blocks
+        for (kind, cause), count in ask.hub.published.items():
+            yield "kvtier_events_total", (kind.name.lower(), cause.name.lower()), count
+        lags = ask.lags()
+        yield "kvtier_watchers", (), len(lags)
+        yield "kvtier_watcher_lag_events", (), max(lags, default=0)
+        if ask.log is not None:
+            status = ask.log.status()
+            yield "kvtier_event_log_bytes", (), status.used_bytes
+            yield "kvtier_event_log_lost_events_total", (), status.lost
+        for cache in ask.catalog:
+            yield from _of_cache(cache, ask.engine.stats(cache.id))
+
+
+def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
+    return {
+        name: (CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily)(name, text, labels=labels)
+        for name, (text, labels) in METRICS.items()
+    }
+
+
+def _of_cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
+    name = cache.name
+    yield "kvtier_waiting_requests", (name,), stats.waiting
+    yield "kvtier_leases", (name, "live"), stats.leases - stats.orphaned_leases
+    yield "kvtier_leases", (name, "orphaned"), stats.orphaned_leases
+    yield "kvtier_page_locked_bytes", (name,), 0 if cache.runtime.cuda is None else cache.runtime.cuda.locks.nbytes
+    for tier in stats.tiers:
+        yield "kvtier_tier_lost", (name, str(tier)), tier in stats.offline
+    for (src, dst), edge in stats.edges.items():
+        labels = (name, str(src), str(dst))
+        yield "kvtier_moved_blocks_total", labels, edge.blocks
+        yield "kvtier_moved_bytes_total", labels, edge.bytes
+        yield "kvtier_failed_blocks_total", labels, edge.failures
+        yield "kvtier_move_queue_seconds_total", labels, edge.queue_ns / 1e9
+        yield "kvtier_move_copy_seconds_total", labels, edge.copy_ns / 1e9
+    for group, counts in stats.groups.items():
+        yield "kvtier_slot_bytes", (name, str(group)), cache.spec.record_bytes(group)
+        yield from _of_group(name, group, counts)
+
+
+def _of_group(name: str, group: GroupId, counts: GroupCounts) -> Iterator[Sample]:
+    labels = (name, str(group))
+    yield "kvtier_blocks", labels, counts.blocks
+    yield "kvtier_missed_blocks_total", labels, counts.misses
+    yield "kvtier_stored_blocks_total", labels, counts.stored
+    yield "kvtier_removed_blocks_total", labels, counts.removed
+    for tier, count in counts.tiers.items():
+        place = (*labels, str(tier))
+        yield "kvtier_hit_blocks_total", place, counts.hits.get(tier, 0)
+        yield "kvtier_held_slots", place, count.held
+        for state, slots in count.states.items():
+            yield "kvtier_slots", (*place, state.name.lower()), slots
