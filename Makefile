@@ -17,7 +17,6 @@ help:
 	@echo "make check      ruff, mypy --strict, the import rule, stubs current, protos compatible"
 	@echo "make format     ruff format and ruff's safe fixes"
 	@echo "make stubs      regenerate client/kvtier/v1 from proto/"
-	@echo "make screenshot docs/top.svg, from a minute of real traffic"
 	@echo "make venv       only the environment, in .venv"
 	@echo "make clean      remove environments, caches and build outputs"
 
@@ -82,10 +81,6 @@ systemd-vm: .venv/.stamp
 .PHONY: demo
 demo: .venv/.stamp
 	@$(PYTHON) examples/demo.py
-
-.PHONY: screenshot
-screenshot: .venv/.stamp
-	$(PYTHON) .ci/screenshot.py
 
 .PHONY: clean
 clean:

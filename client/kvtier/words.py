@@ -12,6 +12,17 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def count(number: float) -> str:
+    """A number in at most five columns up to 10^15: ``0.5``, ``9999``, ``10.0k``, ``1.2M``."""
+    if abs(number) < 9999.5:
+        return f"{number:.1f}".removesuffix(".0") if abs(number) < 9.95 else f"{number:.0f}"
+    for unit in ("k", "M", "G"):
+        number /= 1000
+        if abs(number) < 999.5:
+            return f"{number:.1f}{unit}" if abs(number) < 99.95 else f"{number:.0f}{unit}"
+    return f"{number / 1000:.0f}T"
+
+
 def duration(ns: float) -> str:
     """Nanoseconds as a person reads them: ``1.2ms``."""
     for unit in ("ns", "µs", "ms"):

@@ -254,8 +254,6 @@ async def write_half(address: str, cache: str) -> None:
 
 async def be_somebody(address: str, uid: int, gids: Sequence[int], tries: Sequence[tuple[str, str]]) -> None:
     """As another user: tries things, each with a cache, and tells how each ended."""
-    if ("top", "") in map(tuple, tries):
-        import kvtier.cli.top.once  # noqa: F401  while it can be imported
     os.setgroups(list(gids))
     os.setgid(gids[0])
     os.setuid(uid)
@@ -357,15 +355,6 @@ async def _watches_from_now(client: AsyncClient, cache: str) -> str:
         return type(await anext(watch)).__name__ if begins is not None else "nowhere"
 
 
-async def _looks_at_top(client: AsyncClient, _: str) -> str:
-    from kvtier.cli.common import DaemonAt
-    from kvtier.cli.top.feed import Feed
-    from kvtier.cli.top.once import frame_of, text_of
-
-    async with Feed(DaemonAt(client.address), 0.1) as feed:
-        return text_of(await frame_of(feed, 0.1, await feed.ask(), None), 100)
-
-
 async def _watches(client: AsyncClient, caches: str) -> str:
     """Everything there ever was, up to the first event of a cache called ``last``."""
     seen: set[str] = set()
@@ -396,7 +385,6 @@ _TRIES: Mapping[str, Callable[[AsyncClient, str], Awaitable[str]]] = {
     "stats": _asks_for_stats,
     "watchers": _asks_for_watchers,
     "watch from now": _watches_from_now,
-    "top": _looks_at_top,
     "watch": _watches,
     "explain": _explains,
 }

@@ -214,21 +214,6 @@ async def test_whose_a_watcher_is_learns_who_sees_its_session(daemon: DaemonProc
         assert ended(daemon, [READERS], ("watchers", "")) == ["1 of 1"]
 
 
-async def test_top_shows_what_its_user_administers_and_refuses_others(daemon: DaemonProcess) -> None:
-    await fill(daemon)
-    (refused,) = ended(daemon, [NOBODY], ("top", ""))
-    assert refused.startswith("NO_RIGHT: the right to admin on any cache is missing")
-    async with await connect(daemon.address) as client:
-        secret, shared = await client.open_cache("secret"), await client.open_cache("shared")
-        async with secret.acquire(chain("stored", 2)), shared.acquire(chain("stored", 2)):
-            (shown,) = ended(daemon, [READERS], ("top", ""))
-    assert "shared" in shown
-    for other in ("secret", "mine"):
-        assert other not in shown, shown
-    assert "leases ?" in shown
-    assert "1 in the caches that you administer; which they are is not told" in shown
-
-
 async def test_who_may_watch_and_nothing_else_may_begin_now(daemon: DaemonProcess) -> None:
     """Where now is takes no other right than to watch."""
     await fill(daemon)

@@ -27,7 +27,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "replay": "replay",
     "reset": "caches",
     "status": "status",
-    "top": "top.command",
+    "top": "top",
     "unpin": "blocks",
     "watch": "watch",
 }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import sys
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import click
@@ -150,6 +153,56 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     except KvtierError as error:
         raise click.ClickException(explained(error)) from error
+
+
+class Interrupts:
+    """In a ``with`` block, SIGINT and SIGTERM cancel the task that entered it. ``caught``: the signal, 0 = none came.
+
+    A signal in the middle of a write that nobody reads ends the process at once, and so does a second signal. A signal
+    that the shell made this process ignore, as of a background job, is ignored.
+    """
+
+    def __init__(self) -> None:
+        self.caught = 0
+        self._writing = False
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._before: list[tuple[int, Any]] = []
+
+    @property
+    def status(self) -> int:
+        """The exit status that tells which signal it was."""
+        return 128 + self.caught if self.caught else 0
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before.append((number, signal.signal(number, self._handle)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before:
+            signal.signal(number, handler)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around a write that may wait for a reader."""
+        self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
+
+    def end_task(self) -> None:
+        """As a signal does, with exit status 0."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        again, self.caught = bool(self.caught), self.caught or number
+        if again or self._writing:
+            raise SystemExit(self.status)
+        self._loop.call_soon_threadsafe(self.end_task)
 
 
 def explained(error: KvtierError) -> str:
