@@ -25,7 +25,7 @@ from kvtier.holdings import Holdings
 from kvtier.joint import JointPut, Share
 from kvtier.kinds import is_integer, quoted, require_kind
 from kvtier.lease import Held, ReadLease
-from kvtier.prompt import Prompt, require_prompt
+from kvtier.prompt import Prompt
 from kvtier.reading import Reader
 from kvtier.retention import Retention, block_retention, chain_message, each_priority, require_retention
 from kvtier.rpc_errors import chain_error
@@ -209,7 +209,6 @@ class AcrossGroups:
         chain = split_keys(packed_keys(keys))
         ranks = each_priority(len(chain), priorities) or None
         require_retention(retention)
-        require_prompt(prompt)
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
 

@@ -24,7 +24,7 @@ from kvtier.kinds import A_TIER, MAX_COUNT, is_integer, quoted, require_flag, re
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.lookups import Lookups
 from kvtier.options import CacheOptions
-from kvtier.prompt import Prompt, require_prompt
+from kvtier.prompt import Prompt
 from kvtier.reading import Reader
 from kvtier.retention import Retention, block_retention
 from kvtier.session import Deadline, Link, Session, require_timeout
@@ -558,7 +558,6 @@ class Cache:
     ) -> list[BlockResult]:
         chain = split_keys(packed_keys(keys))
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
-        require_prompt(prompt)
         self._require_writable()
         sources = transfer.readable(blocks, len(chain), self.block_bytes, gpu)
         whole = arrays.Piece(chain, sources, parent, kept, prompt)

@@ -15,7 +15,7 @@ from kvtier.binding import UNHEARD, Binder, send
 from kvtier.errors import DeviceError, InvalidArgument, LeaseError, LeaseLost, RetryableError
 from kvtier.fences import PASSED, Fence, Stream, fence_of, fence_over, passing
 from kvtier.lease import Lease, ReadLease, WriteLease
-from kvtier.prompt import Prompt, require_prompt
+from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, Link
@@ -148,7 +148,6 @@ class Holdings:
         timeout: float | None,
     ) -> list[BlockResult]:
         """See :meth:`WriteLease.commit`, the way to call it."""
-        require_prompt(prompt)
         fence, deadline = fence_of([lease], stream), self._deadline(timeout)
         request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
         await passing(fence, deadline)

@@ -24,7 +24,7 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.checksums import UNKNOWN, of_blocks
 from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument, reason_of
-from kvtierd.service.labels import labels
+from kvtierd.service.prompts import labels
 from kvtierd.service.sessions import Session
 
 PAGE_ROWS: Final = 4096

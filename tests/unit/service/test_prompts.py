@@ -219,6 +219,7 @@ async def test_tokens_of_one_cache_are_sent_to_who_may_see_those(
         (TOLD, FIELDS | {"token_extra_ids": EXTRA[0]}, "token_extra_ids"),
         (TOLD, FIELDS | {"cache_salt": "x" * 1025}, "cache_salt"),
         (TOLD, FIELDS | {"mm_digests": DIGESTS[0]}, "mm_digests"),
+        (TOLD, FIELDS | {"mm_digests": b""}, "mm_digests"),
         (TOLD, FIELDS | {"mm_offsets": [1]}, "mm_offsets"),
         (TOLD, FIELDS | {"mm_blocks": [1, 0]}, "mm_blocks[1]"),
         (TOLD, FIELDS | {"mm_blocks": [1, 3]}, "mm_blocks[1]"),
