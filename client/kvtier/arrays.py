@@ -87,7 +87,7 @@ class Mapped:
         self._holdings: Final = holdings
 
     async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
-        lease = await self._holdings.reserve_to_put(self._cache, tier, len(piece.chain), timeout)
+        lease = await self._holdings.reserve(self._cache, tier, len(piece.chain), timeout)
         try:
             memory = lease.arena.memory(tier)
             slots, nbytes = lease.slots[: len(piece.chain)], len(piece.chain) * self._cache.block_bytes

@@ -107,8 +107,6 @@ class Binder:
         session.followers.add(self)
         self.work: Callable[[Stream | None], Fence] = lambda stream: PASSED
         """Where this process's own work on what it leases is: see :class:`kvtier.session.Follower`."""
-        self.make_way: Callable[[], Awaitable[bool]] = _nothing_to_give
-        """Gives back what is held and not needed; says whether there was anything."""
 
     @property
     def unmapped(self) -> Mapping[Tier, str]:
@@ -267,7 +265,7 @@ class Binder:
     ) -> tuple[Binding, Response]:
         """A call that grants leases. Where its answer does not reach the caller, what it granted is given back.
 
-        Where it is refused for want of room it is made again, without what this client held and did not need.
+        Where it is refused for want of room, it is made again once what this client is giving back has been released.
         """
         sent: list[tuple[Binding, Request]] = []
 
@@ -281,7 +279,7 @@ class Binder:
             try:
                 return await self.session.call(attempt, deadline)
             except TierFull:
-                if not await self.make_way():
+                if not await self.settle(deadline):
                     raise
                 return await self.session.call(attempt, deadline)
         except UNHEARD:
@@ -368,10 +366,6 @@ async def _logged(work: asyncio.Future[None], what: str) -> None:
         await work
     except KvtierError as error:
         _log.warning("%s: %s", what, error)
-
-
-async def _nothing_to_give() -> bool:
-    return False
 
 
 async def send(

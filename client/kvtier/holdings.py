@@ -11,15 +11,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.binding import UNHEARD, Binder, send
+from kvtier.binding import Binder, send
 from kvtier.errors import DeviceError, InvalidArgument, LeaseError, LeaseLost, RetryableError
-from kvtier.fences import PASSED, Fence, Stream, fence_of, fence_over, passing
+from kvtier.fences import Fence, Stream, fence_of, fence_over, passing
 from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention, block_retention, chain_message
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, Link
-from kvtier.stock import Stock
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, packed_keys, split_keys, tier_to_wire
@@ -45,20 +44,10 @@ class Holdings:
         """A commit was asked to end them, and has not answered."""
         self._in_use: set[Lease] = set()
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
-        self._stock: Final = Stock(self._return)
-        binder.make_way = self._make_way
         binder.work = lambda stream: fence_of(list(self._in_use), stream)
 
     async def reserve(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         """See :meth:`kvtier.Cache.reserve`."""
-        kept = self._stock.take(cache, tier, count, exactly=True)
-        return kept or await self._reserve(cache, tier, count, timeout)
-
-    async def reserve_to_put(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
-        """At least so many slots, without a call where the last put brought them along."""
-        return self._stock.take(cache, tier, count) or await self._reserve(cache, tier, count, timeout)
-
-    async def _reserve(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         seq = self._session.next_seq()
         deadline = self._deadline(timeout)
         # A repeated call must be the same to the byte, so it carries the whole time, not what is left.
@@ -152,7 +141,7 @@ class Holdings:
         request = self._request(lease, keys, indices, parent, parents, priorities, retention, prompt, release)
         await passing(fence, deadline)
         lease.require_live()
-        return await self._commit(lease, request, deadline, 0)
+        return await self._commit(lease, request, deadline)
 
     async def store(self, lease: WriteLease, piece: Piece, timeout: float | None) -> list[BlockResult]:
         """Commits a piece of a chain in the first slots of a lease, which ends with it."""
@@ -160,8 +149,7 @@ class Holdings:
         places = range(len(piece.chain))
         keys = b"".join(piece.chain)
         request = self._request(lease, keys, places, piece.parent, None, None, piece.kept, piece.prompt, release=True)
-        asked = self._stock.ask(lease.cache, lease.tier, len(request.slots))
-        return await self._commit(lease, request, self._deadline(timeout), asked)
+        return await self._commit(lease, request, self._deadline(timeout))
 
     def _request(
         self,
@@ -196,10 +184,9 @@ class Holdings:
         )
 
     async def _commit(
-        self, lease: WriteLease, request: blocks_pb2.CommitRequest, deadline: Deadline, asked: int
+        self, lease: WriteLease, request: blocks_pb2.CommitRequest, deadline: Deadline
     ) -> list[BlockResult]:
-        """``asked``: how many slots for the next put the stock has asked for."""
-        request.seq, request.reserve_next = self._session.next_seq(), asked
+        request.seq = self._session.next_seq()
 
         async def attempt(link: Link, seconds: float) -> blocks_pb2.CommitResponse:
             if link.session != lease.binding.session:
@@ -209,18 +196,8 @@ class Holdings:
 
         if request.release:
             self._ending.add(lease)
-        ahead = None
-        try:
-            await self._binder.ahead()
-            try:
-                reply = await self._session.call(attempt, deadline)
-                ahead = self._leased_ahead(lease, reply)
-            except UNHEARD:
-                if asked:
-                    self._binder.give_back(lease.binding, lambda stubs: stubs.blocks.Commit, request, _next_lease)
-                raise
-        finally:
-            self._stock.add(lease.cache, lease.tier, asked, ahead)
+        await self._binder.ahead()
+        reply = await self._session.call(attempt, deadline)
         if request.release:
             self._forget([lease])
             self._ending.discard(lease)
@@ -254,7 +231,6 @@ class Holdings:
 
     async def release_all(self, stream: Stream | None, timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release_all`."""
-        self._stock.clear()  # which is among the leases
         await self.release(self.out, stream, timeout)
 
     async def trim(self, lease: ReadLease, blocks: int, stream: Stream | None, timeout: float | None) -> None:
@@ -262,27 +238,6 @@ class Holdings:
         fence, deadline = fence_of([lease], stream), self._deadline(timeout)
         lease.trimmed += blocks
         await self._to_the_end(self._trim(lease, blocks, fence, deadline))
-
-    def _leased_ahead(self, lease: WriteLease, reply: blocks_pb2.CommitResponse) -> WriteLease | None:
-        if not reply.next_lease_id:
-            return None
-        ahead = WriteLease(lease.cache, self, lease.binding, lease.tier, reply.next_lease_id, reply.next_slots)
-        self.keep([ahead])
-        return ahead
-
-    def _return(self, leases: Sequence[Lease]) -> None:
-        """Gives back what nobody uses, and does not wait for it."""
-        if self._session.closed:
-            return  # they ended with it
-        work = asyncio.ensure_future(self.release(leases, PASSED, None))  # nobody has touched them
-        self._binder.later(work, "giving back unused slots")
-
-    async def _make_way(self) -> bool:
-        """Gives back all that nobody uses, and waits for it. False if there was nothing."""
-        kept = self._stock.clear()
-        if kept:
-            self._return(kept)
-        return await self._binder.settle(self._deadline(None))
 
     async def _to_the_end(self, giving_back: Awaitable[None]) -> None:
         """A cancelled caller's work goes on by itself."""
@@ -341,10 +296,6 @@ class Holdings:
             if lease in self._in_use:
                 self._in_use.discard(lease)
                 self._session.give_back(lease.binding.session)
-
-
-def _next_lease(reply: blocks_pb2.CommitResponse) -> list[int]:
-    return [reply.next_lease_id] if reply.next_lease_id else []
 
 
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:

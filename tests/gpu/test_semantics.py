@@ -40,8 +40,6 @@ MODULES: Final = (
     "test_retention_verbs",
     "test_repeated_calls",
     "test_refusals",
-    "test_reserve_next",
-    "test_stock",
     "test_caps",
     "test_cache_options",
     "test_commit_and_release",

@@ -352,7 +352,7 @@ async def test_of_a_group_that_fails_in_the_middle_no_piece_stays(
     cache: Cache, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
     """What its earlier pieces have stored is dropped again as well, one that is being stored included."""
-    keys, reserve, calls = chain("half", 40), Holdings.reserve_to_put, Counter[int]()
+    keys, reserve, calls = chain("half", 40), Holdings.reserve, Counter[int]()
 
     async def refused_late(self: Holdings, which: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         calls[which.group] += 1
@@ -360,7 +360,7 @@ async def test_of_a_group_that_fails_in_the_middle_no_piece_stays(
             raise TierFull("taken", reason="TIER_FULL", tier=tier, wanted=count, free=0, holders=())
         return await reserve(self, which, tier, count, timeout)
 
-    monkeypatch.setattr(Holdings, "reserve_to_put", refused_late)
+    monkeypatch.setattr(Holdings, "reserve", refused_late)
     with pytest.raises(TierFull):
         await cache.across.put(keys, {each: content(VSWA, each, keys) for each in groups_of(VSWA)})
     assert calls[group] == 4

@@ -26,7 +26,7 @@ from tests.integration.torture_blocks import SPEC
 from tests.integration.waiting import eventually
 
 PARTS = ("read_in_threads", "read_and_hold", "put", "fill")
-COVERED = ("repeats", "blocks", "hits", "calls", "reuses", "verified", "misses", "leases", "puts", "stored", "stocked")
+COVERED = ("repeats", "blocks", "hits", "calls", "reuses", "verified", "misses", "leases", "puts", "stored")
 """What a run goes on for until it has seen it."""
 LONG_S = 75.0
 UNCHECKED = ("--no-debug-checks",)

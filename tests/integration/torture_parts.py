@@ -35,8 +35,6 @@ from kvtier import (
 from kvtier.again import Again
 from kvtier.answers import ReadCounts
 from kvtier.arena import Arena
-from kvtier.lease import WriteLease
-from kvtier.stock import Stock
 from kvtier.tensors import Bytes
 from tests.integration.torture_blocks import CHAIN_BLOCKS, CHAINS, GARBAGE, SPEC, block, chain, fault_in
 from tests.integration.touching import bytes_in, scribble_into, write_into
@@ -54,7 +52,6 @@ COUNTERS: Final = (
     "leases",  # chains read in place, under a lease
     "puts",  # chains put, or committed in reserved slots
     "stored",  # blocks that this stored anew
-    "stocked",  # puts into slots that an earlier commit brought along
     "refused",  # operations that the daemon had no room or no time for
     "died",  # leases that were lost with a daemon
     "wrong",  # anything that must not be
@@ -270,15 +267,7 @@ async def _put(part: Part) -> None:
 
 
 def put(part: Part) -> None:
-    """The asynchronous client: chains, piece by piece, so that each piece asks for the slots of the next."""
-    take = Stock.take
-
-    def counting(*arguments: Any, **named: Any) -> WriteLease | None:
-        lease = take(*arguments, **named)
-        part.count(stocked=lease is not None)
-        return lease
-
-    Stock.take = counting  # type: ignore[method-assign]
+    """The asynchronous client: chains, piece by piece."""
     asyncio.run(_put(part))
 
 

@@ -27,12 +27,6 @@ def reserve(world: World, choose: Chooser) -> None:
         world.reserve(_session(world, choose), site, tier, choose.between(1, min(4, site.slots[tier])))
 
 
-def reserve_ahead(world: World, choose: Chooser) -> None:
-    if world.memory_tiers:
-        site, tier = _site(world, choose), choose.pick(world.memory_tiers)
-        world.reserve_ahead(_session(world, choose), site, tier, choose.between(1, 2))
-
-
 def scribble(world: World, choose: Chooser) -> None:
     """Not a call: a client writes a slot that it leased, perhaps in an earlier life of the daemon."""
     writers = [holding for holding in world.clients.usable if holding.blank]
@@ -246,7 +240,7 @@ def stop_and_start(world: World, choose: Chooser) -> None:
 
 
 MEANWHILE: Final[Sequence[Action]] = (
-    *(report, report, report, reserve, reserve_ahead, commit, commit, acquire, acquire_across, release),
+    *(report, report, report, reserve, commit, commit, acquire, acquire_across, release),
     *(move, drop, retain, pin, reset, expire, cancel, orphan, reattach, end, end_remnant),
 )
 """Calls that may come at any time."""
@@ -256,7 +250,6 @@ WEIGHTS: Final[Mapping[Action, int]] = {
     acquire: 110,
     acquire_across: 70,
     reserve: 130,
-    reserve_ahead: 45,
     commit: 130,
     release: 130,
     move: 40,

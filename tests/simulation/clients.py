@@ -33,7 +33,6 @@ class GroupRequest(Request):
 @dataclass(slots=True, frozen=True)
 class SlotsRequest(GroupRequest):
     count: int
-    ahead: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +82,6 @@ class Holding:
     blocks: dict[SlotId, Key] = field(default_factory=dict)
     lost: set[SlotId] = field(default_factory=set)
     chains: list[list[tuple[Key, SlotId | None]]] = field(default_factory=list)
-    ahead: int | None = None
 
     def extend(self, key: Key, parent: Key | None, slot: SlotId | None) -> None:
         """The block is stored, in this slot or, None, before: what its window does not reach is not held any more, nor
@@ -206,19 +204,9 @@ class Clients:
         for holding in [holding for holding in self.leases.values() if holding.session == session]:
             del self.leases[holding.id]
 
-    def settle_ahead(self, session: SessionId | None = None, before: int | None = None) -> None:
-        """What was leased ahead, by this session or up to then, is leased like anything else."""
-        for holding in self.leases.values():
-            old = holding.ahead is not None and before is not None and holding.ahead <= before
-            if old or holding.session == session:
-                holding.ahead = None
-
-    def leased(self, group: GroupId, tier: Tier, *, ahead: bool = True) -> set[SlotId]:
-        """``ahead``: also ahead of need."""
+    def leased(self, group: GroupId, tier: Tier) -> set[SlotId]:
         slots: set[SlotId] = set()
         for holding in self.leases.values():
-            if holding.ahead is not None and not ahead:
-                continue
             if (holding.plan.group, holding.tier) == (group, tier):
                 slots |= holding.blank.keys() | holding.blocks.keys()
         return slots
@@ -231,7 +219,7 @@ class Clients:
         assert request is not None
         return request
 
-    def take_slots(self, request: SlotsRequest, grant: Grant, now: int) -> None:
+    def take_slots(self, request: SlotsRequest, grant: Grant) -> None:
         require(grant.lease is not None, "a reservation is granted without a lease")
         assert grant.lease is not None
         require(len(set(grant.slots)) == request.count, f"{request.count} slots are asked, {grant.slots} granted")
@@ -240,7 +228,6 @@ class Clients:
         holding = self._lease(request, request.group, grant.lease)
         memory = self._memories[request.group][request.tier]
         holding.blank = {slot: memory.contents[slot] for slot in grant.slots}
-        holding.ahead = now if request.ahead else None
 
     def take_prefix(self, request: PrefixRequest, grant: Grant) -> None:
         blocks = len(grant.slots)

@@ -78,7 +78,6 @@ class Setup:
             thresholds={edge: choose.pick((30, 0, 50, 101)) for edge in EDGES_DOWN},
             write_policy=choose.pick((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
             eviction=choose.pick(tuple(EVICTORS)),
-            max_ahead=choose.pick((0.125, 0.5)),
             reserve_shift=choose.pick((7, 3, 2)),
             victims_a_call=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),

@@ -44,10 +44,6 @@ class CoreMachine(RuleBasedStateMachine):
         self.take(actions.reserve, data)
 
     @rule(data=st.data())
-    def reserve_ahead(self, data: st.DataObject) -> None:
-        self.take(actions.reserve_ahead, data)
-
-    @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         self.take(actions.commit, data)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Final
 
-from kvtierd.core.ahead import AHEAD_NS
 from kvtierd.core.check import check
 from kvtierd.core.errors import StillHeld, TierOffline
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
@@ -123,7 +122,7 @@ class World:
     # -- calls of clients --------------------------------------------------------------------------------------------
 
     def reserve(self, session: SessionId, site: Site, tier: Tier, count: int) -> None:
-        leased = len(self.clients.leased(site.group, tier, ahead=False))
+        leased = len(self.clients.leased(site.group, tier))
         try:
             ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
         except TierOffline:
@@ -133,20 +132,6 @@ class World:
         self._carry_out(outcome)
         impossible = count > site.slots[tier] - leased
         require(not impossible or ticket not in self.clients.requests, "a reservation waits that nothing can satisfy")
-
-    def reserve_ahead(self, session: SessionId, site: Site, tier: Tier, count: int) -> None:
-        """As the daemon does it: what is not granted at once is withdrawn in the same turn."""
-        try:
-            ticket, outcome = self.core.reserve_ahead(session, site.group, tier, count, self.now)
-        except TierOffline:
-            self._refused_offline(tier)
-            return
-        if ticket is not None:
-            self.clients.requests[ticket] = SlotsRequest(ticket, session, tier, site.group, count, ahead=True)
-        self._carry_out(outcome)
-        if ticket in self.clients.requests:
-            self.seen["not granted ahead"] += 1
-            self.cancel(self.clients.requests[ticket])
 
     def commit(self, holding: Holding, items: Sequence[CommitItem], *, release: bool = False) -> None:
         """The client writes the blocks' bytes, then declares them. ``release``: and lets go of all that it leases."""
@@ -160,7 +145,6 @@ class World:
             self._refused_offline(holding.tier)
             return
         require(list(results) == expected, f"commit answers {results}, not {expected}")
-        holding.ahead = None
         for item, result in zip(items, results, strict=True):
             self.seen[f"commit {result.name}"] += 1
             if result is BlockResult.OK:
@@ -362,7 +346,6 @@ class World:
         """Its connection breaks, its process lives."""
         self.clients.forget_requests(session)
         self.clients.orphaned.add(session)
-        self.clients.settle_ahead(session)
         self._carry_out(self.core.orphan_session(session, self.now))
 
     def reattach(self, session: SessionId) -> None:
@@ -417,7 +400,6 @@ class World:
     def _tick_once(self) -> None:
         for site in self.sites.values():
             site.retentions.may_expire(self.now)
-        self.clients.settle_ahead(before=self.now - AHEAD_NS)
         self._carry_out(self.core.tick(self.now))
 
     def note_uses(self) -> None:
@@ -562,9 +544,6 @@ class World:
                 self.tick()
             elif self.in_flight:
                 self.report(choose, faults=False)
-            elif self.clients.requests and any(holding.ahead is not None for holding in self.clients.leases.values()):
-                self.now += AHEAD_NS
-                self.tick()
             else:
                 break
         require(self.in_flight == 0, "moves beget moves for ever")
@@ -676,10 +655,7 @@ class World:
         for request in granted:
             if isinstance(request, SlotsRequest):
                 self.clients.verify_turn(request)
-        if self.clients.requests and not (self.in_flight or self.postponed):
-            self.seen["waits for slots leased ahead"] += 1
-            anything = any(holding.ahead is not None for holding in self.clients.leases.values())
-            require(anything, "somebody waits for nothing")
+        require(not self.clients.requests or self.in_flight > 0 or self.postponed, "somebody waits for nothing")
         self.verify()
 
     def _take_event(self, event: Event) -> None:
@@ -710,8 +686,7 @@ class World:
             require(not older, f"{request.tier}: the queue was overtaken")
         if isinstance(request, SlotsRequest):
             self.seen["granted slots"] += 1
-            self.seen["granted slots ahead"] += request.ahead
-            self.clients.take_slots(request, grant, self.now)
+            self.clients.take_slots(request, grant)
         elif isinstance(request, PrefixRequest):
             self.seen[
                 "granted a whole prefix" if len(grant.slots) == grant.matched else "granted a shorter prefix"

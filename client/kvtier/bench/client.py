@@ -18,13 +18,11 @@ from kvtier.bench.place import Place, chains, place, scatter, spec_of
 from kvtier.bench.result import Paired, Result
 from kvtier.bench.rounds import interleaved, timed
 from kvtier.private import TierSlots
-from kvtier.stock import SHARE
 from kvtier.tensors import Bytes
 from kvtier.types import Tier
 
 BATCH: Final = 64
-SLOTS: Final = SHARE * BATCH
-"""A client that puts again and again may keep the slots of its next put."""
+SLOTS: Final = 16 * BATCH
 PUTS: Final = 4
 """At once, where they are pipelined."""
 TIER: Final = Tier.DEVICE

@@ -23,7 +23,6 @@ from kvtier.bench.writer import TRAFFIC
 from kvtier.errors import DaemonError
 from kvtier.private import TierSlots
 from kvtier.stats import DaemonStats
-from kvtier.stock import SHARE
 from kvtier.types import EventType
 
 BLOCK_BYTES: Final = 4096
@@ -61,7 +60,7 @@ class Phase:
 
 async def run(options: Options) -> AsyncIterator[Result]:
     """Floors: the same without watchers. Raises :class:`DaemonError` where what watchers saw does not add up."""
-    device = 2 * SHARE * options.chain  # so a writer has the slots of its next put ahead
+    device = 32 * options.chain
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(place(spec_of(BLOCK_BYTES), TierSlots(device, 2 * device, 0)))
         address = here.client.address

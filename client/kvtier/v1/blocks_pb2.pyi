@@ -341,7 +341,6 @@ class CommitRequest(google.protobuf.message.Message):
     MM_OFFSETS_FIELD_NUMBER: builtins.int
     DURATIONS_MS_FIELD_NUMBER: builtins.int
     RELEASE_FIELD_NUMBER: builtins.int
-    RESERVE_NEXT_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     lease_id: builtins.int
     keys: builtins.bytes
@@ -366,12 +365,6 @@ class CommitRequest(google.protobuf.message.Message):
     """with tokens: multimodal items, once for each block they cover, 32 bytes each"""
     release: builtins.bool
     """the lease ends with this commit, as by Release: its blank slots become free, its blocks evictable"""
-    reserve_next: builtins.int
-    """Asks for so many blank slots of the same group and tier, for the next commit: granted at once, while most of the tier
-    is not held and nobody waits, or not at all. Where slots had to be made free first, they are, after the answer: for
-    whoever reserves next. To be used, or released, within a second or so: until then whoever is short of them waits,
-    after that they count as held. 0 = none.
-    """
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """of this lease, blank"""
@@ -408,10 +401,9 @@ class CommitRequest(google.protobuf.message.Message):
         mm_offsets: collections.abc.Iterable[builtins.int] | None = ...,
         durations_ms: collections.abc.Iterable[builtins.int] | None = ...,
         release: builtins.bool = ...,
-        reserve_next: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_salt", b"cache_salt", "lora_id", b"lora_id"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "priorities", b"priorities", "release", b"release", "reserve_next", b"reserve_next", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cache_salt", b"_cache_salt", "_lora_id", b"_lora_id", "cache_id", b"cache_id", "cache_salt", b"cache_salt", "durations_ms", b"durations_ms", "event_hashes", b"event_hashes", "keys", b"keys", "lease_id", b"lease_id", "lora_id", b"lora_id", "mm_blocks", b"mm_blocks", "mm_digests", b"mm_digests", "mm_offsets", b"mm_offsets", "parents", b"parents", "priorities", b"priorities", "release", b"release", "seq", b"seq", "slots", b"slots", "token_extra_ids", b"token_extra_ids", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cache_salt", b"_cache_salt"]) -> typing.Literal["cache_salt"] | None: ...
     @typing.overload
@@ -425,26 +417,18 @@ class CommitResponse(google.protobuf.message.Message):
 
     RESULTS_FIELD_NUMBER: builtins.int
     AS_OF_EVENT_FIELD_NUMBER: builtins.int
-    NEXT_LEASE_ID_FIELD_NUMBER: builtins.int
-    NEXT_SLOTS_FIELD_NUMBER: builtins.int
     results: builtins.bytes
     """BlockResult, one byte a block"""
-    next_lease_id: builtins.int
-    """of reserve_next; 0 = not granted"""
     @property
     def as_of_event(self) -> global___Cursor: ...
-    @property
-    def next_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
         results: builtins.bytes = ...,
         as_of_event: global___Cursor | None = ...,
-        next_lease_id: builtins.int = ...,
-        next_slots: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "next_lease_id", b"next_lease_id", "next_slots", b"next_slots", "results", b"results"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "results", b"results"]) -> None: ...
 
 global___CommitResponse = CommitResponse
 

@@ -94,7 +94,6 @@ class _Checker:
         self.flying()
         self.candidates()
         self.queues()
-        self.leased_ahead()
 
     def slots(self) -> None:
         """1, 2, 4: every slot has one user and the state that this user means; the states sum to the capacity."""
@@ -353,24 +352,9 @@ class _Checker:
             queue = self.window.queued(tier)
             if [t.id for t in queue] != sorted(t.id for t in queue):
                 raise _broken(4, f"{tier}: requests are out of order")
-            if queue and tier not in self.state.offline and not self._waits_elsewhere(queue[0]):
-                on_the_way = self.window.flights.active > 0 or self.window.room.again
-                if not (on_the_way or self.window.ahead.slots[tier] > 0):
-                    raise _broken(4, f"{tier}: a request waits and nothing is in flight")
-
-    def leased_ahead(self) -> None:
-        """7: few slots are leased ahead, and none that is used or whose client cannot give it back."""
-        for tier in self.state.tiers:
-            ahead = [lease for lease in self.leases if lease.ahead and lease.tier is tier]
-            count = sum(len(lease.blank) for lease in ahead)
-            if count != self.window.ahead.slots[tier]:
-                raise _broken(7, f"{tier}: {count} slots are leased ahead, not {self.window.ahead.slots[tier]}")
-            most = self.state.policy.leasable_ahead(self.state.slots[tier].capacity)
-            if count > most:
-                raise _broken(7, f"{tier}: {count} slots are leased ahead, {most} may be")
-            for lease in ahead:
-                if lease.held or lease.orphaned:
-                    raise _broken(7, f"lease {lease.id} is ahead, and used or orphaned")
+            waits = queue and tier not in self.state.offline and not self._waits_elsewhere(queue[0])
+            if waits and not (self.window.flights.active > 0 or self.window.room.again):
+                raise _broken(4, f"{tier}: a request waits and nothing is in flight")
 
     def _waits_elsewhere(self, head: Ticket) -> bool:
         """It has its room here and is part of a request that does not everywhere."""

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import Block
 from kvtierd.core.events import COMMIT
@@ -22,9 +21,8 @@ from kvtierd.core.verbs import EXISTS, OK, PARENT_CONFLICT, PARENT_MISSING, Bloc
 class Holding:
     """See the module. Whose a lease is, ``core/leases.py`` knows."""
 
-    def __init__(self, state: GroupState, ahead: Ahead, background: Background) -> None:
+    def __init__(self, state: GroupState, background: Background) -> None:
         self._state = state
-        self._ahead = ahead
         self._background = background
 
     def store(self, lease: Lease, items: Sequence[CommitItem], *, last: bool) -> tuple[BlockResult, ...]:
@@ -93,7 +91,6 @@ class Holding:
 
     def release(self, lease: Lease) -> None:
         """Blank slots become free, and blocks lose this hold."""
-        self._ahead.settle(lease)
         for slot in lease.blank:
             self._state.give_back(lease.tier, slot)
         lease.blank.clear()
@@ -108,7 +105,6 @@ class Holding:
         self._state.touch(block for block, _ in released if block.indexed)
 
     def orphan(self, lease: Lease, orphaned: bool) -> None:
-        self._ahead.settle(lease)
         lease.orphaned = orphaned
         for slot in lease.blank:
             self._state.slots[lease.tier].change(slot, SLOT_ORPHANED if orphaned else SLOT_BLANK)

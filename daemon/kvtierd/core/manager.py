@@ -223,25 +223,6 @@ class BlockManager:
         self._pump(now, window)
         return ticket.id, self._take(now)
 
-    def reserve_ahead(
-        self, session: SessionId, group: GroupId, tier: Tier, count: int, now: int
-    ) -> tuple[TicketId | None, Outcome]:
-        """As :meth:`reserve`, for slots that the session will need soon. None where others might notice.
-
-        Its caller withdraws the ticket if it is not granted at once. Who is short of just what is leased ahead waits.
-        """
-        window = self._window(group)
-        check_memory_tier(window.state, tier)
-        if count < 1:
-            raise BadArgument("count", count, "1 or more")
-        if self.across.tickets or not window.sets_aside(tier, count):
-            return None, self._take(now)
-        ticket = ReserveTicket(self._next_ticket(), session, tier, count, ahead=True)
-        self.tickets[ticket.id] = (window, ticket)
-        window.reserve(ticket)
-        self._pump(now, window)
-        return ticket.id, self._take(now)
-
     def commit(
         self, session: SessionId, lease: LeaseId, items: Sequence[CommitItem], now: int, *, release: bool = False
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
@@ -252,7 +233,6 @@ class BlockManager:
         if owned.tier in window.state.offline:
             raise TierOffline(owned.tier)
         check_items(owned, items)
-        window.ahead.settle(owned)
         results = window.holding.store(owned, items, last=release)
         if release:
             self._end(owned)
@@ -413,8 +393,7 @@ class BlockManager:
 
     def _require_unheld(self) -> None:
         pinned = self.pinned_slots()
-        needed = (lease for lease in self.leases.values() if not lease.ahead)
-        holders = holders_of(needed)  # a lease may have let go of all that it had
+        holders = holders_of(self.leases.values())  # a lease may have let go of all that it had
         if holders or pinned:
             raise StillHeld(holders, pinned)
 
@@ -516,7 +495,6 @@ class BlockManager:
         for window in self.windows.values():
             window.state.expire(now)
             window.state.retire_again(now)
-            window.ahead.settle_old(now)
         self._pump_all(now, working=True)
         return self._take(now)
 

@@ -78,8 +78,6 @@ class Policy:
 
     ``max_pinned``: at most this share of a tier's slots in a group is pinned.
 
-    ``max_ahead``: at most this share of a tier's slots in a group is leased ahead, see ``core/ahead.py``.
-
     ``reserve_shift`` and ``reserve_max``: once blocks go to disk, ``min(slots >> shift, max)`` slots are kept free
     there ahead of need, since a slot there is free only after its old record's deletion has committed; half of them
     while others are on their way, which go first.
@@ -99,7 +97,6 @@ class Policy:
     clean_low: float = 0.0
     clean_high: float = 0.0
     max_pinned: float = 0.5
-    max_ahead: float = 0.125
     reserve_shift: int = 5
     reserve_max: int = 512
     victims_a_call: int = 32
@@ -116,7 +113,3 @@ class Policy:
     def pinnable(self, slots: int) -> int:
         """How many of so many slots may be pinned."""
         return int(self.max_pinned * slots)
-
-    def leasable_ahead(self, slots: int) -> int:
-        """How many of so many slots may be leased ahead."""
-        return int(self.max_ahead * slots)

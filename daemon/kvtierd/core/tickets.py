@@ -15,8 +15,7 @@ class Lease:
     """A session's hold on slots of one tier: blank ones to write, blocks to read.
 
     ``held``: in the order it got them. ``trails``: of a sliding group, by the key of its last block what was committed
-    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it. ``ahead``: its
-    session does not need its blank slots yet, see ``core/ahead.py``.
+    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it.
     """
 
     id: LeaseId
@@ -28,7 +27,6 @@ class Lease:
     trails: dict[Key, deque[Block]] = field(default_factory=dict)
     orphaned: bool = False
     granted_at: int = 0
-    ahead: bool = False
 
     @property
     def slots(self) -> int:
@@ -77,13 +75,12 @@ class LeftLease:
 
 @dataclass(slots=True, eq=False)
 class ReserveTicket:
-    """Wants blank slots, all or nothing. ``ahead``: before their session needs them."""
+    """Wants blank slots, all or nothing."""
 
     id: TicketId
     session: SessionId
     tier: Tier
     count: int
-    ahead: bool = False
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, takewhile
 from typing import Final, assert_never
 
-from kvtierd.core.ahead import Ahead
 from kvtierd.core.background import Background
 from kvtierd.core.block import FILLING, Block, Copy
 from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
@@ -58,11 +57,7 @@ class WindowManager:
         self._refill_is_next = False
         self._starts_first: Tier | None = None
         """The queue whose head could have been started in the round before, had that not done other work."""
-        self.ahead = Ahead(self.state.tiers, policy)
-        self._room_ahead: dict[Tier, int] = {}
-        """So many slots of a tier were asked for ahead of need and not to be had at once. They are freed when nobody
-        waits, and are anybody's then: who reserves next finds them."""
-        self.holding = Holding(self.state, self.ahead, self.background)
+        self.holding = Holding(self.state, self.background)
         self.uses = Uses(self.state, self.background)
 
     @property
@@ -79,16 +74,10 @@ class WindowManager:
 
     def reserve(self, ticket: ReserveTicket) -> None:
         tier = ticket.tier
-        self._room_ahead.pop(tier, None)  # whom that was for, or somebody who comes first
         if ticket.count > self.obtainable(tier):
             self._refuse(ticket, RefusalReason.TIER_FULL)
         else:
             self._queues[tier].append(ticket)
-
-    def sets_aside(self, tier: Tier, count: int) -> bool:
-        """Whether so many slots may be leased ahead of need."""
-        capacity = self.state.slots[tier].capacity
-        return not self._queues[tier] and self.ahead.may_grow(tier, count, capacity, self.obtainable(tier))
 
     def match_for(self, ticket: FetchTicket, wanted: ChainRequest, now: int) -> None:
         """Claims the longest stored prefix for an acquire; room for it is made later, by :meth:`fetch`.
@@ -130,12 +119,9 @@ class WindowManager:
         self._queues[ticket.tier].append(ticket)
 
     def withdraw(self, ticket: Ticket) -> None:
-        """The request's caller has gone: nothing stays held, nothing is answered. Of one made ahead, the room that it
-        wanted is made all the same."""
+        """The request's caller has gone: nothing stays held, nothing is answered."""
         if ticket in self._queues[ticket.tier]:
             self._queues[ticket.tier].remove(ticket)
-            if isinstance(ticket, ReserveTicket) and ticket.ahead:
-                self._room_ahead[ticket.tier] = ticket.count
         if isinstance(ticket, FetchTicket):
             self.let_go(ticket)
 
@@ -176,7 +162,6 @@ class WindowManager:
             if self.background.wanted:
                 self.room.postpone()
         elif working:
-            self._make_room_ahead()
             self.background.work(now)
             short = self.room.worked and self.room.disk_is_short
             others_first = self.room.got_on and any(self._queues.values()) and not self.room.disk_is_low
@@ -202,14 +187,7 @@ class WindowManager:
     @property
     def _works_ahead(self) -> bool:
         """There may be something to do that nobody waits for."""
-        return self.background.wanted or self.room.disk_is_short or bool(self._room_ahead)
-
-    def _make_room_ahead(self) -> None:
-        if any(self._queues.values()):
-            return
-        for tier, count in list(self._room_ahead.items()):
-            if self.room.secure(tier, count, desperate=False) is not COMING:
-                del self._room_ahead[tier]
+        return self.background.wanted or self.room.disk_is_short
 
     # -- parts of requests over several groups -----------------------------------------------------------------------
 
@@ -256,8 +234,7 @@ class WindowManager:
             return False
         if self.room.available(tier) < wanted:
             prospect = self.room.secure(tier, wanted, desperate=True)
-            on_the_way = self.flights.active > 0 or self.ahead.slots[tier] > 0
-            if prospect is COMING or (prospect is NEVER and on_the_way):
+            if prospect is COMING or (prospect is NEVER and self.flights.active > 0):
                 return False
         if turn is not None:
             turn.able = prospect is NOW
@@ -281,8 +258,6 @@ class WindowManager:
             lease = self._new_lease(ticket.session, self.state, ticket.tier)
             slots = self.state.take_blanks(ticket.tier, ticket.session, ticket.count)
             lease.blank = dict.fromkeys(slots)
-            if ticket.ahead:
-                self.ahead.grant(lease)
             self._recorder.grant(Grant(ticket.id, lease.id, tuple(slots)))
         elif isinstance(ticket, FetchTicket):
             self._take(ticket, present_only=False)
@@ -502,12 +477,12 @@ class WindowManager:
     # -- how much ----------------------------------------------------------------------------------------------------
 
     def obtainable(self, tier: Tier) -> int:
-        """Slots that could be had at best: all that are in use at all and that no lease holds, or one does ahead."""
+        """Slots that could be had at best: all that are in use at all and that no lease holds."""
         if tier in self.state.offline:
             return 0
         slots = self.state.slots[tier]
         out = sum(slots.count(state) for state in (SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED))
-        return slots.capacity - out - self.state.held[tier] + self.ahead.slots[tier]
+        return slots.capacity - out - self.state.held[tier]
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
         """It is in the tier, or on its way there, or a usable edge leads there."""

@@ -239,22 +239,6 @@ class Engine:
         self._carrier.apply(cache, outcome, apart=True)
         return results
 
-    def reserve_ahead(
-        self, cache_id: CacheId, session: SessionId, group: GroupId, tier: Tier, count: int
-    ) -> Grant | None:
-        """Blank slots that the session will need soon: at once and without harm to others, or not at all."""
-        cache = self._accepting(cache_id)
-        ticket, outcome = cache.manager.reserve_ahead(session, group, tier, count, self._clock())
-        if ticket is None:
-            self._carrier.apply(cache, outcome)
-            return None
-        waiting = cache.tickets.open(ticket, session, tier, count)
-        self._carrier.apply(cache, outcome)
-        if isinstance(waiting.answer, Grant):
-            return waiting.answer
-        self._requests.withdraw(cache, [waiting])
-        return None
-
     def release(
         self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId], first_blocks: Sequence[int] = ()
     ) -> None:

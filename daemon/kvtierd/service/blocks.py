@@ -9,12 +9,12 @@ from typing import Final
 
 from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.bulk import rows
-from kvtierd.core.errors import TierOffline, UnknownLease
+from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
+from kvtierd.mover.errors import Refused, UnknownCache
 from kvtierd.service import validate, wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.caches import opened
@@ -23,7 +23,7 @@ from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.checksums import UNKNOWN, of_blocks
 from kvtierd.service.entries import Cache
-from kvtierd.service.errors import CallRefused, bad_argument, reason_of
+from kvtierd.service.errors import bad_argument, reason_of
 from kvtierd.service.prompts import labels
 from kvtierd.service.sessions import Session
 
@@ -123,17 +123,8 @@ class BlocksService:
         cache = opened(self._catalog, session, request.cache_id)
         items = commit_items(cache, request, request.slots)
         lease = LeaseId(request.lease_id)
-        held = cache.runtime.manager.leases.get(lease)
-        if held is not None and request.reserve_next:
-            validate.count("reserve_next", request.reserve_next, 0, cache.slots[held.tier][held.group])
         results = self._engine.commit(cache.id, session.id, lease, items, release=request.release)
-        response = blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
-        if held is not None and request.reserve_next:
-            ahead = self._reserve_ahead(session, cache, held.group, held.tier, request.reserve_next)
-            if ahead is not None:
-                response.next_lease_id = ahead.lease or 0
-                response.next_slots.extend(ahead.slots)
-        return response
+        return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def acquire(self, session: Session, request: blocks_pb2.AcquireRequest) -> blocks_pb2.AcquireResponse:
         cache, group = self._place(session, request.cache_id, request.group)
@@ -221,14 +212,6 @@ class BlocksService:
             next_page=page.next_page,
             as_of_event=self._now_cursor(),
         )
-
-    def _reserve_ahead(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Grant | None:
-        """For the session's next commit; None, too, where it could not be reserved by a call."""
-        try:
-            self._caps.require_room(session, cache, group, tier, count)
-            return self._engine.reserve_ahead(cache.id, session.id, group, tier, count)
-        except (CallRefused, TierOffline, ShuttingDown, UnknownCache):
-            return None
 
     def _match_across(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> blocks_pb2.MatchResponse:
         _require_no_group(group)

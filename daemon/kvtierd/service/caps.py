@@ -36,8 +36,9 @@ class Caps:
         self._reserving: Counter[tuple[SessionId, CacheId, GroupId, Tier]] = Counter()
         self._leasing: Counter[SessionId] = Counter()
 
-    def require_room(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> None:
-        """Before a reservation that does not wait. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
+    @contextmanager
+    def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
+        """Around a reservation. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
         slots = cache.slots[tier][group]
         allowed = max(1, int(self._reserved_fraction * slots))
         if allowed < slots:
@@ -47,11 +48,6 @@ class Caps:
                 says = f"{count} {tier} slots of cache {cache.name} wanted, {held} are reserved, {allowed} may be"
                 raise _over("max_reserved_fraction", says, session, tier, count, held, allowed)
         self._require_leases(session, 1)
-
-    @contextmanager
-    def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
-        """Around a reservation. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
-        self.require_room(session, cache, group, tier, count)
         key = (session.id, cache.id, group, tier)
         with _added(self._leasing, session.id, 1), _added(self._reserving, key, count):
             yield

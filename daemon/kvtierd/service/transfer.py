@@ -129,8 +129,6 @@ class TransferService:
             raise bad_argument(
                 "header.commit.lease_id", commit.lease_id, "absent, as are slots: the call reserves them"
             )
-        if commit.reserve_next:
-            raise bad_argument("header.commit.reserve_next", commit.reserve_next, "absent: there is no memory to fill")
         cache = opened(self._catalog, session, commit.cache_id)
         group = _group("header.group", header.group, cache)
         tier = _tier("header.tier", header.tier, cache)

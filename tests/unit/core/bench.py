@@ -104,14 +104,6 @@ class Bench:
         """Slots that are there without waiting."""
         return self.grants[self.reserve(tier, count, session)]
 
-    def ahead(self, tier: Tier, count: int, session: SessionId = ALICE) -> Grant | None:
-        """Slots leased ahead, or None."""
-        ticket, outcome = self.core.reserve_ahead(session, GROUP, tier, count, self.now)
-        self.apply(outcome)
-        if ticket is not None and ticket not in self.grants:
-            self.cancel(ticket)
-        return None if ticket is None else self.grants.get(ticket)
-
     def commit(
         self,
         grant: Grant,
