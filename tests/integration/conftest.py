@@ -3,63 +3,67 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from kvtier import AsyncClient, CacheSpec, Tier, connect
+from kvtier import AsyncClient, CacheSpec, connect
 from tests.integration.blocks import sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
 from tests.integration.models import by_hand
+from tests.integration.pool import DaemonPool
 from tests.integration.raw import RawClient, attached
 
 
-@pytest.fixture
-def start_daemon() -> Iterator[StartDaemon]:
-    with ExitStack() as stack:
-
-        def start(*flags: str, device: int = 0, host: int = 0, disk: int = 0) -> DaemonProcess:
-            return _started(stack, sizes(device=device, host=host, disk=disk), flags)
-
-        yield start
+@pytest.fixture(scope="session")
+def pool() -> Iterator[DaemonPool]:
+    pool = DaemonPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture
-def start_for() -> Iterator[StartFor]:
+def start_daemon(pool: DaemonPool) -> Iterator[StartDaemon]:
+    """Lends daemons that other tests may have used before."""
     with ExitStack() as stack:
-
-        def start(spec: CacheSpec, **slots: int) -> DaemonProcess:
-            return _started(stack, {tier: sum(shares) for tier, shares in by_hand(spec, **slots).items()})
-
-        yield start
+        yield partial(_lend, pool, stack, False)
 
 
-def _started(stack: ExitStack, sizes: Mapping[Tier, int], flags: Sequence[str] = ()) -> DaemonProcess:
-    home = Path(tempfile.mkdtemp(prefix="kv-"))
-    stack.callback(shutil.rmtree, home)
-    daemon = DaemonProcess(home, sizes, flags)
-    daemon.start()
-    stack.callback(daemon.stop)
+@pytest.fixture
+def start_fresh(pool: DaemonPool) -> Iterator[StartDaemon]:
+    """Starts daemons that have served nobody before: their event ids, directories, logs and counters begin anew."""
+    with ExitStack() as stack:
+        yield partial(_lend, pool, stack, True)
+
+
+def _lend(
+    pool: DaemonPool, stack: ExitStack, fresh: bool, *flags: str, device: int = 0, host: int = 0, disk: int = 0
+) -> DaemonProcess:
+    daemon = pool.take(sizes(device=device, host=host, disk=disk), flags, fresh=fresh)
+    stack.callback(pool.give_back, daemon)
     return daemon
 
 
+@pytest.fixture
+def start_for(pool: DaemonPool) -> Iterator[StartFor]:
+    with ExitStack() as stack:
+
+        def start(spec: CacheSpec, **slots: int) -> DaemonProcess:
+            daemon = pool.take({tier: sum(shares) for tier, shares in by_hand(spec, **slots).items()})
+            stack.callback(pool.give_back, daemon)
+            return daemon
+
+        yield start
+
+
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
+def daemon(pool: DaemonPool) -> Iterator[DaemonProcess]:
     """Shared by the tests of a module, each of which opens caches of its own, with budgets."""
-    home = Path(tempfile.mkdtemp(prefix="kv-"))
-    try:
-        process = DaemonProcess(home, sizes(device=1024, host=2048, disk=4096))
-        process.start()
-        try:
-            yield process
-        finally:
-            process.stop()
-    finally:
-        shutil.rmtree(home)
+    daemon = pool.take(sizes(device=1024, host=2048, disk=4096))
+    yield daemon
+    pool.give_back(daemon)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ _TROUBLE = ("Traceback", "level=error", "level=critical")
 
 
 class StartDaemon(Protocol):
-    """Starts a daemon with tiers of so many slots; it is stopped, and asked how it went, at the end of the test."""
+    """Lends a daemon with tiers of so many slots for the test; see :class:`tests.integration.pool.DaemonPool`."""
 
     def __call__(self, *flags: str, device: int = 0, host: int = 0, disk: int = 0) -> DaemonProcess: ...
 
@@ -33,7 +33,7 @@ class StartFor(Protocol):
 
 
 class DaemonProcess:
-    """Runs ``kvtierd --debug-checks`` with state, disk tier and sockets below ``home``, whose path must be short, and
+    """Runs ``kvtierd`` with state, disk tier and sockets below ``home``, whose path must be short, and
     with the device tier that :mod:`tests.devices` says.
 
     Start, stop and kill it as often as you like: the directories stay. Blocking, so that plain tests can use it, too.
@@ -46,6 +46,9 @@ class DaemonProcess:
         self.flags = list(flags)
         self.variables: dict[str, str] = {}
         """Of its environment, besides this process's, of which nothing that configures a daemon is passed on."""
+        self.disturbed = False
+        """A test has stopped, killed or paused it, or asked it to end."""
+        self._log_from = 0
         self.tcp_address = ""
         """Where it listens, as it said; empty where it does not."""
         self._process: subprocess.Popen[str] | None = None
@@ -77,13 +80,19 @@ class DaemonProcess:
 
     @property
     def log(self) -> str:
-        """Everything that it ever wrote to standard error."""
-        return self._log_file.read_text(errors="replace") if self._log_file.exists() else ""
+        """What it wrote to standard error since :meth:`forget_log`."""
+        if not self._log_file.exists():
+            return ""
+        return self._log_file.read_bytes()[self._log_from :].decode(errors="replace")
+
+    def forget_log(self) -> None:
+        """What it wrote so far belongs to an earlier test."""
+        self._log_from = self._log_file.stat().st_size
 
     def command(self) -> list[str]:
         """What runs it, in the foreground."""
         return [
-            *(sys.executable, "-m", "kvtierd.main", "--debug-checks"),
+            *(sys.executable, "-m", "kvtierd.main"),
             *("--runtime-dir", self.address),
             *("--state-dir", str(self.state_dir)),
             *("--disk-dir", str(self.disk_dir)),
@@ -111,11 +120,13 @@ class DaemonProcess:
     def terminate(self) -> None:
         """Asks for a clean stop and does not wait for it."""
         assert self._process is not None
+        self.disturbed = True
         self._process.terminate()
 
     def kill(self) -> None:
         """SIGKILL, and its end awaited."""
         assert self._process is not None
+        self.disturbed = True
         self._process.kill()
         self._reap(self._process)
 
@@ -130,6 +141,7 @@ class DaemonProcess:
             self._reap(process)
 
     def pause(self) -> None:
+        self.disturbed = True
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -139,6 +151,7 @@ class DaemonProcess:
         """A clean stop: exit status 0, no error in the log, no socket left behind. Nothing, if it does not run."""
         if self._process is None:
             return
+        self.disturbed = True
         process, died = self._process, self._process.poll()
         try:
             assert died is None, f"the daemon died by itself, status {died}\n{self.log}"

@@ -34,10 +34,8 @@ class FaultyDaemon(DaemonProcess):
 
     def command(self) -> list[str]:
         command = super().command()
-        command[command.index("kvtierd.main") : command.index("--debug-checks")] = [
-            "tests.integration.faulty_daemon",
-            self.fault,
-        ]
+        at = command.index("kvtierd.main")
+        command[at : at + 1] = ["tests.integration.faulty_daemon", self.fault]
         return command
 
 
