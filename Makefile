@@ -52,9 +52,12 @@ check: .venv/.stamp .venv-stubs/.stamp
 	$(PYTHON) .ci/stubs.py --check
 	$(PYTHON) .ci/proto_compat.py
 
+# Workers wait for daemons more than they compute.
+WORKERS := -n 3 --dist loadfile
+
 .PHONY: test
 test: check
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(WORKERS)
 
 .PHONY: test-long
 test-long: check

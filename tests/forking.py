@@ -8,6 +8,7 @@ import select
 import signal
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 PATIENCE_S = 30.0
 
@@ -41,3 +42,8 @@ def in_child(work: Callable[[], int]) -> int:
         _, status = os.waitpid(child, 0)
     assert in_time, "the child hangs"
     return os.waitstatus_to_exitcode(status)
+
+
+def own_command() -> str:
+    """The command line of the test's process, as the daemon tells it of a client."""
+    return Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()[:256]

@@ -1,7 +1,4 @@
-"""What kvtier does, it does with a device tier on CUDA: on the fake, of what each run of the tests has time for.
-
-All of it, on a GPU: ``tests/gpu``.
-"""
+"""Tests of the device tier, run again on the fake of NVIDIA's driver; on a GPU ``tests/gpu`` runs them."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ SELECTIONS: Final[Mapping[str, str]] = {
 """The longest first."""
 _JOBS: Final = 2
 
-pytestmark = pytest.mark.limit(280)  # for whole sessions, of which each ends itself where a test in it hangs
+pytestmark = [pytest.mark.long, pytest.mark.limit(600)]  # each test is a whole session
 
 
 @pytest.fixture(scope="module")

@@ -37,14 +37,14 @@ async def kill_under_load(start_daemon: StartDaemon, kills: int, seed: int, *fla
         print(f"seen: {run.witness.events} events; start to serving, at most: {max(run.serving_s):.2f} s")
 
 
-async def test_twenty_kills_under_load(start_daemon: StartDaemon) -> None:
-    await kill_under_load(start_daemon, 20, SEED, "--no-debug-checks")
+async def test_kills_under_load(start_fresh: StartDaemon) -> None:
+    await kill_under_load(start_fresh, 4, SEED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(3))
-async def test_more_kills_under_load(start_daemon: StartDaemon, number: int) -> None:
-    await kill_under_load(start_daemon, 20, SEED + number)
+async def test_many_kills_under_load(start_fresh: StartDaemon, number: int) -> None:
+    await kill_under_load(start_fresh, 20, SEED + number, "--debug-checks")
 
 
 def start_and_kill_after(daemon: DaemonProcess, seconds: float) -> None:

@@ -115,7 +115,7 @@ async def test_all_of_it_is_told_after_any_number_of_clean_restarts(start_daemon
 
 
 async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--no-debug-checks", **SLOTS)
+    daemon = start_daemon(**SLOTS)
     kills, least = 3, []
     async with await connect(daemon.address) as client, Witness(client) as live:
         async with filling(client):
@@ -176,7 +176,7 @@ async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_dae
 
 async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted(start_daemon: StartDaemon) -> None:
     flags = ("--event-log-bytes", "1MiB", "--event-ring-bytes", "64KiB")
-    daemon = start_daemon("--no-debug-checks", *flags, host=2 * BLOCKS)
+    daemon = start_daemon(*flags, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open("watched")).cache_id
         start = await last_event(client)
@@ -214,7 +214,7 @@ async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted
 
 async def test_a_full_disk_under_the_log_stops_nothing_but_the_log(start_daemon: StartDaemon) -> None:
     """No file may grow beyond what the log has: all else goes on, and what could not be logged is told to be lost."""
-    daemon = start_daemon("--no-debug-checks", "--event-ring-bytes", "64KiB", host=2 * BLOCKS)
+    daemon = start_daemon("--event-ring-bytes", "64KiB", host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open("watched")).cache_id
         await store(raw, cache, "before")

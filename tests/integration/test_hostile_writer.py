@@ -153,7 +153,7 @@ def reopened(fd: int) -> Segment:
 async def test_the_daemons_own_user_could_and_then_readers_ask(start_daemon: StartDaemon) -> None:
     """The same uid is the same trust: it can write ``control``, too. As a machine might that died in the middle of it,
     it leaves every bucket odd; nobody waits for them."""
-    daemon = start_daemon("--no-debug-checks", host=8)  # they would find it out
+    daemon = start_daemon(host=8)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = await client.open_cache("c", SPEC)
         keys = chain("odd", 4)

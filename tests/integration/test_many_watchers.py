@@ -114,7 +114,7 @@ class Visitors:
 
 
 async def test_a_hundred_watchers_come_and_go(start_daemon: StartDaemon) -> None:
-    flags = ("--no-debug-checks", "--event-ring-bytes", str(RING_BYTES), "--max-sessions", "64")
+    flags = ("--event-ring-bytes", str(RING_BYTES), "--max-sessions", "64")
     daemon = start_daemon(*flags, device=8 * BLOCKS, host=64 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open(NAME)).cache_id

@@ -224,7 +224,7 @@ async def test_a_client_that_connects_while_nobody_serves_waits(daemon: DaemonPr
 async def test_clean_stops_under_load(start_daemon: StartDaemon) -> None:
     """What holds for kills holds here, and more: the epoch stays, and a watcher misses nothing at all."""
     stops = 4
-    async with trial(start_daemon, 1, "--no-debug-checks") as run:
+    async with trial(start_daemon, 1) as run:
         for _ in range(stops):
             start = await run.end_and_restart(run.daemon.stop)
             assert start.epoch == 1

@@ -30,7 +30,7 @@ PRODUCED = (PUTS - WARM) * BLOCKS * (66 + 33)
 
 assert PRODUCED > 16 * RING_BYTES
 
-SMALL_RING = ("--no-debug-checks", "--event-ring-bytes", str(RING_BYTES))
+SMALL_RING = ("--event-ring-bytes", str(RING_BYTES))
 NAME = "watched"
 
 
@@ -122,7 +122,7 @@ async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start
 
 @pytest.mark.parametrize("log", [(), ("--event-log-bytes", "0")], ids=["log", "no-log"])
 async def test_a_watcher_behind_what_a_log_spares_misses_nothing(start_daemon: StartDaemon, log: Sequence[str]) -> None:
-    daemon = start_daemon("--no-debug-checks", *log, host=2 * BLOCKS)
+    daemon = start_daemon(*log, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open(NAME)).cache_id
         start = await last_event(client)

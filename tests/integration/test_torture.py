@@ -29,8 +29,8 @@ PARTS = ("read_in_threads", "read_and_hold", "put", "fill")
 COVERED = ("repeats", "blocks", "hits", "calls", "reuses", "verified", "misses", "leases", "puts", "stored")
 """What a run goes on for until it has seen it."""
 LONG_S = 75.0
-UNCHECKED = ("--no-debug-checks",)
-"""They take most of the daemon's time, and what is to be found out here takes many evictions."""
+CHECKED = ("--debug-checks",)
+"""They take most of the daemon's time, so that fewer blocks are evicted."""
 
 pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls on this processor")
 
@@ -87,7 +87,7 @@ def supervised(
     turns: int,
     ends: int,
     seconds: float,
-    flags: tuple[str, ...] = UNCHECKED,
+    flags: tuple[str, ...] = (),
 ) -> None:
     """The host tier outlives the daemon. Now and then it is upgraded instead of killed: the supervisor's pauses between
     deaths would grow."""
@@ -121,7 +121,7 @@ def unsupervised(
     turns: int,
     ends: int,
     seconds: float,
-    flags: tuple[str, ...] = UNCHECKED,
+    flags: tuple[str, ...] = (),
 ) -> None:
     """Memory is lost with the daemon, but for those who have mapped it; what is on disk comes back."""
     daemon = DaemonProcess(home, SIZES, flags)
@@ -144,7 +144,7 @@ def test_every_byte_is_right(short_dir: Path, variant: Callable[..., None], ends
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("variant", "flags"), [(supervised, ()), (unsupervised, UNCHECKED)])
+@pytest.mark.parametrize(("variant", "flags"), [(supervised, CHECKED), (unsupervised, ())])
 def test_every_byte_is_right_for_a_long_time(
     short_dir: Path, variant: Callable[..., None], flags: tuple[str, ...]
 ) -> None:
@@ -155,7 +155,7 @@ def test_every_byte_is_right_for_a_long_time(
 @pytest.mark.long
 def test_a_reader_that_does_not_look_whether_its_slots_are_still_the_same_is_found(short_dir: Path) -> None:
     """So the others do go the way that they look in: chains that are read once more."""
-    daemon = DaemonProcess(short_dir, {Tier.HOST: SIZES[Tier.HOST]}, UNCHECKED)
+    daemon = DaemonProcess(short_dir, {Tier.HOST: SIZES[Tier.HOST]})
     daemon.start()
     try:
         with Crowd(daemon.address, ("read_blindly", "read_blindly", "put", "fill"), SEED, verifies=False) as crowd:
@@ -169,11 +169,10 @@ def test_a_reader_that_does_not_look_whether_its_slots_are_still_the_same_is_fou
 
 @pytest.mark.parametrize("fault", [fault.__name__ for fault in SEEN_BY_READERS])
 def test_a_planted_fault_is_found(short_dir: Path, fault: str) -> None:
-    daemon = FaultyDaemon(short_dir, {Tier.HOST: SIZES[Tier.HOST]}, UNCHECKED)
+    daemon = FaultyDaemon(short_dir, {Tier.HOST: SIZES[Tier.HOST]})
     daemon.fault = fault
     daemon.start()
     try:
-        # Without the daemon's checks, which would find some: the readers are to.
         with Crowd(daemon.address, PARTS, SEED, verifies=False) as crowd:
             crowd.await_all(["wrong"])
             report = crowd.stop(0)
