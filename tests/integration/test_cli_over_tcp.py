@@ -28,8 +28,8 @@ KEYS = chain("over-tcp", 2)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
+def files(short_dir: Path) -> Authority:
+    return Authority(short_dir)
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def operator(files: Authority) -> TlsFiles:
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon, files: Authority, tmp_path: Path) -> DaemonProcess:
+def daemon(start_daemon: StartDaemon, files: Authority, short_dir: Path) -> DaemonProcess:
     served = files.issue("127.0.0.1", common_name="daemon")
-    (tmp_path / "kvtierd.toml").write_text(RULES)
+    (short_dir / "kvtierd.toml").write_text(RULES)
     return start_daemon(
-        *("--config", str(tmp_path / "kvtierd.toml"), "--listen-tcp", "127.0.0.1:0"),
+        *("--config", str(short_dir / "kvtierd.toml"), "--listen-tcp", "127.0.0.1:0"),
         *("--tls-cert", str(served.cert), "--tls-key", str(served.key), "--tls-client-ca", str(served.ca)),
         host=8,
         disk=8,

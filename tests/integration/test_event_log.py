@@ -97,8 +97,8 @@ async def filling(client: AsyncClient) -> AsyncIterator[Cache]:
         await asyncio.wait([task])
 
 
-async def test_all_of_it_is_told_after_any_number_of_clean_restarts(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(**SLOTS)
+async def test_all_of_it_is_told_after_any_number_of_clean_restarts(start_fresh: StartDaemon) -> None:
+    daemon = start_fresh(**SLOTS)
     async with await connect(daemon.address) as client, Witness(client) as witness:
         cache = await client.open_cache("c", SPEC)
         for number in range(2):
@@ -114,8 +114,8 @@ async def test_all_of_it_is_told_after_any_number_of_clean_restarts(start_daemon
         assert no_gap(witness.gaps)
 
 
-async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(**SLOTS)
+async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(start_fresh: StartDaemon) -> None:
+    daemon = start_fresh(**SLOTS)
     kills, least = 3, []
     async with await connect(daemon.address) as client, Witness(client) as live:
         async with filling(client):
@@ -150,8 +150,8 @@ async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(start_d
         assert resumed.gaps == late.gaps[1:]
 
 
-async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(*SMALL_RING, host=2 * BLOCKS)
+async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_fresh: StartDaemon) -> None:
+    daemon = start_fresh(*SMALL_RING, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open("watched")).cache_id
         start = await last_event(client)
@@ -174,9 +174,9 @@ async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_dae
             assert await asyncio.to_thread(followers[0].says) == {"ranges": [[start.id + 1, upto]], "gaps": []}
 
 
-async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted(start_daemon: StartDaemon) -> None:
+async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted(start_fresh: StartDaemon) -> None:
     flags = ("--event-log-bytes", "1MiB", "--event-ring-bytes", "64KiB")
-    daemon = start_daemon(*flags, host=2 * BLOCKS)
+    daemon = start_fresh(*flags, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open("watched")).cache_id
         start = await last_event(client)
@@ -212,9 +212,9 @@ async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted
         assert since.ids == held.ids
 
 
-async def test_a_full_disk_under_the_log_stops_nothing_but_the_log(start_daemon: StartDaemon) -> None:
+async def test_a_full_disk_under_the_log_stops_nothing_but_the_log(start_fresh: StartDaemon) -> None:
     """No file may grow beyond what the log has: all else goes on, and what could not be logged is told to be lost."""
-    daemon = start_daemon("--event-ring-bytes", "64KiB", host=2 * BLOCKS)
+    daemon = start_fresh("--event-ring-bytes", "64KiB", host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open("watched")).cache_id
         await store(raw, cache, "before")
@@ -261,7 +261,13 @@ class Jumping(DaemonProcess):
 
 async def test_a_clock_that_jumps_deletes_nothing_and_hides_nothing(short_dir: Path) -> None:
     offset = short_dir / "offset"
-    offset.write_text("0")
+
+    def set_offset(nanoseconds: int) -> None:
+        new = short_dir / "offset.new"
+        new.write_text(str(nanoseconds))
+        new.replace(offset)
+
+    set_offset(0)
     daemon = Jumping(short_dir, sizes(host=8), ("--event-ring-bytes", "1KiB"))
     daemon.variables["WALL_CLOCK_OFFSET"] = str(offset)
     daemon.start()
@@ -269,12 +275,12 @@ async def test_a_clock_that_jumps_deletes_nothing_and_hides_nothing(short_dir: P
         async with await connect(daemon.address) as client:
             cache = await client.open_cache("c", SPEC)
             for jump in (0, YEAR_NS, -YEAR_NS, 0):
-                offset.write_text(str(jump))
+                set_offset(jump)
                 for number in range(10):
                     await put(cache, f"jump {jump} {number}")
                 await logged(client)
             await asyncio.to_thread(daemon.stop)
-            offset.write_text(str(YEAR_NS))
+            set_offset(YEAR_NS)
             await asyncio.to_thread(daemon.start)
             await put(await client.open_cache("c", SPEC), "after")
             last = await logged(client)
@@ -298,10 +304,10 @@ async def test_a_clock_that_jumps_deletes_nothing_and_hides_nothing(short_dir: P
 
 
 async def test_a_state_brought_back_from_before_gives_no_id_out_again(
-    start_daemon: StartDaemon, short_dir: Path
+    start_fresh: StartDaemon, short_dir: Path
 ) -> None:
     """Only the state is put back, as of a backup; the log is ahead of it."""
-    daemon = start_daemon(host=8)
+    daemon = start_fresh(host=8)
     async with await connect(daemon.address) as client:
         await asyncio.to_thread(daemon.stop)
         shutil.copy(daemon.state_dir / "SUPERBLOCK", short_dir / "backup")
@@ -320,8 +326,8 @@ async def test_a_state_brought_back_from_before_gives_no_id_out_again(
     assert "the state is older than the event log" in daemon.log
 
 
-async def test_a_log_that_somebody_deleted_is_missed_and_begun_anew(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(host=8)
+async def test_a_log_that_somebody_deleted_is_missed_and_begun_anew(start_fresh: StartDaemon) -> None:
+    daemon = start_fresh(host=8)
     async with await connect(daemon.address) as client:
         await put(await client.open_cache("c", SPEC), "before")
         last = await logged(client)
@@ -338,8 +344,8 @@ async def test_a_log_that_somebody_deleted_is_missed_and_begun_anew(start_daemon
     assert stat.S_IMODE(os.stat(daemon.state_dir / "events").st_mode) == 0o700
 
 
-async def test_a_damaged_log_is_set_aside_and_the_daemon_serves(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(host=8)
+async def test_a_damaged_log_is_set_aside_and_the_daemon_serves(start_fresh: StartDaemon) -> None:
+    daemon = start_fresh(host=8)
     async with await connect(daemon.address) as client:
         await put(await client.open_cache("c", SPEC), "before")
         await logged(client)

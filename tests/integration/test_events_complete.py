@@ -104,8 +104,8 @@ async def say(books: Books, *said: tuple[EventType, Cause, int, int]) -> None:
 
 
 @drives((CREATED, Cause.EXPLICIT), (STORED, Cause.COMMIT), (UPDATED, Cause.COMMIT))
-async def test_what_a_commit_does(start_daemon: StartDaemon) -> None:
-    async with kept(start_daemon(**SLOTS)) as (client, books):
+async def test_what_a_commit_does(start_fresh: StartDaemon) -> None:
+    async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         await books.agree(cache)
         for tier in (DEVICE, HOST):
@@ -122,8 +122,8 @@ async def test_what_a_commit_does(start_daemon: StartDaemon) -> None:
 
 
 @drives((UPDATED, Cause.DEMAND), (UPDATED, Cause.PREFETCH), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.WRITE_THROUGH))
-async def test_every_edge_up_and_down_by_call(start_daemon: StartDaemon) -> None:
-    async with kept(start_daemon(**SLOTS)) as (client, books):
+async def test_every_edge_up_and_down_by_call(start_fresh: StartDaemon) -> None:
+    async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         for src, dst in permutations(Tier, 2):
             keys = await put(cache, f"from {src} to {dst}", 2)
@@ -152,8 +152,8 @@ async def test_every_edge_up_and_down_by_call(start_daemon: StartDaemon) -> None
 
 
 @drives((REMOVED, Cause.EXPLICIT), (REMOVED, Cause.ANCESTOR), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.EXPIRED))
-async def test_drops_and_retention_in_every_tier(start_daemon: StartDaemon) -> None:
-    async with kept(start_daemon(**SLOTS)) as (client, books):
+async def test_drops_and_retention_in_every_tier(start_fresh: StartDaemon) -> None:
+    async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         for tier in Tier:
             keys = await put(cache, f"in {tier}", 4)
@@ -183,8 +183,8 @@ async def test_drops_and_retention_in_every_tier(start_daemon: StartDaemon) -> N
 
 
 @drives((REMOVED, Cause.RESET), (UPDATED, Cause.RESET))
-async def test_a_reset_and_what_it_leaves(start_daemon: StartDaemon) -> None:
-    async with kept(start_daemon(**SLOTS)) as (client, books):
+async def test_a_reset_and_what_it_leaves(start_fresh: StartDaemon) -> None:
+    async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         for tier in Tier:
             await move(cache, await put(cache, f"in {tier}", 2), tier)
@@ -201,8 +201,8 @@ async def test_a_reset_and_what_it_leaves(start_daemon: StartDaemon) -> None:
 
 @drives((UPDATED, Cause.CAPACITY), (REMOVED, Cause.CAPACITY))
 @pytest.mark.parametrize("tiers", [(DEVICE, HOST, DISK), (DEVICE, DISK), (HOST, DISK), (DEVICE, HOST), (DEVICE,)])
-async def test_room_is_made_in_every_tier(start_daemon: StartDaemon, tiers: tuple[Tier, ...]) -> None:
-    async with kept(start_daemon(**SLOTS)) as (client, books):
+async def test_room_is_made_in_every_tier(start_fresh: StartDaemon, tiers: tuple[Tier, ...]) -> None:
+    async with kept(start_fresh(**SLOTS)) as (client, books):
         few = {str(tier): 4 for tier in tiers}
         cache = await client.open_cache("c", SPEC, budgets=sizes(**few))
         longest = 3 if len(tiers) > 1 else 1
@@ -223,8 +223,8 @@ async def test_room_is_made_in_every_tier(start_daemon: StartDaemon, tiers: tupl
 
 @drives((UPDATED, Cause.WRITE_THROUGH))
 @pytest.mark.parametrize("policy", [WritePolicy.THROUGH, WritePolicy.SELECTIVE])
-async def test_what_is_written_down_by_policy(start_daemon: StartDaemon, policy: WritePolicy) -> None:
-    async with kept(start_daemon(**SLOTS)) as (client, books):
+async def test_what_is_written_down_by_policy(start_fresh: StartDaemon, policy: WritePolicy) -> None:
+    async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL, options=CacheOptions(write_policy=policy))
         for tier in (DEVICE, HOST):
             keys = await put(cache, f"in {tier}", 2, tier=tier)
@@ -235,9 +235,9 @@ async def test_what_is_written_down_by_policy(start_daemon: StartDaemon, policy:
 
 
 @drives((UPDATED, Cause.WATERMARK))
-async def test_slots_are_kept_clean(start_daemon: StartDaemon) -> None:
+async def test_slots_are_kept_clean(start_fresh: StartDaemon) -> None:
     flags = ("--clean-fraction", "0.8")
-    async with kept(start_daemon(*flags, **SLOTS)) as (client, books):
+    async with kept(start_fresh(*flags, **SLOTS)) as (client, books):
         for name, below in (("with-host", HOST), ("without-host", DISK)):
             budgets = sizes(device=8, host=8) if below is HOST else sizes(device=8, disk=8)
             cache = await client.open_cache(name, SPEC, budgets=budgets)
@@ -249,8 +249,8 @@ async def test_slots_are_kept_clean(start_daemon: StartDaemon) -> None:
 
 
 @drives((REMOVED, Cause.CORRUPT), (REMOVED, Cause.ANCESTOR))
-async def test_bytes_that_are_not_what_they_were(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(**SLOTS)
+async def test_bytes_that_are_not_what_they_were(start_fresh: StartDaemon) -> None:
+    daemon = start_fresh(**SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         keys = await put(cache, "rots", 4)
@@ -263,8 +263,8 @@ async def test_bytes_that_are_not_what_they_were(start_daemon: StartDaemon) -> N
 
 
 @drives((REMOVED, Cause.IO_ERROR), (UPDATED, Cause.IO_ERROR), (REMOVED, Cause.ANCESTOR))
-async def test_a_disk_that_is_given_up(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon("--tier-grace-seconds", "0.2", **SLOTS)
+async def test_a_disk_that_is_given_up(start_fresh: StartDaemon) -> None:
+    daemon = start_fresh("--tier-grace-seconds", "0.2", **SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC)
         both = await put(cache, "above as well", 2)
@@ -295,8 +295,8 @@ async def test_a_disk_that_is_given_up(start_daemon: StartDaemon) -> None:
 
 @drives((CLEARED, Cause.SHUTDOWN), (CREATED, Cause.RECOVERED), (STORED, Cause.RECOVERED), (CLEARED, Cause.LOST))
 @pytest.mark.parametrize("cause", [Cause.SHUTDOWN, Cause.LOST])
-async def test_a_restart(start_daemon: StartDaemon, cause: Cause) -> None:
-    daemon = start_daemon(**SLOTS)
+async def test_a_restart(start_fresh: StartDaemon, cause: Cause) -> None:
+    daemon = start_fresh(**SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("on-disk", SPEC, budgets=SMALL)
         memory = await client.open_cache("in-memory", SPEC, budgets=sizes(device=4, host=4))
@@ -352,8 +352,8 @@ async def test_memory_that_is_taken_over(short_dir: Path, cause: Cause) -> None:
 
 
 @drives((CLEARED, Cause.EXPLICIT))
-async def test_a_cache_is_removed(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(**SLOTS)
+async def test_a_cache_is_removed(start_fresh: StartDaemon) -> None:
+    daemon = start_fresh(**SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         await put(cache, "removed", 2)

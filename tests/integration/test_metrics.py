@@ -28,8 +28,8 @@ KEYS = chain("metrics", 6)
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> DaemonProcess:
-    return start_daemon(*LISTEN, **SLOTS)
+def daemon(start_fresh: StartDaemon) -> DaemonProcess:
+    return start_fresh(*LISTEN, **SLOTS)
 
 
 @pytest.fixture(scope="module")
@@ -151,12 +151,12 @@ def test_the_dashboard_asks_for_what_there_is(seen: Scrape) -> None:
         assert set(re.findall(r"\b(?:kvtier|process)_\w+", query)) <= names, query
 
 
-def test_nothing_listens_unless_asked(start_daemon: StartDaemon) -> None:
-    assert "serving metrics" not in start_daemon(host=4).log
+def test_nothing_listens_unless_asked(start_fresh: StartDaemon) -> None:
+    assert "serving metrics" not in start_fresh(host=4).log
 
 
-def test_an_address_that_is_taken_stops_the_start(start_daemon: StartDaemon, short_dir: Path) -> None:
-    first = start_daemon(*LISTEN, host=4)
+def test_an_address_that_is_taken_stops_the_start(start_fresh: StartDaemon, short_dir: Path) -> None:
+    first = start_fresh(*LISTEN, host=4)
     second = DaemonProcess(short_dir, sizes(host=4))
     says = refused(second, "--metrics-listen", f"127.0.0.1:{port_of(first)}", status=2)
     assert "command line: --metrics-listen = " in says and "in use" in says
