@@ -1,4 +1,4 @@
-"""Pages of LMDB that are not what was written, of which LMDB ends the process that reads them: that costs one crash."""
+"""A page that LMDB cannot read without the end of the process costs a few crashes, not one at every start."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ PAGE = 4096
 LEAF = b"\x02\0"
 """The flags in the head of a page with records."""
 LENGTH = 96
+MOST_CRASHES = 4
+"""The first, which may come after the opening, and three while it is opened again."""
 READS_ALL = """
 import lmdb, sys
 with lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=16, lib_version=0) as env:
@@ -71,7 +73,7 @@ async def on_disk(client: AsyncClient, name: str) -> None:
         await cache.move(some, Tier.DISK)
 
 
-async def test_an_index_that_ends_the_process_is_left_out_after_one_crash(daemon: SupervisedDaemon) -> None:
+async def test_an_index_that_ends_the_process_is_left_out(daemon: SupervisedDaemon) -> None:
     async with await connect(daemon.address) as client:
         for name in ("good", "hurt"):
             await on_disk(client, name)
@@ -79,17 +81,18 @@ async def test_an_index_that_ends_the_process_is_left_out_after_one_crash(daemon
     damage(daemon.plain.disk_dir / "caches" / "hurt" / "index")
 
     await asyncio.to_thread(daemon.start)
-    assert daemon.log.count("the daemon died") == 1
+    crashes = daemon.log.count("the daemon died")
+    assert 3 <= crashes <= MOST_CRASHES
     async with await connect(daemon.address) as client:
         (problem,) = (await client.stats()).problems
-        assert problem.startswith("cache hurt is left out: ") and "SIGABRT" in problem
+        assert problem.startswith("cache hurt is left out: ") and "LMDB has ended 3 processes" in problem
         with pytest.raises(CallerError, match="cache hurt is left out"):
             await client.open_cache("hurt", SPEC)
         cache, keys = await client.open_cache("good", SPEC), chain("good", LENGTH)
         assert_bytes(keys, await cache.get(keys))
 
     daemon.upgrade()
-    assert daemon.log.count("the daemon died") == 1, "nobody opens it any more"
+    assert daemon.log.count("the daemon died") == crashes, "nobody opens it any more"
     async with await connect(daemon.address) as client:
         assert len((await client.stats()).problems) == 1
         await client.remove_cache("hurt", force=True)
@@ -97,7 +100,7 @@ async def test_an_index_that_ends_the_process_is_left_out_after_one_crash(daemon
         assert not (await client.stats()).problems
 
 
-async def test_a_log_that_ends_the_process_is_set_aside_after_one_crash(daemon: SupervisedDaemon) -> None:
+async def test_a_log_that_ends_the_process_is_set_aside(daemon: SupervisedDaemon) -> None:
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         for number in range(60):  # each in a record of its own
@@ -115,6 +118,6 @@ async def test_a_log_that_ends_the_process_is_set_aside_after_one_crash(daemon: 
         await logged(client)
         assert not (await client.stats()).problems
         assert (await told(client, oldest=True)).ids
-    assert daemon.log.count("the daemon died") == 1
+    assert 3 <= daemon.log.count("the daemon died") <= MOST_CRASHES
     assert "event log set aside" in daemon.log
     assert events.with_name("events.aside-1").is_dir()

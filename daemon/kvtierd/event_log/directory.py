@@ -17,12 +17,12 @@ from kvtierd.event_log.clock import Clocks
 from kvtierd.event_log.store import DAMAGE, EventStore
 from kvtierd.tiers.base import DamagedDirectory, TierError
 from kvtierd.tiers.disk.files import io_errors, make_private_directory, sync_directory
-from kvtierd.tiers.disk.sound import CLOSED
+from kvtierd.tiers.disk.index import OPEN
 from kvtierd.tiers.disk.superblock import MAGIC, SUPERBLOCK, read_superblock, write_superblock
 
 _KIND: Final = "event-log"
 _FIRST_FILES: Final = frozenset({f"{SUPERBLOCK}.new"})
-_FILES: Final = _FIRST_FILES | {SUPERBLOCK, CLOSED, "data.mdb", "lock.mdb"}
+_FILES: Final = _FIRST_FILES | {SUPERBLOCK, OPEN, "data.mdb", "lock.mdb"}
 """All that a log can have."""
 KEPT_ASIDE: Final = 3
 """Logs that were set aside and stay, the newest: each is as large as a log may be. What is not one stays anyway."""

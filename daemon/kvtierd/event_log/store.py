@@ -21,9 +21,9 @@ import lmdb
 from kvtierd.event_log.clock import Clocks, LogClock
 from kvtierd.event_log.runs import Head, LoggedRun, decode, decode_head, encode, id_of, joined, key_of
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
+from kvtierd.tiers.disk import index
 from kvtierd.tiers.disk.files import PRIVATE_FILE
-from kvtierd.tiers.disk.index import ENGINE
-from kvtierd.tiers.disk.sound import after_closing, before_opening
+from kvtierd.tiers.disk.index import ENGINE, closed, opening, read_pages
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -45,13 +45,7 @@ reader still sees, and a value over half a page needs pages in one piece."""
 _PIECE: Final = 256
 """Most records that one transaction deletes: a lowered bound is reached in several."""
 _MOST_RETRIES: Final = 3
-DAMAGE: Final = (
-    lmdb.InvalidError,
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.VersionMismatchError,
-    struct.error,
-)
+DAMAGE: Final = (*index.DAMAGE, struct.error)
 """What comes of pages that are not what was written, as far as it is noticed: LMDB has no checksums of them."""
 
 _log = logging.getLogger(__name__)
@@ -98,9 +92,8 @@ class EventStore:
         """It must be opened anew before it can be used."""
         self.damage: str | None = None
         """Why its file cannot be gone on with: writing has met what was never written."""
-        before_opening(path)
-        with _errors(f"cannot open {path}"):
-            self._open()
+        with opening(path) as unclean, _errors(f"cannot open {path}"):
+            self._open(read_all=unclean)
             stale = self._env.reader_check()
         if stale:
             _log.info("%s: cleared %d readers that had died", path, stale)
@@ -182,14 +175,14 @@ class EventStore:
     def close(self) -> None:
         if not self.dead:
             self._let_go()
-            after_closing(self._path)
+            closed(self._path)
 
     def _let_go(self) -> None:
         with self._reading:
             self.dead = True
             self._env.close()
 
-    def _open(self) -> None:
+    def _open(self, *, read_all: bool = False) -> None:
         for name in (_DATA, "lock.mdb"):
             (self._path / name).touch(PRIVATE_FILE)
         env = lmdb.open(
@@ -206,6 +199,8 @@ class EventStore:
         )
         try:
             self._refuse_short(env)
+            if read_all:
+                read_pages(env)
             self._runs: _Database = env.open_db(b"runs")
             self._epochs: _Database = env.open_db(b"epochs")
             self._meta: _Database = env.open_db(b"meta")

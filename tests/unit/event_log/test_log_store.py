@@ -16,7 +16,6 @@ from kvtierd.event_log.directory import open_store
 from kvtierd.event_log.runs import LoggedRun, decode, encode, key_of
 from kvtierd.event_log.store import PIECE_EVENTS, EventStore
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
-from kvtierd.tiers.disk.sound import CLOSED
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, write_superblock
 from tests.unit.event_log.log_parts import DAY_NS, MB, FakeTime, held, ids, opened, run
 
@@ -239,7 +238,7 @@ def test_it_is_private(tmp_path: Path) -> None:
     store.close()
     assert stat.S_IMODE((tmp_path / "deep" / "log").stat().st_mode) == 0o700
     files = sorted((tmp_path / "deep" / "log").iterdir())
-    assert [file.name for file in files] == [CLOSED, SUPERBLOCK, "data.mdb", "lock.mdb"]
+    assert [file.name for file in files] == [SUPERBLOCK, "data.mdb", "lock.mdb"]
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
@@ -285,7 +284,7 @@ def test_what_cannot_be_a_log_is_set_aside_untouched(tmp_path: Path, spoil: Call
     store.close()
     assert (
         contents(tmp_path / "log.aside-1").items()
-        >= {name: data for name, data in before.items() if name not in ("lock.mdb", CLOSED)}.items()
+        >= {name: data for name, data in before.items() if name != "lock.mdb"}.items()
     )
     again = reopened(path)
     assert held(again) == [1], "the new one is gone on with"

@@ -6,10 +6,12 @@ What is not in here is not stored, whatever the slabs hold. One thread at a time
 from __future__ import annotations
 
 import errno
+import faulthandler
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
@@ -21,7 +23,6 @@ from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.changes import Changes
 from kvtierd.tiers.disk.files import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
 from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
-from kvtierd.tiers.disk.sound import after_closing, before_opening
 
 if TYPE_CHECKING:
     from lmdb import _Database
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 ENGINE: Final = 0
 """LMDB 0.9. Its files and those of 1.0 are unreadable to each other, so it is never left to the library's default."""
 
+DAMAGE: Final = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
+"""Errors of LMDB that say that a page is not what it wrote."""
+OPEN: Final = "OPEN"
+"""The file beside LMDB's that is there while a process has the environment open."""
+_MOST_CRASHES: Final = 3
+_TRACE: Final = b"Fatal Python error"
+_opening: Final = threading.Lock()
 MOST_INLINE: Final = 1990
 """Longest value that LMDB keeps inside a page."""
 _BYTES_PER_SLOT: Final = 1024
@@ -57,6 +65,59 @@ def _bytes_in_pages(value: int) -> int:
     if value > MOST_INLINE:
         return (value + _PAGE_HEADER + _PAGE - 1) // _PAGE * _PAGE + _NODE_OVERHEAD
     return _PAGE // max(1, (_PAGE - _PAGE_HEADER) * 2 // 3 // (value + _NODE_OVERHEAD))
+
+
+@contextmanager
+def opening(path: Path) -> Iterator[bool]:
+    """Counts the crashes of this process while the LMDB environment at ``path`` is opened.
+
+    LMDB has no checksums of its pages and aborts at a page that is not what it wrote. Python's faulthandler then leaves
+    a trace in the file OPEN; a kill leaves none.
+
+    Yields: whether the last process has not closed the environment. Then :func:`read_pages` comes next.
+    Raises: :class:`DamagedDirectory` after three crashes in a row, :class:`TierIOError`.
+    """
+    marker = path / OPEN
+    with ExitStack() as opened:
+        opened.enter_context(_opening)
+        with io_errors(f"cannot open {path}"):
+            unclean = marker.exists()
+            crashes = marker.read_bytes().count(_TRACE) if unclean else 0
+            if crashes >= _MOST_CRASHES:
+                raise DamagedDirectory(path, f"LMDB has ended {crashes} processes that opened it: see {marker}")
+            try:
+                fd = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+            except OSError as error:  # a full disk has no room for a new file
+                _log.warning("crashes are not counted path=%s why=%r", path, str(error))
+                fd = os.open(os.devnull, os.O_WRONLY)
+        opened.callback(os.close, fd)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(fd)
+            opened.callback(faulthandler.disable)
+        try:
+            yield unclean
+        finally:
+            with suppress(OSError):
+                os.truncate(marker, 0)
+
+
+def closed(path: Path) -> None:
+    """Notes that the environment at ``path`` has been closed."""
+    with suppress(OSError):  # then its pages are read at the next start
+        (path / OPEN).unlink()
+
+
+def read_pages(env: lmdb.Environment) -> None:
+    """Reads every page, so that a damaged one ends this process while :func:`opening` counts. Raises lmdb.Error."""
+    with env.begin() as txn:
+        names = [bytes(name) for name, _ in txn.cursor()]
+    for name in names:
+        with env.begin(db=env.open_db(name, create=False)) as txn:
+            for _ in txn.cursor():
+                pass
+    # A cursor does not see the list of free pages, which a commit reads; a copy does.
+    with open(os.devnull, "wb") as nowhere, suppress(lmdb.IncompatibleError):  # pages that nothing names
+        env.copyfd(nowhere.fileno(), compact=True)
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,11 +155,11 @@ class _Group:
 
 
 class Index:
-    def __init__(self, path: Path, groups: Sequence[GroupId], map_bytes: int) -> None:
+    def __init__(self, path: Path, groups: Sequence[GroupId], map_bytes: int, *, read_all: bool = False) -> None:
         self._path = path
         self._map_bytes = map_bytes
         self._ids = tuple(groups)
-        self._env, self._groups = self._open()
+        self._env, self._groups = self._open(read_all=read_all)
 
     @classmethod
     def create(cls, path: Path, groups: Sequence[GroupId], map_bytes: int) -> None:
@@ -130,10 +191,10 @@ class Index:
         data = path / "data.mdb"
         if not data.is_file() or data.stat().st_size < map_bytes:
             raise DamagedDirectory(path, f"data.mdb is missing or shorter than {map_bytes} bytes")
-        before_opening(path)
         try:
-            index = cls(path, groups, map_bytes)
-        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
+            with opening(path) as unclean:
+                index = cls(path, groups, map_bytes, read_all=unclean)
+        except DAMAGE as error:
             raise DamagedDirectory(path, str(error)) from error
         except lmdb.Error as error:
             raise _tier_error(error, f"cannot open {path}") from error
@@ -189,9 +250,9 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
-        after_closing(self._path)
+        closed(self._path)
 
-    def _open(self) -> tuple[lmdb.Environment, dict[GroupId, _Group]]:
+    def _open(self, *, read_all: bool = False) -> tuple[lmdb.Environment, dict[GroupId, _Group]]:
         env = lmdb.open(
             str(self._path),
             map_size=self._map_bytes,
@@ -207,6 +268,8 @@ class Index:
             lib_version=ENGINE,
         )
         try:
+            if read_all:
+                read_pages(env)
             return env, {group: _Group.open(env, group) for group in self._ids}
         except BaseException:
             env.close()  # LMDB opens a file once a process

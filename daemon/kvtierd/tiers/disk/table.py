@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.tiers.disk.checksum import CHECKSUM_BYTES
 from kvtierd.tiers.disk.records import Counters
-from kvtierd.tiers.disk.slot_index import SlotIndex
 
 
 class GroupTable:
@@ -24,7 +23,7 @@ class GroupTable:
 
     def __init__(self, slots: int) -> None:
         self._keys: list[Key | None] = [None] * slots
-        self._slots = SlotIndex(self._keys)
+        self._slots: dict[Key, SlotId] = {}
         self._checksums = bytearray(slots * CHECKSUM_BYTES)
         self.last_use: Counters = np.zeros(slots, np.uint64)
         self.counter = 1
@@ -38,7 +37,7 @@ class GroupTable:
         return len(self._keys)
 
     def slot_of(self, key: Key) -> SlotId | None:
-        return self._slots.find(key)
+        return self._slots.get(key)
 
     def key_at(self, slot: SlotId) -> Key | None:
         return self._keys[slot]
@@ -52,12 +51,12 @@ class GroupTable:
         self.discard(key)
         if (there := self._keys[slot]) is not None:
             self.discard(there)
-        self._slots.add(key, slot)
+        self._slots[key] = slot
         self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
         self._keys[slot] = key
 
     def discard(self, key: Key) -> None:
-        slot = self._slots.remove(key)
+        slot = self._slots.pop(key, None)
         if slot is not None:
             self._keys[slot] = None
 
@@ -65,10 +64,9 @@ class GroupTable:
         self, keys: Sequence[Key], slots: NDArray[np.uint32], checksums: NDArray[np.void], last_use: Counters
     ) -> None:
         """Everything at once, into an empty table. ``last_use``: one a slot of the table, the rest one a key."""
-        add, by_slot = self._slots.add, self._keys
-        for key, slot in zip(keys, slots.tolist(), strict=True):
-            by_slot[slot] = key
-            add(key, slot)
+        self._slots = dict(zip(keys, slots.tolist(), strict=True))
+        for key, slot in self._slots.items():
+            self._keys[slot] = key
         np.frombuffer(self._checksums, checksums.dtype)[slots] = checksums
         self.last_use = last_use
         self.counter = 1 + int(last_use.max(initial=0))
