@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     )
     from kvtier.explaining import Explanation
     from kvtier.lease import ReadLease, WriteLease
-    from kvtier.mirror import Mirror, MirroredBlock, Mirrors, MirrorState, Standing
+    from kvtier.mirror import Mirror, MirroredBlock, MirrorState, Standing, rank_mirrors
     from kvtier.options import CacheOptions, WritePolicy
     from kvtier.prompt import Prompt
     from kvtier.retention import Retention, TokenRange
@@ -120,7 +120,7 @@ _HOMES = {
     ),
     "kvtier.explaining": ("Explanation",),
     "kvtier.lease": ("ReadLease", "WriteLease"),
-    "kvtier.mirror": ("Mirror", "MirrorState", "MirroredBlock", "Mirrors", "Standing"),
+    "kvtier.mirror": ("Mirror", "MirrorState", "MirroredBlock", "Standing", "rank_mirrors"),
     "kvtier.options": ("CacheOptions", "WritePolicy"),
     "kvtier.prompt": ("Prompt",),
     "kvtier.retention": ("Retention", "TokenRange"),
@@ -171,7 +171,6 @@ __all__ = [
     "Mirror",
     "MirrorState",
     "MirroredBlock",
-    "Mirrors",
     "MultimodalItem",
     "NotFound",
     "PermissionDenied",
@@ -203,6 +202,7 @@ __all__ = [
     "chain_keys",
     "connect",
     "event_hashes",
+    "rank_mirrors",
 ]
 
 

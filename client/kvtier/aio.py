@@ -19,7 +19,6 @@ from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, Permissio
 from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, oldest_event, with_past
 from kvtier.fences import Fence, Stream
 from kvtier.kinds import is_number, quoted, require_flag, require_kind, require_name
-from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S, Mirror
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
@@ -189,19 +188,6 @@ class AsyncClient:
             breaks=breaks,
             heartbeat_s=heartbeat_s,
         )
-
-    def mirror(
-        self,
-        caches: Collection[str],
-        *,
-        heartbeat_s: float = DEFAULT_MIRROR_HEARTBEAT_S,
-        timeout: float = DEFAULT_MIRROR_TIMEOUT_S,
-    ) -> Mirror:
-        """An exact local index of the blocks of these caches: ``async with client.mirror(["llama"]) as mirror``.
-
-        See :class:`kvtier.Mirror`.
-        """
-        return Mirror(self, caches, heartbeat_s=heartbeat_s, timeout=timeout)
 
     async def drain_trtllm(self, cache: str, *, wait: float = 2.0, timeout: float | None = None) -> Drained:
         """What happened in a cache since the last call, as TensorRT-LLM's events: its ``get_kv_cache_events``.

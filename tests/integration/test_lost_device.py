@@ -121,7 +121,7 @@ async def filled(client: AsyncClient) -> Cache:
 
 
 async def test_what_it_held_goes_with_its_events_and_other_tiers_serve_on(daemon: LosableDaemon) -> None:
-    async with await connect(daemon.address) as client, client.mirror(["c"]) as mirror:
+    async with await connect(daemon.address) as client, Mirror(client, ["c"]) as mirror:
         cache = await filled(client)
         before = await client.stats()
         reading = await cache.acquire(ON_DEVICE, Tier.DEVICE)
@@ -364,7 +364,7 @@ async def test_new_caches_get_no_device_tier_and_a_restart_brings_it_back(daemon
 
 async def test_traffic_goes_on_and_the_events_stay_exact(daemon: LosableDaemon) -> None:
     """Nobody hangs: every call ends, well or with the loss."""
-    async with await connect(daemon.address) as client, client.mirror(["c"]) as mirror:
+    async with await connect(daemon.address) as client, Mirror(client, ["c"]) as mirror:
         cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
         chains = [chain(f"traffic {number}", 6) for number in range(12)]
         over = asyncio.Event()

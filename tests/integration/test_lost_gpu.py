@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, DeviceLost, Tier, TierFull, TierOffline, connect
+from kvtier import AsyncClient, BlockResult, DeviceLost, Mirror, Tier, TierFull, TierOffline, connect
 from kvtier.abi import attach
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import (
@@ -108,7 +108,7 @@ async def test_traffic_goes_on_the_events_stay_exact_and_a_restart_finds_what_ho
     daemon: SupervisedDaemon, gpu: Gpu
 ) -> None:
     """Copies between all tiers are under way when it happens. Every call ends, well or with the loss."""
-    async with await connect(daemon.address) as client, client.mirror(["c"]) as mirror:
+    async with await connect(daemon.address) as client, Mirror(client, ["c"]) as mirror:
         cache = await client.open_cache("c", SPEC)
         chains = [chain(f"traffic {number}", 3) for number in range(12)]
         over = asyncio.Event()

@@ -22,13 +22,13 @@ from kvtier import (
     Event,
     LeaseLost,
     Mirror,
-    Mirrors,
     MirrorState,
     NotFound,
     PermissionDenied,
     RetryableError,
     Tier,
     connect,
+    rank_mirrors,
     sync,
 )
 from tests.events_page import told
@@ -212,8 +212,8 @@ async def test_caches_come_and_go_and_come_back_as_others(start_daemon: StartDae
         assert set(await second.put(keys[:4], blocks(keys[:4]), tier=Tier.HOST, priorities=70)) == {BlockResult.OK}
         await caught_up(mirror, client)
         assert (mirror.longest_prefix(keys), mirror.longest_prefix(keys, tiers=[Tier.DEVICE])) == (4, 0)
-        assert (mirror.residency(keys[3]), mirror.priority(keys[3])) == (Tier.HOST.bit, 70)
-        assert (mirror.residency(keys[4]), mirror.priority(keys[4])) == (0, None)
+        assert mirror.block(keys[3]) == (keys[3], Tier.HOST.bit, 70)
+        assert mirror.block(keys[4]) is None
         await steering.assert_agrees(mirror, second)
         assert mirror.resyncs == 0
 
@@ -260,23 +260,26 @@ async def test_who_of_several_has_the_longest_prefix(start_daemon: StartDaemon) 
         await caches["one"].put(keys[:3], blocks(keys[:3]), tier=Tier.DEVICE)
         await caches["two"].put(keys, blocks(keys), tier=Tier.HOST)
         await caches["two"].move(keys[:1], Tier.DISK)
-        mirrors = await stack.enter_async_context(Mirrors(clients, ["c"], heartbeat_s=0.1))
-        two, one = mirrors.best(keys)
+        mirrors = {
+            name: await stack.enter_async_context(Mirror(client, ["c"], heartbeat_s=0.1))
+            for name, client in clients.items()
+        }
+        two, one = rank_mirrors(mirrors, keys)
         assert (two.name, two.blocks, two.state, two.lag) == ("two", 6, MirrorState.EXACT, 0)
         assert two.by_tier == {Tier.DEVICE: 0, Tier.HOST: 5, Tier.DISK: 1}
         assert (one.name, one.blocks, one.by_tier[Tier.DEVICE]) == ("one", 3, 3)
-        assert [each.name for each in mirrors.best(keys[:3])] == ["one", "two"], "it is faster there"
+        assert [each.name for each in rank_mirrors(mirrors, keys[:3])] == ["one", "two"], "it is faster there"
 
         await asyncio.to_thread(daemons["two"].kill)
-        await until(mirrors.mirrors["two"], MirrorState.STALE)
-        assert [(each.name, each.blocks, str(each.state)) for each in mirrors.best(keys)] == [
+        await until(mirrors["two"], MirrorState.STALE)
+        assert [(each.name, each.blocks, str(each.state)) for each in rank_mirrors(mirrors, keys)] == [
             ("two", 6, "stale"),
             ("one", 3, "exact"),
         ]
         await asyncio.to_thread(daemons["two"].start)
-        await mirrors.mirrors["two"].synced(timeout=PATIENCE_S)
+        await mirrors["two"].synced(timeout=PATIENCE_S)
         left = (await caches["two"].match(keys)).blocks
-        assert {each.name: each.blocks for each in mirrors.best(keys)} == {"one": 3, "two": left}
+        assert {each.name: each.blocks for each in rank_mirrors(mirrors, keys)} == {"one": 3, "two": left}
 
 
 async def test_a_daemon_that_forgot_everything_is_followed_anew(start_daemon: StartDaemon) -> None:
@@ -304,7 +307,7 @@ async def test_a_daemon_that_forgot_everything_is_followed_anew(start_daemon: St
 def test_threads_look_without_waiting_for_another(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(device=8, host=16, disk=32)
     keys = chain("threads", 6)
-    with Client(daemon.address) as client, client.mirror(["c"]) as mirror:
+    with Client(daemon.address) as client, sync.Mirror(client, ["c"]) as mirror:
         cache = client.open_cache("c", SPEC)
         cache.put(keys, blocks(keys))
         stats = client.stats()
@@ -312,9 +315,8 @@ def test_threads_look_without_waiting_for_another(start_daemon: StartDaemon) -> 
         assert (str(mirror.state), mirror.lag, mirror.problem) == ("exact", 0, None)
         assert (mirror.longest_prefix(keys), len(mirror)) == (6, 6)
         assert {row.key for row in mirror.blocks()} == set(keys)
-        with sync.Mirrors({"here": client}, ["c"]) as mirrors:
-            (standing,) = mirrors.best(keys)
-            assert (standing.name, standing.blocks) == ("here", 6)
+        (standing,) = rank_mirrors({"here": mirror}, keys)
+        assert (standing.name, standing.blocks) == ("here", 6)
         cache.reset()
         stats = client.stats()
         mirror.synced(Cursor(stats.epoch, stats.last_event_id), timeout=PATIENCE_S)

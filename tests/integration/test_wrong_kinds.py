@@ -65,10 +65,6 @@ CLIENT: list[tuple[str, Callable[[Any], object]]] = [
     ("cache", lambda client: client.drain_trtllm(5)),
     ("cache", lambda client: client.drain_trtllm(None)),
     ("wait", lambda client: client.drain_trtllm("c", wait="1")),
-    ("caches", lambda client: client.mirror(5)),
-    ("caches[0]", lambda client: client.mirror([5])),
-    ("heartbeat_s", lambda client: client.mirror(["c"], heartbeat_s="1")),
-    ("timeout", lambda client: client.mirror(["c"], timeout="1")),
     ("oldest", lambda client: client.watch(oldest="no")),
     ("snapshot", lambda client: client.watch(snapshot=5)),
     ("heartbeats", lambda client: client.watch(heartbeats="no")),
@@ -150,16 +146,6 @@ READ_LEASE: list[tuple[str, Callable[[Any], object]]] = [
     ("blocks", lambda lease: lease.trim("1")),
     ("blocks", lambda lease: lease.trim(True)),
 ]
-MIRROR: list[tuple[str, Callable[[Any], object]]] = [
-    ("key", lambda mirror: mirror.residency("k" * 32)),
-    ("key", lambda mirror: mirror.priority(5)),
-    ("group", lambda mirror: mirror.residency(KEYS[0], group="0")),
-    ("group", lambda mirror: mirror.blocks(group="0")),
-    ("tiers", lambda mirror: mirror.longest_prefix(KEYS, tiers=Tier.HOST)),
-    ("tiers", lambda mirror: mirror.match(KEYS, tiers=["host"])),
-    ("cursor", lambda mirror: mirror.synced(5)),
-    ("timeout", lambda mirror: mirror.synced(timeout="1")),
-]
 ALONE: list[tuple[str, Callable[[], object]]] = [
     ("ranges", lambda: Retention(WRONG["int"])),
     ("ranges", lambda: Retention(WRONG["range"])),
@@ -196,7 +182,7 @@ def assert_refused(of: object, calls: list[tuple[str, Callable[[Any], object]]])
         assert caught.value.field == field
 
 
-def test_leases_and_mirrors(daemon: DaemonProcess) -> None:
+def test_leases(daemon: DaemonProcess) -> None:
     with Client(daemon.address) as client:
         cache = client.open_cache("c", SPEC, budgets=sizes(host=4))
         cache.put(KEYS, blocks(KEYS))
@@ -206,8 +192,6 @@ def test_leases_and_mirrors(daemon: DaemonProcess) -> None:
         with cache.acquire(KEYS) as held:
             assert_refused(held, READ_LEASE)
             assert held.blocks == 2
-        with client.mirror(["c"]) as mirror:
-            assert_refused(mirror, MIRROR)
 
 
 def test_flags_of_numpys_are_flags(daemon: DaemonProcess) -> None:

@@ -1,9 +1,7 @@
 """Exact local copies of what daemons hold, for routers: longest prefixes without a call."""
 
-from kvtier.mirror.follower import Mirror
+from kvtier.mirror.follower import Mirror, MirrorState, MirrorView
 from kvtier.mirror.index import MirroredBlock
-from kvtier.mirror.ranking import Standing
-from kvtier.mirror.reading import MirrorState, MirrorView
-from kvtier.mirror.several import Mirrors
+from kvtier.mirror.ranking import Standing, rank_mirrors
 
-__all__ = ["Mirror", "MirrorState", "MirrorView", "MirroredBlock", "Mirrors", "Standing"]
+__all__ = ["Mirror", "MirrorState", "MirrorView", "MirroredBlock", "Standing", "rank_mirrors"]

@@ -1,44 +1,142 @@
-"""Keeping a mirror exact: a snapshot, then events; another snapshot where events were lost."""
+"""A mirror: an index that a snapshot fills and events keep exact, with another snapshot after lost events."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.aio import AsyncClient
+from kvtier.answers import AcrossMatch
 from kvtier.errors import ClientClosed, DeadlineExceeded, InvalidArgument, KvtierError
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
-from kvtier.kinds import is_number, quoted, require_kind
-from kvtier.mirror.index import MirrorIndex
-from kvtier.mirror.reading import MirrorState, MirrorView
-from kvtier.session import Backoff, require_timeout
-from kvtier.types import Cursor
-from kvtier.watch import Watch, require_heartbeat
-
-if TYPE_CHECKING:
-    from kvtier.aio import AsyncClient
+from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
+from kvtier.session import Backoff
+from kvtier.types import Cursor, Tier
+from kvtier.watch import Watch
+from kvtier.wire import Keys, packed_keys
 
 DEFAULT_MIRROR_HEARTBEAT_S: Final = 1.0
 DEFAULT_MIRROR_TIMEOUT_S: Final = 30.0
 _STEADY_S: Final = 5.0
-"""Who was exact for so long takes its next snapshot at once: losing events is not its habit."""
+"""A mirror that was exact for so long takes its next snapshot without a back-off."""
+_NOWHERE: Final = Cursor(0, 0)
+
+
+class MirrorState(StrEnum):
+    """What a mirror's answers are worth."""
+
+    SYNCING = "syncing"
+    """Its first snapshot is not complete: it knows no block."""
+    EXACT = "exact"
+    """It has what the daemon had at :attr:`MirrorView.cursor`, and hears of every change since."""
+    STALE = "stale"
+    """It has what the daemon had at :attr:`MirrorView.cursor`; it lost the daemon or events, and is catching up."""
+
+
+@dataclass(slots=True)
+class Content:
+    """What a mirror knows. ``watch``: the stream that keeps the index exact; None = there is none now."""
+
+    caches: tuple[str, ...]
+    index: MirrorIndex = field(default_factory=MirrorIndex)
+    cursor: Cursor | None = None
+    watch: Watch | None = None
+    resyncs: int = 0
+    problem: KvtierError | None = None
+
+
+class MirrorView:
+    """The index of a mirror and its state. Looks never wait and never call the daemon; any thread may look."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+
+    @property
+    def caches(self) -> tuple[str, ...]:
+        """The names of the caches that it follows."""
+        return self._content.caches
+
+    @property
+    def state(self) -> MirrorState:
+        watch = self._content.watch
+        if watch is not None and watch.live:
+            return MirrorState.EXACT
+        return MirrorState.SYNCING if self._content.cursor is None else MirrorState.STALE
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """The event up to which the index is exact, even if it is stale; None before the first snapshot."""
+        return self._content.cursor
+
+    @property
+    def lag(self) -> int:
+        """Events that the daemon had given out at its last word and the index does not have."""
+        watch = self._content.watch
+        return 0 if watch is None else watch.lag
+
+    @property
+    def resyncs(self) -> int:
+        """How many snapshots have replaced an index that could not be kept exact."""
+        return self._content.resyncs
+
+    @property
+    def problem(self) -> KvtierError | None:
+        """Why the last attempt to follow the daemon ended; None once the mirror is exact."""
+        return self._content.problem
+
+    def __len__(self) -> int:
+        """Blocks of all window groups of all caches."""
+        return len(self._content.index)
+
+    def longest_prefix(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> int:
+        """How many leading blocks of the chain the daemon can serve, over all window groups. See :meth:`match`."""
+        return self.match(keys, cache, tiers=tiers).blocks
+
+    def match(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> AcrossMatch:
+        """As :meth:`kvtier.across.AcrossGroups.match` at :attr:`cursor`, without a call.
+
+        Args:
+            cache: not needed if only one is followed.
+            tiers: counts only blocks that are in one of these; empty = in any.
+        """
+        cursor = self._content.cursor or _NOWHERE
+        bits = sum({tier.bit for tier in tiers}) or ALL_TIERS
+        groups = self._content.index.match(self._named(cache), packed_keys(keys), bits)
+        blocks = groups[0].first_block + len(groups[0].residency) if groups else 0
+        return AcrossMatch(blocks, groups, cursor)
+
+    def block(self, key: bytes, cache: str | None = None, *, group: int = 0) -> MirroredBlock | None:
+        """Where a block is, and its effective priority; None = it is not indexed."""
+        if len(key) != KEY_BYTES:
+            raise InvalidArgument("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
+        return self._content.index.get(self._named(cache), group, key)
+
+    def blocks(self, cache: str | None = None, *, group: int = 0) -> Iterator[MirroredBlock]:
+        """Every block of a window group as it is now, in no order."""
+        return self._content.index.blocks(self._named(cache), group)
+
+    def _named(self, cache: str | None) -> str:
+        caches = self._content.caches
+        if cache is None and len(caches) == 1:
+            return caches[0]
+        if cache not in caches:
+            raise InvalidArgument("cache", cache, f"one of {', '.join(caches)}")
+        return cache
 
 
 class Mirror(MirrorView):
     """An exact local index of the blocks of some caches of one daemon::
 
-        async with kvtier.Mirror(client, caches=["llama"]) as mirror:
+        async with kvtier.Mirror(client, ["llama"]) as mirror:
             blocks = mirror.longest_prefix(keys)
 
-    Entering it returns once it is exact, or raises what keeps it from that, after ``timeout`` seconds
-    :class:`kvtier.errors.DeadlineExceeded`. From then on it follows the daemon over restarts and losses by itself: what
-    it has lost it makes up for with a snapshot, and answers from what it knew, marked stale, until that is complete; so
-    much memory it takes twice then. It ends with its client, stale.
-
-    ``caches``: by name, whether they exist yet or not; takes the right to watch each. ``heartbeat_s``: how often the
-    daemon says that nothing happened; four of these without a word and the mirror is stale.
+    Entering it returns once it is exact. It then follows the daemon over restarts and losses: after lost events it
+    takes a snapshot; until that is complete it answers from what it knew, marked stale. It ends with its client.
     """
 
     def __init__(
@@ -49,9 +147,15 @@ class Mirror(MirrorView):
         heartbeat_s: float = DEFAULT_MIRROR_HEARTBEAT_S,
         timeout: float = DEFAULT_MIRROR_TIMEOUT_S,
     ) -> None:
-        super().__init__(caches)
-        require_heartbeat(heartbeat_s)
-        require_timeout(timeout)
+        """
+        Args:
+            caches: names of caches, which need not exist yet; takes the right to watch each.
+            heartbeat_s: how often the daemon speaks when nothing happens; after four silences the mirror is stale.
+            timeout: seconds that entering may take.
+        """
+        if isinstance(caches, str) or not caches:
+            raise InvalidArgument("caches", caches, "a list of at least one name")
+        super().__init__(Content(tuple(dict.fromkeys(caches))))
         self._client = client
         self._heartbeat_s = heartbeat_s
         self._timeout = timeout
@@ -59,42 +163,28 @@ class Mirror(MirrorView):
         self._following: asyncio.Task[None] | None = None
         self._exact_at: float | None = None
 
-    def start(self) -> None:
-        """Begins to follow, and waits for nothing."""
-        if self._following is None:
-            self._following = asyncio.create_task(self._follow())
-            self._following.add_done_callback(lambda _: self._news.set())
-
-    async def settled(self, timeout: float) -> None:
-        """Returns once it is exact or has met a :attr:`problem`. Raises :class:`kvtier.errors.DeadlineExceeded` where
-        it goes on trying."""
-        try:
-            async with asyncio.timeout(timeout):
-                while not self._has(None) and self.problem is None:
-                    await self._news_of_it()
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no snapshot within {timeout:g} s", reason="MIRROR_BEHIND") from error
-
     async def synced(self, cursor: Cursor | None = None, *, timeout: float | None = None) -> None:
-        """Returns once it is exact, and knows every event up to ``cursor``.
+        """Returns once it is exact and has every event up to ``cursor``.
 
-        Raises :class:`kvtier.errors.DeadlineExceeded` after ``timeout`` seconds, and :class:`ClientClosed` where it
-        never will be: it was closed, or its client was. ``timeout`` 0 only looks; None waits for ever.
+        Args:
+            timeout: seconds; 0 only looks, None waits for ever.
+
+        Raises:
+            DeadlineExceeded: it is not exact in time.
+            ClientClosed: it never will be, because it or its client is closed.
         """
-        if cursor is not None:
-            require_kind("cursor", cursor, Cursor, "a kvtier.Cursor")
-        if timeout is not None and not is_number(timeout, 0, math.inf):
-            raise InvalidArgument("timeout", quoted(timeout), "0 seconds or more")
+        if timeout is not None and not timeout >= 0:
+            raise InvalidArgument("timeout", timeout, "0 seconds or more")
         try:
             async with asyncio.timeout(timeout):
                 while not self._has(cursor):
-                    await self._news_of_it()
+                    await self._next_news()
         except TimeoutError as error:
             message = f"the mirror is {self.state} at {self.cursor}, not exact at {cursor or 'any event'}"
             raise DeadlineExceeded(message, reason="MIRROR_BEHIND") from error
 
     async def aclose(self) -> None:
-        """Stops following; what it knows stays, and is stale."""
+        """Stops following. What it knows stays, and is stale."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
@@ -102,11 +192,18 @@ class Mirror(MirrorView):
                 self._following.result()
 
     async def __aenter__(self) -> Self:
+        """Raises :class:`DeadlineExceeded`, :class:`kvtier.errors.PermissionDenied`, or what its first attempt met."""
+        self._following = asyncio.create_task(self._follow())
+        self._following.add_done_callback(lambda _: self._news.set())
         try:
-            self.start()
-            await self.settled(self._timeout)
+            async with asyncio.timeout(self._timeout):
+                while not self._has(None) and self.problem is None:
+                    await self._next_news()
             if self.problem is not None:
                 raise self.problem
+        except TimeoutError as error:
+            await self.aclose()
+            raise DeadlineExceeded(f"no snapshot within {self._timeout:g} s", reason="MIRROR_BEHIND") from error
         except BaseException:
             await self.aclose()
             raise
@@ -118,11 +215,10 @@ class Mirror(MirrorView):
         await self.aclose()
 
     def _has(self, cursor: Cursor | None) -> bool:
-        exact = self.state is MirrorState.EXACT
-        return exact and (cursor is None or (self._cursor is not None and self._cursor >= cursor))
+        return self.state is MirrorState.EXACT and (cursor is None or (self.cursor or _NOWHERE) >= cursor)
 
-    async def _news_of_it(self) -> None:
-        """Raises :class:`ClientClosed`, or the fault that has ended it, where nothing will change any more."""
+    async def _next_news(self) -> None:
+        """Raises what has ended the mirror, if nothing will change any more."""
         if self._following is None or self._following.done():
             if self._following is not None and not self._following.cancelled():
                 self._following.result()
@@ -137,9 +233,9 @@ class Mirror(MirrorView):
             try:
                 await self._mirror()
             except KvtierError as error:
-                self.problem = error
+                self._content.problem = error
             finally:
-                self._watch = None
+                self._content.watch = None
             self._news.set()
             if self._exact_at is not None and loop.time() - self._exact_at > _STEADY_S:
                 backoff = Backoff()
@@ -147,7 +243,7 @@ class Mirror(MirrorView):
 
     async def _mirror(self) -> None:
         """Takes a snapshot and follows the events after it, until one is missing."""
-        index = MirrorIndex()
+        content, index = self._content, MirrorIndex()
         async with self._client.watch(
             snapshot=True, caches=self.caches, heartbeats=True, heartbeat_s=self._heartbeat_s
         ) as watch:
@@ -160,15 +256,12 @@ class Mirror(MirrorView):
                     case SnapshotSlice():
                         index.take(item)
                     case SnapshotEnd():
-                        self._show(index, watch)
+                        content.resyncs += content.cursor is not None
+                        content.problem = None
+                        content.index, content.cursor, content.watch = index, watch.cursor, watch
+                        self._exact_at = asyncio.get_running_loop().time()
                     case Gap():
                         return
-                if self._watch is not None:
-                    self._cursor = watch.cursor  # after the index, which other threads look into
+                if content.watch is not None:
+                    content.cursor = watch.cursor  # after the index, which other threads look into
                     self._news.set()
-
-    def _show(self, index: MirrorIndex, watch: Watch) -> None:
-        self.resyncs += self._cursor is not None
-        self.problem = None
-        self._exact_at = asyncio.get_running_loop().time()
-        self._index, self._cursor, self._watch = index, watch.cursor, watch

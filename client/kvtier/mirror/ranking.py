@@ -1,4 +1,4 @@
-"""Who has the longest prefix, of several daemons."""
+"""Which of several daemons has the longest prefix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvtier.answers import GroupSpan
-from kvtier.mirror.reading import MirrorState, MirrorView
+from kvtier.mirror.follower import MirrorState, MirrorView
 from kvtier.types import Tier, fastest
 from kvtier.wire import Keys, packed_keys
 
@@ -16,8 +16,8 @@ from kvtier.wire import Keys, packed_keys
 class Standing:
     """What one daemon has of a chain. ``blocks``: of its longest prefix.
 
-    ``by_tier``: in how many of the blocks that it would read for that, over all window groups, each tier is the
-    fastest. ``state`` and ``lag``: what that is worth, see :class:`kvtier.MirrorState` and :attr:`kvtier.Mirror.lag`.
+    ``by_tier``: how many of the blocks of that prefix, over all window groups, have each tier as their fastest.
+    ``state`` and ``lag``: see :class:`kvtier.MirrorState` and :attr:`kvtier.Mirror.lag`.
     """
 
     name: str
@@ -27,26 +27,29 @@ class Standing:
     lag: int
 
 
-def ranked(mirrors: Mapping[str, MirrorView], keys: Keys, cache: str | None, tiers: Collection[Tier]) -> list[Standing]:
-    """The longest prefix first; of equals an exact one, then the one with more in faster tiers, then by name."""
+def rank_mirrors(
+    mirrors: Mapping[str, MirrorView], keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()
+) -> list[Standing]:
+    """What each daemon has of the chain, without a call.
+
+    The longest prefix comes first; of equals an exact mirror, then the one with more in faster tiers, then by name. A
+    stale mirror keeps its place: its daemon had these blocks when it was last heard.
+
+    Args:
+        mirrors: by name. Other arguments as of :meth:`kvtier.Mirror.match`.
+    """
     packed = packed_keys(keys)
-    return sorted((_standing(name, mirror, packed, cache, tiers) for name, mirror in mirrors.items()), key=_rank)
-
-
-def _standing(name: str, mirror: MirrorView, keys: bytes, cache: str | None, tiers: Collection[Tier]) -> Standing:
-    state, lag = mirror.state, mirror.lag  # before the look: what is called exact was so when it was looked at
-    found = mirror.match(keys, cache, tiers=tiers)
-    return Standing(name, found.blocks, _by_tier(found.groups), state, lag)
+    standings = []
+    for name, mirror in mirrors.items():
+        state, lag = mirror.state, mirror.lag  # before the look, so that an exact answer was exact when it was given
+        found = mirror.match(packed, cache, tiers=tiers)
+        standings.append(Standing(name, found.blocks, _by_tier(found.groups), state, lag))
+    return sorted(standings, key=_rank)
 
 
 def _by_tier(groups: tuple[GroupSpan, ...]) -> dict[Tier, int]:
-    counts = Counter(residency for span in groups for residency in span.residency)
-    by_tier: Counter[Tier] = Counter()
-    for residency, count in counts.items():
-        tier = fastest(residency)
-        if tier is not None:
-            by_tier[tier] += count
-    return {tier: by_tier[tier] for tier in Tier}
+    counts = Counter(fastest(residency) for span in groups for residency in span.residency)
+    return {tier: counts[tier] for tier in Tier}
 
 
 def _rank(standing: Standing) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from kvtier.sync.across import AcrossGroups, AcrossLease, AcrossLeases
 from kvtier.sync.cache import Cache
 from kvtier.sync.client import Client
 from kvtier.sync.lease import Leases, ReadLease, WriteLease
-from kvtier.sync.mirror import Mirror, Mirrors
+from kvtier.sync.mirror import Mirror
 from kvtier.sync.watch import Watch
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Client",
     "Leases",
     "Mirror",
-    "Mirrors",
     "ReadLease",
     "Watch",
     "WriteLease",

@@ -15,12 +15,10 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.drains import Drained
 from kvtier.explaining import Explanation
 from kvtier.fences import Stream
-from kvtier.mirror.follower import DEFAULT_MIRROR_HEARTBEAT_S, DEFAULT_MIRROR_TIMEOUT_S
 from kvtier.options import CacheOptions
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
 from kvtier.sync.cache import Cache
 from kvtier.sync.loop import LoopThread
-from kvtier.sync.mirror import Mirror
 from kvtier.sync.watch import Watch
 from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
@@ -137,17 +135,6 @@ class Client:
             heartbeat_s=heartbeat_s,
         )
         return Watch(self._thread, watch)
-
-    def mirror(
-        self,
-        caches: Collection[str],
-        *,
-        heartbeat_s: float = DEFAULT_MIRROR_HEARTBEAT_S,
-        timeout: float = DEFAULT_MIRROR_TIMEOUT_S,
-    ) -> Mirror:
-        """An exact local index of the blocks of these caches, kept by this client's thread. See
-        :meth:`kvtier.AsyncClient.mirror`."""
-        return Mirror(self._thread, self._client.mirror(caches, heartbeat_s=heartbeat_s, timeout=timeout))
 
     def drain_trtllm(self, cache: str, *, wait: float = 2.0, timeout: float | None = None) -> Drained:
         """What happened in a cache since the last call, as TensorRT-LLM's events: see

@@ -14,7 +14,6 @@ import pytest
 
 import kvtier
 from kvtier import Cursor, Mirror, MirrorState, Tier
-from kvtier.mirror import ranking
 from kvtier.v1 import common_pb2, events_pb2
 from tests.integration.waiting import eventually
 from tests.unit.client.fake_daemon import Context, FakeDaemon
@@ -228,7 +227,7 @@ async def test_the_longest_prefix_comes_first_whatever_it_is_worth(
     )
     async with Mirror(client, ["c"]) as one, Mirror(client, ["c"]) as two, Mirror(client, ["c"]) as three:
         await until(three, MirrorState.STALE)
-        ranked = ranking.ranked({"three": three, "two": two, "one": one}, KEYS, None, ())
+        ranked = kvtier.rank_mirrors({"three": three, "two": two, "one": one}, KEYS)
     assert [(each.name, each.blocks, str(each.state)) for each in ranked] == [
         ("one", 3, "exact"),
         ("three", 3, "stale"),
@@ -238,7 +237,7 @@ async def test_the_longest_prefix_comes_first_whatever_it_is_worth(
 
 
 @pytest.mark.parametrize("caches", [[], "c"])
-async def test_caches_are_named(client: kvtier.AsyncClient, caches: Any) -> None:
+async def test_caches_are_named(client: kvtier.AsyncClient, caches: list[str] | str) -> None:
     with pytest.raises(kvtier.InvalidArgument, match="caches"):
         Mirror(client, caches)
 
@@ -250,6 +249,6 @@ async def test_bad_questions_are_refused(client: kvtier.AsyncClient) -> None:
     with pytest.raises(kvtier.InvalidArgument, match="one of c, d"):
         two.longest_prefix(KEYS)
     with pytest.raises(kvtier.InvalidArgument, match="31 bytes"):
-        one.residency(KEYS[0][:31])
+        one.block(KEYS[0][:31])
     with pytest.raises(kvtier.InvalidArgument, match="5 bytes"):
         one.longest_prefix(b"short")

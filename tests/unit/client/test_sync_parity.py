@@ -19,7 +19,6 @@ TWINS: dict[type, type] = {
     lease.ReadLease: sync.ReadLease,
     watch.Watch: sync.Watch,
     mirror.Mirror: sync.Mirror,
-    mirror.Mirrors: sync.Mirrors,
 }
 
 RENAMED = {
