@@ -305,7 +305,7 @@ class AcrossGroups:
                 seq=seq,
                 across_groups=True,
             ),
-            lambda reply: [part.lease_id for chain in reply.chains for part in chain.groups if part.lease_id],
+            seq,
             deadline,
         )
         leases = [

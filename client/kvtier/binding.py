@@ -260,19 +260,20 @@ class Binder:
         self,
         method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
         build: Callable[[Binding], Request],
-        leases_of: Callable[[Response], list[int]],
+        seq: int,
         deadline: Deadline,
     ) -> tuple[Binding, Response]:
-        """A call that grants leases. Where its answer does not reach the caller, what it granted is given back.
+        """A call, numbered ``seq``, that grants leases. Where its answer does not reach the caller, what it granted is
+        released.
 
         Where it is refused for want of room, it is made again once what this client is giving back has been released.
         """
-        sent: list[tuple[Binding, Request]] = []
+        sent: list[Binding] = []
 
         async def attempt(link: Link, seconds: float) -> tuple[Binding, Response]:
             binding = await self.bind(link, seconds)
-            sent[:] = [(binding, build(binding))]
-            return binding, await send(link, method, sent[0][1], deadline.left())
+            sent[:] = [binding]
+            return binding, await send(link, method, build(binding), deadline.left())
 
         await self.ahead()
         try:
@@ -283,8 +284,8 @@ class Binder:
                     raise
                 return await self.session.call(attempt, deadline)
         except UNHEARD:
-            for binding, request in sent:
-                self.give_back(binding, method, request, leases_of)
+            for binding in sent:
+                self.later(asyncio.ensure_future(self._give_up(binding, seq)))
             raise
 
     async def release(
@@ -299,22 +300,14 @@ class Binder:
         request = blocks_pb2.ReleaseRequest(
             cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq(), first_blocks=first_blocks
         )
+        await self._release(binding, request, deadline)
 
+    async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
         async def attempt(link: Link, seconds: float) -> None:
             if link.session == binding.session:
                 await send(link, lambda stubs: stubs.blocks.Release, request, seconds)
 
         await self.session.call(attempt, deadline)
-
-    def give_back(
-        self,
-        binding: Binding,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
-        request: Request,
-        leases_of: Callable[[Response], list[int]],
-    ) -> None:
-        """What a call granted whose answer nobody heard is given back, in the background."""
-        self.later(asyncio.ensure_future(self._give_back(binding, method, request, leases_of)))
 
     def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
         """``work`` gives something back, and its caller does not wait for it."""
@@ -329,36 +322,15 @@ class Binder:
             await asyncio.wait(returning, timeout=deadline.left())
         return bool(returning)
 
-    async def _give_back(
-        self,
-        binding: Binding,
-        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
-        request: Request,
-        leases_of: Callable[[Response], list[int]],
-    ) -> None:
-        """Asks under the same number what was granted, and releases that. Until the daemon answers, or the session with
-        all its leases has ended: this process may live for weeks, and nobody else gives them back.
-
-        One attempt follows the other at once, since the daemon remembers no more than a session's last replies."""
-
-        async def attempt(link: Link, seconds: float) -> list[int]:
-            if link.session != binding.session:
-                return []
-            metadata = (*link.metadata, (attach.RECALL_METADATA_KEY, "1"))
-            return leases_of(await method(link.stubs)(request, timeout=seconds, metadata=metadata))
-
-        lease_ids: list[int] | None = None  # once known: the daemon may have forgotten the reply by the next attempt
+    async def _give_up(self, binding: Binding, seq: int) -> None:
+        """Has the daemon release what call ``seq`` granted. Tries until the daemon answers, or the session with all its
+        leases has ended: this process may live for weeks, and nobody else releases them."""
+        request = blocks_pb2.ReleaseRequest(cache_id=binding.cache_id, given_up=[seq], seq=self.session.next_seq())
         while True:
             try:
-                if lease_ids is None:
-                    lease_ids = await self.session.call(attempt, Deadline(_GIVE_BACK_S))
-                await self.release(binding, lease_ids, Deadline(_GIVE_BACK_S))
+                return await self._release(binding, request, Deadline(_GIVE_BACK_S))
             except (DeadlineExceeded, DaemonUnavailable) as error:
                 _log.debug("not given back yet: %s", error)
-                continue
-            except KvtierError as error:  # nothing was granted, or it is released
-                _log.debug("nothing to give back: %s", error)
-            return
 
 
 async def _logged(work: asyncio.Future[None], what: str) -> None:

@@ -62,7 +62,7 @@ class Holdings:
                 timeout_ns=wait_ns,
                 seq=seq,
             ),
-            lambda reply: [reply.lease_id],
+            seq,
             deadline,
         )
         lease = WriteLease(cache, self, binding, tier, reply.lease_id, reply.slots)
@@ -93,7 +93,7 @@ class Holdings:
                 timeout_ns=wait_ns,
                 seq=seq,
             ),
-            lambda reply: [chain.lease_id for chain in reply.chains if chain.lease_id],
+            seq,
             deadline,
         )
         leases = [

@@ -36,9 +36,6 @@ MAX_MESSAGE: Final = 64 * 1024
 RPC_SOCKET: Final = "kvtierd.sock"
 ATTACH_SOCKET: Final = "attach.sock"
 SESSION_METADATA_KEY: Final = "kvtier-session"
-RECALL_METADATA_KEY: Final = "kvtier-recall"
-"""On a repeated call: answer it if it was begun, and never begin it from now on. So a client that gave up a call learns
-what it was granted, and asks for nothing anew."""
 ADDRESS_VARIABLE: Final = "KVTIER_ADDRESS"
 DEFAULT_ADDRESS: Final = "/run/kvtier"
 MAX_SOCKET_PATH: Final = 107

@@ -620,6 +620,7 @@ class ReleaseRequest(google.protobuf.message.Message):
     LEASE_IDS_FIELD_NUMBER: builtins.int
     SEQ_FIELD_NUMBER: builtins.int
     FIRST_BLOCKS_FIELD_NUMBER: builtins.int
+    GIVEN_UP_FIELD_NUMBER: builtins.int
     cache_id: builtins.int
     seq: builtins.int
     @property
@@ -630,6 +631,12 @@ class ReleaseRequest(google.protobuf.message.Message):
         What a sequence no longer needs of a sliding window goes so, while the rest stays held.
         """
 
+    @property
+    def given_up(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Numbers of calls of this session whose answers the caller does not wait for any more. Such a call ends; what it
+        granted of this cache is released; should it only come now, it is refused (NOT_FOUND, GIVEN_UP).
+        """
+
     def __init__(
         self,
         *,
@@ -637,8 +644,9 @@ class ReleaseRequest(google.protobuf.message.Message):
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         seq: builtins.int = ...,
         first_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        given_up: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "first_blocks", b"first_blocks", "lease_ids", b"lease_ids", "seq", b"seq"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_id", b"cache_id", "first_blocks", b"first_blocks", "given_up", b"given_up", "lease_ids", b"lease_ids", "seq", b"seq"]) -> None: ...
 
 global___ReleaseRequest = ReleaseRequest
 

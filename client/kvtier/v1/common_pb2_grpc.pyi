@@ -11,8 +11,7 @@ Conventions
   session      every call of kvtier.v1 carries the metadata entry "kvtier-session": 32 hex digits from attach.sock,
                or over TCP from a Sessions.Session stream.
   seq          mutating calls carry a number the session never reuses (0 = none). A call repeated under the same
-               number is answered from the daemon's memory, not executed again. With the metadata entry "kvtier-recall"
-               it is only answered: one that the daemon does not remember is refused, NOT_FOUND, and never executed.
+               number is answered from the daemon's memory, not executed again.
   errors       google.rpc.Status in the trailing metadata "grpc-status-details-bin", with kvtier.v1.ErrorDetail.
 """
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.bulk import rows
-from kvtierd.core.errors import UnknownLease
+from kvtierd.core.errors import ForeignLease, UnknownLease
 from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
@@ -144,9 +144,16 @@ class BlocksService:
 
     async def release(self, session: Session, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
         cache = opened(self._catalog, session, request.cache_id)
-        validate.count("lease_ids", len(request.lease_ids), 1, validate.MAX_LEASES)
-        leases = [LeaseId(lease) for lease in request.lease_ids]
-        self._engine.release(cache.id, session.id, leases, request.first_blocks)
+        calls = request.given_up
+        validate.count("given_up", len(calls), 0, validate.MAX_LEASES)
+        validate.count("lease_ids", len(request.lease_ids), 0 if calls else 1, validate.MAX_LEASES)
+        if request.lease_ids:
+            leases = [LeaseId(lease) for lease in request.lease_ids]
+            self._engine.release(cache.id, session.id, leases, request.first_blocks)
+        for seq in calls:
+            for lease in wire.granted_leases(await session.replies.give_up(seq)):
+                with suppress(UnknownLease, ForeignLease):  # released before, or of another cache
+                    self._engine.release(cache.id, session.id, [lease])
         return blocks_pb2.ReleaseResponse(as_of_event=self._now_cursor())
 
     async def move(self, session: Session, request: blocks_pb2.MoveRequest) -> blocks_pb2.MoveResponse:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -19,13 +19,11 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from kvtier.abi.attach import RECALL_METADATA_KEY
 from kvtier.abi.stream import GO_AHEAD_KEY
 from kvtier.v1 import transfer_pb2
 from kvtierd.service.access import NEEDS, Access
 from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
-from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
 
 Verb = Callable[[Session, Any], Awaitable[Message]]
@@ -34,12 +32,6 @@ StreamVerb = Callable[[Session, Any], AsyncGenerator[bytes, None]]
 
 UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_pb2.BlockBytes]], Awaitable[Message]]
 """Takes a header and the chunks that follow it."""
-
-NEVER_WAIT: Final = frozenset({"kvtier.v1.Blocks.Commit", "kvtier.v1.Blocks.Release"})
-"""Verbs on the way of every put and get that end in the turn in which they begin."""
-
-AT_ONCE: Final = "kvtier.v1.Blocks."
-"""Methods whose verbs begin in the turn in which their calls come. Most end in it, too, and need no task."""
 
 MAX_DRAINED: Final = 128
 """Messages of a refused upload that are read and thrown away before it is told."""
@@ -50,10 +42,8 @@ DRAIN_S: Final = 0.25
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class _Answer(Protocol):
-    """To one request, as it came; with ``recalls`` it is not begun. Raises what refuses it."""
-
-    def __call__(self, session: Session, raw: bytes, recalls: bool = False) -> Coroutine[Any, Any, Message]: ...
+_Answer = Callable[[Session, bytes], Coroutine[Any, Any, Message]]
+"""To one request, as it came. Raises what refuses it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,9 +65,44 @@ class Pace:
             raise _stalled(says) from error
 
 
+class OpenCalls:
+    """Counts the calls that are still to be answered. Loop thread only.
+
+    A stop of the daemon waits for them before it stops gRPC's server: that closes each connection behind the last
+    answer on it, and a client that writes at that moment throws away what it has not read.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+
+    def counted(self, call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        """The same handler; a call is open until its refusal is written, or what it returns is gRPC's to write."""
+
+        async def counting(request: Any, context: Any) -> Any:
+            self._count += 1
+            try:
+                return await call(request, context)
+            finally:
+                self._count -= 1
+                if not self._count:
+                    self._none.set()
+
+        return counting
+
+    async def answered(self, within_s: float) -> None:
+        """Returns when no call is open, or after ``within_s`` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self._count:
+                    self._none.clear()
+                    await self._none.wait()
+
+
 class Dispatcher:
     """Makes gRPC handlers of verbs. ``behind``: clients could not see yet, in shared memory, what verbs have done; the
-    next turn of the loop does away with that, and answers wait for it."""
+    next turn of the loop does away with that, and answers wait for it. ``kept``: whether a reply names a lease that
+    still lives, so that it must not be forgotten."""
 
     def __init__(
         self,
@@ -86,12 +111,14 @@ class Dispatcher:
         translate: Translator,
         open_calls: OpenCalls,
         behind: Callable[[], bool],
+        kept: Callable[[Message], bool],
     ) -> None:
         self._sessions: Final = sessions
         self._access: Final = access
         self._translate: Final = translate
         self._open: Final = open_calls
         self._behind: Final = behind
+        self._kept: Final = kept
         self._stopping = False
 
     def stop(self) -> None:
@@ -142,24 +169,18 @@ class Dispatcher:
         mutates = "seq" in method.input_type.fields_by_name
         needs = NEEDS[method.full_name]
         name = method.full_name.encode()
-        waits = method.full_name not in NEVER_WAIT
-        at_once = method.full_name.startswith(AT_ONCE)
 
-        async def answer(session: Session, raw: bytes, recalls: bool = False) -> Message:
+        async def answer(session: Session, raw: bytes) -> Message:
             if self._stopping:
                 raise shutting_down()
             require_attached(session)
             request = parse(raw)
             self._access.require(session, needs, request)
-            if recalls and not (mutates and request.seq):
-                raise bad_argument("seq", 0, f"the number of a call, where the metadata has {RECALL_METADATA_KEY}")
             if not mutates or not request.seq:
                 return await verb(session, request)
             digest = xxhash.xxh3_128_digest(name + raw)
-            if recalls:
-                return await session.replies.recall(request.seq, digest)
             run = lambda: _run(verb, session, request)  # noqa: E731
-            return await session.replies.answer(request.seq, digest, run, waits=waits, at_once=at_once)
+            return await session.replies.answer(request.seq, digest, run, self._kept)
 
         return answer
 
@@ -172,8 +193,7 @@ class Dispatcher:
     def _unary(self, answer: _Answer) -> Callable[[bytes, _Context], Awaitable[Message]]:
         async def call(raw: bytes, context: _Context) -> Message:
             try:
-                recalls = any(key == RECALL_METADATA_KEY for key, _ in context.invocation_metadata() or ())
-                reply = await answer(self._caller(context), raw, recalls)
+                reply = await answer(self._caller(context), raw)
                 if self._behind():
                     await asyncio.sleep(0)
                 return reply

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
+from google.protobuf.message import Message
+
 from kvtierd.config import LIVE, Config
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.event_ids import DurableSequencer
@@ -17,6 +19,7 @@ from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, LoggedRun
 from kvtierd.mover.engine import Engine
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
+from kvtierd.service import wire
 from kvtierd.service.access import Access
 from kvtierd.service.admin import AdminService
 from kvtierd.service.assembly import Stores
@@ -24,7 +27,7 @@ from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.blocks import BlocksService
 from kvtierd.service.budgets import Budgets, RememberedSlots
 from kvtierd.service.caches import CachesService
-from kvtierd.service.calls import Dispatcher, Pace
+from kvtierd.service.calls import Dispatcher, OpenCalls, Pace
 from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.drain import Drains
@@ -41,7 +44,6 @@ from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.machine import require_possible
-from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.remnants import Kept
 from kvtierd.service.remote import RemoteSessions, StreamTimes
 from kvtierd.service.rundir import RuntimeDir
@@ -173,7 +175,9 @@ class Daemon:
         self._drains: Final = Drains(self._events.watch, self._catalog, self._access.on)
         self._calls: Final = OpenCalls()
         behind = lambda: self._engine.index_is_behind  # noqa: E731
-        self._dispatcher: Final = Dispatcher(self._sessions, self._access, self._translator, self._calls, behind)
+        self._dispatcher: Final = Dispatcher(
+            self._sessions, self._access, self._translator, self._calls, behind, self._names_lease
+        )
         self._attach: Final = AttachServer(
             self._sessions,
             self._catalog,
@@ -354,6 +358,11 @@ class Daemon:
         self._access.rights = Rights(fresh.allow, os.getuid())
         self._events.rights_changed()
         self._drains.rights_changed()
+
+    def _names_lease(self, reply: Message) -> bool:
+        """Whether a call granted a lease that still lives."""
+        leases = wire.granted_leases(reply)
+        return any(lease in cache.runtime.manager.leases for cache in self._catalog for lease in leases)
 
     def _holds_something(self, session: SessionId) -> bool:
         return self._engine.session_leases(session) > 0

@@ -97,22 +97,8 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
-def let_go(error: BaseException | None) -> None:
-    """Its traceback, and that of each it came from, names frames whose variables name it: cycles, of some 60 objects a
-    refused call, for a collector of garbage that seldom looks twice.
-
-    One that is raised again while another that came from it is handled comes from itself."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-
-
 class Translator:
-    """Any exception to a :class:`CallRefused`. ``owner_of`` gives pid and command of a session, (0, "") if unknown.
-
-    The exception is done with then, and forgets its traceback: see :func:`let_go`."""
+    """Any exception to a :class:`CallRefused`. ``owner_of`` gives pid and command of a session, (0, "") if unknown."""
 
     def __init__(self, owner_of: Callable[[SessionId], tuple[int, str]]) -> None:
         self._owner_of = owner_of
@@ -133,11 +119,6 @@ class Translator:
         }
 
     def __call__(self, error: Exception) -> CallRefused:
-        refusal = self._translated(error)
-        let_go(error)
-        return refusal
-
-    def _translated(self, error: Exception) -> CallRefused:
         for kind in type(error).__mro__:
             if translate := self._table.get(kind):
                 return translate(error)

@@ -22,8 +22,8 @@ from kvtierd.rights import Identity
 from kvtierd.service.access import Access
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.caller import caller_of
+from kvtierd.service.calls import OpenCalls
 from kvtierd.service.errors import Translator, bad_argument, refused, shutting_down
-from kvtierd.service.open_calls import OpenCalls
 from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry
 
 HELLO_TIMEOUT_S: Final = 5.0

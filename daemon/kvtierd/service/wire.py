@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, events_pb2
 from kvtierd.core.events import Changes, Event, EventType
-from kvtierd.core.ids import KEY_BYTES, GroupId, Key, Tier
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key, LeaseId, Tier
 from kvtierd.core.traits import Label
 from kvtierd.core.verbs import ListingRow
 from kvtierd.service.faces import CacheFace
@@ -24,6 +24,17 @@ TIER_TO_WIRE: Final[Mapping[Tier, common_pb2.Tier.ValueType]] = {
     Tier.DISK: common_pb2.TIER_DISK,
 }
 TIER_FROM_WIRE: Final[Mapping[int, Tier]] = {value: tier for tier, value in TIER_TO_WIRE.items()}
+
+
+def granted_leases(reply: Message | None) -> list[LeaseId]:
+    """The leases that a call granted."""
+    if isinstance(reply, blocks_pb2.ReserveResponse):
+        return [LeaseId(reply.lease_id)]
+    if isinstance(reply, blocks_pb2.AcquireResponse):
+        leases = [chain.lease_id for chain in reply.chains]
+        leases += [part.lease_id for chain in reply.chains for part in chain.groups]
+        return [LeaseId(lease) for lease in leases if lease]
+    return []
 
 
 def cursor(epoch: int, last: int) -> blocks_pb2.Cursor:
