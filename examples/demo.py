@@ -18,13 +18,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.progress import Progress
+from rich.text import Text
 
 import kvtier
 from kvtier.cli.replay import table
-from kvtier.cli.watch_lines import TextLines
+from kvtier.cli.watch_lines import text_lines
 from kvtier.events import WatchItem
 from kvtier.private import PrivateDaemon, TierSlots
 from kvtier.replay.runner import Report, replay, wrong_blocks
@@ -70,7 +70,7 @@ async def main() -> int:
         report, lines = await first_life(daemon, requests)
         console.print("Some of what `kvtier watch` showed:\n")
         for line in lines:
-            click.echo(line)
+            console.print(line)
         console.print("\nWhat became of it:\n")
         console.print(table(report))
 
@@ -85,7 +85,7 @@ async def main() -> int:
     return verdict(report, status, again)
 
 
-async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[Report, list[str]]:
+async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[Report, list[Text]]:
     """Replays the requests; the report, and a few lines of the watch."""
     async with await kvtier.connect(daemon.address) as client, sample_of_events(client) as lines:
         cache = await client.open_cache("demo", SPEC)
@@ -96,11 +96,10 @@ async def first_life(daemon: PrivateDaemon, requests: list[Request]) -> tuple[Re
 
 
 @asynccontextmanager
-async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[str]]:
+async def sample_of_events(client: kvtier.AsyncClient) -> AsyncIterator[list[Text]]:
     """The first few lines of each kind of event that come while the block runs."""
-    lines: list[str] = []
+    lines: list[Text] = []
     seen: dict[object, int] = {}
-    text_lines = TextLines(colour=sys.stdout.isatty())
 
     def keep(item: WatchItem) -> None:
         if isinstance(item, kvtier.Event):

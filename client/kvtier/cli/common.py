@@ -23,7 +23,7 @@ from rich.table import Table
 from kvtier import aio
 from kvtier.abi import attach
 from kvtier.aio import AsyncClient
-from kvtier.errors import KvtierError, TierFull
+from kvtier.errors import DaemonUnavailable, KvtierError, TierFull
 from kvtier.transport import TlsFiles, is_tcp
 from kvtier.types import Tier
 
@@ -147,12 +147,13 @@ def confirmed(question: str, yes: bool) -> None:
         click.confirm(question, abort=True, err=True)
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a command's coroutine; what kvtier refuses becomes a message and exit status 1."""
+def run(work: Coroutine[Any, Any, T], *, no_daemon: int = 1) -> T:
+    """Runs a command's coroutine. What kvtier refuses becomes a message and exit status 1, or ``no_daemon``."""
     try:
         return asyncio.run(work)
     except KvtierError as error:
-        raise click.ClickException(explained(error)) from error
+        click.echo(f"Error: {explained(error)}", err=True)
+        raise SystemExit(no_daemon if isinstance(error, DaemonUnavailable) else 1) from error
 
 
 class Interrupts:

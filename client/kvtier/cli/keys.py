@@ -19,9 +19,12 @@ PIECE: Final = 256
 
 
 class KeyType(click.ParamType[bytes]):
-    """A block key in hex."""
+    """A block key in hex, or its beginning of at least ``shortest`` bytes."""
 
     name = "key"
+
+    def __init__(self, shortest: int = KEY_BYTES) -> None:
+        self.shortest = shortest
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
         if isinstance(value, bytes):
@@ -30,8 +33,9 @@ class KeyType(click.ParamType[bytes]):
             key = bytes.fromhex(value)
         except ValueError:
             key = b""
-        if len(key) != KEY_BYTES:
-            self.fail(f"{value!r} is not a key: {2 * KEY_BYTES} hexadecimal digits", param, ctx)
+        if not self.shortest <= len(key) <= KEY_BYTES:
+            digits = f"{2 * self.shortest} to {2 * KEY_BYTES}" if self.shortest < KEY_BYTES else f"{2 * KEY_BYTES}"
+            self.fail(f"{value!r} is not a key: {digits} hexadecimal digits, an even number", param, ctx)
         return key
 
 

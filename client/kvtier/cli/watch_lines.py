@@ -1,39 +1,28 @@
-"""What a watch is shown as: aligned lines for people, one JSON object a line for programs."""
+"""What ``kvtier watch`` shows: lines for people, one JSON object a line for programs, and a terminal's status line."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import datetime
 from functools import reduce
 from operator import or_
+from time import monotonic
 from typing import Any, Final
 
-import click
+from rich.text import Text
 
-from kvtier.abi.keys import KEY_BYTES
-from kvtier.events import (
-    Disconnected,
-    Event,
-    Gap,
-    Heartbeat,
-    Reconnected,
-    SnapshotEnd,
-    SnapshotSlice,
-    WatchItem,
-)
+from kvtier.cli.common import Interrupts
+from kvtier.events import Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, WatchItem
 from kvtier.trtllm import TrtllmEvents
 from kvtier.types import EventType, tiers_of
-from kvtier.words import duration, size
+from kvtier.watch import Watch
+from kvtier.words import count, duration, size
 
-Show = Callable[[WatchItem], Iterator[str]]
-"""The lines that an item is shown as, if any."""
-
-WIDE: Final = 132
-"""From so many columns on everything is shown; below :data:`MEDIUM` no milliseconds, and blocks without their unit."""
-
-MEDIUM: Final = 100
+Lines = Callable[[WatchItem], Iterator[str]]
+"""What an item is shown as."""
 
 _COLOURS: Final = {
     EventType.CREATED: "cyan",
@@ -44,140 +33,120 @@ _COLOURS: Final = {
 }
 
 
-@dataclass(slots=True, frozen=True)
-class Cell:
-    """``width``: padded to it and cut at it, with an ellipsis; None = as long as it is."""
+def text_lines(item: WatchItem) -> Iterator[Text]:
+    """A line for people."""
+    match item:
+        case Event():
+            yield _event(item)
+        case Gap():
+            yield _notice("gap", f"events {item.epoch}:{item.first_id} to {item.last_id} were lost: {item.reason}")
+        case SnapshotSlice() if item.residency:
+            yield _notice("snapshot", f"{len(item.residency)} blocks in {_places(item.residency)}  {item.cache}", "")
+        case SnapshotEnd():
+            yield _notice("snapshot", f"complete at {item.cursor}", "bold")
+        case Disconnected():
+            yield _notice("away", f"the daemon does not answer: {item.reason}")
+        case Reconnected():
+            again = "restarted" if item.restarted else "the same process"
+            yield _notice("back", f"{again}, epoch {item.epoch}, boot {item.boot}")
+        case _:
+            pass
 
-    text: str
-    width: int | None
-    right: bool = False
-    style: dict[str, Any] | None = None
 
-    def padded(self) -> str:
-        if self.width is None:
-            return self.text
-        text = cut(self.text, self.width)
-        return text.rjust(self.width) if self.right else text.ljust(self.width)
-
-
-class TextLines:
-    """Lines for a person.
-
-    ``width``: of the terminal, asked for at each line; None = nothing is cut. ``colour``: with ANSI colours. A line of
-    its own says the day where it is not that of the line before, and before the first where it is not ``today``.
-    """
-
-    def __init__(
-        self, width: Callable[[], int | None] = lambda: None, *, colour: bool = False, today: date | None = None
-    ) -> None:
-        self._width = width
-        self._colour = colour
-        self._day = today or datetime.now().date()
-
-    def __call__(self, item: WatchItem) -> Iterator[str]:
-        match item:
-            case Event():
-                at = datetime.fromtimestamp(item.time_ns / 1e9)
-                if at.date() != self._day:
-                    self._day = at.date()
-                    yield self._line([Cell(f"── {self._day.isoformat()} ──", None, style={"dim": True})])
-                yield self._line(*_event_cells(item, at, self._width()))
-            case Gap():
-                lost = f"{item.epoch}:{item.first_id} to {item.last_id} were lost: {item.reason}"
-                yield self._notice("gap", lost, fg="yellow")
-            case SnapshotSlice() if item.residency:
-                count, where = _blocks(len(item.residency)), _places(item.residency)
-                yield self._notice("snapshot", f"{count} from {_short(item.packed_keys)} in {where}  {item.cache}")
-            case SnapshotEnd():
-                yield self._notice("snapshot", f"complete at {item.cursor}", bold=True)
-            case Disconnected():
-                yield self._notice("away", f"the daemon does not answer: {item.reason}", fg="yellow")
-            case Reconnected():
-                again = "restarted" if item.restarted else "the same process"
-                yield self._notice("back", f"{again}, epoch {item.epoch}, boot {item.boot}", fg="yellow")
-            case _:
-                pass
-
-    def _notice(self, what: str, text: str, **style: Any) -> str:
-        return self._line([Cell(f"{what:<10} {text}", None, style=style or None)])
-
-    def _line(self, cells: list[Cell], gap: int = 1) -> str:
-        left = self._width()
-        parts = []
-        for cell in cells:
-            text = cell.padded()
-            if left is not None:
-                text = cut(text, max(0, left))
-                left -= len(text) + gap
-            parts.append(click.style(text, **cell.style) if cell.style and self._colour else text)
-        return (" " * gap).join(part for part in parts if part).rstrip()
+def plain_lines(item: WatchItem) -> Iterator[str]:
+    """As :func:`text_lines`, without colours."""
+    return (text.plain.rstrip() for text in text_lines(item))
 
 
 def json_lines(item: WatchItem) -> Iterator[str]:
-    yield _compact(item.to_json())
-
-
-def json_lines_without_heartbeats(item: WatchItem) -> Iterator[str]:
+    """The item as one JSON object; nothing for a heartbeat."""
     if not isinstance(item, Heartbeat):
         yield _compact(item.to_json())
 
 
-def trtllm_lines() -> Show:
-    """Remembers what it has shown."""
+def trtllm_lines() -> Lines:
+    """TensorRT-LLM's JSON, which remembers what it has shown."""
     events = TrtllmEvents()
     return lambda item: map(_compact, events.of(item))
 
 
-def cut(text: str, width: int) -> str:
-    """At most ``width`` characters, the last an ellipsis where some are missing."""
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…" * (width > 0)
+def write(fd: int, lines: Iterator[str], interrupts: Interrupts) -> None:
+    """Whole lines, past any buffer: a signal can end a write that nobody reads, and nothing is left to be flushed."""
+    rest = "".join(f"{line}\n" for line in lines).encode()
+    with interrupts.writing():
+        while rest:
+            rest = rest[os.write(fd, rest) :]
 
 
-def _compact(value: dict[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":"))
+class Status:
+    """The last line of a terminal: the position, rates over some seconds, and what was lost."""
+
+    WINDOW: Final = 20
+    """Rates are over so many drawings."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._totals = (0, 0, 0)
+        self._drawn: deque[tuple[float, tuple[int, int, int]]] = deque(maxlen=self.WINDOW)
+        self._gaps = self._lost = 0
+
+    def note(self, item: WatchItem) -> None:
+        match item:
+            case Event():
+                events, blocks, moved = self._totals
+                self._totals = (events + 1, blocks + len(item.keys), moved + item.moved_bytes)
+            case Gap():
+                self._gaps += 1
+                self._lost += item.last_id - item.first_id + 1
+
+    def __rich__(self) -> Text:
+        now = monotonic()
+        self._drawn.append((now, self._totals))
+        since, before = self._drawn[0]
+        events, blocks, moved = (
+            (after - first) / max(0.25, now - since) for after, first in zip(self._totals, before, strict=True)
+        )
+        where = f"at {self._watch.cursor}" if self._watch.live else "connecting"
+        rates = f"{count(events)} events/s  {count(blocks)} blocks/s  {size(moved)}/s"
+        text = f"{where}  {rates}  lag {self._watch.lag}  gaps {self._gaps} ({self._lost} events)"
+        return Text(text, style="reverse", no_wrap=True, overflow="ellipsis")
 
 
-def _event_cells(event: Event, at: datetime, width: int | None) -> tuple[list[Cell], int]:
-    """The columns that there is room for, and the gap between them."""
-    count = len(event.packed_keys) // KEY_BYTES
-    narrow = width is not None and width < MEDIUM
-    wide = width is None or width >= WIDE
+def _event(event: Event) -> Text:
+    at = datetime.fromtimestamp(event.time_ns / 1e9)
     took = duration(event.queue_ns + event.copy_ns) if event.moved_bytes else ""
-    number = str(count) if narrow else _blocks(count)
-    cells = [
-        Cell(f"{at:%H:%M:%S}" if narrow else f"{at:%H:%M:%S.%f}"[:-3], 8 if narrow else 12, style={"dim": True}),
-        *([Cell(str(event.cursor), 10, right=True)] if wide else []),
-        Cell(str(event.type), 7, style={"fg": _COLOURS[event.type]}),
-        Cell(number if count else "", 6 if narrow else 12, right=True),
-        *([Cell(_short(event.packed_keys) if count else "", 9)] if wide else []),
-        Cell(_path(event), 18 if wide else 15),
-        Cell(str(event.cause), 13),
-        Cell(size(event.moved_bytes) if event.moved_bytes else "", 9, right=True),
-        Cell(took, 7, right=True),
-        Cell(event.cache, None),
-    ]
-    return cells, 1 if narrow else 2
+    number = len(event.keys)
+    return Text.assemble(
+        (f"{at:%m-%d %H:%M:%S.%f}"[:-3], "dim"),
+        (f" {event.type!s:<7}", _COLOURS[event.type]),
+        f" {number or '':>6} {_path(event):<18} {event.cause!s:<12}",
+        f" {size(event.moved_bytes) if event.moved_bytes else '':>9} {took:>7}",
+        f"  {event.cache}  {event.cursor}",
+        f"  {event.keys[0][:4].hex()}…" if number else "",
+    )
 
 
-def _short(packed_keys: bytes) -> str:
-    return f"{packed_keys[:4].hex()}…"
-
-
-def _blocks(count: int) -> str:
-    return f"{count} block " if count == 1 else f"{count} blocks"
+def _notice(what: str, text: str, style: str = "yellow") -> Text:
+    return Text(f"{what:<10} {text}", style=style)
 
 
 def _path(event: Event) -> str:
     if event.moved_from is not None and event.moved_to is not None:
         return f"{event.moved_from} → {event.moved_to}"
-    if event.type is EventType.CREATED:
-        return "/".join(map(str, event.num_blocks_per_cache_level)) + " slots"
-    if event.type is EventType.STORED:
-        return f"→ {_places(event.residency)}"
-    if event.type is EventType.UPDATED:
-        return f"in {_places(event.residency)}"
-    return "→ gone"
+    match event.type:
+        case EventType.CREATED:
+            return "/".join(map(str, event.num_blocks_per_cache_level)) + " slots"
+        case EventType.STORED:
+            return f"→ {_places(event.residency)}"
+        case EventType.UPDATED:
+            return f"in {_places(event.residency)}"
+        case _:
+            return "→ gone"
 
 
 def _places(residency: bytes) -> str:
     return "+".join(map(str, tiers_of(reduce(or_, residency, 0)))) or "nowhere"
+
+
+def _compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))

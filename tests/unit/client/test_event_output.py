@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 
 import click
 import pytest
 
-from kvtier.cli.watch_lines import MEDIUM, WIDE, TextLines, json_lines, json_lines_without_heartbeats
+from kvtier.cli.watch import Moment, MomentType, moment
+from kvtier.cli.watch_lines import json_lines, plain_lines
 from kvtier.events import (
     Disconnected,
     Event,
@@ -58,7 +59,6 @@ CLEARED = event(EventType.CLEARED, Cause.RESET)
 REPRIORITISED = event(
     EventType.UPDATED, Cause.COMMIT, packed_keys=KEYS[0], residency=bytes([5]), priorities=bytes([90])
 )
-DAY = datetime.fromtimestamp(1_700_000_000).date()
 ENVELOPE = {"event_id", "epoch", "type", "cause", "cache", "group", "time_ns"}
 
 
@@ -111,37 +111,32 @@ def test_created_has_a_capacity_a_level() -> None:
     assert as_json(CREATED)["num_blocks_per_cache_level"] == [200, 800, 6000]
 
 
-def test_gaps_and_snapshots_are_lines_too_and_heartbeats_are_none() -> None:
+def test_gaps_snapshots_and_breaks_are_lines_too_and_heartbeats_are_none() -> None:
     gap = json.loads(*json_lines(Gap(1, 5, 9, "slow")))
     assert gap == {"type": "gap", "epoch": 1, "first_id": 5, "last_id": 9, "reason": "slow"}
     end = json.loads(*json_lines(SnapshotEnd(Cursor(1, 7))))
     assert end == {"type": "snapshot_end", "epoch": 1, "event_id": 7}
     slice_ = SnapshotSlice("llama", 0, KEYS[0], bytes(32), bytes([4]), bytes([35]))
     assert json.loads(*json_lines(slice_))["blocks"][0]["residency"] == ["disk"]
-    beat = Heartbeat(Cursor(1, 7))
-    assert json.loads(*json_lines(beat)) == {"type": "heartbeat", "epoch": 1, "event_id": 7}
-    assert list(json_lines_without_heartbeats(beat)) == []
-    assert json.loads(*json_lines_without_heartbeats(SnapshotStart())) == {"type": "snapshot_start"}
-    empty = SnapshotSlice("llama", 0, b"", b"", b"", b"")
-    for silent in (beat, SnapshotStart(), empty):
-        assert list(TextLines()(silent)) == []
-
-
-def test_a_break_and_its_end_are_lines_for_programs() -> None:
+    assert json.loads(*json_lines(SnapshotStart())) == {"type": "snapshot_start"}
     assert json.loads(*json_lines(Disconnected("gone"))) == {"type": "disconnected", "reason": "gone"}
     back = json.loads(*json_lines(Reconnected(2, 3, restarted=True)))
     assert back == {"type": "reconnected", "epoch": 2, "boot": 3, "restarted": True}
+    assert list(json_lines(Heartbeat(Cursor(1, 7)))) == []
+    empty = SnapshotSlice("llama", 0, b"", b"", b"", b"")
+    for silent in (Heartbeat(Cursor(1, 7)), SnapshotStart(), empty):
+        assert list(plain_lines(silent)) == []
 
 
 @pytest.mark.parametrize(
     ("item", "parts"),
     [
-        (STORED, ["3:42", "stored", "2 blocks", "abababab…", "→ device", "commit", "llama"]),
+        (STORED, ["3:42", "stored ", " 2 ", "abababab…", "→ device", "commit", "llama"]),
         (MOVED, ["updated", "device → host", "capacity", "128.0 KiB", " 1.8ms"]),
-        (REMOVED, ["removed", "2 blocks", "→ gone", "ancestor"]),
+        (REMOVED, ["removed", "→ gone", "ancestor"]),
         (CREATED, ["created", "200/800/6000 slots"]),
         (CLEARED, ["cleared", "reset"]),
-        (REPRIORITISED, ["updated", "1 block ", "in device+disk"]),
+        (REPRIORITISED, ["updated", " 1 ", "in device+disk"]),
         (Gap(1, 5, 9, "unclean-stop"), ["gap", "1:5", "9", "unclean-stop"]),
         (SnapshotEnd(Cursor(1, 7)), ["snapshot", "1:7"]),
         (SnapshotSlice("llama", 0, KEYS[0], bytes(32), bytes([4]), bytes([35])), ["1 block", "disk", "llama"]),
@@ -151,45 +146,58 @@ def test_a_break_and_its_end_are_lines_for_programs() -> None:
     ],
 )
 def test_a_line_tells_a_person_all_of_it(item: Event, parts: list[str]) -> None:
-    line = click.unstyle([*TextLines(colour=True)(item)][-1])
+    (line,) = plain_lines(item)
     for part in parts:
         assert part in line
     assert "\n" not in line
 
 
-def test_a_line_has_the_time_of_day_in_milliseconds() -> None:
-    assert re.match(r"\d\d:\d\d:\d\d\.123 ", next(TextLines(today=DAY)(STORED)))
-
-
-@pytest.mark.parametrize("width", [20, 80, MEDIUM, 120, WIDE, 200])
-def test_a_line_fits_the_terminal_and_its_columns_stand_below_each_other(width: int) -> None:
-    shown = TextLines(lambda: width, today=DAY)
-    lines = [next(shown(item)) for item in (STORED, MOVED, REMOVED, CREATED, CLEARED, REPRIORITISED)]
-    assert all(len(line) <= width for line in lines)
+def test_lines_begin_with_the_time_and_their_columns_stand_below_each_other() -> None:
+    lines = [next(plain_lines(item)) for item in (STORED, MOVED, REMOVED, CREATED, CLEARED, REPRIORITISED)]
     for line, cause in zip(lines, ("commit", "capacity", "ancestor", "explicit", "reset", "commit"), strict=True):
-        assert width < 80 or line.index(cause) == lines[0].index("commit")
-    assert width < 80 or all(line.endswith("llama") for line in lines)
-    assert ("3:42" in lines[0]) == (width >= WIDE)
+        assert re.match(r"\d\d-\d\d \d\d:\d\d:\d\d\.123 ", line)
+        assert line.index(cause) == lines[0].index("commit")
 
 
-def test_what_does_not_fit_is_cut_with_an_ellipsis() -> None:
-    shown = TextLines(lambda: 40, today=DAY)
-    assert [line for item in (MOVED, Gap(1, 5, 123456789, "unclean-stop")) for line in shown(item)] == [
-        click.unstyle(line) for item in (MOVED, Gap(1, 5, 123456789, "unclean-stop")) for line in coloured(item)
-    ]
-    assert all(len(line) == 40 and line.endswith("…") for line in shown(Gap(1, 5, 123456789, "unclean-stop")))
+ZONE = timezone(timedelta(hours=1))
+NOW = datetime(2026, 11, 22, 15, 30, 0, 250_000, ZONE)
 
 
-def coloured(item: Event | Gap) -> list[str]:
-    lines = list(TextLines(lambda: 40, colour=True, today=DAY)(item))
-    assert all("\x1b[" in line for line in lines)
-    return lines
+def at(text: str) -> int:
+    return round(datetime.fromisoformat(text).timestamp() * 1_000_000) * 1000
 
 
-def test_the_day_is_said_where_it_changes() -> None:
-    shown = TextLines(today=DAY + timedelta(days=1))
-    assert [len(list(shown(item))) for item in (STORED, MOVED)] == [2, 1]
-    assert DAY.isoformat() in next(TextLines(today=DAY + timedelta(days=1))(STORED))
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("7", Cursor(0, 7)),
+        ("3:7", Cursor(3, 7)),
+        (f"14:{(1 << 64) - 1}", Cursor(14, (1 << 64) - 1)),
+        ("20261122", Cursor(0, 20261122)),
+        ("2026-11-22T01:00", at("2026-11-22T01:00+01:00")),
+        ("2026-11-22", at("2026-11-22T00:00+01:00")),
+        ("2026-11-22T01:00Z", at("2026-11-22T01:00+00:00")),
+        ("2026-11-22T01:00:00.123456-05:30", at("2026-11-22T06:30:00.123456+00:00")),
+        ("5m", at("2026-11-22T15:25:00.25+01:00")),
+        ("1h30m", at("2026-11-22T14:00:00.25+01:00")),
+        ("250ms", at("2026-11-22T15:30:00+01:00")),
+        ("1.5d", at("2026-11-21T03:30:00.25+01:00")),
+    ],
+)
+def test_a_moment_is_a_cursor_or_a_time(text: str, found: Moment) -> None:
+    assert moment(text, NOW) == found
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:", "1:2:3", "-1", "1:-2", "5 m", "5y", "2026-13-01", "1960-01-01"])
+def test_what_is_no_moment_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"none of|before 1970"):
+        moment(text, NOW)
+
+
+@pytest.mark.parametrize("text", [f"{1 << 64}", f"{1 << 64}:1", "999999999999d", "2600-01-01"])
+def test_what_no_cursor_and_no_clock_can_hold_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        MomentType().convert(text, None, None)
 
 
 def test_a_cause_of_a_newer_daemon_stays_a_number() -> None:
