@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvtier.aio import AsyncClient, connect
     from kvtier.answers import AcrossMatch, Location, Locations, Match, ReadCounts
     from kvtier.cache import Cache
-    from kvtier.drains import Drained
     from kvtier.errors import (
         CallerError,
         ClientClosed,
@@ -81,7 +80,6 @@ _HOMES = {
     "kvtier.answers": ("AcrossMatch", "Location", "Locations", "Match", "ReadCounts"),
     "kvtier.aio": ("AsyncClient", "connect"),
     "kvtier.cache": ("Cache",),
-    "kvtier.drains": ("Drained",),
     "kvtier.errors": (
         "CallerError",
         "ClientClosed",
@@ -155,7 +153,6 @@ __all__ = [
     "DeviceError",
     "DeviceLost",
     "Disconnected",
-    "Drained",
     "Event",
     "EventType",
     "Explanation",

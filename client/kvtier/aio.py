@@ -14,7 +14,6 @@ from kvtier.abi import attach as protocol
 from kvtier.abi.errors import FieldError
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
-from kvtier.drains import Drained, Drains
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied
 from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, oldest_event, with_past
 from kvtier.fences import Fence, Stream
@@ -77,7 +76,6 @@ class AsyncClient:
     def __init__(self, session: Session, default_timeout: float) -> None:
         self._session = session
         self._default_timeout = default_timeout
-        self._drains = Drains(session)
 
     @property
     def address(self) -> str:
@@ -188,18 +186,6 @@ class AsyncClient:
             breaks=breaks,
             heartbeat_s=heartbeat_s,
         )
-
-    async def drain_trtllm(self, cache: str, *, wait: float = 2.0, timeout: float | None = None) -> Drained:
-        """What happened in a cache since the last call, as TensorRT-LLM's events: its ``get_kv_cache_events``.
-
-        Waits up to ``wait`` seconds while there is nothing. The first call tells of what is there: ``created`` for each
-        window group, then ``stored``. So does the first one after a restart of the daemon, whose ``event_id`` begin
-        at 0 again: what was known before is to be forgotten. Token ids are there as in :meth:`watch`. Calls of one
-        cache wait for each other; each event goes to one of them.
-
-        Raises :class:`kvtier.errors.PermissionDenied`, :class:`RetryableError` (TOO_MANY_DRAINS).
-        """
-        return await self._drains.drain(cache, wait, self._default_timeout if timeout is None else timeout)
 
     async def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """What the daemon knows of itself."""

@@ -139,7 +139,6 @@ _BY_REASON: Final[Mapping[str, _Make]] = {
     "DEVICE_LOST": _plain(errors.DeviceLost),
     "TIER_FAILED": _plain(errors.TierOffline),
     "TOO_MANY_OF_IDENTITY": _plain(errors.RetryableError),
-    "TOO_MANY_DRAINS": _plain(errors.RetryableError),
     "CURSOR_OF_ANOTHER_HISTORY": _of_another_history,
 }
 

@@ -200,7 +200,6 @@ def every_call(stubs: Stubs) -> dict[str, tuple[object, object]]:
         "Blocks.Reset": (wire.Reset, blocks_pb2.ResetRequest(cache_id=1)),
         "Blocks.List": (wire.List, blocks_pb2.ListBlocksRequest(cache_id=1)),
         "Events.Watch": (stubs.events.Watch, events_pb2.WatchRequest()),
-        "Events.Drain": (stubs.events.Drain, events_pb2.DrainRequest(name="stranger")),
         "Admin.Explain": (admin.Explain, explain_pb2.ExplainRequest(key=bytes(32))),
         "Admin.Stats": (admin.Stats, admin_pb2.StatsRequest()),
         "Admin.Leases": (admin.Leases, admin_pb2.LeasesRequest()),

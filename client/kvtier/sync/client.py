@@ -12,7 +12,6 @@ from typing import Final, Self
 
 from kvtier import aio
 from kvtier.abi.spec import CacheSpec
-from kvtier.drains import Drained
 from kvtier.explaining import Explanation
 from kvtier.fences import Stream
 from kvtier.options import CacheOptions
@@ -135,11 +134,6 @@ class Client:
             heartbeat_s=heartbeat_s,
         )
         return Watch(self._thread, watch)
-
-    def drain_trtllm(self, cache: str, *, wait: float = 2.0, timeout: float | None = None) -> Drained:
-        """What happened in a cache since the last call, as TensorRT-LLM's events: see
-        :meth:`kvtier.AsyncClient.drain_trtllm`."""
-        return self._thread.run(lambda: self._client.drain_trtllm(cache, wait=wait, timeout=timeout))
 
     def stats(self, *, timeout: float | None = None) -> DaemonStats:
         """What the daemon knows of itself."""

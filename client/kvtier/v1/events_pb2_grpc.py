@@ -39,11 +39,6 @@ class EventsStub(object):
                 request_serializer=kvtier_dot_v1_dot_events__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_events__pb2.WatchBatch.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/kvtier.v1.Events/Drain',
-                request_serializer=kvtier_dot_v1_dot_events__pb2.DrainRequest.SerializeToString,
-                response_deserializer=kvtier_dot_v1_dot_events__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class EventsServicer(object):
@@ -59,15 +54,6 @@ class EventsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """What happened in one cache since this session's last answer, as the JSON of TensorRT-LLM's events: like its
-        get_kv_cache_events. Begins with what is there. RESOURCE_EXHAUSTED (TOO_MANY_DRAINS) where the daemon would have to
-        remember too much; NOT_FOUND (NO_DRAIN) where it knows of no last answer: begin anew.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_EventsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,11 +61,6 @@ def add_EventsServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=kvtier_dot_v1_dot_events__pb2.WatchRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_events__pb2.WatchBatch.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=kvtier_dot_v1_dot_events__pb2.DrainRequest.FromString,
-                    response_serializer=kvtier_dot_v1_dot_events__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -109,33 +90,6 @@ class Events(object):
             '/kvtier.v1.Events/Watch',
             kvtier_dot_v1_dot_events__pb2.WatchRequest.SerializeToString,
             kvtier_dot_v1_dot_events__pb2.WatchBatch.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvtier.v1.Events/Drain',
-            kvtier_dot_v1_dot_events__pb2.DrainRequest.SerializeToString,
-            kvtier_dot_v1_dot_events__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

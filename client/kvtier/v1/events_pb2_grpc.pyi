@@ -37,15 +37,6 @@ class EventsStub:
     where `history` is another than the daemon's.
     """
 
-    Drain: grpc.UnaryUnaryMultiCallable[
-        kvtier.v1.events_pb2.DrainRequest,
-        kvtier.v1.events_pb2.DrainResponse,
-    ]
-    """What happened in one cache since this session's last answer, as the JSON of TensorRT-LLM's events: like its
-    get_kv_cache_events. Begins with what is there. RESOURCE_EXHAUSTED (TOO_MANY_DRAINS) where the daemon would have to
-    remember too much; NOT_FOUND (NO_DRAIN) where it knows of no last answer: begin anew.
-    """
-
 class EventsAsyncStub:
     Watch: grpc.aio.UnaryStreamMultiCallable[
         kvtier.v1.events_pb2.WatchRequest,
@@ -55,15 +46,6 @@ class EventsAsyncStub:
     missed where that has not got it either.
     OUT_OF_RANGE, with the oldest id still held: CURSOR_COMPACTED where `since` lies before it, CURSOR_OF_ANOTHER_HISTORY
     where `history` is another than the daemon's.
-    """
-
-    Drain: grpc.aio.UnaryUnaryMultiCallable[
-        kvtier.v1.events_pb2.DrainRequest,
-        kvtier.v1.events_pb2.DrainResponse,
-    ]
-    """What happened in one cache since this session's last answer, as the JSON of TensorRT-LLM's events: like its
-    get_kv_cache_events. Begins with what is there. RESOURCE_EXHAUSTED (TOO_MANY_DRAINS) where the daemon would have to
-    remember too much; NOT_FOUND (NO_DRAIN) where it knows of no last answer: begin anew.
     """
 
 class EventsServicer(metaclass=abc.ABCMeta):
@@ -77,17 +59,6 @@ class EventsServicer(metaclass=abc.ABCMeta):
         missed where that has not got it either.
         OUT_OF_RANGE, with the oldest id still held: CURSOR_COMPACTED where `since` lies before it, CURSOR_OF_ANOTHER_HISTORY
         where `history` is another than the daemon's.
-        """
-
-    @abc.abstractmethod
-    def Drain(
-        self,
-        request: kvtier.v1.events_pb2.DrainRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[kvtier.v1.events_pb2.DrainResponse, collections.abc.Awaitable[kvtier.v1.events_pb2.DrainResponse]]:
-        """What happened in one cache since this session's last answer, as the JSON of TensorRT-LLM's events: like its
-        get_kv_cache_events. Begins with what is there. RESOURCE_EXHAUSTED (TOO_MANY_DRAINS) where the daemon would have to
-        remember too much; NOT_FOUND (NO_DRAIN) where it knows of no last answer: begin anew.
         """
 
 def add_EventsServicer_to_server(servicer: EventsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -65,7 +65,6 @@ NEEDS: Final[Mapping[str, Needs]] = {
     "kvtier.v1.Transfer.Put": Needs(Right.WRITE, within="commit"),  # in its header
     "kvtier.v1.Transfer.Get": Needs(Right.READ, within="acquire"),
     "kvtier.v1.Events.Watch": Needs(Right.WATCH, Over.SOME),
-    "kvtier.v1.Events.Drain": Needs(Right.WATCH, Over.NAME),
     "kvtier.v1.Admin.Stats": Needs(Right.ADMIN, Over.SOME),
     "kvtier.v1.Admin.Leases": Needs(Right.ADMIN, Over.EVERY),
     "kvtier.v1.Admin.Kick": Needs(Right.ADMIN, Over.EVERY),
@@ -87,10 +86,6 @@ class Access:
 
     def may(self, session: Session, right: Right, cache: str) -> bool:
         return self.rights.may(session.identity, right, cache)
-
-    def on(self, session: Session, cache: str) -> frozenset[Right]:
-        """The session's rights on the cache of a name."""
-        return self.rights.on(session.identity, cache)
 
     def may_everywhere(self, session: Session, right: Right) -> bool:
         """On every cache there is or will be."""

@@ -30,7 +30,6 @@ from kvtierd.service.caches import CachesService
 from kvtierd.service.calls import Dispatcher, OpenCalls, Pace
 from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.drain import Drains
 from kvtierd.service.epochs import Epochs
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
@@ -172,7 +171,6 @@ class Daemon:
             self._lost_device,
         )
         self._events: Final = EventsService(self._history, self._engine, self._catalog, self._access)
-        self._drains: Final = Drains(self._events.watch, self._catalog, self._access.on)
         self._calls: Final = OpenCalls()
         behind = lambda: self._engine.index_is_behind  # noqa: E731
         self._dispatcher: Final = Dispatcher(
@@ -271,7 +269,6 @@ class Daemon:
         ends = loop.time() + WATCHES_END_S
         await self._calls.answered(WATCHES_END_S)
         await self._rpc.stop(max(FAREWELL_S, ends - loop.time()))
-        await self._drains.close()
         self._sessions.close()
         await self._attach.hang_up()
         clean = clean and await self._catalog.close()
@@ -300,7 +297,6 @@ class Daemon:
         return Services(
             caches=CachesService(self._catalog, self._sessions, self._access, tiers).verbs(),
             blocks=blocks.verbs(),
-            events=self._drains.verbs(),
             watches=self._events.streams(),
             admin={
                 **AdminService(
@@ -357,7 +353,6 @@ class Daemon:
         self._config = self._config.model_copy(update={key: getattr(fresh, key) for key in LIVE})
         self._access.rights = Rights(fresh.allow, os.getuid())
         self._events.rights_changed()
-        self._drains.rights_changed()
 
     def _names_lease(self, reply: Message) -> bool:
         """Whether a call granted a lease that still lives."""

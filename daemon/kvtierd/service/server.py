@@ -47,7 +47,6 @@ class Services:
 
     caches: Mapping[str, Verb]
     blocks: Mapping[str, Verb]
-    events: Mapping[str, Verb]
     watches: Mapping[str, StreamVerb]
     admin: Mapping[str, Verb]
     uploads: Mapping[str, UploadVerb]
@@ -70,7 +69,7 @@ class RpcServer:
         self._served: list[str] = []
         for descriptor, verbs in ((_CACHES, services.caches), (_BLOCKS, services.blocks), (_ADMIN, services.admin)):
             self._add(descriptor.full_name, dispatcher.handler(descriptor, verbs))
-        self._add(_EVENTS.full_name, dispatcher.handler(_EVENTS, services.events, services.watches))
+        self._add(_EVENTS.full_name, dispatcher.handler(_EVENTS, {}, services.watches))
         self._add(_TRANSFER.full_name, dispatcher.handler(_TRANSFER, {}, services.downloads, services.uploads, pace))
         for name, handler in others.items():
             self._add(name, handler)
