@@ -1,148 +1,112 @@
-"""``kvtier bench gpu``: a device tier on a GPU, beside bare copies between page-locked memory and the device."""
+"""Moves between a device tier on a GPU and host memory, against bare copies by CUDA's driver."""
 
 from __future__ import annotations
 
-import statistics
-import tempfile
+import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
+from typing import Final
 
-from kvtier.bench.bare import Call, bare_server
-from kvtier.bench.gpu_bare import DOWN, EDGES, UP, Bare, bare_copies
-from kvtier.bench.gpu_kernels import beside_copies, why_none
-from kvtier.bench.gpu_place import SETTLED_S, GpuPlace, Shape, gpu_place
-from kvtier.bench.result import MIB, Paired, Result, quantile
-from kvtier.bench.rounds import WARM_UP, interleaved, timed
+import numpy as np
+
+from kvtier.abi.cuda.driver import Address, Driver
+from kvtier.abi.cuda.errors import CudaUnavailable
+from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
+from kvtier.bench.host import CACHE, Place, Result, Work, chains, interleaved, place, timed
+from kvtier.errors import KvtierError
+from kvtier.private import TierSlots
 from kvtier.types import Tier
 
-POOLS: Final = 16
-"""Of blocks that are in several."""
-SHAPES: Final = (
-    *(Shape(1, size) for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20)),
-    *(Shape(POOLS, size) for size in (16 << 10, 32 << 10, 64 << 10)),
-)
-_SWAPPED: Final = Shape(1, 1 << 20)
-"""The block whose swap is timed, and those that are copied beside kernels."""
-_MOST_BLOCKS: Final = 1024
-_LEAST_BLOCKS: Final = 8
-_QUANTILES: Final = {"p50": 0.5, "p99": 0.99}
+SHAPES: Final = (*((1, size) for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20)), (16, 16 << 10), (16, 64 << 10))
+"""Pools of a block, and its bytes in each."""
+_POOL_GRAIN: Final = 4 << 20
+"""A pool may begin at a multiple of half of it on a GPU."""
+
+BareCopy = Callable[[int, Tier], float]
+"""Copies so many pieces from that tier to the other one; returns the seconds until they are there."""
 
 
-@dataclass(slots=True, frozen=True)
-class Options:
-    """``batch_bytes``: of one move, but 8 to 1,024 blocks. ``swaps``: of one block, each way. ``settled_s``: see
-    :data:`kvtier.bench.gpu_place.SETTLED_S`. ``say``: is told what cannot be measured here."""
+async def gpu(
+    device: str, shapes: Sequence[tuple[int, int]], batch_bytes: int, rounds: int, settle_s: float
+) -> AsyncIterator[Result]:
+    """Moves 8 to 1,024 blocks each way, and one block.
 
-    device: str = "cuda"
-    shapes: Sequence[Shape] = SHAPES
-    batch_bytes: int = 256 << 20
-    rounds: int = 20
-    swaps: int = 500
-    settled_s: float = SETTLED_S
-    say: Callable[[str], None] = lambda _: None
+    Args:
+        settle_s: how long a cache is used before it is measured, while its host memory is page-locked.
 
-    def blocks(self, shape: Shape) -> int:
-        return max(_LEAST_BLOCKS, min(_MOST_BLOCKS, self.batch_bytes // shape.block_bytes))
-
-
-async def run(options: Options) -> AsyncIterator[Result]:
-    """Floors: of copies the same bytes in the same pieces by ``cuMemcpyAsync`` between page-locked memory and the
-    device, in this process; of a swap one such copy; of a kernel the same one beside bare copies of as
-    many bytes a second. Raises :class:`kvtier.errors.KvtierError` (NO_GPU) where there is nothing to measure."""
-    for shape in options.shapes:
-        with bare_copies(options.device, shape.fragment_bytes, options.blocks(shape) * shape.pools) as bare:
-            async with gpu_place(options.device, shape, options.blocks(shape), options.settled_s) as here:
-                async for result in _edges(here, bare, options.rounds):
-                    yield result
-    blocks = options.blocks(_SWAPPED)
-    with bare_copies(options.device, _SWAPPED.fragment_bytes, blocks) as bare:
-        async with gpu_place(options.device, _SWAPPED, blocks, options.settled_s) as here:
-            async for result in _swaps(here, options):
-                yield result
-            reason = why_none()
-            if reason:
-                options.say(f"kernels beside copies are left out: {reason}")
-                return
-            async for result in beside_copies(here, bare, options.rounds):
-                yield result
+    Raises:
+        KvtierError: NO_GPU, and what is missing.
+    """
+    for pools, piece_bytes in shapes:
+        blocks = max(8, min(1024, batch_bytes // (pools * piece_bytes)))
+        pool = PoolSpec(layers=1, kv_heads=1, head_size=piece_bytes // 16, kv_factor=1)
+        spec = CacheSpec(CACHE, "uint8", 16, groups=(WindowGroupSpec(pools=(pool,) * pools),))
+        slots = TierSlots(2 * blocks + -(-_POOL_GRAIN // piece_bytes), 2 * blocks, 0)
+        chain = next(chains(blocks))
+        with bare_copies(device, piece_bytes, blocks * pools) as bare:
+            async with place(spec, slots, module=("kvtierd.main", "--device", device)) as here:
+                rows = np.ones((blocks, pools * piece_bytes), np.uint8)
+                await here.cache.put(chain, rows, tier=Tier.HOST)
+                until = time.monotonic() + settle_s
+                while time.monotonic() < until:
+                    await here.move(chain, Tier.DEVICE)
+                    await here.move(chain, Tier.HOST)
+                for some, edge in product((chain[:1], chain), ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE))):
+                    params = {"pools": pools, "piece_bytes": piece_bytes, "blocks": len(some)}
+                    times = await interleaved(rounds, *_moving(here, some, *edge, partial(bare, len(some) * pools)))
+                    nbytes = len(some) * pools * piece_bytes
+                    yield Result.rate(f"gpu.{edge[0]}>{edge[1]}", params, nbytes, *times)
 
 
-async def _edges(here: GpuPlace, bare: Bare, rounds: int) -> AsyncIterator[Result]:
-    params = {**here.shape.params(here.blocks), "bare": bare.way}
-    alone: list[Paired] = []
-    for edge in EDGES:
-        moved, copied, bus = await _one_way(here, bare, edge, rounds)
-        alone.append(moved)
-        told = {**params, "bus_mib_s": round(here.nbytes / MIB / statistics.median(bus))}
-        yield copied.rate(f"gpu.{edge}.copy", told, here.nbytes)
-        yield moved.rate(f"gpu.{edge}.move", told, here.nbytes)
-    yield await _both_ways(here, bare, alone, params, rounds)
+def _moving(
+    here: Place, chain: Sequence[bytes], source: Tier, target: Tier, bare: Callable[[Tier], float]
+) -> list[Work]:
+    async def move() -> float:
+        await here.move(chain, source)
+        return await timed(here.move(chain, target))
+
+    async def copy() -> float:
+        return bare(source)
+
+    return [move, copy]
 
 
-async def _one_way(here: GpuPlace, bare: Bare, edge: str, rounds: int) -> tuple[Paired, Paired, list[float]]:
-    """The same rounds by the clock of who calls, and by how long the daemon was copying; and seconds of one bare copy
-    of all the bytes."""
-    busy: list[float] = []
-    bus: list[float] = []
+@contextmanager
+def bare_copies(device: str, piece_bytes: int, pieces: int) -> Iterator[BareCopy]:
+    """Copies between page-locked memory and the device, every piece to a random place."""
+    try:
+        driver = Driver.open(device)
+    except (CudaUnavailable, ValueError) as error:
+        raise KvtierError(f"there is no GPU to measure: {error}", reason="NO_GPU") from error
+    with ExitStack() as undo:
+        undo.callback(driver.close)
+        undo.enter_context(driver.visit())
+        stream, event = driver.stream(), driver.event()
+        undo.callback(driver.drop_stream, stream)
+        undo.callback(driver.drop_event, event)
+        host, memory = driver.alloc_host(piece_bytes * pieces), driver.alloc(piece_bytes * pieces)
+        undo.callback(driver.free_host, host)
+        undo.callback(driver.free, memory)
+        places = random.sample(range(pieces), pieces)
 
-    async def ours() -> float:
-        seconds, copying = await here.one_way(edge)
-        busy.append(copying)
-        return seconds
-
-    async def floor() -> float:
-        bus.append(await bare.one_copy(edge))
-        return await bare.seconds(edge)
-
-    moved = await interleaved(ours, floor, rounds)
-    return moved, Paired(busy[WARM_UP:], moved.floor), bus[WARM_UP:]
-
-
-async def _both_ways(
-    here: GpuPlace, bare: Bare, alone: Sequence[Paired], params: dict[str, Any], rounds: int
-) -> Result:
-    """Floor: one way at a time. ``bare_ratio``: the same of bare copies."""
-    both = await interleaved(lambda: timed(here.cross()), lambda: bare.seconds(*EDGES), rounds)
-    one_by_one = sum(statistics.median(way.ours) for way in alone)
-    bare_one_by_one = sum(statistics.median(way.floor) for way in alone)
-    told = {**params, **both.params(), "bare_ratio": round(bare_one_by_one / statistics.median(both.floor), 3)}
-    mib = 2 * here.nbytes / MIB
-    return Result("gpu.both.move", told, mib / statistics.median(both.ours), "MiB/s", mib / one_by_one)
-
-
-async def _swaps(here: GpuPlace, options: Options) -> AsyncIterator[Result]:
-    """One block, from the call until it is READY on the other side. Floor: a bare copy of it; what a call costs that
-    does nothing stands beside."""
-    down: list[float] = []
-    up: list[float] = []
-    key = here.below[:1]
-
-    async def acquired() -> float:
-        started = time.perf_counter()
-        async with here.cache.acquire(key, Tier.DEVICE, min_blocks=1):
+        def copy(count: int, source: Tier) -> float:
+            read, written = (memory, host) if source is Tier.DEVICE else (host, memory)
+            copies = [
+                (Address(written + places[index] * piece_bytes), Address(read + index * piece_bytes), piece_bytes)
+                for index in range(count)
+            ]
+            started = time.perf_counter()
+            if driver.features.batch_copy:
+                driver.copy_batch(copies, stream)
+            else:
+                for each in copies:
+                    driver.copy(*each, stream)
+            driver.record(event, stream)
+            while not driver.done(event):
+                pass
             return time.perf_counter() - started
 
-    one_piece = bare_copies(options.device, _SWAPPED.fragment_bytes, 1)
-    with tempfile.TemporaryDirectory(prefix="kvtier-") as directory, one_piece as bare:
-        async with bare_server(Path(directory)) as server:
-            empty: list[float] = []
-            copies: dict[str, list[float]] = {edge: [] for edge in EDGES}
-            for _ in range(options.swaps + WARM_UP):
-                up.append(await acquired())
-                down.append(await timed(here.move(key, Tier.HOST)))
-                empty.append(await _called(server.call))
-                for edge in EDGES:
-                    copies[edge].append(await bare.seconds(edge))
-    empty_us = round(1e6 * statistics.median(empty[WARM_UP:]), 1)
-    for edge, seconds in ((UP, up), (DOWN, down)):
-        for name, q in _QUANTILES.items():
-            ours, floor = (1e6 * quantile(times[WARM_UP:], q) for times in (seconds, copies[edge]))
-            told = {"swaps": options.swaps, "above_us": round(ours - floor, 1), "empty_call_us": empty_us}
-            yield Result(f"gpu.{edge}.swap.{name}", {**here.shape.params(1), **told}, ours, "us", floor)
-
-
-async def _called(call: Call) -> float:
-    return await timed(call())
+        yield copy

@@ -1,0 +1,450 @@
+"""What kvtier costs on this machine: the client, the tiers, events, and many blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import mmap
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvtier import aio, sync
+from kvtier.abi.spec import CacheSpec
+from kvtier.cache import Cache
+from kvtier.errors import DaemonError
+from kvtier.events import Event
+from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.tensors import Bytes
+from kvtier.types import BlockResult, Cursor, Tier
+
+CACHE: Final = "kvtier-bench"
+BATCH: Final = 64
+"""Blocks of a measured call."""
+PAGE: Final = 4096
+"""The least that a slot takes: with such blocks the bookkeeping is measured."""
+_FILL: Final = 1024
+"""Blocks of a call that only fills."""
+_WARM_UP: Final = 2
+"""Rounds that do not count: they map pages and fill caches."""
+_SYNC_BLOCKS: Final = 32
+"""Blocks that the daemon writes between two calls of ``fdatasync``, and that a thread of it reads at a time."""
+_STOP_S: Final = 600.0
+
+Work = Callable[[], Awaitable[float]]
+"""Does one round and returns the seconds that count."""
+
+
+@dataclass(slots=True, frozen=True)
+class Result:
+    """One figure: of a rate, more is better; of a time or a size, less.
+
+    ``params``: what was measured. ``floor``: the same work without kvtier, or at the smallest size, if there is such.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    value: float
+    unit: str
+    floor: float | None = None
+
+    @classmethod
+    def rate(cls, name: str, params: Mapping[str, Any], nbytes: int, ours: float, floor: float) -> Result:
+        """Of rounds that move ``nbytes`` in so many seconds."""
+        return cls(name, params, nbytes / ours / (1 << 20), "MiB/s", nbytes / floor / (1 << 20))
+
+    @property
+    def ratio(self) -> float | None:
+        return self.value / self.floor if self.floor else None
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """A cache of its own in a private daemon."""
+
+    client: aio.AsyncClient
+    cache: Cache
+    daemon: PrivateDaemon
+
+    def slots(self, tier: Tier, slots: Sequence[int]) -> list[Bytes]:
+        (pool,) = self.cache.arena.pools(tier, 0)
+        return [pool[slot] for slot in slots]
+
+    async def move(self, keys: Sequence[bytes], to: Tier) -> None:
+        results = await self.cache.move(keys, to)
+        if set(results) != {BlockResult.OK}:
+            raise DaemonError(f"blocks could not be moved to {to}: {set(map(str, results))}", reason="BENCH")
+
+
+@asynccontextmanager
+async def place(
+    spec: CacheSpec, slots: TierSlots, *, keep: Path | None = None, module: Sequence[str] = ("kvtierd.main",)
+) -> AsyncIterator[Place]:
+    """A private daemon with one cache that has all its slots. ``keep``, ``module``: of :class:`PrivateDaemon`."""
+    async with (
+        PrivateDaemon(slots.as_bytes(spec), keep=keep, module=module) as daemon,
+        await aio.connect(daemon.address, timeout=600) as client,
+    ):
+        cache = await client.open_cache(CACHE, spec)
+        for pool in (pool for tier in cache.arena.tiers for pool in cache.arena.pools(tier, 0)):
+            if isinstance(pool, np.ndarray):
+                pool[:, :: mmap.PAGESIZE].max()  # maps every page, so that no round pays for it
+        yield Place(client, cache, daemon)
+
+
+def spec_of(block_bytes: int) -> CacheSpec:
+    """Blocks of exactly so many bytes, in one pool. Raises :class:`kvtier.abi.spec.SpecError`."""
+    return CacheSpec.single(
+        CACHE, "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=block_bytes // 16, kv_factor=1
+    )
+
+
+def chains(blocks: int = BATCH) -> Iterator[list[bytes]]:
+    """Chains of so many keys each; no key comes twice."""
+    for number in count():
+        yield [hashlib.sha256(f"{number}/{index}".encode()).digest() for index in range(blocks)]
+
+
+async def interleaved(rounds: int, *works: Work) -> list[float]:
+    """The median seconds of each work. A round does every work once; their order rotates, so that none always finds
+    what another left in the processor's caches."""
+    times: list[list[float]] = [[] for _ in works]
+    for turn in range(rounds + _WARM_UP):
+        for first in range(len(works)):
+            chosen = (turn + first) % len(works)
+            times[chosen].append(await works[chosen]())
+    return [statistics.median(each[_WARM_UP:]) for each in times]
+
+
+async def timed(work: Awaitable[object]) -> float:
+    """The seconds that it takes."""
+    started = time.perf_counter()
+    await work
+    return time.perf_counter() - started
+
+
+def _rows(block_bytes: int) -> list[Bytes]:
+    return list(np.random.default_rng(1).integers(0, 256, (BATCH, block_bytes), dtype=np.uint8))
+
+
+def _memcpy(source: Sequence[Bytes], target: Sequence[Bytes]) -> float:
+    """Seconds of one thread's copies, block by block."""
+    started = time.perf_counter()
+    for read, written in zip(source, target, strict=True):
+        np.copyto(written, read)
+    return time.perf_counter() - started
+
+
+# -- client ------------------------------------------------------------------------------------------------------------
+
+
+async def client(sizes: Sequence[int], rounds: int, keys: int) -> AsyncIterator[Result]:
+    """Store and first get of 64 blocks of host memory, and the prefix length of so many keys among as many others."""
+    for block_bytes in sizes:
+        async with place(spec_of(block_bytes), TierSlots(0, 4 * BATCH, 0)) as here:
+            for result in await _copies(here, block_bytes, rounds):
+                yield result
+    async with place(spec_of(PAGE), TierSlots(0, 2 * keys, 0)) as here:
+        stored = list(islice(chains(keys), 2))
+        for chain in stored:
+            await here.cache.put(chain, _rows(PAGE)[:1] * keys, tier=Tier.HOST)
+        with sync.Client(here.client.address) as client:
+            opened = client.open_cache(CACHE)
+
+            async def length() -> float:
+                packed = b"".join(random.choice(stored))
+                started = time.perf_counter()
+                found = opened.prefix_length(packed)
+                seconds = time.perf_counter() - started
+                if found != keys:
+                    raise DaemonError(f"{found} of {keys} stored keys are found", reason="BENCH")
+                return seconds
+
+            (seconds,) = await interleaved(rounds, length)
+        yield Result("client.prefix_length", {"keys": keys}, 1e6 * seconds, "us")
+
+
+async def _copies(here: Place, block_bytes: int, rounds: int) -> list[Result]:
+    rows, out, fresh = _rows(block_bytes), _rows(block_bytes), chains()
+
+    @asynccontextmanager
+    async def stored() -> AsyncIterator[list[bytes]]:
+        """A new chain, so that every get is the first of its blocks."""
+        chain = next(fresh)
+        await here.cache.put(chain, rows, tier=Tier.HOST)
+        yield chain
+        await here.cache.drop(chain[:1])
+
+    async def store() -> float:
+        started = time.perf_counter()
+        async with stored():
+            return time.perf_counter() - started
+
+    async def bare_store() -> float:
+        async with here.cache.reserve(BATCH, Tier.HOST) as lease:
+            return _memcpy(rows, here.slots(Tier.HOST, lease.slots))
+
+    async def get() -> float:
+        async with stored() as chain:
+            return await timed(here.cache.get(chain, out, tier=Tier.HOST))
+
+    async def bare_get() -> float:
+        async with stored() as chain, here.cache.acquire(chain, Tier.HOST, min_blocks=BATCH) as lease:
+            return _memcpy(here.slots(Tier.HOST, lease.slots), out)
+
+    params, nbytes = {"block_bytes": block_bytes}, BATCH * block_bytes
+    return [
+        Result.rate("client.store", params, nbytes, *await interleaved(rounds, store, bare_store)),
+        Result.rate("client.get", params, nbytes, *await interleaved(rounds, get, bare_get)),
+    ]
+
+
+# -- tiers -------------------------------------------------------------------------------------------------------------
+
+
+async def tiers(sizes: Sequence[int], rounds: int, disk_bytes: int, directory: Path | None) -> AsyncIterator[Result]:
+    """Moves of 64 blocks between memory tiers against one thread's memcpy, and to and from disk against a raw file."""
+    for block_bytes in sizes:
+        slots = TierSlots(4 * BATCH, 4 * BATCH, disk_bytes // block_bytes)
+        with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
+            async with place(spec_of(block_bytes), slots, keep=Path(kept)) as here:
+                for source, target in ((Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE)):
+                    yield await _memory_edge(here, source, target, rounds)
+                for result in await _disk_edges(here, Path(kept) / "raw", rounds):
+                    yield result
+
+
+async def _memory_edge(here: Place, source: Tier, target: Tier, rounds: int) -> Result:
+    block_bytes, chain = here.cache.block_bytes, next(chains())
+    await here.cache.put(chain, _rows(block_bytes), tier=source)
+
+    async def move() -> float:
+        await here.move(chain, source)
+        return await timed(here.move(chain, target))
+
+    async def bare() -> float:
+        async with here.cache.reserve(BATCH, source) as read, here.cache.reserve(BATCH, target) as written:
+            return _memcpy(here.slots(source, read.slots), here.slots(target, written.slots))
+
+    times = await interleaved(rounds, move, bare)
+    await here.cache.drop(chain[:1])
+    return Result.rate(f"tiers.{source}>{target}", {"block_bytes": block_bytes}, BATCH * block_bytes, *times)
+
+
+async def _disk_edges(here: Place, raw: Path, rounds: int) -> list[Result]:
+    """The raw file is as large as the disk tier, and written and read past the page cache in calls of as many blocks,
+    by as many threads, as the daemon has."""
+    block_bytes, slots = here.cache.block_bytes, here.cache.slots(Tier.DISK)
+    rows, fresh = _rows(block_bytes), chains()
+    stored: deque[list[bytes]] = deque(maxlen=max(1, slots // BATCH // 2))
+
+    async def write() -> float:
+        chain = next(fresh)
+        await here.cache.put(chain, rows, tier=Tier.HOST)
+        seconds = await timed(here.move(chain, Tier.DISK))
+        stored.append(chain)
+        return seconds
+
+    async def read() -> float:
+        chain = random.choice(stored)
+        seconds = await timed(here.move(chain, Tier.HOST))
+        await here.move(chain, Tier.DISK)
+        return seconds
+
+    async with here.cache.reserve(BATCH, Tier.HOST) as lease:
+        views = [view.data for view in here.slots(Tier.HOST, lease.slots)]
+        fd = os.open(raw, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        parts = range(0, BATCH, _SYNC_BLOCKS)
+
+        def write_raw(place: int) -> None:
+            for first in parts:
+                os.pwritev(fd, views[first : first + _SYNC_BLOCKS], (place + first) * block_bytes)
+                os.fdatasync(fd)
+
+        def read_raw(place: int, first: int) -> None:
+            os.preadv(fd, views[first : first + _SYNC_BLOCKS], (place + first) * block_bytes)
+
+        async def bare_write() -> float:
+            place = random.randrange(slots - BATCH + 1)
+            return await timed(asyncio.to_thread(write_raw, place))
+
+        async def bare_read() -> float:
+            place = random.randrange(slots - BATCH + 1)
+            return await timed(asyncio.gather(*(asyncio.to_thread(read_raw, place, first) for first in parts)))
+
+        for place in range(0, slots - BATCH + 1, BATCH):  # the first write of a place is slower than all others
+            await write()
+            write_raw(place)
+        params = {"block_bytes": block_bytes, "disk_bytes": slots * block_bytes}
+        results = [
+            Result.rate("tiers.host>disk", params, BATCH * block_bytes, *await interleaved(rounds, write, bare_write)),
+            Result.rate("tiers.disk>host", params, BATCH * block_bytes, *await interleaved(rounds, read, bare_read)),
+        ]
+        os.close(fd)
+        return results
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+async def events(watchers: int, rounds: int, puts: int) -> AsyncIterator[Result]:
+    """Block changes a second until the last watcher has decoded all of them; the floor is without watchers.
+
+    A round puts and drops chains of 256 blocks, of which every fourth moves in between. Every watcher is a process of
+    its own. Raises :class:`DaemonError` if one misses a change.
+    """
+    blocks = 256
+    rows, fresh, changes = _rows(PAGE)[:1] * blocks, chains(blocks), (2 * puts + puts // 4) * blocks
+    async with place(spec_of(PAGE), TierSlots(4 * blocks, 4 * blocks, 0)) as here:
+        with ProcessPoolExecutor(watchers, multiprocessing.get_context("spawn")) as processes:
+
+            async def store() -> None:
+                for number, chain in enumerate(islice(fresh, puts), 1):
+                    await here.cache.put(chain, rows, tier=Tier.DEVICE)
+                    if number % 4 == 0:
+                        await here.move(chain, Tier.HOST)
+                    await here.cache.drop(chain[:1])
+
+            async def watched() -> float:
+                stats = await here.client.stats()
+                since = Cursor(stats.epoch, stats.last_event_id)
+                watching = [processes.submit(watch, here.client.address, since, changes) for _ in range(watchers)]
+                return await timed(asyncio.gather(store(), *map(asyncio.wrap_future, watching)))
+
+            ours, floor = await interleaved(rounds, watched, lambda: timed(store()))
+    params = {"watchers": watchers, "changes": changes}
+    yield Result("events.changes", params, changes / ours, "changes/s", changes / floor)
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    """One for all rounds: gRPC goes on polling the first loop of a process."""
+    return asyncio.Runner()
+
+
+def watch(address: str, since: Cursor, changes: int) -> None:
+    """Decodes so many block changes, in a process that does so in every round."""
+
+    async def follow() -> None:
+        seen = 0
+        async with await aio.connect(address, timeout=60) as client, client.watch(since=since) as watching:
+            while seen < changes:
+                item = await anext(watching)
+                if not isinstance(item, Event):
+                    raise DaemonError(f"a watcher missed changes after {seen} of {changes}: {item}", reason="BENCH")
+                seen += len(item.keys)
+
+    _runner().run(follow())
+
+
+# -- scale -------------------------------------------------------------------------------------------------------------
+
+
+async def scale(counts: Sequence[int], rounds: int, on_disk: int, directory: Path | None) -> AsyncIterator[Result]:
+    """What one of 64 blocks of 4 KiB costs among how many others; the floor is the smallest count.
+
+    Then memory of the daemon a block, a start with so many blocks ``on_disk``, and the CPU of the loop's callbacks
+    while those were stored.
+    """
+    async with AsyncExitStack() as stack:
+        places = [await stack.enter_async_context(place(spec_of(PAGE), TierSlots(0, each, 0))) for each in counts]
+        for blocks, here in zip(counts, places, strict=True):
+            await _fill(here, range(blocks // 10))
+            before = _anonymous_bytes(here)
+            await _fill(here, range(blocks // 10, blocks))
+            memory = (_anonymous_bytes(here) - before) / (blocks - blocks // 10)
+            yield Result("scale.memory", {"blocks": blocks}, memory, "bytes/block")
+        for name, verb in (("acquire", _acquiring), ("store", _storing)):
+            works = [verb(here, blocks) for here, blocks in zip(places, counts, strict=True)]
+            costs = [1e6 * seconds / BATCH for seconds in await interleaved(rounds, *works)]
+            for blocks, cost in zip(counts, costs, strict=True):
+                yield Result(f"scale.{name}", {"blocks": blocks}, cost, "us/block", costs[0])
+    for result in await _restart(on_disk, directory):
+        yield result
+
+
+def _chain(blocks: range) -> list[bytes]:
+    return [b"%032d" % number for number in blocks]
+
+
+def _last_chain(blocks: int) -> list[bytes]:
+    """What :func:`_fill` stored last."""
+    return _chain(range((blocks - 1) // _FILL * _FILL, blocks))
+
+
+async def _fill(here: Place, blocks: range, *, disk: bool = False) -> None:
+    for start in range(blocks.start, blocks.stop, _FILL):
+        chain = _chain(range(start, min(start + _FILL, blocks.stop)))
+        await _store(here, chain)
+        if disk:
+            await here.move(chain, Tier.DISK)
+
+
+async def _store(here: Place, chain: list[bytes]) -> None:
+    """The bytes are whatever the slots hold."""
+    async with here.cache.reserve(len(chain), Tier.HOST) as lease:
+        await lease.commit(chain)
+
+
+async def _acquire(here: Place, chain: list[bytes]) -> None:
+    async with here.cache.acquire(chain, Tier.HOST, min_blocks=len(chain)):
+        pass
+
+
+def _storing(here: Place, _: int) -> Work:
+    """The cache is full: each store evicts as many blocks."""
+    fresh = chains()
+    return lambda: timed(_store(here, next(fresh)))
+
+
+def _acquiring(here: Place, blocks: int) -> Work:
+    chain = _last_chain(blocks)[:BATCH]
+    return lambda: timed(_acquire(here, chain))
+
+
+async def _restart(blocks: int, directory: Path | None) -> list[Result]:
+    """The time from a start to the first answer about blocks on disk; the floor is a start without any."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory) as kept:
+        told, slots = Path(kept) / "callbacks", TierSlots(0, max(blocks // 16, 2 * _FILL), blocks)
+        module = ("kvtier.bench.callbacks", str(told))
+        async with place(spec_of(PAGE), slots, keep=Path(kept), module=module) as here:
+            await _fill(here, range(blocks), disk=True)
+            await here.daemon.stop(_STOP_S)
+            callbacks = json.loads(told.read_text())
+            seconds = await timed(_serving(here.daemon, _last_chain(blocks)))
+    async with PrivateDaemon({Tier.HOST: PAGE}) as empty:
+        await empty.stop()
+        floor = await timed(empty.start())
+    return [
+        *(Result(f"scale.callback.{name}", {"blocks": blocks}, us, "us") for name, us in callbacks.items()),
+        Result("scale.restart", {"blocks": blocks}, seconds, "s", floor),
+    ]
+
+
+async def _serving(daemon: PrivateDaemon, chain: list[bytes]) -> None:
+    await daemon.start()
+    async with await aio.connect(daemon.address) as client:
+        cache = await client.open_cache(CACHE, spec_of(PAGE))
+        if (await cache.match(chain)).blocks != len(chain):
+            raise DaemonError("what was on disk before the restart is not found after it", reason="BENCH")
+
+
+def _anonymous_bytes(here: Place) -> int:
+    """Resident memory of the daemon that is no file's and no arena's."""
+    lines = Path(f"/proc/{here.daemon.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
