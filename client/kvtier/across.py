@@ -147,15 +147,12 @@ class AcrossGroups:
         ``async with cache.across.acquire(keys) as lease``. Raises as :meth:`kvtier.Cache.acquire`.
         """
 
-        async def attempt(packed: bytes) -> AcrossLease:
+        async def take() -> AcrossLease:
+            packed = packed_keys(keys, "chains[0].keys")
             (lease,) = await self._acquire([packed], tier, min_blocks, retention, timeout)
             if lease.error is not None:
                 raise lease.error
             return lease
-
-        async def take() -> AcrossLease:
-            packed = packed_keys(keys, "chains[0].keys")
-            return await self._binder.in_service(tier, lambda: attempt(packed))
 
         return Held(take, AcrossLease.release)
 
@@ -175,9 +172,7 @@ class AcrossGroups:
 
         async def take() -> list[AcrossLease]:
             packed = packed_chains(chains)
-            return await self._binder.in_service(
-                tier, lambda: self._acquire(packed, tier, min_blocks, retention, timeout)
-            )
+            return await self._acquire(packed, tier, min_blocks, retention, timeout)
 
         return Held(take, release)
 
@@ -211,14 +206,10 @@ class AcrossGroups:
         require_retention(retention)
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
-
-        async def attempt() -> dict[int, list[BlockResult]]:
-            place = self._cache.lease_tier(tier)
-            shares = self._shares(chain, blocks, parent, place, ranks, retention, prompt)
-            way = lambda cache: cache.way(place)  # noqa: E731
-            return await JointPut(self._binder.session, way, shares, place, timeout).run()
-
-        return await self._binder.in_service(tier, attempt)
+        place = self._cache.lease_tier(tier)
+        shares = self._shares(chain, blocks, parent, place, ranks, retention, prompt)
+        way = lambda cache: cache.way(place)  # noqa: E731
+        return await JointPut(self._binder.session, way, shares, place, timeout).run()
 
     def _shares(
         self,

@@ -21,7 +21,6 @@ from kvtier.errors import (
     ClientClosed,
     DaemonUnavailable,
     DeadlineExceeded,
-    DeviceLost,
     KvtierError,
     SpecMismatch,
     TierFull,
@@ -96,8 +95,6 @@ class Binder:
         self._options = options
         self._mapped = mapped
         self._binding: Binding | None = None
-        self._without_device: Binding | None = None
-        """One in which the daemon's device was found to be lost."""
         self._lock = asyncio.Lock()
         self._closed = False
         self.returning: Final[set[asyncio.Future[None]]] = set()
@@ -117,23 +114,6 @@ class Binder:
         why = "the cache was opened without mapping" if self.session.can_map else "memory cannot be mapped over TCP"
         tiers = {info.tier for group in binding.info.groups for info in group.tiers}
         return {tier: why for tier in MAPPED_TIERS if tier in tiers}
-
-    @property
-    def device_is_lost(self) -> bool:
-        """A call has met that since the cache was bound last: the daemon has no device tier until it starts anew."""
-        return self._without_device is not None and self._without_device is self._binding
-
-    async def in_service(self, tier: Tier | None, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """What ``call`` answers. Where no ``tier`` is named it goes to the fastest: if that turns out to be lost, it is
-        made once more, and goes to the next."""
-        knew = self.device_is_lost
-        try:
-            return await call()
-        except DeviceLost:
-            if tier is not None or knew:
-                raise
-            self._without_device = self._binding
-        return await call()
 
     @property
     def maps(self) -> bool:

@@ -138,14 +138,15 @@ class Cache:
         return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
 
     def lease_tier(self, tier: Tier | None = None) -> Tier:
-        """``tier``, or the fastest one whose slots are mapped, or else could be; not the device tier once a call has
-        met that it is lost. Raises :class:`InvalidArgument` if there is none."""
+        """``tier``, or the fastest one whose slots are mapped, or else could be.
+
+        Raises :class:`InvalidArgument` if there is none.
+        """
         require_tier("tier", tier)
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
-            unmapped, lost = self.unmapped, self._binder.device_is_lost
-            works = [each for each in mapped if not (lost and each is Tier.DEVICE)] or mapped
-            return next((each for each in works if each not in unmapped), works[0])
+            unmapped = self.unmapped
+            return next((each for each in mapped if each not in unmapped), mapped[0])
         if tier is None or tier not in mapped:
             have = " or ".join(str(each) for each in mapped)
             raise InvalidArgument("tier", str(tier), have or "a tier that can be mapped: the cache has only disk")
@@ -234,15 +235,12 @@ class Cache:
         room for that many, or for not one of those that are stored.
         """
 
-        async def attempt(packed: bytes) -> ReadLease:
+        async def take() -> ReadLease:
+            packed = packed_keys(keys, "chains[0].keys")
             (lease,) = await self._holdings.acquire(self, [packed], tier, min_blocks, retention, timeout)
             if lease.error is not None:
                 raise lease.error
             return lease
-
-        async def take() -> ReadLease:
-            packed = packed_keys(keys, "chains[0].keys")
-            return await self._binder.in_service(tier, lambda: attempt(packed))
 
         return Held(take, self.release)
 
@@ -266,9 +264,7 @@ class Cache:
 
         async def take() -> list[ReadLease]:
             packed = packed_chains(chains)
-            return await self._binder.in_service(
-                tier, lambda: self._holdings.acquire(self, packed, tier, min_blocks, retention, timeout)
-            )
+            return await self._holdings.acquire(self, packed, tier, min_blocks, retention, timeout)
 
         return Held(take, release)
 
@@ -379,15 +375,10 @@ class Cache:
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
-
         packed = packed_keys(keys)
-
-        async def attempt() -> list[BlockResult]:
-            place = self.lease_tier(tier)
-            way, gpu = self.way(place), self.gpu(place)
-            return await self._put(way, gpu, packed, blocks, parent, place, priorities, retention, prompt, timeout)
-
-        return await self._binder.in_service(tier, attempt)
+        place = self.lease_tier(tier)
+        way, gpu = self.way(place), self.gpu(place)
+        return await self._put(way, gpu, packed, blocks, parent, place, priorities, retention, prompt, timeout)
 
     async def stream_put(
         self,
@@ -406,14 +397,8 @@ class Cache:
         Each piece is checked against its checksums and stored whole or not at all. Raises also
         :class:`DamagedTransfer`.
         """
-
-        packed = packed_keys(keys)
-
-        async def attempt() -> list[BlockResult]:
-            way = self._streamed
-            return await self._put(way, None, packed, blocks, parent, tier, priorities, retention, prompt, timeout)
-
-        return await self._binder.in_service(tier, attempt)
+        packed, way = packed_keys(keys), self._streamed
+        return await self._put(way, None, packed, blocks, parent, tier, priorities, retention, prompt, timeout)
 
     async def get(
         self,
@@ -449,7 +434,7 @@ class Cache:
         rows = None if known is None else await loading.read_again(known, out)
         if rows is not None:
             return rows
-        return await self._binder.in_service(tier, lambda: self._get(packed, out, tier, verify, timeout))
+        return await self._get(packed, out, tier, verify, timeout)
 
     async def _get(
         self, packed: bytes, out: transfer.Blocks | None, tier: Tier | None, verify: bool, timeout: float | None
@@ -481,11 +466,8 @@ class Cache:
         """
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
-
-        def attempt() -> Awaitable[list[Row]]:
-            return arrays.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
-
-        return await _delivered(out, await self._binder.in_service(tier, attempt))
+        rows = await arrays.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
+        return await _delivered(out, rows)
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
@@ -581,13 +563,9 @@ class Cache:
         if not is_integer(count, 1, MAX_COUNT):
             raise InvalidArgument("count", quoted(count), "1 or more")
         self._require_writable()
-
-        async def attempt() -> WriteLease:
-            place = self.lease_tier(tier)
-            self._require_mapped(place)
-            return await self._holdings.reserve(self, place, count, timeout)
-
-        return await self._binder.in_service(tier, attempt)
+        place = self.lease_tier(tier)
+        self._require_mapped(place)
+        return await self._holdings.reserve(self, place, count, timeout)
 
 
 async def _delivered(out: transfer.Blocks | None, rows: list[Row]) -> list[Any]:

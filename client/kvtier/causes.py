@@ -49,10 +49,7 @@ MEANINGS: Final[Mapping[Cause, Meaning]] = {
         "the copy of a block that it stands on was lost, and its own in that tier went with it",
         "A block that it stands on was dropped or lost; without that nobody could reach it.",
     ),
-    Cause.LOST: Meaning(
-        "the device of a tier was lost, and the copies there with it",
-        "It was lost with the device that alone held it, or with the memory of a daemon that ended uncleanly.",
-    ),
+    Cause.LOST: Meaning(gone="It was lost with the memory of a daemon that ended uncleanly."),
     Cause.SHUTDOWN: Meaning(gone="The daemon was stopped, and the block was only in memory that ended with it."),
     Cause.RECOVERED: Meaning("found again at a start: on disk, or in memory that was kept"),
 }

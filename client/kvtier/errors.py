@@ -55,11 +55,6 @@ class TierOffline(RetryableError):
     """The tier's device failed; the daemon goes on without it and takes it back when it recovers."""
 
 
-class DeviceLost(TierOffline):
-    """The device of the device tier is lost, with all that it held. The daemon serves its other tiers; this one comes
-    back when it is restarted."""
-
-
 class DaemonUnavailable(RetryableError):
     """No daemon answers at the address, or it went away during a call that cannot be repeated safely."""
 

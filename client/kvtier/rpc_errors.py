@@ -68,7 +68,6 @@ def chain_error(chain: blocks_pb2.AcquiredChain, min_blocks: int) -> errors.Kvti
 _OF_CHAINS: Final[Mapping[str, type[errors.KvtierError]]] = {
     "DEADLINE": errors.DeadlineExceeded,
     "TIER_OFFLINE": errors.TierOffline,
-    "DEVICE_LOST": errors.DeviceLost,
     "CANCELLED": errors.DaemonUnavailable,
 }
 
@@ -136,7 +135,6 @@ _BY_REASON: Final[Mapping[str, _Make]] = {
     "FOREIGN_LEASE": _plain(errors.LeaseError),
     "STILL_HELD": _still_held,
     "TIER_OFFLINE": _plain(errors.TierOffline),
-    "DEVICE_LOST": _plain(errors.DeviceLost),
     "TIER_FAILED": _plain(errors.TierOffline),
     "TOO_MANY_OF_IDENTITY": _plain(errors.RetryableError),
     "CURSOR_OF_ANOTHER_HISTORY": _of_another_history,

@@ -1,6 +1,6 @@
 """``kvtierd``: configuration in, a daemon until SIGTERM or SIGINT, an exit status.
 
-0: stopped cleanly. 1: could not start, or run. 2: bad configuration. 3: stopped, but not cleanly.
+0: stopped cleanly. 1: could not start, or lost its GPU. 2: bad configuration. 3: stopped, but not cleanly.
 
 What only a daemon needs is imported by one: a command that checks or prints the configuration, and a supervisor, have
 no use for it.
@@ -27,7 +27,6 @@ from kvtierd.config.load import as_json, given, reference, with_flags
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_CONFIG: Final = 2
-EXIT_UNCLEAN: Final = 3
 SWITCH_S: Final = 0.0005
 """How long one thread may keep the interpreter lock from another. Python's own 5 ms are as long as a disk takes for a
 batch: a thread that checks blocks and one that runs the loop would wait for each other instead of for the disk."""
@@ -108,10 +107,11 @@ def _serve(file: Path | None, flags: Mapping[str, object], loaded: Loaded) -> No
         _fail(EXIT_BAD_CONFIG, f"environment: {error}")
     try:
         with asyncio.Runner() as runner:
-            if not runner.run(serve(Sources(file, flags), config, manager)):
+            status = runner.run(serve(Sources(file, flags), config, manager))
+            if status:
                 # A thread may hang in a call to a device or a disk; the runner would wait for it.
                 sys.stderr.flush()
-                os._exit(EXIT_UNCLEAN)
+                os._exit(status)
     except (TierError, OSError, RuntimeError) as error:
         _log.debug("start failed", exc_info=error)
         said = loaded.located(str(error)) if isinstance(error, TierConfigError) else str(error)

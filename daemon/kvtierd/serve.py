@@ -20,6 +20,9 @@ from kvtierd.notify import Notifier, PassedFd, passed_fds, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.watchdog import Watchdog
 
+EXIT_GPU_LOST: Final = 1
+EXIT_UNCLEAN: Final = 3
+
 _EXTEND_EVERY_S: Final = 5.0
 _EXTEND_BY_S: Final = 30.0
 _START_LIMIT_S: Final = 3600.0
@@ -64,8 +67,8 @@ class Manager:
         return cls(Notifier.from_environment(environment), watchdog_interval_s(environment), passed_fds(environment))
 
 
-async def serve(sources: Sources, config: Config, manager: Manager) -> bool:
-    """A daemon until a signal asks for its end. Returns whether it ended cleanly."""
+async def serve(sources: Sources, config: Config, manager: Manager) -> int:
+    """Runs a daemon until a signal asks for its end, or its GPU is lost. Returns the exit status."""
     loop = asyncio.get_running_loop()
     notifier = manager.notifier
     stop, reload = asyncio.Event(), asyncio.Event()
@@ -81,15 +84,30 @@ async def serve(sources: Sources, config: Config, manager: Manager) -> bool:
         notifier.ready(_serving(daemon))
         tcp = f" tcp={daemon.tcp_address}" if daemon.tcp_address else ""
         _say(f"kvtierd ready pid={os.getpid()} address={daemon.address}{tcp}")
-        await stop.wait()
-        _log.info("stopping")
+        await _first(stop, daemon.gpu_lost)
         reloading.cancel()
+        if daemon.gpu_lost.is_set():
+            why = "the GPU is lost, and with it the device tier: a restart brings back what host and disk hold"
+            notifier.status(f"failed: {why}")
+            _log.error("the daemon ends: %s", why)
+            return EXIT_GPU_LOST
+        _log.info("stopping")
         notifier.stopping("stopping: moves are given time to end")
         notifier.extend(config.shutdown_seconds + _STOP_MARGIN_S)
         clean = await daemon.stop()
         _ended.append(daemon)
     _log.info("stopped clean=%s", clean)
-    return clean
+    return 0 if clean else EXIT_UNCLEAN
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Returns once one of them is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 def _keep_collections_short() -> None:

@@ -1,6 +1,6 @@
 """What the daemon must remember of itself: its epoch, its boot and how far event ids have been given out.
 
-An epoch ends with an unclean stop, or where a life begins another one, as after the loss of a device.
+An epoch ends with an unclean stop.
 
 ``SUPERBLOCK`` of the state directory (written whole or not at all) holds ``last``: after a clean stop the last id given
 out, otherwise a mark reserved ahead, above which no id ever was. Ids are therefore never reused, whenever the process
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class State:
     """What is written. ``boot`` rises with every start and is never below the epoch of that.
 
-    ``epoch_first``: the epoch's first event id, or while it is only announced one above all that can be. ``last``: no
+    ``epoch_first``: the epoch's first event id. ``last``: no
     id above it has been given out; exact if ``clean``, else a mark reserved ahead. ``history``: which sequence of ids
     these are of, at random, 1 to 2^63 - 1; 0 where it was written before there was one.
     """
@@ -75,8 +75,6 @@ class StateDir:
         self._state = State(
             identity.epoch, identity.boot, identity.epoch_first, identity.last, clean=False, history=identity.history
         )
-        self._epoch_first: int | None = None
-        """Of an epoch that this life began."""
         self._writing = threading.Lock()
 
     @classmethod
@@ -135,31 +133,14 @@ class StateDir:
             if mark > self._state.last:
                 self._store(replace(self._state, last=mark))
 
-    def announce_epoch(self) -> int:
-        """The number of a further epoch, from here on nobody else's; :meth:`begin_epoch` begins it. Blocks; raises
-        TierIOError."""
-        with self._writing:
-            epoch = self._state.epoch + 1
-            self._epoch_first = None
-            self._store(replace(self._state, epoch=epoch, epoch_first=self._state.last + 1))
-        return epoch
-
-    def begin_epoch(self, first: int) -> None:
-        """The epoch announced begins with this id, the next to be given out. Where the life then ends uncleanly, nobody
-        needs to know: what is left of the epoch says so itself."""
-        self._epoch_first = first
-
     def close(self, last: int | None) -> None:
         """Lets go of the directory. ``last``: the last id given out, if the stop was clean."""
         with self._writing:
             if last is not None:
-                epoch_first = min(self._state.epoch_first, last + 1)  # announced, and not begun before
-                self._store(replace(self._state, epoch_first=epoch_first, last=last, clean=True))
+                self._store(replace(self._state, last=last, clean=True))
             self._lock.release()
 
     def _store(self, state: State) -> None:
-        if self._epoch_first is not None:
-            state = replace(state, epoch_first=self._epoch_first)
         _write(self._path, state)
         self._state = state
 

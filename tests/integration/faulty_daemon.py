@@ -5,23 +5,14 @@ For tests that are to find the fault. The daemon does not know: only this proces
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.event_log import EventLog, LoggedRun
 from kvtierd.main import main
-from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import Bytes, TierIOError
-from kvtierd.tiers.device import StandInDevice
-from kvtierd.tiers.mapped import MappedStore
-from kvtierd.tiers.parts import Part
 
 HOLD_S: Final = 0.005
 
@@ -65,56 +56,6 @@ def _was_never_used(arena: Arena, tier: Tier, group: GroupId, slot: SlotId) -> b
     return arena.generation(tier, group, slot) % 2 == 1
 
 
-class _LosableDevice:
-    """Of a daemon whose device tier is a stand-in. It does what a file says: nothing of note while there is none."""
-
-    def __init__(self, orders: Path) -> None:
-        self._orders = orders
-        self._found_out = threading.Lock()
-        self._tell: Callable[[], None] | None = None
-        self.lost: str | None = None
-
-    def on_loss(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-
-    def memory(self) -> tuple[int, int]:
-        if self._ordered("lose"):
-            with self._found_out:
-                if self.lost is None and self._tell is not None:
-                    self.lost = "the test has lost it"
-                    self._tell()
-            raise TierIOError(0, "the test has lost it")
-        return 0, 0
-
-    def copy(self) -> None:
-        """Before each."""
-        while self._ordered("hold"):
-            time.sleep(HOLD_S)
-        self.memory()
-
-    def _ordered(self, what: str) -> bool:
-        return self._orders.exists() and self._orders.read_text() == what
-
-
-def loses_its_device() -> None:
-    """When the file that ``KVTIER_TEST_ORDERS`` names says ``lose``: no copy to or from it works any more, and an idle
-    probe finds out. While it says ``hold``, copies do not get on."""
-    device = _LosableDevice(Path(os.environ["KVTIER_TEST_ORDERS"]))
-    watch, pools = Daemon._watch_device, MappedStore.pool_array
-
-    def padded_parts(store: StandInDevice, group: GroupId, slot: SlotId) -> Sequence[Part]:
-        device.copy()
-        return MappedStore.padded_parts(store, group, slot)
-
-    def pool_array(store: StandInDevice, group: GroupId, pool: int) -> Bytes:
-        device.copy()
-        return pools(store, group, pool)
-
-    setattr(Daemon, "_watch_device", lambda daemon, _: watch(daemon, device))  # noqa: B010
-    for method in (padded_parts, pool_array):
-        setattr(StandInDevice, method.__name__, method)
-
-
 def fails_to_log_events() -> None:
     """No run of events can be handed to the log."""
 
@@ -127,7 +68,7 @@ def fails_to_log_events() -> None:
 SEEN_BY_READERS: Final = (keeps_the_generation, turns_odd_too_late)
 """With these some reader is given wrong bytes."""
 FAULTS: Final[Mapping[str, Callable[[], None]]] = {
-    fault.__name__: fault for fault in (*SEEN_BY_READERS, loses_its_device, fails_to_log_events)
+    fault.__name__: fault for fault in (*SEEN_BY_READERS, fails_to_log_events)
 }
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from kvtier import AsyncClient, Cache, Cursor, Mirror, Tier
+from kvtier import AsyncClient, Tier
 from kvtier.stats import CacheStats, DaemonStats, EdgeStats, EventLogStats, SessionStats, TierStats
 from kvtier.v1 import admin_pb2
 from tests.integration.raw import RawClient
-from tests.integration.waiting import PATIENCE_S
 
 
 async def state(raw: RawClient) -> bytes:
@@ -25,27 +22,6 @@ async def state(raw: RawClient) -> bytes:
 async def state_seen_by(client: AsyncClient) -> DaemonStats:
     """The same, as a client has it."""
     return replace(await client.stats(), uptime_ns=0, event_log=EventLogStats())
-
-
-async def listed_without_device(
-    client: AsyncClient, cache: Cache, mirror: Mirror, chains: Sequence[Sequence[bytes]]
-) -> set[bytes]:
-    """The blocks there are, once a device is lost and all is still: none of them on it, and the mirror, which took no
-    new snapshot, finds the same prefixes of all chains by events alone."""
-    stats = await client.stats()
-    async with asyncio.timeout(PATIENCE_S):
-        await mirror.synced(Cursor(stats.epoch, stats.last_event_id))
-    assert mirror.resyncs == 0
-    listed = {block.key: block.residency async for block in cache.blocks()}
-    assert not any(residency & Tier.DEVICE.bit for residency in listed.values())
-    for keys in chains:
-        assert mirror.longest_prefix(keys) == stored_prefix(keys, listed.keys())
-    return set(listed)
-
-
-def stored_prefix(keys: Sequence[bytes], stored: Collection[bytes]) -> int:
-    """How many of the first keys of a chain are stored."""
-    return next((number for number, key in enumerate(keys) if key not in stored), len(keys))
 
 
 async def cache_stats(client: AsyncClient, name: str) -> CacheStats:

@@ -369,11 +369,8 @@ def test_every_cause_is_driven_or_has_a_reason_not_to_be() -> None:
 
 
 def test_the_words_for_causes_are_of_what_events_say() -> None:
-    """A cause has words for changes if a change has it, and for endings if an ending has it.
-
-    What a lost device changes is driven in test_lost_device.
-    """
-    elsewhere = (Cause.CORRUPT, Cause.ANCESTOR, Cause.LOST)
+    """A cause has words for changes if a change has it, and for endings if an ending has it."""
+    elsewhere = (Cause.CORRUPT, Cause.ANCESTOR)
     for cause, meaning in MEANINGS.items():
         said = _driven.get(cause, set())
         assert bool(meaning.gone) is bool(said & {REMOVED, CLEARED}), cause

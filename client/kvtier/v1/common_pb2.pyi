@@ -89,7 +89,7 @@ class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     CAUSE_ANCESTOR: _Cause.ValueType  # 13
     """its prefix was dropped or lost"""
     CAUSE_LOST: _Cause.ValueType  # 14
-    """its tier's device was lost; of a cleared group: the daemon had ended without a clean stop"""
+    """of a cleared group: the daemon had ended without a clean stop"""
     CAUSE_SHUTDOWN: _Cause.ValueType  # 15
     """of a cleared group: the daemon was stopped; told at the next start"""
     CAUSE_RECOVERED: _Cause.ValueType  # 16
@@ -127,7 +127,7 @@ CAUSE_IO_ERROR: Cause.ValueType  # 12
 CAUSE_ANCESTOR: Cause.ValueType  # 13
 """its prefix was dropped or lost"""
 CAUSE_LOST: Cause.ValueType  # 14
-"""its tier's device was lost; of a cleared group: the daemon had ended without a clean stop"""
+"""of a cleared group: the daemon had ended without a clean stop"""
 CAUSE_SHUTDOWN: Cause.ValueType  # 15
 """of a cleared group: the daemon was stopped; told at the next start"""
 CAUSE_RECOVERED: Cause.ValueType  # 16

@@ -4,8 +4,7 @@ isort:skip_file
 Events: one ordered stream of everything that happens to blocks.
 
 A cursor is (epoch, id). Ids are contiguous inside an epoch over all caches of a daemon. A clean restart keeps the
-epoch; after an unclean stop the next epoch starts above every id ever given out and declares the range lost. After
-the loss of a device one begins with the very next id: nothing is lost, and no gap is told.
+epoch; after an unclean stop the next epoch starts above every id ever given out and declares the range lost.
 All this holds within a history. A daemon whose state directory was lost begins another, with ids from 1 again.
 Each batch states the range of ids that it covers, filtered events included, so a watcher judges loss by ranges.
 Past events are kept in memory and, unless the daemon is configured without, in a log on disk over restarts and epochs.

@@ -528,11 +528,6 @@ class BlockManager:
         for window in self.windows.values():
             loss.lose_detached(window.state, tier, window.flights.reading(tier))
 
-    def require_in_service(self, group: GroupId, tier: Tier) -> None:
-        """Raises :class:`TierOffline` where the tier has been lost since a lease on it was granted."""
-        if tier in self._window(group).state.offline:
-            raise TierOffline(tier)
-
     def carried(self, tier: Tier) -> tuple[int, int]:
         """Blocks that went to or from a tier so far, and those that failed to."""
         edges = counting.edges(self.windows.values())

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.explaining import BlockNow
@@ -74,8 +74,6 @@ class Engine:
         self._requests = Requests(self._carrier, clock)
         self._doing = Doing(loop)
         self._closing = False
-        self._epoch: int | None = None
-        """One that this life began; else that of which arenas are made."""
 
     # caches
 
@@ -87,18 +85,9 @@ class Engine:
         if runtime.id in self._carrier.caches:
             raise ValueError(f"cache {runtime.id} is open already")
         cache = self._carrier.open(runtime)
-        if self._epoch is not None:
-            runtime.arena.begin_epoch(self._epoch, self._sequencer.last)
         self._carrier.apply(cache, runtime.manager.announce(self._clock()))
         for lease in left:
             self._carrier.apply(cache, runtime.manager.restore_lease(lease, self._clock()))
-
-    def begin_epoch(self, epoch: int) -> None:
-        """The next event is the first of this epoch: what arenas show of events, and those to come, are of it."""
-        self._epoch = epoch
-        for cache in self._carrier.caches.values():
-            self._carrier.catch_up(cache)
-            cache.runtime.arena.begin_epoch(epoch, self._sequencer.last)
 
     def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
         """The event of a cache that is not here any more: none of its blocks is."""
@@ -306,17 +295,15 @@ class Engine:
         if cache is not None and cache.runtime.disk is not None:
             await asyncio.to_thread(cache.runtime.disk.sync)
 
-    def lose_tier(self, cache_id: CacheId, tier: Tier, cause: Cause) -> Coroutine[Any, Any, None]:
-        """The tier has failed: when this returns nothing is given out there any more. All that stands there goes, in
-        slices, so that others have their turn in between: what is returned is to be awaited for that."""
+    async def lose_tier(self, cache_id: CacheId, tier: Tier, cause: Cause) -> None:
+        """The tier has failed. Nothing is given out there any more from the call on. Its blocks go in slices, and other
+        calls have their turn in between."""
         cache = self._find(cache_id)
-        return self._lose_rest(cache, tier, cause, self._lose_slice(cache, tier, cause, None))
-
-    async def _lose_rest(self, cache: OpenCache, tier: Tier, cause: Cause, following: TierLoss | None) -> None:
+        following = self._lose_slice(cache, tier, cause, None)
         while following is not None:
             await asyncio.sleep(0)
             if cache.removed:
-                raise UnknownCache(cache.runtime.id)
+                raise UnknownCache(cache_id)
             following = self._lose_slice(cache, tier, cause, following)
 
     def _lose_slice(self, cache: OpenCache, tier: Tier, cause: Cause, following: TierLoss | None) -> TierLoss | None:

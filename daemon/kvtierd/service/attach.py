@@ -41,9 +41,9 @@ class Arenas(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class DaemonIdentity:
-    """What a welcome says of the daemon. ``epoch``: the present one."""
+    """What a welcome says of the daemon."""
 
     epoch: int
     boot: int

@@ -23,7 +23,7 @@ from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.checksums import UNKNOWN, of_blocks
 from kvtierd.service.entries import Cache
-from kvtierd.service.errors import bad_argument, reason_of
+from kvtierd.service.errors import bad_argument
 from kvtierd.service.prompts import labels
 from kvtierd.service.sessions import Session
 
@@ -231,7 +231,7 @@ class BlocksService:
 
     def _acquired(self, cache: Cache, tier: Tier, group: GroupId, answer: Grant | Refusal) -> blocks_pb2.AcquiredChain:
         if isinstance(answer, Refusal):
-            reason = reason_of(answer)
+            reason = answer.reason.name
             return blocks_pb2.AcquiredChain(matched=answer.matched, refusal=reason, detail=self._describe(answer))
         return blocks_pb2.AcquiredChain(
             lease_id=answer.lease or 0,

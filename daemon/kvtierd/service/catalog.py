@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 
 import grpc
 
-from kvtier.abi import attach
 from kvtier.abi.layout import ArenaState
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
@@ -28,7 +27,7 @@ from kvtierd.service.adoption import NOBODY, OldLife
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
 from kvtierd.service.entries import Cache, Removal, require_same_cache
-from kvtierd.service.errors import CallRefused, device_lost, no_such_cache, refused
+from kvtierd.service.errors import CallRefused, no_such_cache, refused
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.options import Wanted, require_same
 from kvtierd.service.restoring import kept_alone, new_options, slots_of_stored, stored_options
@@ -67,7 +66,6 @@ class Catalog:
         self._unfinished: dict[str, Removal] = {}
         """Of caches whose files could not be deleted: what goes back to the budgets once they are."""
         self._noted: dict[CacheId, str] = {}
-        self._device_is_lost = False
         self._loading: dict[str, asyncio.Lock] = {}
         """Caches of an earlier life that nobody can open yet; the locks of their names are held."""
         self._loaded: Final = asyncio.Event()
@@ -103,12 +101,6 @@ class Catalog:
             self._noted.pop(cache.id, None)
         else:
             self._noted[cache.id] = problem
-
-    def device_is_lost(self) -> None:
-        """From now on no cache gets a device tier, and a successor makes those that there are anew."""
-        self._device_is_lost = True
-        for cache in self:
-            self._stores.keeper.forget(cache.name, attach.CUDA)
 
     @asynccontextmanager
     async def holding(self, cache: Cache) -> AsyncIterator[bool]:
@@ -148,20 +140,12 @@ class Catalog:
                     if spec is None or not create:
                         raise no_such_cache(name)
                     slots = self._stores.budgets.slots_for(spec, asked)
-                    self._require_device_for(slots)
                     plan = Plan(name, spec, slots, new_options(self._stores, name, spec, named))
                     self._stores.budgets.take(spec, slots)
                     return await self._make(plan), True
         require_same_cache(cache, spec or cache.spec, asked)
         require_same(cache.options, named, name)
         return cache, False
-
-    def _require_device_for(self, slots: Slots) -> None:
-        """Raises FAILED_PRECONDITION where the device that they are to be on is lost. Without them the cache would be
-        another one for as long as it lives."""
-        if self._device_is_lost and Tier.DEVICE in slots:
-            says = "restart kvtierd, or ask for a new cache with budgets without the device tier"
-            raise device_lost(f"a cache with a device tier cannot be opened: the device is lost; {says}")
 
     def _require_whole(self, name: str) -> None:
         """Raises FAILED_PRECONDITION where the cache is on disk, but cannot be served."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
@@ -30,7 +30,6 @@ from kvtierd.service.caches import CachesService
 from kvtierd.service.calls import Dispatcher, OpenCalls, Pace
 from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.epochs import Epochs
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.explain import ExplainService
@@ -41,7 +40,6 @@ from kvtierd.service.health import Health
 from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub, Limits, Run
 from kvtierd.service.keeping import Keeper
-from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.machine import require_possible
 from kvtierd.service.remnants import Kept
 from kvtierd.service.remote import RemoteSessions, StreamTimes
@@ -50,7 +48,6 @@ from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
 from kvtierd.state import EVENT_LOG, StateDir
-from kvtierd.tiers.base import Device
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.device import Chaos
 from kvtierd.tiers.disk import DiskRoot
@@ -154,12 +151,12 @@ class Daemon:
         )
         self._kept: Final = kept
         self._gpu: Final = tiers.gpu
+        self.gpu_lost: Final = asyncio.Event()
+        """The GPU will not work any more in this process, which is to end."""
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, _capacity(config), kept.roll)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
-        self._epochs: Final = Epochs(state, self._sequencer, self._hub, self._log, self._engine, self._identity)
-        self._lost_device: Final = self._watch_device(tiers.gpu)
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.allow, os.getuid()), self._catalog)
         self._health: Final = Health(
@@ -168,7 +165,6 @@ class Daemon:
             self._sessions,
             lambda: self.config_problems,
             self._log,
-            self._lost_device,
         )
         self._events: Final = EventsService(self._history, self._engine, self._catalog, self._access)
         self._calls: Final = OpenCalls()
@@ -205,7 +201,7 @@ class Daemon:
         """
         await asyncio.to_thread(require_possible, config)
         keeper = Keeper(notifier or Notifier(None), passed)
-        gpu = await asyncio.to_thread(open_gpu, config)
+        gpu = await asyncio.to_thread(open_gpu, config, keeper)
         directories = await asyncio.to_thread(_Directories.open, config)
         kept = await asyncio.to_thread(Kept.open, keeper)
         tiers = _Tiers(gpu, await asyncio.to_thread(tier_sizes, config, gpu, keeper))
@@ -218,6 +214,7 @@ class Daemon:
         return daemon
 
     async def _serve(self) -> None:
+        self._watch_gpu()
         plans = await self._catalog.plan_restore(self._sessions.restore(self._kept.entries))
         run = self._directories.run
         if (tcp := self._config.tcp) is not None:
@@ -228,13 +225,11 @@ class Daemon:
             listener = run.bind_attach()
         if (address := self._config.metrics_address) is not None:
             self._metrics = self._serving_metrics(*address)
-        await self._rpc.start(has_device=Tier.DEVICE in self._config.tiers)
+        await self._rpc.start()
         self._attach.start(listener)
         await self._catalog.load(plans)
         self._sessions.settle()
         self._failing.start()
-        if self._lost_device is not None:
-            self._lost_device.start()
         self._serving = True
 
     @property
@@ -257,8 +252,6 @@ class Daemon:
             await self._metrics.stop()
         await self._rpc.announce_stop()
         await self._attach.stop_accepting()
-        if self._lost_device is not None:
-            await self._lost_device.stop()
         probed = await self._failing.stop()
         clean = await self._engine.shutdown(self._config.shutdown_seconds) and probed
         self._dispatcher.stop()
@@ -333,14 +326,20 @@ class Daemon:
         )
         return Metrics(host, port, subjects)
 
-    def _watch_device(self, device: Device | None) -> LostDevice | None:
-        """``device``: None where there is none that can be lost."""
-        if device is None:
-            return None
-        return LostDevice(device, self._catalog, self._engine, self._epochs, self._announce_lost_device)
+    def _watch_gpu(self) -> None:
+        loop = asyncio.get_running_loop()
 
-    async def _announce_lost_device(self) -> None:
-        await self._rpc.announce_lost_device()
+        def lost() -> None:
+            """Called by the thread that finds out."""
+            with suppress(RuntimeError):  # the loop has ended, and the daemon with it
+                loop.call_soon_threadsafe(self._lose_gpu)
+
+        if self._gpu is not None:
+            self._gpu.on_loss(lost)
+
+    def _lose_gpu(self) -> None:
+        self._kept.keeper.forget_gpu()
+        self.gpu_lost.set()
 
     def reload(self, fresh: Config) -> None:
         """Takes over the keys that may change while the daemon runs, and names the others that have changed."""

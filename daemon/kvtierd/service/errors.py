@@ -18,15 +18,15 @@ from google.rpc import status_pb2
 from kvtier.abi.errors import FieldError
 from kvtier.v1 import common_pb2
 from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
-from kvtierd.core.ids import SessionId, Tier
+from kvtierd.core.ids import SessionId
 from kvtierd.core.outcome import Holder, Refusal, RefusalReason
 from kvtierd.mover.errors import Refused, ShuttingDown, UnknownCache
 from kvtierd.service import wire
 from kvtierd.tiers.base import TierConfigError, TierError
 
 STATUS_KEY: Final = "grpc-status-details-bin"
-DEVICE_LOST: Final = "DEVICE_LOST"
-_LOST_SAYS: Final = "the device is lost; its tier comes back when kvtierd is restarted, and other tiers serve on"
+
+
 MAX_SHOWN: Final = 80
 MAX_HOLDERS: Final = 16
 """Holders named in a refusal, most slots first: trailing metadata has room for about 8 KiB."""
@@ -82,11 +82,6 @@ def cache_not_opened(cache_id: int) -> CallRefused:
     return CallRefused(grpc.StatusCode.FAILED_PRECONDITION, message, detail)
 
 
-def device_lost(message: str) -> CallRefused:
-    """FAILED_PRECONDITION: nothing helps but a restart of the daemon, or to ask for another tier."""
-    return refused(grpc.StatusCode.FAILED_PRECONDITION, DEVICE_LOST, message)
-
-
 def shutting_down() -> CallRefused:
     return refused(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "the daemon is being stopped")
 
@@ -110,7 +105,7 @@ class Translator:
             UnknownGroup: lambda error: bad_argument("group", error.group, "a window group of the cache"),
             UnknownLease: lambda error: refused(grpc.StatusCode.NOT_FOUND, "UNKNOWN_LEASE", str(error)),
             ForeignLease: lambda error: refused(grpc.StatusCode.PERMISSION_DENIED, "FOREIGN_LEASE", str(error)),
-            TierOffline: _tier_offline,
+            TierOffline: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(error)),
             StillHeld: self._still_held,
             TierError: lambda error: refused(grpc.StatusCode.UNAVAILABLE, "TIER_FAILED", str(error)),
             UnknownCache: lambda error: unknown_cache(error.cache),
@@ -130,7 +125,7 @@ class Translator:
         """Which tier could not give what, and who holds it."""
         holders = sorted(refusal.holders, key=lambda holder: -holder.slots)[:MAX_HOLDERS]
         return common_pb2.ErrorDetail(
-            reason=reason_of(refusal),
+            reason=refusal.reason.name,
             tier=wire.TIER_TO_WIRE[refusal.tier],
             wanted=refusal.wanted,
             free=refusal.free,
@@ -139,8 +134,6 @@ class Translator:
 
     def _refusal(self, refusal: Refusal) -> CallRefused:
         code, says = _REFUSALS[refusal.reason]
-        if reason_of(refusal) == DEVICE_LOST:
-            code, says = grpc.StatusCode.FAILED_PRECONDITION, _LOST_SAYS
         numbers = f"{refusal.wanted} slots of the {refusal.tier} tier wanted, {refusal.free} free"
         return CallRefused(code, f"{says}: {numbers}", self.detail(refusal))
 
@@ -153,18 +146,6 @@ class Translator:
     def _holder(self, holder: Holder) -> common_pb2.Holder:
         pid, command = self._owner_of(holder.session)
         return common_pb2.Holder(session_id=holder.session, pid=pid, command=shown(command), slots=holder.slots)
-
-
-def reason_of(refusal: Refusal) -> str:
-    """As it travels. A device, unlike a disk, is out of service for as long as the daemon lives."""
-    lost = refusal.reason is RefusalReason.TIER_OFFLINE and refusal.tier is Tier.DEVICE
-    return DEVICE_LOST if lost else refusal.reason.name
-
-
-def _tier_offline(error: TierOffline) -> CallRefused:
-    if error.tier is Tier.DEVICE:
-        return device_lost(_LOST_SAYS)
-    return refused(grpc.StatusCode.UNAVAILABLE, "TIER_OFFLINE", str(error))
 
 
 _REFUSALS: Final[Mapping[RefusalReason, tuple[grpc.StatusCode, str]]] = {

@@ -12,16 +12,25 @@ from kvtier.v1 import admin_pb2
 from kvtierd.config import Config
 from kvtierd.core.ids import Tier
 from kvtierd.service.keeping import Keeper
-from kvtierd.tiers.base import TierConfigError
+from kvtierd.tiers.base import TierConfigError, TierIOError
 from kvtierd.tiers.cuda.pool import Gpu
 
 _log = logging.getLogger(__name__)
 
 
-def open_gpu(config: Config) -> Gpu | None:
-    """What the device tier is to be on. Blocks. Raises :class:`TierConfigError`, which says what is missing."""
+def open_gpu(config: Config, keeper: Keeper) -> Gpu | None:
+    """What the device tier is to be on. Blocks.
+
+    Raises :class:`TierConfigError`, which says what is missing; :class:`TierIOError` where the GPU worked in the life
+    before: then the manager starts the daemon again, and keeps the memory until the GPU is back.
+    """
     if config.cuda_device is not None:
-        return Gpu.open(config.cuda_device)
+        try:
+            return Gpu.open(config.cuda_device)
+        except TierConfigError as error:
+            if keeper.has_memory:
+                raise TierIOError(0, str(error)) from error
+            raise
     if Tier.DEVICE in config.tiers:
         _log.info("the device tier is a stand-in in shared memory device=%s", config.device)
     return None

@@ -10,7 +10,6 @@ from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
-from kvtierd.service.lost_device import LostDevice
 from kvtierd.service.sessions import SessionRegistry
 
 OLD_LEASE_S: Final = 3600
@@ -25,19 +24,16 @@ class Health:
         sessions: SessionRegistry,
         config_problems: Callable[[], Sequence[str]],
         log: EventLog | None,
-        device: LostDevice | None,
     ) -> None:
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._sessions: Final = sessions
         self._config_problems: Final = config_problems
         self._log: Final = log
-        self._device: Final = device
 
     def problems(self, caches: Sequence[Cache]) -> list[str]:
         """Of the daemon and of these caches; empty when all is well."""
         return [
-            *(() if self._device is None else self._device.problems()),
             *self._catalog.problems(),
             *self._engine.problems(),
             *self._degraded(caches),

@@ -101,6 +101,11 @@ class Keeper:
         """Whether anybody keeps anything for us."""
         return self._notifier.listens
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether a cache's memory was kept that nobody has taken yet."""
+        return bool(self._caches)
+
     def abouts(self) -> dict[str, About]:
         """The caches whose arenas were kept and that say what they are."""
         found = {}
@@ -149,6 +154,11 @@ class Keeper:
             self._notifier.forget(_name(cache, segment))
         if rest := tuple(segment for segment in stored if segment not in gone):
             self._stored[cache] = rest
+
+    def forget_gpu(self) -> None:
+        """No GPU memory is kept any longer: a successor makes it anew."""
+        for cache in list(self._stored):
+            self.forget(cache, attach.CUDA)
 
     def kept_on_gpu(self, uuid: str) -> int:
         """Bytes of that GPU (its uuid, 32 hex digits) that nobody has but those who kept them for us."""

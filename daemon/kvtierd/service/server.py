@@ -30,9 +30,6 @@ _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
-DEVICE_HEALTH: Final = "kvtier.device"
-"""What health is asked of a daemon's device tier alone."""
-
 _CACHES: Final = caches_pb2.DESCRIPTOR.services_by_name["Caches"]
 _BLOCKS: Final = blocks_pb2.DESCRIPTOR.services_by_name["Blocks"]
 _EVENTS: Final = events_pb2.DESCRIPTOR.services_by_name["Events"]
@@ -91,14 +88,10 @@ class RpcServer:
             return self._server.add_insecure_port(listener.target)
         return self._server.add_secure_port(listener.target, credentials)
 
-    async def start(self, *, has_device: bool) -> None:
+    async def start(self) -> None:
         await self._server.start()
-        for name in ("", *self._served, *((DEVICE_HEALTH,) if has_device else ())):
+        for name in ("", *self._served):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-
-    async def announce_lost_device(self) -> None:
-        """Health of :data:`DEVICE_HEALTH` says NOT_SERVING from now on; that of everything else stays."""
-        await self._health.set(DEVICE_HEALTH, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def announce_stop(self) -> None:
         """Health says NOT_SERVING from now on."""

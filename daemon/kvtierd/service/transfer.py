@@ -10,8 +10,8 @@ begun by a thread, and a lease that is to end meanwhile ends after it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -67,20 +67,6 @@ class _Held:
         self.require_right()
         if self.lease not in self.cache.runtime.manager.leases:
             raise UnknownLease(self.lease)
-        self.require_in_service()
-
-    def require_in_service(self) -> None:
-        """Raises :class:`TierOffline` once what the slots held is lost, with their tier."""
-        self.cache.runtime.manager.require_in_service(self.group, self.tier)
-
-    @contextmanager
-    def telling_loss(self) -> Iterator[None]:
-        """Bytes that cannot be copied because the tier is lost are refused as everything else is for that."""
-        try:
-            yield
-        except TierIOError:
-            self.require_in_service()
-            raise
 
     def stretches(self, spans: Iterable[Span]) -> list[Stretch]:
         """Where they are."""
@@ -91,7 +77,6 @@ class _Held:
 
     def _require_unchanged(self, index: int, slot: SlotId) -> None:
         if self.cache.runtime.arena.generation(self.tier, self.group, slot) != self.generations[index]:
-            self.require_in_service()
             raise AssertionError(f"{self.tier} slot {slot} changed under lease {self.lease}")
 
 
@@ -141,8 +126,7 @@ class TransferService:
         lease = LeaseId(grant.lease or 0)
         try:
             held = _Held(session, cache, group, tier, lease, grant.slots, self._right(session, Right.WRITE, cache))
-            with held.telling_loss():
-                await _receive(held, self._bytes(held), checksums, chunks)
+            await _receive(held, self._bytes(held), checksums, chunks)
             held.require_live()
             commit.lease_id = lease
             commit.slots.extend(grant.slots)
@@ -167,9 +151,8 @@ class TransferService:
             yield _header(chain).SerializeToString()
             right = self._right(session, Right.READ, cache)
             held = _Held(session, cache, group, tier, lease, slots, right, generations)
-            with held.telling_loss():
-                async for chunk in _chunks(held, self._bytes(held)):
-                    yield chunk
+            async for chunk in _chunks(held, self._bytes(held)):
+                yield chunk
         finally:
             if lease:
                 self._release(session, cache, lease)

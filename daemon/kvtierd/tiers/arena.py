@@ -20,7 +20,7 @@ from kvtier.abi.errors import AbiError
 from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_generation, is_ready, write_state
 from kvtier.abi.records import INDEX_SEED_BYTES
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
-from kvtierd.core.ids import EventId, GroupId, SessionId, SlotId, Tier
+from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
 from kvtierd.core.outcome import Content
 from kvtierd.tiers.base import Bytes, NotAdoptable
@@ -269,11 +269,6 @@ class Arena:
         """These are all the blocks there are. Takes about a second for a million; for any one thread."""
         if self.index is not None:
             self.index.rebuild(Many.of(recovered, self._generations))
-
-    def begin_epoch(self, epoch: int, event: EventId) -> None:
-        """The index shows events of this epoch from now on, those up to ``event`` already."""
-        if self.index is not None:
-            self.index.begin_epoch(epoch, event)
 
     def set_state(self, state: ArenaState) -> None:
         write_state(self._control.array, state)

@@ -6,7 +6,7 @@ to touch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -46,25 +46,6 @@ class MemoryStore(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Device(Protocol):
-    """What the device tiers of all caches are on, as far as it can be lost. For any thread."""
-
-    @property
-    def lost(self) -> str | None:
-        """Why it is, for good, from when a call has told; None while it works."""
-        ...
-
-    def on_loss(self, tell: Callable[[], None]) -> None:
-        """``tell`` is called once, by the thread that finds out, before it says of a copy that it failed for that; at
-        once where it is lost already."""
-        ...
-
-    def memory(self) -> tuple[int, int]:
-        """Free and total bytes: a cheap call, which loses it where that says that it is. May block for long. Raises
-        :class:`TierIOError`."""
-        ...
 
 
 class TierError(Exception):

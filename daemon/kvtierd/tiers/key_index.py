@@ -90,11 +90,6 @@ class KeyIndex:
         """The index shows the effect of this event, and of all before it."""
         write_shown(self._words, Shown(self._epoch, event))
 
-    def begin_epoch(self, epoch: int, event: EventId) -> None:
-        """The events that it will show are of this epoch; it shows those up to ``event``."""
-        self._epoch = epoch
-        self.show(event)
-
     def put(
         self, group: GroupId, key: Key, residency: int, host: Place | None = None, device: Place | None = None
     ) -> None:

@@ -44,7 +44,6 @@ def raised(code: grpc.StatusCode, reason: str = "", **fields: object) -> errors.
         (Code.UNAVAILABLE, "SHUTTING_DOWN", errors.DaemonUnavailable),
         (Code.UNAVAILABLE, "TIER_OFFLINE", errors.TierOffline),
         (Code.UNAVAILABLE, "TIER_FAILED", errors.TierOffline),
-        (Code.FAILED_PRECONDITION, "DEVICE_LOST", errors.DeviceLost),
         (Code.NOT_FOUND, "UNKNOWN_CACHE", errors.NotFound),
         (Code.NOT_FOUND, "UNKNOWN_LEASE", errors.LeaseError),
         (Code.PERMISSION_DENIED, "FOREIGN_LEASE", errors.LeaseError),

@@ -31,7 +31,6 @@ def refusal(reason: RefusalReason) -> Refused:
         (core.UnknownLease(LeaseId(1)), Code.NOT_FOUND, "UNKNOWN_LEASE"),
         (core.ForeignLease(LeaseId(1)), Code.PERMISSION_DENIED, "FOREIGN_LEASE"),
         (core.TierOffline(Tier.DISK), Code.UNAVAILABLE, "TIER_OFFLINE"),
-        (core.TierOffline(Tier.DEVICE), Code.FAILED_PRECONDITION, "DEVICE_LOST"),
         (refusal(RefusalReason.TIER_FULL), Code.RESOURCE_EXHAUSTED, "TIER_FULL"),
         (refusal(RefusalReason.DEADLINE), Code.DEADLINE_EXCEEDED, "DEADLINE"),
         (refusal(RefusalReason.TIER_OFFLINE), Code.UNAVAILABLE, "TIER_OFFLINE"),

@@ -57,47 +57,6 @@ def test_after_an_unclean_stop_a_new_epoch_begins_above_all_that_was_reserved(tm
     third.close(None)
 
 
-def test_an_epoch_that_a_life_begins_goes_on_after_a_clean_stop(tmp_path: Path) -> None:
-    first = life(tmp_path)
-    assert first.announce_epoch() == 2
-    first.begin_epoch(11)
-    first.reserve(first.mark + 1)
-    first.close(30)
-    second = life(tmp_path)
-    assert (second.identity.epoch, second.identity.epoch_first, second.identity.last) == (2, 11, 30)
-    assert second.identity.boot == 2
-    for epoch in (3, 4):
-        assert second.announce_epoch() == epoch
-        second.begin_epoch(40 + epoch)
-    second.close(50)
-    third = life(tmp_path)
-    assert (third.identity.epoch, third.identity.epoch_first, third.identity.last) == (4, 44, 50)
-    assert third.identity.boot == 4, "no epoch is above the boot"
-    third.close(50)
-
-
-def test_an_epoch_that_is_announced_and_never_begun_has_no_ids(tmp_path: Path) -> None:
-    first = life(tmp_path)
-    first.announce_epoch()
-    first.close(30)
-    second = life(tmp_path)
-    assert (second.identity.epoch, second.identity.epoch_first, second.identity.last) == (2, 31, 30)
-    second.close(30)
-
-
-@pytest.mark.parametrize("begun", [True, False])
-def test_the_number_of_an_epoch_is_not_given_again_after_a_crash(tmp_path: Path, begun: bool) -> None:
-    first = life(tmp_path)
-    mark = first.mark
-    first.announce_epoch()
-    if begun:
-        first.begin_epoch(11)
-    first.close(None)
-    second = life(tmp_path)
-    assert (second.identity.epoch, second.identity.epoch_first, second.identity.unclean) == (3, mark + 1, True)
-    second.close(None)
-
-
 @pytest.mark.parametrize("clean", [True, False])
 @pytest.mark.parametrize(("epoch", "last"), [(1, 0), (1, 17), (0, 0)])
 def test_a_log_that_is_behind_changes_nothing(tmp_path: Path, clean: bool, epoch: int, last: int) -> None:
