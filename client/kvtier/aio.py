@@ -6,7 +6,6 @@ import asyncio
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -15,7 +14,7 @@ from kvtier.abi.errors import FieldError
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied
-from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, oldest_event, with_past
+from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, with_past
 from kvtier.fences import Fence, Stream
 from kvtier.kinds import is_number, quoted, require_flag, require_kind, require_name
 from kvtier.options import CacheOptions
@@ -23,7 +22,7 @@ from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_time
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
 from kvtier.transport import TlsFiles
 from kvtier.types import Cause, Cursor, EventType, Tier
-from kvtier.v1 import admin_pb2, caches_pb2, explain_pb2
+from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 from kvtier.wire import Budgets, cache_info, daemon_stats, lease_info, session_number, tier_from_wire
 
@@ -226,30 +225,38 @@ class AsyncClient:
     async def explain(
         self, key: bytes | str, *, cache: str | None = None, past: bool = True, timeout: float | None = None
     ) -> Explanation:
-        """Where a block is and why, in every cache that the caller may read or watch, or in one; no use of the block.
+        """Where a block is and what holds it, in every cache that the caller may read or watch; no use of the block.
 
-        ``key``: whole, or the first 4 bytes or more of it, as bytes or in hex. ``past``: also what the log still knows
-        of its moves, if the caller may watch. Raises :class:`kvtier.errors.NotFound` where there is no such cache,
-        :class:`PermissionDenied`, :class:`InvalidArgument`.
+        Args:
+            key: whole, or its first 4 bytes or more, as bytes or in hex.
+            cache: look in this cache alone.
+            past: also the events that the log still has of it, if the caller may watch.
+
+        Raises:
+            NotFound: there is no such cache.
         """
         require_name("cache", cache)
         require_flag("past", past)
         asked = key_or_prefix(key)
-        request = explain_pb2.ExplainRequest(cache=cache or "", key=asked)
+        request = admin_pb2.ExplainRequest(cache=cache or "", key=asked)
 
-        async def attempt(link: Link, seconds: float) -> explain_pb2.ExplainResponse:
+        async def attempt(link: Link, seconds: float) -> admin_pb2.ExplainResponse:
             return await link.stubs.admin.Explain(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
 
         deadline = self._deadline(timeout)
         now = explanation_from_wire(asked, await self._session.call(attempt, deadline))
-        if not past or now.candidates:
+        if not past or len(now.keys) > 1:
             return now
+        log = Watch(
+            self._session,
+            Start(oldest=True),
+            Filter(keys=now.keys or [asked], caches=[] if cache is None else [cache]),
+            heartbeats=True,
+            heartbeat_s=LOG_END_S,
+        )
         try:
             async with asyncio.timeout(deadline.left() + ANSWER_GRACE_S):
-                told = await with_past(now, self._log([now.key or asked], cache))
-                if told.state == "unknown":
-                    told = replace(told, oldest=await oldest_event(self._log([], cache)))
-                return told
+                return await with_past(now, log)
         except PermissionDenied:
             return now
         except TimeoutError as error:
@@ -257,12 +264,6 @@ class AsyncClient:
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
-
-    def _log(self, keys: Collection[bytes], cache: str | None) -> Watch:
-        """All that the log has of these keys, and a heartbeat at its end."""
-        caches = [] if cache is None else [cache]
-        start, wanted = Start(oldest=True), Filter(keys=keys, caches=caches)
-        return Watch(self._session, start, wanted, heartbeats=True, heartbeat_s=LOG_END_S)
 
     async def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:
         """Ends a session as if its process were gone: what it holds is given back, its connections are closed.

@@ -1,200 +1,109 @@
-"""All there is to say of one block: where it is, why it stays or goes next, and what the log knows of its past."""
+"""Where a block is, what holds it, and what the event log knows of its past: the values of ``client.explain``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any, Final
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.causes import why_gone
 from kvtier.errors import InvalidArgument
 from kvtier.events import Event, Gap
-from kvtier.kinds import require_kind
-from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
-from kvtier.v1 import explain_pb2
+from kvtier.stats import LeaseInfo
+from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.v1 import admin_pb2
 from kvtier.watch import Watch
-from kvtier.wire import cursor_from_wire, split_keys, tier_from_wire
+from kvtier.wire import cursor_from_wire, lease_info, split_keys, tier_from_wire
 
 SHORTEST_PREFIX: Final = 4
-MOST_CANDIDATES: Final = 32
+MOST_KEYS: Final = 32
+
+WHY_GONE: Final[Mapping[int, str]] = {
+    Cause.CAPACITY: "Room was needed, and no tier below could or should take it.",
+    Cause.EXPLICIT: "It was dropped by call, or its cache was removed.",
+    Cause.RESET: "Its cache was reset.",
+    Cause.CORRUPT: "Its bytes failed verification, and there was no other copy.",
+    Cause.IO_ERROR: "The tier that it was in failed for longer than the grace period, and there was no other copy.",
+    Cause.ANCESTOR: "A block that it stands on was dropped or lost; without that block nobody could reach it.",
+    Cause.LOST: "It was lost with the memory of a daemon that ended uncleanly.",
+    Cause.SHUTDOWN: "The daemon was stopped, and the block was only in memory that ended with it.",
+}
+"""By the cause of the event that took the block away."""
 
 
-class _Word(IntEnum):
-    """A value of the wire that people read. What a newer daemon says besides is 0."""
+class CopyState(IntEnum):
+    """``LEAVING``: the copy goes as soon as it is copied down, unless it is used before."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> _Word:
-        return cls(0)
-
-    def __str__(self) -> str:
-        return self.name.lower()
-
-
-class CopyState(_Word):
-    UNKNOWN = 0
     FILLING = 1
     READY = 2
     LEAVING = 3
-    """It goes as soon as the copy downwards that reads it has arrived, unless it is used before."""
-
-
-class Obstacle(_Word):
-    """Why a copy does not leave its tier to make room."""
-
-    UNKNOWN = 0
-    FILLING = 1
-    LEASED = 2
-    PINNED = 3
-    AWAITED = 4
-    """A call that waits for room has matched the block."""
-    MOVING = 5
-    """A copy under way needs it."""
-    CHILDREN = 6
-    """The block is in no other tier and has children, which go first."""
-    DISK_CHILDREN = 7
-    """On disk: children of the block are there, and need their prefix there."""
-    TIER_LOST = 8
-
-
-class Departure(_Word):
-    """How a copy leaves its tier when its turn comes."""
-
-    NEVER = 0
-    """Making room does not take it."""
-    FREED = 1
-    """Without a copy: the block stays in another tier."""
-    DEMOTED = 2
-    DROPPED = 3
-
-
-class Precision(_Word):
-    """How ``ahead`` is meant."""
-
-    UNKNOWN = 0
-    """There is no such number."""
-    EXACT = 1
-    AT_LEAST = 2
-    ABOUT = 3
 
 
 @dataclass(slots=True, frozen=True)
 class CopyExplained:
-    """A block's bytes in one tier. ``leases``, ``pins``: that hold it; ``readers``: copies under way that read it;
-    ``waiters``: calls that wait for it. ``threshold``: priority from which on blocks go down from the tier, 101 = none
-    does. ``ahead``: copies that leave the tier before it when room is made there; ``unheld_slots``: of how many that
-    nobody holds; nothing goes while there are ``free_slots``."""
+    """A block's bytes in one tier. ``readers``: copies under way that read it."""
 
     tier: Tier
     slot: int
     state: CopyState
-    leases: int
     pins: int
     readers: int
-    waiters: int
-    threshold: int
-    obstacles: tuple[Obstacle, ...]
-    departure: Departure
-    ahead: int
-    precision: Precision
-    free_slots: int
-    unheld_slots: int
-
-
-@dataclass(slots=True, frozen=True)
-class MoveExplained:
-    """A copy of the block under way."""
-
-    moved_from: Tier
-    moved_to: Tier
-    cause: Cause | int
-
-
-@dataclass(slots=True, frozen=True)
-class LeaseExplained:
-    """A lease that holds the block. ``pid`` 0 where the caller may not see whose it is, or its process is unknown."""
-
-    lease_id: int
-    tier: Tier
-    age_ns: int
-    orphaned: bool
-    session_id: int
-    pid: int
-    uid: int
-    command: str
 
 
 @dataclass(slots=True, frozen=True)
 class BlockExplained:
-    """The block in one cache and window group. ``priority`` is effective: the highest of ``own_priority`` and of its
-    children's. ``duration_ms``: how long it keeps its own after its release, 0 = for ever; ``deadline_ns``: when that
-    ends, by the daemon's clock, 0 = its clock stands. ``hot``: the policy of eviction protects it. ``waiting``: calls
-    that have matched it and wait for room."""
+    """The block in one cache and window group.
+
+    ``priority`` is effective: the highest of ``own_priority`` and of the children's. ``duration_ms``: how long the
+    block keeps its own after its release, 0 = for ever. ``deadline_ns``: when that ends, by the daemon's clock, 0 = its
+    clock stands. ``leases``: those that hold it; their pid is 0 for a caller who may not see whose they are.
+    """
 
     cache: str
     group: int
-    window_tokens: int
     parent: bytes | None
     depth: int
     children: int
-    residency: int
     priority: int
     own_priority: int
     duration_ms: int
     deadline_ns: int
-    hot: bool
-    waiting: int
     copies: tuple[CopyExplained, ...]
-    moves: tuple[MoveExplained, ...]
-    leases: tuple[LeaseExplained, ...]
-    as_of: Cursor
+    leases: tuple[LeaseInfo, ...]
+
+    @property
+    def residency(self) -> int:
+        """The tiers where it is ready, as a bit set."""
+        return sum(copy.tier.bit for copy in self.copies if copy.state is not CopyState.FILLING)
 
     def to_json(self) -> dict[str, Any]:
-        return _fields(self)
-
-
-@dataclass(slots=True, frozen=True)
-class Past:
-    """What one event said of the block. ``before``: its residency until then, None = older than the log; ``residency``:
-    after it, 0 = gone. ``priority``: after it, None where it is gone. ``moved_bytes``: of this block."""
-
-    cursor: Cursor
-    time_ns: int
-    type: EventType
-    cause: Cause | int
-    cache: str
-    group: int
-    before: int | None
-    residency: int
-    priority: int | None
-    moved_from: Tier | None = None
-    moved_to: Tier | None = None
-    moved_bytes: int = 0
-    queue_ns: int = 0
-    copy_ns: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return _fields(self)
+        return {
+            **asdict(self),
+            "parent": None if self.parent is None else self.parent.hex(),
+            "copies": [
+                {**asdict(copy), "tier": str(copy.tier), "state": copy.state.name.lower()} for copy in self.copies
+            ],
+            "leases": [{**asdict(lease), "tier": str(lease.tier)} for lease in self.leases],
+        }
 
 
 @dataclass(slots=True, frozen=True)
 class Explanation:
-    """``key``: None where several keys begin like what was ``asked`` for (``candidates``, ``more_candidates``), or none
-    that is known does. ``blocks``: where it is stored, one a cache and window group. ``past``: the events of the block
-    that the log still has, the oldest first; None where the caller may not watch, or did not ask. ``gaps``: events that
-    are lost, which may have been of it. ``oldest``: the oldest event that the log has, looked up only where nothing is
-    known of the block. ``time_ns``: the daemon's clock when it answered."""
+    """What is known of a block.
+
+    ``keys``: those known that begin as ``asked``, at most 32; one where it is clear which block is meant. ``blocks``:
+    where it is stored, one a cache and window group. ``past``: its events that the log still has, the oldest first;
+    None where the caller may not watch, or did not ask. ``gaps``: lost events, which may have been of it. ``time_ns``:
+    the daemon's clock when it answered.
+    """
 
     asked: bytes
-    key: bytes | None
+    keys: tuple[bytes, ...]
     blocks: tuple[BlockExplained, ...]
-    past: tuple[Past, ...] | None
+    past: tuple[Event, ...] | None
     gaps: tuple[Gap, ...]
-    candidates: tuple[bytes, ...]
-    more_candidates: bool
-    oldest: Past | None
     as_of: Cursor
     time_ns: int
 
@@ -203,236 +112,112 @@ class Explanation:
         """``stored``; ``ambiguous``; ``gone``: the log knows that it was stored; ``unknown``: nothing is known."""
         if self.blocks:
             return "stored"
-        if self.candidates:
+        if len(self.keys) > 1:
             return "ambiguous"
         return "gone" if self.past else "unknown"
 
-    def endings(self) -> Iterator[Past]:
-        """The last that was said of it, of each cache and group that it is gone from."""
-        last = {(each.cache, each.group): each for each in self.past or ()}
+    def endings(self) -> Iterator[Event]:
+        """The last event of each cache and group that it is gone from."""
         there = {(block.cache, block.group) for block in self.blocks}
-        return (each for place, each in last.items() if place not in there and not each.residency)
+        last = {(event.cache, event.group): event for event in self.past or ()}
+        gone = (EventType.REMOVED, EventType.CLEARED)
+        return (event for place, event in last.items() if place not in there and event.type in gone)
 
     def to_json(self) -> dict[str, Any]:
         """One object: keys in hex, tiers and causes by name, times in nanoseconds."""
         return {
             "state": self.state,
-            "key": self.key.hex() if self.key is not None else None,
             "asked": self.asked.hex(),
+            "keys": [key.hex() for key in self.keys],
             "blocks": [block.to_json() for block in self.blocks],
-            "past": None if self.past is None else [each.to_json() for each in self.past],
-            "gone": [
-                {"cache": end.cache, "group": end.group, "cause": str(end.cause), "why": why_gone(end.cause)}
-                for end in self.endings()
-            ],
+            "past": None if self.past is None else [event.to_json() for event in self.past],
             "gaps": [gap.to_json() for gap in self.gaps],
-            "candidates": [key.hex() for key in self.candidates],
-            "more_candidates": self.more_candidates,
-            "oldest": None if self.oldest is None else self.oldest.to_json(),
             "as_of": str(self.as_of),
             "time_ns": self.time_ns,
         }
+
+
+def why_gone(cause: Cause | int) -> str:
+    """A sentence for a block whose last event had this cause."""
+    return WHY_GONE.get(cause, f"Cause {cause}: this client has no words for it.")
 
 
 def key_or_prefix(value: bytes | str) -> bytes:
     """Raises :class:`InvalidArgument` where it is not 4 to 32 bytes, or their hex."""
     limit = f"{SHORTEST_PREFIX} to {KEY_BYTES} bytes, or {2 * SHORTEST_PREFIX} to {2 * KEY_BYTES} hexadecimal digits"
     try:
-        key = bytes.fromhex(value) if isinstance(value, str) else value
-    except ValueError as error:
+        key = bytes.fromhex(value) if isinstance(value, str) else bytes(memoryview(value))
+    except (ValueError, TypeError) as error:
         raise InvalidArgument("key", value, f"{limit}, an even number") from error
-    require_kind("key", key, (bytes, bytearray, memoryview), limit)
     if not SHORTEST_PREFIX <= len(key) <= KEY_BYTES:
         raise InvalidArgument("key", value, limit)
-    return bytes(key)
+    return key
 
 
-def explanation_from_wire(asked: bytes, message: explain_pb2.ExplainResponse) -> Explanation:
+def explanation_from_wire(asked: bytes, message: admin_pb2.ExplainResponse) -> Explanation:
     """Without a past."""
-    as_of = cursor_from_wire(message.as_of_event)
     return Explanation(
         asked=asked,
-        key=message.key or None,
-        blocks=tuple(_block(each, as_of.epoch) for each in message.blocks),
+        keys=tuple(split_keys(message.keys)),
+        blocks=tuple(map(_block, message.blocks)),
         past=None,
         gaps=(),
-        candidates=tuple(split_keys(message.candidates)),
-        more_candidates=message.more_candidates,
-        oldest=None,
-        as_of=as_of,
+        as_of=cursor_from_wire(message.as_of_event),
         time_ns=message.time_ns,
     )
 
 
 async def with_past(now: Explanation, watch: Watch) -> Explanation:
-    """With what the log knows. ``watch``: from the oldest event on, of these keys, with heartbeats."""
-    pasts: dict[bytes, _Tracked] = {}
-    gaps = []
+    """With what the log knows. ``watch``: from the oldest event on, of these keys alone, with heartbeats."""
+    keys = set(now.keys)
+    past: list[Event] = []
+    gaps: list[Gap] = []
+    there: set[tuple[str, int]] = set()
     async with aclosing(watch):
         async for item in watch:
             match item:
-                case Event() if item.cursor <= now.as_of:
-                    _track(pasts, item, now.key or now.asked)
                 case Gap():
                     gaps.append(item)
+                case Event() if item.cursor <= now.as_of:
+                    place = (item.cache, item.group)
+                    keys.update(item.keys)
+                    if item.keys or (item.type is EventType.CLEARED and place in there):
+                        past.append(item)
+                    if item.type in (EventType.REMOVED, EventType.CLEARED):
+                        there.discard(place)
+                    elif item.keys:
+                        there.add(place)
             if watch.cursor is not None and watch.cursor >= now.as_of:
                 break
-    key = now.key
-    if key is None and not now.candidates and len(pasts) == 1:
-        (key,) = pasts
-    candidates = now.candidates or (tuple(sorted(pasts)) if key is None else ())
+    clear = len(keys) == 1
     return replace(
         now,
-        key=key,
-        past=tuple(pasts[key].entries) if key is not None and key in pasts else (),
+        keys=tuple(sorted(keys)[:MOST_KEYS]),
+        past=tuple(past) if clear else (),
         gaps=tuple(gaps),
-        candidates=candidates[:MOST_CANDIDATES],
-        more_candidates=now.more_candidates or len(candidates) > MOST_CANDIDATES,
     )
 
 
-async def oldest_event(watch: Watch) -> Past | None:
-    """The first event of a watch from the oldest on, with heartbeats; None where there is none."""
-    async with aclosing(watch):
-        async for item in watch:
-            match item:
-                case Event():
-                    return _past(item, None, 0, None)
-                case Gap():
-                    continue
-                case _:
-                    return None
-    return None
-
-
-class _Tracked:
-    """One key's past so far, and where the block is by it in each cache and group."""
-
-    __slots__ = ("entries", "residency")
-
-    def __init__(self) -> None:
-        self.entries: list[Past] = []
-        self.residency: dict[tuple[str, int], int] = {}
-
-
-def _track(pasts: dict[bytes, _Tracked], event: Event, prefix: bytes) -> None:
-    place = (event.cache, event.group)
-    if event.type is EventType.CREATED:
-        return  # after a restart it comes before the clearing, which has the cause
-    if event.type is EventType.CLEARED:
-        for tracked in pasts.values():
-            before = tracked.residency.get(place, 0)
-            if before:
-                tracked.entries.append(_past(event, before, 0, None))
-                tracked.residency[place] = 0
-        return
-    gone = event.type is EventType.REMOVED
-    for number, key in enumerate(event.keys):
-        if not key.startswith(prefix):
-            continue
-        tracked = pasts.setdefault(key, _Tracked())
-        before_ = 0 if event.type is EventType.STORED else tracked.residency.get(place)
-        after = 0 if gone else event.residency[number]
-        tracked.entries.append(_past(event, before_, after, None if gone else event.priorities[number]))
-        tracked.residency[place] = after
-
-
-def _past(event: Event, before: int | None, after: int, priority: int | None) -> Past:
-    return Past(
-        cursor=event.cursor,
-        time_ns=event.time_ns,
-        type=event.type,
-        cause=event.cause,
-        cache=event.cache,
-        group=event.group,
-        before=before,
-        residency=after,
-        priority=priority,
-        moved_from=event.moved_from,
-        moved_to=event.moved_to,
-        moved_bytes=event.moved_bytes // max(1, len(event.packed_keys) // KEY_BYTES),
-        queue_ns=event.queue_ns,
-        copy_ns=event.copy_ns,
-    )
-
-
-def _block(message: explain_pb2.ExplainedBlock, epoch: int) -> BlockExplained:
+def _block(message: admin_pb2.ExplainedBlock) -> BlockExplained:
     return BlockExplained(
         cache=message.cache,
         group=message.group,
-        window_tokens=message.window_tokens,
         parent=message.parent or None,
         depth=message.depth,
         children=message.children,
-        residency=message.residency,
         priority=message.priority,
         own_priority=message.own_priority,
         duration_ms=message.duration_ms,
         deadline_ns=message.deadline_ns,
-        hot=message.hot,
-        waiting=message.waiting,
-        copies=tuple(map(_copy, message.copies)),
-        moves=tuple(
-            MoveExplained(tier_from_wire(each.moved_from), tier_from_wire(each.moved_to), _cause(each.cause))
-            for each in message.moves
+        copies=tuple(
+            CopyExplained(
+                tier_from_wire(copy.tier),
+                copy.slot,
+                CopyState(copy.state),
+                copy.pins,
+                copy.readers,
+            )
+            for copy in message.copies
         ),
-        leases=tuple(map(_lease, message.leases)),
-        as_of=Cursor(epoch, message.as_of_event),
+        leases=tuple(map(lease_info, message.leases)),
     )
-
-
-def _copy(message: explain_pb2.ExplainedCopy) -> CopyExplained:
-    return CopyExplained(
-        tier=tier_from_wire(message.tier),
-        slot=message.slot,
-        state=CopyState(message.state),
-        leases=message.leases,
-        pins=message.pins,
-        readers=message.readers,
-        waiters=message.waiters,
-        threshold=message.threshold,
-        obstacles=tuple(map(Obstacle, message.obstacles)),
-        departure=Departure(message.departure),
-        ahead=message.ahead,
-        precision=Precision(message.precision),
-        free_slots=message.free_slots,
-        unheld_slots=message.unheld_slots,
-    )
-
-
-def _lease(message: explain_pb2.ExplainedLease) -> LeaseExplained:
-    return LeaseExplained(
-        lease_id=message.lease_id,
-        tier=tier_from_wire(message.tier),
-        age_ns=message.age_ns,
-        orphaned=message.orphaned,
-        session_id=message.session_id,
-        pid=message.pid,
-        uid=message.uid,
-        command=message.command,
-    )
-
-
-def _cause(value: int) -> Cause | int:
-    return Cause(value) if value in _CAUSES else value
-
-
-_CAUSES: Final = frozenset(Cause)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Of these dataclasses what JSON can say; residency sets as lists of tiers."""
-    named = {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    for name in {"residency", "before"} & named.keys():
-        named[name] = None if named[name] is None else [str(tier) for tier in tiers_of(named[name])]
-    return named
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (_Word, Tier, Cause, EventType, Cursor)):
-        return str(value)
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return _fields(value) if hasattr(value, "__dataclass_fields__") else value

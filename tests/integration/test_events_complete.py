@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, CacheOptions, Cause, EventType, Tier, WritePolicy, connect
-from kvtier.causes import MEANINGS
+from kvtier.explaining import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
 from tests.integration.books import Books, Told, moved
 from tests.integration.daemon import DaemonProcess, StartDaemon
@@ -368,11 +368,5 @@ def test_every_cause_is_driven_or_has_a_reason_not_to_be() -> None:
     assert not set(_driven) & set(NOT_DRIVEN)
 
 
-def test_the_words_for_causes_are_of_what_events_say() -> None:
-    """A cause has words for changes if a change has it, and for endings if an ending has it."""
-    elsewhere = (Cause.CORRUPT, Cause.ANCESTOR)
-    for cause, meaning in MEANINGS.items():
-        said = _driven.get(cause, set())
-        assert bool(meaning.gone) is bool(said & {REMOVED, CLEARED}), cause
-        assert bool(meaning.change) is bool(said & {STORED, UPDATED}) or cause in elsewhere, cause
-    assert set(MEANINGS) == set(Cause)
+def test_every_cause_that_takes_a_block_away_has_words() -> None:
+    assert {cause for cause, said in _driven.items() if said & {REMOVED, CLEARED}} == set(WHY_GONE)

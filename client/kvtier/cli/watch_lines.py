@@ -119,7 +119,7 @@ def _event(event: Event) -> Text:
     return Text.assemble(
         (f"{at:%m-%d %H:%M:%S.%f}"[:-3], "dim"),
         (f" {event.type!s:<7}", _COLOURS[event.type]),
-        f" {number or '':>6} {_path(event):<18} {event.cause!s:<12}",
+        f" {number or '':>6} {_path(event):<18} {event.cause!s:<13}",
         f" {size(event.moved_bytes) if event.moved_bytes else '':>9} {took:>7}",
         f"  {event.cache}  {event.cursor}",
         f"  {event.keys[0][:4].hex()}…" if number else "",

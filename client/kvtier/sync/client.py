@@ -153,7 +153,7 @@ class Client:
     def explain(
         self, key: bytes | str, *, cache: str | None = None, past: bool = True, timeout: float | None = None
     ) -> Explanation:
-        """Where a block is and why, and what the log knows of its past: see :meth:`kvtier.AsyncClient.explain`."""
+        """Where a block is, what holds it, and its past: see :meth:`kvtier.AsyncClient.explain`."""
         return self._thread.run(lambda: self._client.explain(key, cache=cache, past=past, timeout=timeout))
 
     def kick(self, session_id: int, *, dry_run: bool = False, timeout: float | None = None) -> KickReport:

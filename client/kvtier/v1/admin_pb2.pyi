@@ -7,11 +7,42 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import kvtier.v1.blocks_pb2
 import kvtier.v1.common_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _CopyState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CopyStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CopyState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    COPY_STATE_UNSPECIFIED: _CopyState.ValueType  # 0
+    COPY_STATE_FILLING: _CopyState.ValueType  # 1
+    """its bytes are on the way"""
+    COPY_STATE_READY: _CopyState.ValueType  # 2
+    COPY_STATE_LEAVING: _CopyState.ValueType  # 3
+    """it goes as soon as the copy downwards that reads it has arrived, unless it is used before"""
+
+class CopyState(_CopyState, metaclass=_CopyStateEnumTypeWrapper): ...
+
+COPY_STATE_UNSPECIFIED: CopyState.ValueType  # 0
+COPY_STATE_FILLING: CopyState.ValueType  # 1
+"""its bytes are on the way"""
+COPY_STATE_READY: CopyState.ValueType  # 2
+COPY_STATE_LEAVING: CopyState.ValueType  # 3
+"""it goes as soon as the copy downwards that reads it has arrived, unless it is used before"""
+global___CopyState = CopyState
 
 @typing.final
 class StatsRequest(google.protobuf.message.Message):
@@ -109,6 +140,142 @@ class LeasesResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["leases", b"leases"]) -> None: ...
 
 global___LeasesResponse = LeasesResponse
+
+@typing.final
+class ExplainRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    cache: builtins.str
+    """name; empty = all that the caller may see"""
+    key: builtins.bytes
+    """a whole key, 32 bytes, or what it begins with, 4 bytes or more"""
+    def __init__(
+        self,
+        *,
+        cache: builtins.str = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "key", b"key"]) -> None: ...
+
+global___ExplainRequest = ExplainRequest
+
+@typing.final
+class ExplainResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    AS_OF_EVENT_FIELD_NUMBER: builtins.int
+    TIME_NS_FIELD_NUMBER: builtins.int
+    keys: builtins.bytes
+    """stored keys that begin so, at most 32; a whole key comes back as it is"""
+    time_ns: builtins.int
+    """the daemon's wall clock, which deadlines go by"""
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExplainedBlock]:
+        """of the key, if it is one: where it is stored, one a cache and window group"""
+
+    @property
+    def as_of_event(self) -> kvtier.v1.blocks_pb2.Cursor: ...
+    def __init__(
+        self,
+        *,
+        keys: builtins.bytes = ...,
+        blocks: collections.abc.Iterable[global___ExplainedBlock] | None = ...,
+        as_of_event: kvtier.v1.blocks_pb2.Cursor | None = ...,
+        time_ns: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["as_of_event", b"as_of_event"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["as_of_event", b"as_of_event", "blocks", b"blocks", "keys", b"keys", "time_ns", b"time_ns"]) -> None: ...
+
+global___ExplainResponse = ExplainResponse
+
+@typing.final
+class ExplainedBlock(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CACHE_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    DEPTH_FIELD_NUMBER: builtins.int
+    CHILDREN_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    OWN_PRIORITY_FIELD_NUMBER: builtins.int
+    DURATION_MS_FIELD_NUMBER: builtins.int
+    DEADLINE_NS_FIELD_NUMBER: builtins.int
+    COPIES_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    cache: builtins.str
+    group: builtins.int
+    parent: builtins.bytes
+    """32 bytes; empty = a root"""
+    depth: builtins.int
+    """blocks that it stands on; 0 in a group of a sliding window"""
+    children: builtins.int
+    """stored directly under it, counted up to 1,024"""
+    priority: builtins.int
+    """effective: the highest of its own and of its children's"""
+    own_priority: builtins.int
+    duration_ms: builtins.int
+    """how long it keeps its own, counted from its release; 0 = for ever"""
+    deadline_ns: builtins.int
+    """when that ends; 0 = its clock stands"""
+    @property
+    def copies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExplainedCopy]:
+        """the fastest tier first"""
+
+    @property
+    def leases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LeaseInfo]:
+        """that hold it; pid, uid and command only for callers who may list all leases"""
+
+    def __init__(
+        self,
+        *,
+        cache: builtins.str = ...,
+        group: builtins.int = ...,
+        parent: builtins.bytes = ...,
+        depth: builtins.int = ...,
+        children: builtins.int = ...,
+        priority: builtins.int = ...,
+        own_priority: builtins.int = ...,
+        duration_ms: builtins.int = ...,
+        deadline_ns: builtins.int = ...,
+        copies: collections.abc.Iterable[global___ExplainedCopy] | None = ...,
+        leases: collections.abc.Iterable[global___LeaseInfo] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache", b"cache", "children", b"children", "copies", b"copies", "deadline_ns", b"deadline_ns", "depth", b"depth", "duration_ms", b"duration_ms", "group", b"group", "leases", b"leases", "own_priority", b"own_priority", "parent", b"parent", "priority", b"priority"]) -> None: ...
+
+global___ExplainedBlock = ExplainedBlock
+
+@typing.final
+class ExplainedCopy(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    SLOT_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
+    READERS_FIELD_NUMBER: builtins.int
+    tier: kvtier.v1.common_pb2.Tier.ValueType
+    slot: builtins.int
+    state: global___CopyState.ValueType
+    pins: builtins.int
+    readers: builtins.int
+    """copies under way that read it"""
+    def __init__(
+        self,
+        *,
+        tier: kvtier.v1.common_pb2.Tier.ValueType = ...,
+        slot: builtins.int = ...,
+        state: global___CopyState.ValueType = ...,
+        pins: builtins.int = ...,
+        readers: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pins", b"pins", "readers", b"readers", "slot", b"slot", "state", b"state", "tier", b"tier"]) -> None: ...
+
+global___ExplainedCopy = ExplainedCopy
 
 @typing.final
 class KickRequest(google.protobuf.message.Message):

@@ -4,7 +4,6 @@ import grpc
 import warnings
 
 from kvtier.v1 import admin_pb2 as kvtier_dot_v1_dot_admin__pb2
-from kvtier.v1 import explain_pb2 as kvtier_dot_v1_dot_explain__pb2
 
 GRPC_GENERATED_VERSION = '1.66.2'
 GRPC_VERSION = grpc.__version__
@@ -52,8 +51,8 @@ class AdminStub(object):
                 _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/kvtier.v1.Admin/Explain',
-                request_serializer=kvtier_dot_v1_dot_explain__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=kvtier_dot_v1_dot_explain__pb2.ExplainResponse.FromString,
+                request_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
 
 
@@ -82,9 +81,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Where a block is, what holds it, and why it stays or goes next, in every cache that the caller may read or watch. No
-        side effect. What became of it before, or of one that is gone, is in the events of its key. NOT_FOUND for a cache
-        that there is not.
+        """Where a block is and what holds it, in every cache that the caller may read or watch. No side effect: looking is no
+        use of the block. Its past is in the events of its key. NOT_FOUND for an unknown cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,8 +108,8 @@ def add_AdminServicer_to_server(servicer, server):
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
-                    request_deserializer=kvtier_dot_v1_dot_explain__pb2.ExplainRequest.FromString,
-                    response_serializer=kvtier_dot_v1_dot_explain__pb2.ExplainResponse.SerializeToString,
+                    request_deserializer=kvtier_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,8 +218,8 @@ class Admin(object):
             request,
             target,
             '/kvtier.v1.Admin/Explain',
-            kvtier_dot_v1_dot_explain__pb2.ExplainRequest.SerializeToString,
-            kvtier_dot_v1_dot_explain__pb2.ExplainResponse.FromString,
+            kvtier_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvtier_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

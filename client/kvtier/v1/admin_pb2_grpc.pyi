@@ -8,7 +8,6 @@ import collections.abc
 import grpc
 import grpc.aio
 import kvtier.v1.admin_pb2
-import kvtier.v1.explain_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -40,12 +39,11 @@ class AdminStub:
     """
 
     Explain: grpc.UnaryUnaryMultiCallable[
-        kvtier.v1.explain_pb2.ExplainRequest,
-        kvtier.v1.explain_pb2.ExplainResponse,
+        kvtier.v1.admin_pb2.ExplainRequest,
+        kvtier.v1.admin_pb2.ExplainResponse,
     ]
-    """Where a block is, what holds it, and why it stays or goes next, in every cache that the caller may read or watch. No
-    side effect. What became of it before, or of one that is gone, is in the events of its key. NOT_FOUND for a cache
-    that there is not.
+    """Where a block is and what holds it, in every cache that the caller may read or watch. No side effect: looking is no
+    use of the block. Its past is in the events of its key. NOT_FOUND for an unknown cache.
     """
 
 class AdminAsyncStub:
@@ -69,12 +67,11 @@ class AdminAsyncStub:
     """
 
     Explain: grpc.aio.UnaryUnaryMultiCallable[
-        kvtier.v1.explain_pb2.ExplainRequest,
-        kvtier.v1.explain_pb2.ExplainResponse,
+        kvtier.v1.admin_pb2.ExplainRequest,
+        kvtier.v1.admin_pb2.ExplainResponse,
     ]
-    """Where a block is, what holds it, and why it stays or goes next, in every cache that the caller may read or watch. No
-    side effect. What became of it before, or of one that is gone, is in the events of its key. NOT_FOUND for a cache
-    that there is not.
+    """Where a block is and what holds it, in every cache that the caller may read or watch. No side effect: looking is no
+    use of the block. Its past is in the events of its key. NOT_FOUND for an unknown cache.
     """
 
 class AdminServicer(metaclass=abc.ABCMeta):
@@ -106,12 +103,11 @@ class AdminServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Explain(
         self,
-        request: kvtier.v1.explain_pb2.ExplainRequest,
+        request: kvtier.v1.admin_pb2.ExplainRequest,
         context: _ServicerContext,
-    ) -> typing.Union[kvtier.v1.explain_pb2.ExplainResponse, collections.abc.Awaitable[kvtier.v1.explain_pb2.ExplainResponse]]:
-        """Where a block is, what holds it, and why it stays or goes next, in every cache that the caller may read or watch. No
-        side effect. What became of it before, or of one that is gone, is in the events of its key. NOT_FOUND for a cache
-        that there is not.
+    ) -> typing.Union[kvtier.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[kvtier.v1.admin_pb2.ExplainResponse]]:
+        """Where a block is and what holds it, in every cache that the caller may read or watch. No side effect: looking is no
+        use of the block. Its past is in the events of its key. NOT_FOUND for an unknown cache.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from kvtierd.core import counting, explaining, looking, loss, upkeep
+from kvtierd.core import counting, looking, loss, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
 from kvtierd.core.errors import BadArgument, StillHeld, TierOffline, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
-from kvtierd.core.explaining import BlockNow
+from kvtierd.core.explain import BlockNow, explain
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.leases import Leases, holders_of
 from kvtierd.core.matching import Cover, indexed, match
@@ -167,17 +167,9 @@ class BlockManager:
         """Indexed blocks in the order of indexing, parents before children."""
         return looking.listing(self._window(group).state, page, limit)
 
-    def explain(self, group: GroupId, key: Key, now: int) -> BlockNow | None:
-        """All that is known of a block; None where the key is not indexed."""
-        return explaining.explain(self._window(group), self.leases.values(), key, now)
-
-    def prepare_to_explain(self, group: GroupId, most: int) -> bool:
-        """Does a part of what :meth:`explain` would have to do first. Whether nothing is left of it."""
-        return self._window(group).state.place_some(most)
-
-    def keys_with(self, group: GroupId, prefix: bytes, page: int, limit: int) -> tuple[list[Key], int]:
-        """Of a page of the listing, the keys that begin with ``prefix``; and where to go on, 0 = nowhere."""
-        return explaining.keys_with(self._window(group).state, prefix, page, limit)
+    def explain(self, group: GroupId, key: Key) -> BlockNow | None:
+        """Where a block is and what holds it; None where the key is not indexed."""
+        return explain(self._window(group).state, self.leases.values(), key)
 
     def stats(self) -> ManagerStats:
         return counting.stats(self.windows, self.leases.values(), self.across)

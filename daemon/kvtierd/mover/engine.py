@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
-from kvtierd.core.explaining import BlockNow
+from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, Tier
 from kvtierd.core.manager import (
     BlockManager,
@@ -341,15 +341,7 @@ class Engine:
         return cache.manager.listing(group, page, limit)
 
     def explain(self, cache_id: CacheId, group: GroupId, key: Key) -> BlockNow | None:
-        return self._find(cache_id).manager.explain(group, key, self._clock())
-
-    def prepare_to_explain(self, cache_id: CacheId, group: GroupId, most: int) -> bool:
-        return self._find(cache_id).manager.prepare_to_explain(group, most)
-
-    def keys_with(
-        self, cache_id: CacheId, group: GroupId, prefix: bytes, page: int, limit: int
-    ) -> tuple[list[Key], int]:
-        return self._find(cache_id).manager.keys_with(group, prefix, page, limit)
+        return self._find(cache_id).manager.explain(group, key)
 
     def stats(self, cache_id: CacheId) -> ManagerStats:
         return self._find(cache_id).manager.stats()

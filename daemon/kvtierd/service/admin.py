@@ -101,7 +101,9 @@ class AdminService:
         now = time.time_ns()
         return admin_pb2.LeasesResponse(
             leases=[
-                self._lease(cache, lease, now) for cache, lease in found if request.session_id in (0, lease.session)
+                lease_info(cache, lease, self._sessions.get(lease.session), now)
+                for cache, lease in found
+                if request.session_id in (0, lease.session)
             ]
         )
 
@@ -127,23 +129,6 @@ class AdminService:
 
     def _leases(self, caches: Iterable[Cache]) -> Iterator[tuple[Cache, LeaseRecord]]:
         return ((cache, lease) for cache in caches for lease in self._engine.leases(cache.id))
-
-    def _lease(self, cache: Cache, lease: LeaseRecord, now: int) -> admin_pb2.LeaseInfo:
-        holder = self._sessions.get(lease.session)
-        return admin_pb2.LeaseInfo(
-            lease_id=lease.id,
-            cache=cache.name,
-            group=lease.group,
-            tier=wire.TIER_TO_WIRE[lease.tier],
-            blank_slots=lease.blank_slots,
-            held_blocks=lease.held_blocks,
-            orphaned=lease.orphaned,
-            age_ns=max(0, now - lease.granted_at),
-            session_id=lease.session,
-            pid=holder.peer.pid if holder else 0,
-            uid=holder.peer.uid if holder else 0,
-            command=holder.peer.command if holder else "",
-        )
 
     def _session(self, session: Session, caches: Sequence[Cache], held_slots: int) -> admin_pb2.SessionStats:
         """``caches``: in which its leases count; ``held_slots``: of them."""
@@ -194,6 +179,24 @@ class AdminService:
             )
             for (src, dst), record in sorted(stats.edges.items())
         ]
+
+
+def lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: int) -> admin_pb2.LeaseInfo:
+    """``holder``: None where the session is gone, or the caller may not know it."""
+    return admin_pb2.LeaseInfo(
+        lease_id=lease.id,
+        cache=cache.name,
+        group=lease.group,
+        tier=wire.TIER_TO_WIRE[lease.tier],
+        blank_slots=lease.blank_slots,
+        held_blocks=lease.held_blocks,
+        orphaned=lease.orphaned,
+        age_ns=max(0, now - lease.granted_at),
+        session_id=lease.session,
+        pid=holder.peer.pid if holder else 0,
+        uid=holder.peer.uid if holder else 0,
+        command=holder.peer.command if holder else "",
+    )
 
 
 def _watcher(session: Session, lag: int) -> admin_pb2.WatcherStats:
