@@ -72,7 +72,7 @@ class Holding:
     """A lease. ``blank``: what its client last wrote into each slot. ``blocks``: what it was told each slot holds, in
     the order in which it got them. ``lost``: those of these slots whose bytes are gone with their tier. ``chains``: of
     a sliding group what it stored, each block under the one before.
-    ``ahead``: granted ahead, at that time, and since then neither used nor orphaned nor old."""
+    """
 
     id: LeaseId
     session: SessionId

@@ -79,7 +79,7 @@ class Setup:
             write_policy=choose.pick((WritePolicy.BACK, WritePolicy.THROUGH, WritePolicy.SELECTIVE)),
             eviction=choose.pick(tuple(EVICTORS)),
             reserve_shift=choose.pick((7, 3, 2)),
-            victims_a_call=choose.pick((16, 3, 1)),
+            waiting_victims=choose.pick((16, 3, 1)),
             degrade_after=choose.pick((3, 1)),
         )
         memory, forest = draw_memory(choose, count), Forest.draw(choose, choose.between(8, 30))
@@ -92,8 +92,7 @@ def _with_slices(choose: Chooser, policy: Policy) -> Policy:
         policy,
         blocks_a_move=choose.pick((policy.blocks_a_move, 2, 1)),
         blocks_an_event=choose.pick((policy.blocks_an_event, 2)),
-        expiries_a_call=choose.pick((policy.expiries_a_call, 1)),
-        losses_a_call=choose.pick((1, 3, policy.losses_a_call)),
+        blocks_a_call=choose.pick((1, 3, policy.blocks_a_call)),
     )
 
 

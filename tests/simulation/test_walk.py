@@ -18,7 +18,6 @@ MOST_TESTS: Final = 2 * TESTS
 """Of whose walks everything has happened on some."""
 
 HAPPENS: Final = (
-    "postponed",
     "STORED COMMIT",
     "STORED RECOVERED",
     "UPDATED CAPACITY",

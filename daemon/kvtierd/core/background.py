@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -22,13 +21,10 @@ from kvtierd.core.room import COMING, NEVER, NOW, Room
 
 MOST_IN_FLIGHT: Final = 64
 """Background copies of a group."""
-MOST_A_CALL: Final = 16
-LOOKED_AT_A_CALL: Final = 64
-"""Blocks due, of any number: a write policy may ask for more than a disk keeps up with."""
 
 
 class Background:
-    """Of one window group. :meth:`work` is called at the end of a round of making room."""
+    """Of one window group. :meth:`work` is called once all requests have been served."""
 
     def __init__(self, state: GroupState, flights: Flights, room: Room) -> None:
         self._state = state
@@ -37,15 +33,6 @@ class Background:
         self._due: OrderedDict[Block, None] = OrderedDict()
         """To be copied to the lowest tier, in this order."""
         self._cleaning = dict.fromkeys(state.tiers, False)
-
-    @property
-    def due(self) -> int:
-        return len(self._due)
-
-    @property
-    def wanted(self) -> bool:
-        """There may be something to do."""
-        return bool(self._due) or self._state.policy.clean_high > 0
 
     def committed(self, blocks: Sequence[Block]) -> None:
         if self._state.policy.write_policy is WritePolicy.THROUGH:
@@ -61,27 +48,23 @@ class Background:
             fresh = self._state.reuse(blocks)
             self._due.update(dict.fromkeys(fresh))
 
-    def work(self, now: int) -> None:
+    def work(self) -> None:
         """Plans some copies. What finds no room now waits for what is in flight; what cannot go down is forgotten."""
-        left = min(MOST_A_CALL, MOST_IN_FLIGHT - self._flights.background)
-        left = self._write_down(left, now)
-        if self._state.policy.clean_high > 0 and self._room.may_choose():
+        left = self._write_down(MOST_IN_FLIGHT - self._flights.background)
+        if self._state.policy.clean_high > 0:
             for tier in self._state.tiers[:-1]:
-                left = self._clean(tier, left, now)
+                left = self._clean(tier, left)
 
-    def _write_down(self, left: int, now: int) -> int:
+    def _write_down(self, left: int) -> int:
         low = self._state.tiers[-1]
-        for block in list(islice(self._due, LOOKED_AT_A_CALL)):
-            if left <= 0:
-                return left
+        while self._due and left > 0:
+            block = next(iter(self._due))
             if self._wanted(block, low):
-                prospect = self._room.copy_down(block, self._room.source(block), low, WRITE_THROUGH, now)
+                prospect = self._room.copy_down(block, self._room.source(block), low, WRITE_THROUGH)
                 if prospect is COMING:
                     return left
-                left -= 1
+                left -= prospect is NOW
             del self._due[block]
-        if self._due and left > 0:
-            self._room.postpone()
         return left
 
     def _wanted(self, block: Block, low: Tier) -> bool:
@@ -89,7 +72,7 @@ class Background:
             return False
         return self._state.goes_down(block, self._room.source(block), low)
 
-    def _clean(self, tier: Tier, left: int, now: int) -> int:
+    def _clean(self, tier: Tier, left: int) -> int:
         """Below the low watermark the tier is cleaned up to the high one, in the order of eviction."""
         state, policy = self._state, self._state.policy
         slots = state.slots[tier].capacity
@@ -100,16 +83,16 @@ class Background:
             self._cleaning[tier] = True
         while self._cleaning[tier] and left > 0 and clean < policy.clean_high * slots:
             block = state.candidates(tier).dirty.victim()
-            if block is None or not self._clean_one(block, tier, now):
+            if block is None or not self._clean_one(block, tier):
                 break
             clean += 1
             left -= 1
         return left
 
-    def _clean_one(self, block: Block, tier: Tier, now: int) -> bool:
+    def _clean_one(self, block: Block, tier: Tier) -> bool:
         for low in self._state.below[tier]:
             if self._state.goes_down(block, tier, low):
-                prospect = self._room.copy_down(block, tier, low, WATERMARK, now, sparing=True)
+                prospect = self._room.copy_down(block, tier, low, WATERMARK, sparing=True)
                 if prospect is not NEVER:
                     return prospect is NOW
         return False

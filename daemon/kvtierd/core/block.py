@@ -106,7 +106,6 @@ class Block:
     ``parent``: what it stands on; ``parent_key``: what its committer said. A root stands on nothing, and no block of a
     sliding group does.
     ``indexed``: reachable by its key. A block that is not lives only until its last hold and copy end.
-    ``unsure``: it may be on other candidate lists than it belongs to.
     """
 
     __slots__ = (
@@ -127,7 +126,6 @@ class Block:
         "rank",
         "residency",
         "traits",
-        "unsure",
     )
 
     def __init__(self, key: Key, parent_key: Key | None, parent: Block | None, traits: Traits) -> None:
@@ -148,7 +146,6 @@ class Block:
         self.priority = traits.priority
         self.residency = 0
         self.indexed = False
-        self.unsure = False
 
     def __str__(self) -> str:
         return self.key.hex()

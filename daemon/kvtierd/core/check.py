@@ -353,7 +353,7 @@ class _Checker:
             if [t.id for t in queue] != sorted(t.id for t in queue):
                 raise _broken(4, f"{tier}: requests are out of order")
             waits = queue and tier not in self.state.offline and not self._waits_elsewhere(queue[0])
-            if waits and not (self.window.flights.active > 0 or self.window.room.again):
+            if waits and not self.window.flights.active:
                 raise _broken(4, f"{tier}: a request waits and nothing is in flight")
 
     def _waits_elsewhere(self, head: Ticket) -> bool:

@@ -6,7 +6,6 @@ event, generations and owners into the recorder in the same step, so no caller c
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Final
@@ -36,12 +35,6 @@ from kvtierd.core.slots import (
 from kvtierd.core.traits import Traits
 
 _DEPTH: Final = attrgetter("depth")
-UNPLACED_MOST: Final = 4096
-"""Blocks whose placing is put off although room will be wanted soon; who wants it first waits for so many."""
-FORGOTTEN_A_REMOVAL: Final = 4
-"""More than a removal adds to what waits to be placed, so it comes back to its bound: twice the blocks there are."""
-_SOON: Final = 4
-"""Room will be wanted soon where less than one slot in so many is free."""
 
 
 class GroupState:
@@ -60,7 +53,8 @@ class GroupState:
         self._candidates = {tier: Candidates(tier, lowest=not self.below[tier]) for tier in self.tiers}
         self.evictor = EVICTORS[policy.eviction](shape.slots[self.tiers[-1]])
         self.ledgers = {tier: recorder.ledger(self.group, tier) for tier in self.tiers}
-        self._unsure: deque[Block] = deque()
+        self._changed: dict[Block, None] = {}
+        """Blocks of this call that may belong on other candidate lists."""
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
         self.residencies = Residencies()
@@ -80,9 +74,6 @@ class GroupState:
         self.reused: set[Block] = set()
         """Where the cache writes selectively: those that have been used again since they were committed."""
         self._selective = policy.write_policy is WritePolicy.SELECTIVE
-        self.placings = dict.fromkeys(self.tiers, 0)
-        """Rises whenever what a waiting request wants of the tier may have changed by what came to it or left it: a
-        block that is claimed, or on disk, where blocks go with their ancestors, any."""
         self._retirements: dict[MoveId, list[tuple[Block, SlotId]]] = {}
         self.undeleted: list[tuple[Block, SlotId]] = []
         """Disk slots whose record could not be deleted, in the order in which that failed, and whose it is."""
@@ -92,57 +83,22 @@ class GroupState:
     # -- candidates ------------------------------------------------------------------------------------------------
 
     def reconsider(self, block: Block) -> None:
-        """What decides on which lists the block stands has changed, or may have. Most blocks change several times
-        before anybody asks for a victim."""
-        if not block.unsure:
-            block.unsure = True
-            self._unsure.append(block)
+        """The block may belong on other candidate lists now. It is put there before the next victim is chosen, and at
+        the end of the call at the latest."""
+        self._changed[block] = None
 
     def candidates(self, tier: Tier) -> Candidates:
-        """Who may leave the tier, exactly, until the next change."""
-        if self._unsure:
-            self._place_all()
+        """The blocks that may leave the tier, until the next change."""
+        self._place_changed()
         return self._candidates[tier]
 
-    @property
-    def unplaced(self) -> int:
-        """Blocks that :meth:`candidates` would have to place first."""
-        return len(self._unsure)
-
-    @property
-    def room_is_scarce(self) -> bool:
-        """Somebody will soon want victims."""
-        return any(table.free * _SOON < table.capacity for table in self.slots.values())
-
-    @property
-    def placing_is_due(self) -> bool:
-        """So much has been put off that who wants room, which may be soon, would notice."""
-        return len(self._unsure) > UNPLACED_MOST and self.room_is_scarce
-
-    def place_some(self, most: int) -> bool:
-        """A part of what :meth:`candidates` would do. Whether nothing is left of it."""
-        for _ in range(min(most, len(self._unsure))):
-            self._place(self._unsure.pop())
-        return not self._unsure
-
-    def _place_all(self) -> None:
-        unsure = self._unsure
-        while unsure:
-            self._place(unsure.pop())
-
-    def _forget_some_gone(self) -> None:
-        """Of what waits to be placed some whose blocks are gone, the oldest first; what lives goes to the end."""
-        unsure = self._unsure
-        for _ in range(min(FORGOTTEN_A_REMOVAL, len(unsure))):
-            block = unsure.popleft()
-            if block.indexed:
-                unsure.append(block)
-            else:
-                block.unsure = False
+    def _place_changed(self) -> None:
+        changed = self._changed
+        while changed:
+            self._place(changed.popitem()[0])
 
     def _place(self, block: Block) -> None:
         """Puts the block on exactly the candidate lists where it belongs."""
-        block.unsure = False
         movable = block.indexed and block.claims == 0
         for tier in self.tiers:
             copy = block.copy(tier)
@@ -239,7 +195,7 @@ class GroupState:
         """Deletions that failed are planned once more, some of them a call, when none has failed for as long as an edge
         is left alone."""
         if self.undeleted and self._retire_again_at <= now:
-            most = self.policy.victims_a_call
+            most = self.policy.blocks_a_call
             some, self.undeleted = self.undeleted[:most], self.undeleted[most:]
             for block, slot in some:
                 self.retire(block, slot)
@@ -310,8 +266,6 @@ class GroupState:
             raise InvariantViolation(f"block {block} has no copy in {tier}")
         block.put_copy(tier, None)
         self.residencies.change(block, (block.residency | BITS[tier]) ^ BITS[tier])
-        if block.claims or tier is DISK:
-            self.placings[tier] += 1
         if copy.holds:
             self._end_pin(tier, copy)
             self.clocks.start(block)
@@ -362,8 +316,6 @@ class GroupState:
 
     def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
         block.put_copy(tier, copy)
-        if block.claims or tier is DISK:
-            self.placings[tier] += 1
         if copy.valid:
             self.residencies.change(block, block.residency | BITS[tier])
         if tier is DISK and block.parent is not None:
@@ -460,8 +412,9 @@ class GroupState:
         self.clocks.give(block, duration_ms)
 
     def stamp(self, now: int) -> None:
-        """The end of a call: clocks that were started in it run from ``now``, and records of slots follow what has
-        changed of retention."""
+        """The end of a call: clocks that were started in it run from ``now``, records of slots follow what has changed
+        of retention, and candidate lists what has changed of blocks."""
+        self._place_changed()
         self.clocks.stamp(now)
         for block in self.clocks.take_changed():
             for tier, copy in ((DEVICE, block.on_device), (HOST, block.on_host)):
@@ -469,10 +422,9 @@ class GroupState:
                     self.ledgers[tier].restate(copy.slot, block)
 
     def expire(self, now: int) -> None:
-        """Ends retentions whose deadline has passed, a bounded slice of them; :meth:`Clocks.due` says if there are
-        more."""
+        """Ends retentions whose deadline has passed; where they are many, the rest follows at the next tick."""
         moved: dict[Block, None] = {}
-        while len(moved) < self.policy.expiries_a_call and (block := self.clocks.take_due(now)) is not None:
+        while len(moved) < self.policy.blocks_a_call and (block := self.clocks.take_due(now)) is not None:
             before = block.priority
             self.priorities.give(block, DEFAULT_PRIORITY, Cause.EXPIRED)
             if block.priority != before:
@@ -541,12 +493,7 @@ class GroupState:
         for tier in self.tiers:
             if block.copy(tier) is not None:
                 self.detach(block, tier)
-        if block.claims:
-            for tier in self.tiers:
-                self.placings[tier] += 1
         self.index.remove(block)
-        if len(self._unsure) > 2 * len(self.index) + 64:
-            self._forget_some_gone()
         self.evictor.leave(block)
         self.priorities.forget(block)
         self.clocks.stop(block)

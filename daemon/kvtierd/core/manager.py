@@ -471,23 +471,18 @@ class BlockManager:
     # -- the mover's reports -----------------------------------------------------------------------------------------
 
     def completed(self, results: Sequence[MoveResult], now: int) -> Outcome:
-        """Applies the results of moves, each of which was planned by an earlier outcome and is reported once. Who waits
-        for what they make possible is served by the next :meth:`tick`."""
+        """Applies the results of moves, each of which was planned by an earlier outcome and is reported once."""
         for result in results:
             self.windows[self._moving.pop(result.id)].completed(result, now)
-        if self.across.tickets:
-            self._pump_all(now)
-        for window in self.windows.values():
-            window.postpone()
+        self._pump_all(now)
         return self._take(now)
 
     def tick(self, now: int) -> Outcome:
-        """Time has passed, or there was more to do: retentions expire, and those who wait are served, a slice of either
-        a call."""
+        """Time has passed: retentions expire, and failing edges may be tried again."""
         for window in self.windows.values():
             window.state.expire(now)
             window.state.retire_again(now)
-        self._pump_all(now, working=True)
+        self._pump_all(now)
         return self._take(now)
 
     def lose_tier(
@@ -507,7 +502,7 @@ class BlockManager:
         left = dict(following or {group: _NEWEST for group, w in self.windows.items() if tier in w.state.slots})
         for group, before in list(left.items()):
             state = self.windows[group].state
-            left[group] = loss.lose_tier(state, tier, cause, before, state.policy.losses_a_call)
+            left[group] = loss.lose_tier(state, tier, cause, before, state.policy.blocks_a_call)
             if not left[group]:
                 del left[group]
         self._pump_all(now)
@@ -537,12 +532,9 @@ class BlockManager:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _take(self, now: int) -> Outcome:
-        states = [window.state for window in self.windows.values()]
-        for state in states:
-            state.stamp(now)
-        again = any(window.room.again for window in self.windows.values())
-        again = again or any(state.clocks.due(now) or state.placing_is_due for state in states)
-        outcome = self._recorder.take(now, self._capacity, again=again)
+        for window in self.windows.values():
+            window.state.stamp(now)
+        outcome = self._recorder.take(now, self._capacity)
         self._leases.stamp(now)
         for grant in outcome.grants:
             self.tickets.pop(grant.ticket, None)
@@ -557,15 +549,14 @@ class BlockManager:
         if self.across.tickets:
             self._pump_all(now)
         else:
-            window.pump(now, working=False)
+            window.pump(now)
 
-    def _pump_all(self, now: int, *, working: bool = False) -> None:
-        """Serves those who wait, until nobody gets anywhere. Making room and planning copies is work, and left to a
-        :meth:`tick`: no call that does something else besides takes as long as both."""
+    def _pump_all(self, now: int) -> None:
+        """Serves those who wait, until nobody gets anywhere."""
         self.across.refresh(now)
         while True:
             for window in self.windows.values():
-                window.pump(now, working=working)
+                window.pump(now)
             if not self.across.advance(now):
                 return
 

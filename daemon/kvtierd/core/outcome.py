@@ -183,5 +183,3 @@ class Outcome:
     slots: tuple[SlotChanges, ...] = ()
     """One of each group and tier of memory whose slots anything becomes of."""
     events: tuple[Event, ...] = ()
-    again: bool = False
-    """There is more to do at once: ``tick`` is to be called when others have had their turn."""

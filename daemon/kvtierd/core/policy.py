@@ -79,12 +79,12 @@ class Policy:
     ``max_pinned``: at most this share of a tier's slots in a group is pinned.
 
     ``reserve_shift`` and ``reserve_max``: once blocks go to disk, ``min(slots >> shift, max)`` slots are kept free
-    there ahead of need, since a slot there is free only after its old record's deletion has committed; half of them
-    while others are on their way, which go first.
+    there ahead of need, since a slot there is free only after its old record's deletion has committed.
 
-    ``victims_a_call``: so many slots are vacated in one call of the core, which says so if there is more to do; it
-    bounds how long one call takes. So do ``expiries_a_call``, the blocks that retentions which end may move, and
-    ``losses_a_call``, those of a group that a tier's loss looks at.
+    ``waiting_victims``: at most so many blocks are chosen to leave a tier while they wait for slots below.
+
+    ``blocks_a_call``: the blocks that one call of the core looks at where a caller can name any number of them at
+    once: a reset, the loss of a tier, retentions that end.
 
     ``blocks_a_move``, ``blocks_an_event``: what would be longer becomes several.
 
@@ -99,9 +99,8 @@ class Policy:
     max_pinned: float = 0.5
     reserve_shift: int = 5
     reserve_max: int = 512
-    victims_a_call: int = 32
-    expiries_a_call: int = 64
-    losses_a_call: int = 64
+    waiting_victims: int = 32
+    blocks_a_call: int = 1_024
     blocks_a_move: int = 32
     blocks_an_event: int = 256
     degrade_after: int = 3

@@ -172,7 +172,7 @@ class Recorder:
     def refuse(self, refusal: Refusal) -> None:
         self._refusals.append(refusal)
 
-    def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]], *, again: bool = False) -> Outcome:
+    def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Outcome:
         """The outcome of the call, its event ids assigned; the recorder is empty again."""
         outcome = Outcome(
             tuple([move.move() for move in self._moves]),
@@ -180,7 +180,6 @@ class Recorder:
             tuple(self._refusals),
             tuple([ledger.take() for ledger in self._touched]),
             tuple([self._event(telling, now, capacity) for telling in self._events]),
-            again,
         )
         self._touched.clear()
         self._events.clear()

@@ -99,9 +99,6 @@ class Clocks:
                 self._run(block, now + duration_ms * _NS_PER_MS)
         self._started.clear()
 
-    def due(self, now: int) -> bool:
-        return self._first(now) is not None
-
     def take_due(self, now: int) -> Block | None:
         """The next block whose deadline has passed; its clock stands again and its duration is forgotten."""
         block = self._first(now)

@@ -14,7 +14,7 @@ from kvtierd.core.block import Block
 from kvtierd.core.events import CAPACITY, WRITE_THROUGH, Cause
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import DEVICE, DISK, HOST, Tier
+from kvtierd.core.ids import DEVICE, DISK, HOST, TicketId, Tier
 
 SOURCE_ORDER: Final = (HOST, DEVICE, DISK)
 """Reading the host disturbs nobody; the device's copy engines are wanted elsewhere; the disk is slowest."""
@@ -33,183 +33,87 @@ class Prospect(Enum):
     """Nothing that nobody holds could make room."""
 
 
-PLACED_A_ROUND: Final = 128
-"""Blocks put on lists of candidates before victims are chosen: a fraction of a millisecond."""
-PLACED_LIKE_ONE: Final = 8
-"""So many take as long as to vacate a slot."""
-LEAST_A_ROUND: Final = 4
-"""Slots that a round may vacate or fill however many blocks it has placed."""
-FEW_SHIFT: Final = 3
-"""One in 2^3 of the disk slots kept ahead: so many are not worth a transaction of their own."""
 NOW: Final = Prospect.NOW
 COMING: Final = Prospect.COMING
 NEVER: Final = Prospect.NEVER
+LAST: Final = TicketId(1 << 62)
+"""In place of a ticket: who comes after all requests."""
 
 
 class Room:
     """Frees slots of one window group.
 
-    Its work is done in rounds, from :meth:`begin` to :meth:`end`: within one, no slot is promised twice and no block
-    is sent down twice, whether the slots it goes to are free already or still on their way. A round does a bounded
-    amount of work, or, unless it is ``working``, none; ``again`` says that it came to that bound and that another one,
-    a working one, would get on. It chooses victims only where all candidates have been placed, so that the order of
-    eviction is exact; where too many have not been, it places a part of them and makes no room.
-    ``older_wants(tier, seq)``: slots that requests older than ``seq`` still wait for in the tier.
+    From :meth:`begin` to :meth:`end` no slot is promised twice and no block is sent down twice, whether the slots that
+    it needs are free already or still on their way. A victim that waits for slots below is chosen again each time, so
+    only ``Policy.waiting_victims`` of them are chosen at a time: something is in flight then, and its end calls again.
+
+    Args:
+        older_wants: Slots of a tier that requests older than a ticket still wait for.
     """
 
-    def __init__(self, state: GroupState, flights: Flights, older_wants: Callable[[Tier, int], int]) -> None:
+    def __init__(self, state: GroupState, flights: Flights, older_wants: Callable[[Tier, TicketId], int]) -> None:
         self._state = state
         self._flights = flights
         self._older_wants = older_wants
+        self._now = 0
+        self._ticket = LAST
+        self._older: dict[Tier, int] = {}
         self._promised = dict.fromkeys(state.tiers, 0)
         self._going: list[Block] = []
-        """Victims that wait for slots below; claimed until the round ends, so that the next victim is another."""
+        """Victims that wait for slots below; claimed, so that the next victim is another."""
         self._coming = dict.fromkeys(state.tiers, 0)
         """Slots that those will free."""
         self._to_disk: set[Block] = set()
-        """Those, and ancestors of theirs, that disk slots are promised to."""
+        """Those victims and their ancestors that disk slots are promised to."""
         self._spared: list[Block] = []
-        """No victims while slots below are secured for one of them."""
-        self._older: dict[Tier, tuple[int, int]] = {}
-        """What older requests want, and the tier's placings of which that is true."""
-        self._seq = 0
-        self._now = 0
-        self._left = 0
-        """How many slots this round may still vacate or fill."""
-        self._allowance = 0
-        """How many it might at first."""
-        self._placed = 0
-        """Blocks that it has put on lists of candidates."""
-        self.working = False
-        self._chooses: bool | None = False
-        """Whether all candidates have been placed in this round, so that victims may be chosen; None: they will be
-        when the first is wanted, while there is room anyway."""
-        self._kept_waiting = False
-        """A round could not make room for want of that, so the next one follows at once."""
-        self._unplaced = 0
-        """How many the round before this one left."""
-        self._postponed = False
-        self._got_on = False
+        """Blocks that must stay while slots below are secured for one of them."""
         self._sparing = False
-        self._refills = False
-        """Disk slots kept free ahead have been used: once no block is on its way there, others take their place."""
-        self.again = False
 
-    def begin(self, now: int, *, working: bool, places: bool) -> None:
-        """``places``: the round may choose victims once candidates are placed; always where it is ``working``."""
+    def begin(self, now: int) -> None:
+        self._now = now
         self._promised = dict.fromkeys(self._state.tiers, 0)
         self._coming = dict.fromkeys(self._state.tiers, 0)
-        self._now = now
-        self.working = working
-        self._placed = 0
-        self._left = self._allowance = self._state.policy.victims_a_call if working else 0
-        self._postponed = self._got_on = False
-        self._chooses = None if places else False
-        if places and self._state.room_is_scarce:
-            self._chooses = self._place()
-
-    def _place(self) -> bool:
-        """Whether all candidates are placed. While somebody waits for that, more than have come since the last round:
-        so it ends, whatever others touch meanwhile."""
-        state = self._state
-        came = max(0, state.unplaced - self._unplaced) if self._kept_waiting else 0
-        unplaced = state.unplaced
-        all_placed = state.place_some(PLACED_A_ROUND + came)
-        self._unplaced = state.unplaced
-        self._kept_waiting = False
-        self._placed = unplaced - self._unplaced
-        cost = min(self._placed // PLACED_LIKE_ONE, max(0, self._left - LEAST_A_ROUND))
-        self._left -= cost
-        self._allowance -= cost
-        return all_placed
-
-    def may_choose(self) -> bool:
-        """Whether victims may be chosen in this round. Where not, the round says that another one would get on."""
-        if self._chooses is None:
-            self._chooses = self._place()
-        if not self._chooses:
-            self._kept_waiting = True
-            self.postpone()
-        return self._chooses
-
-    @property
-    def worked(self) -> bool:
-        """Whether this round has vacated or filled any slots."""
-        return self.working and self._left < self._allowance
-
-    @property
-    def got_on(self) -> bool:
-        """Whether this round has done more than to choose again what waits for slots below, or another one would."""
-        return self._got_on
-
-    def takes(self, slots: int) -> bool:
-        """Whether to fill so many is for this round: one that has done nothing yet fills any number."""
-        return not self.worked or slots <= self._left
 
     def end(self) -> None:
-        self.again = (self._postponed and self._got_on) or (self.again and not self.working)
-        if self._flights.to_disk and self._lacking_on_disk > self._kept_ahead >> FEW_SHIFT:
-            self._refills = True
         for block in self._going:
             self._state.unclaim(block)
         self._going.clear()
         self._to_disk.clear()
 
-    def serve(self, seq: int) -> None:
-        """The following calls are on behalf of the request ``seq``; older ones go first. Queues change between these
-        calls only."""
-        self._seq = seq
+    def serve(self, ticket: TicketId) -> None:
+        """The following calls are on behalf of this request; older requests go first."""
+        self._ticket = ticket
         self._older.clear()
-
-    def postpone(self) -> None:
-        """There is work that can be done, but not in this round."""
-        self._postponed = self._got_on = True
-
-    def filled(self, slots: int) -> bool:
-        """That much of this round's work has gone into a request. Whether any of it is left."""
-        self._left -= slots
-        return self._left > 0
 
     def available(self, tier: Tier) -> int:
         """Free slots that nobody older was promised or waits for."""
-        placings = self._state.placings[tier]
-        at, older = self._older.get(tier, (-1, 0))
-        if at != placings:
-            older = self._older_wants(tier, self._seq)
-            self._older[tier] = placings, older
+        older = self._older.get(tier)
+        if older is None:
+            older = self._older[tier] = self._older_wants(tier, self._ticket)
         return self._state.slots[tier].free - self._promised[tier] - older
 
     def secure(self, tier: Tier, count: int, *, desperate: bool) -> Prospect:
         """Sees to it that ``count`` slots of a tier are, or become, free.
 
-        ``desperate``: where nothing else is left, whole subtrees go. Not for a demotion: every parent below ranks
-        above its children, so above the block that would be demoted into its place.
+        Args:
+            desperate: Where nothing else is left, whole subtrees go. Not for a demotion: every parent below ranks above
+                its children, so above the block that would be demoted into its place.
         """
         if tier in self._state.offline:
             return NEVER
         short = count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
         for _ in range(short):
-            if not self.may_choose():
+            if len(self._going) >= self._state.policy.waiting_victims:
                 break
-            if self._left <= 0:
-                self._postponed = True
-                break
-            if not self._vacate(tier, desperate=desperate):
+            if not (self._vacate(tier) or (desperate and self._drop_some_subtree(tier))):
                 return NEVER
         if self.available(tier) >= count:
             return NOW
         self._promised[tier] += count
         return COMING
 
-    def _vacate(self, tier: Tier, *, desperate: bool = False) -> bool:
+    def _vacate(self, tier: Tier) -> bool:
         """One slot of the tier is freed, or on its way to be."""
-        waiting = len(self._going)
-        vacated = self._vacate_one(tier) or (desperate and self._drop_some_subtree(tier))
-        self._left -= vacated  # after the slots below it: a round that cannot vacate those would never get on
-        self._got_on |= vacated and len(self._going) == waiting
-        return vacated
-
-    def _vacate_one(self, tier: Tier) -> bool:
         state, lists = self._state, self._state.candidates(tier)
         spared = self._spared
         if not self._sparing and (block := lists.redundant.victim(spared)) is not None:
@@ -260,12 +164,10 @@ class Room:
                 self._to_disk.update(fresh)
         return prospect is not NEVER
 
-    def copy_down(
-        self, block: Block, tier: Tier, low: Tier, cause: Cause, now: int, *, sparing: bool = False
-    ) -> Prospect:
+    def copy_down(self, block: Block, tier: Tier, low: Tier, cause: Cause, *, sparing: bool = False) -> Prospect:
         """Copies a block down, and those of its ancestors that must be there first; their sources stay. COMING: there
         will be room, but not yet. ``sparing``: room is not made of what makes slots above clean."""
-        if not self._flights.usable(tier, low, now):
+        if not self._flights.usable(tier, low, self._now):
             return NEVER
         self._sparing = sparing
         prospect, missing, _ = self._secure_below(block, low)
@@ -289,9 +191,11 @@ class Room:
         return prospect, missing, fresh
 
     def _copy(self, block: Block, tier: Tier, low: Tier, missing: list[Block], cause: Cause) -> None:
-        self.copy_ancestors(missing)
-        self._left -= len(missing)
+        """Copies ancestors to disk from wherever they are, then the block; their upper copies stay."""
+        for ancestor in missing:
+            self._flights.start(ancestor, self.source(ancestor), DISK, WRITE_THROUGH)
         self._flights.start(block, tier, low, cause)
+        self._older.pop(DISK, None)  # older moves to disk may have wanted slots for the same ancestors
 
     def _promised_only(self, low: Tier, needed: list[Block]) -> bool:
         """One of these disk copies is not planned yet, only promised room: its slots are still on their way."""
@@ -307,52 +211,18 @@ class Room:
         del self._spared[-len(guarded) :]
         return prospect
 
-    def replenish_disk(self) -> None:
-        """Disk slots are freed for the blocks after those that go there now: there a slot is free only after a deletion
-        has committed.
-
-        While blocks are on their way, only what keeps half of the reserve, and with an allowance of its own, since it
-        is in a rush that the reserve is used up and that others use up theirs: deletions take as long to plan, to
-        commit and to tell as copies, and whoever moves blocks waits for those alone.
-        """
-        policy = self._state.policy
-        self.working = True
-        self._left = max(LEAST_A_ROUND, policy.victims_a_call - self._placed // PLACED_LIKE_ONE)
+    def refill_disk(self) -> None:
+        """Frees disk slots ahead of need while blocks are on their way there: a slot is free only once the deletion of
+        its old record has committed."""
+        if not self._flights.to_disk:
+            return
+        policy, slots = self._state.policy, self._state.slots[DISK]
+        reserve = min(slots.capacity >> policy.reserve_shift, policy.reserve_max)
         self._sparing = policy.clean_high > 0  # else what the background wrote down would go first, again and again
-        while self.disk_is_short and self.may_choose():
-            if self._left <= 0:
-                self._postponed = True
-                break
+        for _ in range(reserve - slots.free - slots.retiring):
             if not self._vacate(DISK):
-                self._refills = False
                 break
         self._sparing = False
-        self._refills = self._refills and self._lacking_on_disk > 0
-
-    @property
-    def disk_is_short(self) -> bool:
-        """Few slots are free on disk, or soon to be, for the blocks after those that are on their way there; or, once
-        none is, fewer than are kept."""
-        if self._flights.to_disk:
-            return 2 * self._lacking_on_disk > self._kept_ahead
-        return self._refills and self._lacking_on_disk > 0
-
-    @property
-    def disk_is_low(self) -> bool:
-        """So few that they are to be seen to before anybody else is served."""
-        return self._flights.to_disk > 0 and 8 * self._lacking_on_disk > 7 * self._kept_ahead
-
-    @property
-    def _kept_ahead(self) -> int:
-        """Disk slots, where blocks go to disk at all."""
-        policy = self._state.policy
-        return min(self._state.slots[DISK].capacity >> policy.reserve_shift, policy.reserve_max)
-
-    @property
-    def _lacking_on_disk(self) -> int:
-        """How many of them are neither free nor soon to be."""
-        slots = self._state.slots[DISK]
-        return self._kept_ahead - slots.free - slots.retiring
 
     def _missing_ancestors(self, block: Block, low: Tier) -> tuple[list[Block], Block | None]:
         """Ancestors that must be on disk before the block, the root first, and the nearest that is there already."""
@@ -379,11 +249,6 @@ class Room:
             fresh.reverse()
             missing += fresh
         return missing
-
-    def copy_ancestors(self, missing: list[Block]) -> None:
-        """Copies down to disk from wherever they are; their upper copies stay."""
-        for ancestor in missing:
-            self._flights.start(ancestor, self.source(ancestor), DISK, WRITE_THROUGH)
 
     def source(self, block: Block) -> Tier:
         """Where to copy the block from: a tier that is lost, but not altogether yet, only where there is no other."""

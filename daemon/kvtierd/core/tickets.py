@@ -99,8 +99,7 @@ class FetchTicket:
     """Wants blocks READY in a tier.
 
     ``hold``: an acquire, whose blocks are a prefix that is shortened where it cannot be had whole; else a move, whose
-    blocks stand each for itself. ``wants``: slots of its tier that it needs, while the tier's ``placings`` are still
-    ``wants_at``. ``waiting``: its blocks are claimed and it queues for room. After that ``copies`` are
+    blocks stand each for itself. ``waiting``: its blocks are claimed and it queues for room. After that ``copies`` are
     the copies it got, held if ``hold``, and ``pending`` those of them still being filled. ``turn``: it is one
     group's part of a request over several (``core/across.py``), which takes, answers and ends all of them together.
     """
@@ -121,8 +120,6 @@ class FetchTicket:
     """Blocks whose copies for it have failed."""
     pending: int = 0
     turn: Turn | None = None
-    wants: int = 0
-    wants_at: int = -1
 
 
 Ticket = ReserveTicket | FetchTicket

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.events import Cause
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, Tier
 from kvtierd.core.verbs import BlockResult, DropReport
-
-RESET_SLICE: Final = 64
-"""Blocks that one call of a reset looks at: it is called again for the rest, so that others have their turn."""
 
 
 def pin(state: GroupState, tier: Tier, keys: Sequence[Key], *, unpin: bool) -> tuple[BlockResult, ...]:
@@ -72,7 +68,7 @@ def reset(state: GroupState, before: int) -> tuple[int, int, int]:
 
     Returns how many went, how many stayed, and the number to go on from (0: there are no more).
     """
-    members, following = state.index.before(before, RESET_SLICE)
+    members, following = state.index.before(before, state.policy.blocks_a_call)
     dropped = 0
     for block in members:
         if block.first_child is None and not needed(block):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, takewhile
-from typing import Final, assert_never
+from typing import assert_never
 
 from kvtierd.core.background import Background
 from kvtierd.core.block import FILLING, Block, Copy
@@ -13,21 +13,18 @@ from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
 from kvtierd.core.holding import Holding
-from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.looking import prefix
 from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
 from kvtierd.core.recorder import Recorder
 from kvtierd.core.recovery import Recovered, recover
 from kvtierd.core.retention import pairs
-from kvtierd.core.room import COMING, NEVER, NOW, Room
+from kvtierd.core.room import COMING, LAST, NEVER, NOW, Room
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED
 from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
 from kvtierd.core.uses import Uses
 from kvtierd.core.verbs import BlockResult, ChainRequest
-
-LAST: Final = 1 << 62
-"""Who asks for room under this number comes after all requests."""
 
 
 class WindowManager:
@@ -54,9 +51,6 @@ class WindowManager:
         self._new_lease = new_lease
         self._refusal = refusal
         self._queues: dict[Tier, deque[Ticket]] = {tier: deque() for tier in self.state.tiers}
-        self._refill_is_next = False
-        self._starts_first: Tier | None = None
-        """The queue whose head could have been started in the round before, had that not done other work."""
         self.holding = Holding(self.state, self.background)
         self.uses = Uses(self.state, self.background)
 
@@ -105,7 +99,6 @@ class WindowManager:
             self.state.claim(block)
         self.let_go(ticket)
         ticket.blocks = blocks
-        ticket.wants_at = -1
         ticket.found_in = tuple(found_in.get(block, block.residency) for block in blocks)
         ticket.waiting = True
 
@@ -142,52 +135,16 @@ class WindowManager:
             if ticket.pending == 0 and ticket.copies and ticket.turn is None:
                 self._finish(ticket, RefusalReason.TOO_SHORT)
 
-    def pump(self, now: int, *, working: bool) -> None:
-        """Serves the queues, as far as room is there or can be made: the highest tier first, but before it one whose
-        head was put off in the round before, to be started in a round of its own.
-
-        Unless ``working``, only what takes neither room to be made nor copies to be planned; the rest is postponed.
-        Where a round has done work and the disk is short of free slots, the next working one is for those alone: a
-        round takes as long as either, not as both. While others wait and enough are left, it is for them.
-        """
-        refill = working and self._refill_is_next
-        short = False
-        self.room.begin(now, working=working and not refill, places=working)
-        for tier in self._in_turn(working=working):
+    def pump(self, now: int) -> None:
+        """Serves the queues as far as room is there or can be made, the highest tier first, then the background."""
+        self.room.begin(now)
+        for tier in self.state.tiers:
             while self._queues[tier] and self._serve_head(tier, now):
                 pass
         self.room.serve(LAST)
-        if refill:
-            self._refill_is_next = False
-            if self.background.wanted:
-                self.room.postpone()
-        elif working:
-            self.background.work(now)
-            short = self.room.worked and self.room.disk_is_short
-            others_first = self.room.got_on and any(self._queues.values()) and not self.room.disk_is_low
-            self._refill_is_next = short and not others_first
-        if working and not short:
-            self.room.replenish_disk()
-        elif self._works_ahead:
-            self.room.postpone()
+        self.background.work()
+        self.room.refill_disk()
         self.room.end()
-
-    def _in_turn(self, *, working: bool) -> Sequence[Tier]:
-        first = self._starts_first
-        if first is None or not working:
-            return self.state.tiers
-        self._starts_first = None
-        return [first, *(tier for tier in self.state.tiers if tier is not first)]
-
-    def postpone(self) -> None:
-        """The next :meth:`pump` that works may get on, if anything waits at all."""
-        if self._works_ahead or any(self._queues.values()):
-            self.room.again = True
-
-    @property
-    def _works_ahead(self) -> bool:
-        """There may be something to do that nobody waits for."""
-        return self.background.wanted or self.room.disk_is_short
 
     # -- parts of requests over several groups -----------------------------------------------------------------------
 
@@ -223,34 +180,19 @@ class WindowManager:
             self._give_up(ticket)
             return True
         self.room.serve(ticket.id)
+        wanted = self._wants(ticket)
+        prospect = NOW if self.room.available(tier) >= wanted else self.room.secure(tier, wanted, desperate=True)
+        waits = prospect is COMING or (prospect is NEVER and self.flights.active > 0)
         turn = ticket.turn if isinstance(ticket, FetchTicket) else None
         if turn is not None:
-            turn.able, turn.room = False, None
-        wanted = self._wants(ticket)
-        fills = wanted if isinstance(ticket, FetchTicket) else 0
-        prospect = NOW
-        if not self.room.working and (fills or self.room.available(tier) < wanted):
-            self.room.postpone()
-            return False
-        if self.room.available(tier) < wanted:
-            prospect = self.room.secure(tier, wanted, desperate=True)
-            if prospect is COMING or (prospect is NEVER and self.flights.active > 0):
-                return False
-        if turn is not None:
             turn.able = prospect is NOW
-            turn.room = self.room.available(tier) if prospect is NEVER else None
-            return False  # the other groups' parts have to be able, too
-        if prospect is NOW and self.room.working and not self.room.takes(fills):
-            self._starts_first = self._starts_first or tier
-            self.room.postpone()
-            return False
+            turn.room = self.room.available(tier) if prospect is NEVER and not waits else None
+        if waits or turn is not None:
+            return False  # a part of a request over several groups starts with the other parts
         if prospect is NEVER and not self._settle_for_less(ticket):
             return True
         self._queues[tier].popleft()
         self._start(ticket, now)
-        if self.room.working and not self.room.filled(fills):
-            self.room.postpone()
-            return False
         return True
 
     def _start(self, ticket: Ticket, now: int) -> None:
@@ -285,16 +227,11 @@ class WindowManager:
         """Slots the request needs in its tier as things stand now."""
         if isinstance(ticket, ReserveTicket):
             return ticket.count
-        placings = self.state.placings[ticket.tier]
-        if ticket.wants_at != placings:
-            self._forget_lost(ticket)
-            tier = ticket.tier
-            ticket.wants = sum([block.copy(tier) is None for block in self._to_place(ticket)])
-            ticket.wants_at = placings
-        return ticket.wants
+        self._forget_lost(ticket)
+        return sum([block.copy(ticket.tier) is None for block in self._to_place(ticket)])
 
-    def _older_wants(self, tier: Tier, seq: int) -> int:
-        older = takewhile(lambda ticket: ticket.id < seq, self._queues[tier])
+    def _older_wants(self, tier: Tier, ticket: TicketId) -> int:
+        older = takewhile(lambda other: other.id < ticket, self._queues[tier])
         return sum(map(self._wants, older))
 
     def _to_place(self, ticket: FetchTicket) -> list[Block]:
@@ -315,7 +252,6 @@ class WindowManager:
             for block in compress(ticket.blocks, lost):
                 self.state.unclaim(block)
             ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
-            ticket.wants_at = -1
 
     def lost(self, block: Block, tier: Tier) -> bool:
         """Or about to be: of a tier's loss, its turn has not come yet."""
@@ -525,13 +461,11 @@ class WindowManager:
             placed.update(missing)
             kept.append(block)
         ticket.blocks = kept
-        ticket.wants_at = -1
 
     def _shorten(self, ticket: FetchTicket, length: int) -> None:
         for block in ticket.blocks[length:]:
             self.state.unclaim(block)
         del ticket.blocks[length:]
-        ticket.wants_at = -1
 
     # -- existence ---------------------------------------------------------------------------------------------------
 

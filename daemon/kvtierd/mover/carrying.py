@@ -41,15 +41,13 @@ class EventSink(Protocol):
 @dataclass(slots=True, eq=False)
 class OpenCache:
     """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more.
-    ``goes_on``: the core is called again in the next turn of the loop. ``behind``: what the key index
-    does not show yet."""
+    ``behind``: what the key index does not show yet."""
 
     runtime: CacheRuntime
     tickets: Tickets
     uses: UseLog
     closing: bool = False
     removed: bool = False
-    goes_on: bool = False
     behind: Outcome | None = None
 
     @property
@@ -115,9 +113,6 @@ class Carrier:
             follow(runtime.arena, outcome)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)
-        if outcome.again and not cache.goes_on:
-            cache.goes_on = True
-            self._loop.call_soon(self._go_on, cache)
         if self._debug_checks:
             check(runtime.manager)
             self._check_index(cache)
@@ -142,11 +137,8 @@ class Carrier:
             follow(cache.runtime.arena, outcome)
 
     async def rest(self, cache: OpenCache) -> None:
-        """Returns when no move of the cache is in flight and nothing is postponed."""
+        """Returns when no move of the cache is in flight."""
         await self.edges.idle(cache.runtime.id)
-        while cache.goes_on:
-            await asyncio.sleep(0)
-            await self.edges.idle(cache.runtime.id)
         self.catch_up(cache)
 
     def problems(self) -> list[str]:
@@ -174,12 +166,6 @@ class Carrier:
         message = f"cache {runtime.name}: {type(error).__name__}: {error}"
         self._broken.append(message)
         self._loop.call_exception_handler({"message": message, "exception": error})
-
-    def _go_on(self, cache: OpenCache) -> None:
-        """What the core postponed, so that nobody had to wait for all of it."""
-        cache.goes_on = False
-        if not cache.removed:
-            self.advance(cache, cache.manager.tick)
 
     def _completed(self, runtime: CacheRuntime, results: Sequence[MoveResult]) -> None:
         cache = self.caches.get(runtime.id)

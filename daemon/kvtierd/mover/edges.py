@@ -64,7 +64,7 @@ LANES: Final = (
 STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0
 """How long idle threads are given to end."""
-BLOCKS_PER_TURN: Final = 8
+BLOCKS_PER_TURN: Final = 128
 """Bounds what one loop callback tells the core; the rest follows in the next turn."""
 DELETIONS_LIKE_ONE: Final = 8
 """So many slots of the disk that are free from now on take the core less time than a block that lands."""

@@ -416,8 +416,8 @@ class Engine:
         return self._carrier.edges.stalled_s()
 
     async def settle(self) -> None:
-        """Returns when no move is in flight, no completion undelivered and nothing postponed."""
-        while self._carrier.edges.in_flight() or any(cache.goes_on for cache in self._carrier.caches.values()):
+        """Returns when no move is in flight and no completion undelivered."""
+        while self._carrier.edges.in_flight():
             await self._carrier.edges.idle()  # of all caches: one that is forgotten has none, or else we must not spin
             for cache in list(self._carrier.caches.values()):
                 await self._carrier.rest(cache)

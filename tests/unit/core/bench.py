@@ -89,8 +89,6 @@ class Bench:
         self.grants |= {grant.ticket: grant for grant in outcome.grants}
         self.refusals |= {refusal.ticket: refusal for refusal in outcome.refusals}
         check(self.core)
-        if outcome.again:
-            self.apply(self.core.tick(self.now))
         return outcome
 
     # -- calls -------------------------------------------------------------------------------------------------------

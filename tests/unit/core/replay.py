@@ -70,8 +70,6 @@ class Replay:
         assert not outcome.refusals
         self._moves += outcome.moves
         self._grants += outcome.grants
-        if outcome.again:
-            self._take(self.core.tick(0))
 
 
 def replay(requests: Sequence[Request], slots: Sequence[int], eviction: str) -> Replay:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtierd.core.block import Block, Copy, Phase
+from kvtierd.core.candidates import LEAF, REDUNDANT
 from kvtierd.core.events import Cause, EventType
-from tests.unit.core.bench import DEVICE, DISK, HOST, Bench
+from kvtierd.core.evict import Ranked
+from kvtierd.core.ids import SlotId, Tier
+from kvtierd.core.traits import Traits
+from tests.unit.core.bench import DEVICE, DISK, HOST, Bench, key
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -142,3 +150,42 @@ def test_a_disk_copy_that_a_child_there_needs_is_no_victim_though_the_block_is_a
     bench.reserve(DEVICE, 1)
     bench.land()
     assert (bench.where("a"), bench.where("c"), bench.stored()) == ({DEVICE, DISK}, {DISK}, "acx")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["offer", "leave", "victim", "take"]), st.integers(0, 40)), max_size=400))
+def test_a_list_of_candidates_gives_the_lowest_rank_whatever_has_gone_stale(steps: list[tuple[str, int]]) -> None:
+    blocks = [Block(key(str(number)), None, None, Traits(35)) for number in range(41)]
+    rank_of: dict[Block, int] = {}
+    ranked = Ranked(Tier.HOST, LEAF)
+    for clock, (step, number) in enumerate(steps):
+        block = blocks[number]
+        if step == "offer":
+            rank_of[block] = clock
+            _list(block, clock)
+            ranked.offer(clock, block)
+        elif step == "leave":
+            rank_of.pop(block, None)
+            block.put_copy(Tier.HOST, None)
+        else:
+            spared = [block] if step == "victim" else []
+            others = [one for one in rank_of if one not in spared]
+            assert ranked.victim(spared) is min(others, key=rank_of.__getitem__, default=None)
+        in_order = [entry for entry in ranked.in_order() if entry is not None]
+        assert in_order == sorted((rank, one) for one, rank in rank_of.items())
+        assert set(ranked) == set(rank_of)
+
+
+def _list(block: Block, rank: int) -> None:
+    copy = Copy(SlotId(0), Phase.READY)
+    copy.listed, copy.ranked = LEAF | REDUNDANT, rank
+    block.put_copy(Tier.HOST, copy)
+
+
+def test_a_list_of_candidates_forgets_what_is_stale() -> None:
+    block = Block(key("a"), None, None, Traits(35))
+    ranked = Ranked(Tier.HOST, LEAF)
+    for latest in range(10_000):
+        _list(block, latest)
+        ranked.offer(latest, block)
+    entries = sum(1 for _ in ranked.in_order())
+    assert entries <= 256

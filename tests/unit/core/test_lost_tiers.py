@@ -12,7 +12,8 @@ from kvtierd.core.slots import SlotState
 from tests.slot_rows import begun, contents
 from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
 
-A_CALL = Policy().losses_a_call
+A_CALL = 8
+POLICY = Policy(blocks_a_call=A_CALL)
 
 
 def test_blocks_only_there_go_with_their_descendants_children_first() -> None:
@@ -176,6 +177,7 @@ def test_a_tier_is_lost_in_slices_and_nothing_is_given_out_there_in_between() ->
     bench = Bench(
         device=4,
         disk=len(names),
+        policy=POLICY,
         recovered=[(names[number], None if parent is None else names[parent], 35) for number, parent in recovered],
     )
     following, outcome = bench.core.lose_tier(DISK, Cause.IO_ERROR, bench.now)
@@ -196,7 +198,7 @@ def test_a_tier_is_lost_in_slices_and_nothing_is_given_out_there_in_between() ->
 
 def test_what_arrives_there_in_between_does_not_stay() -> None:
     newer = "".join(chr(0x100 + number) for number in range(A_CALL))
-    bench = Bench(device=A_CALL + 1, host=1)
+    bench = Bench(device=A_CALL + 1, host=1, policy=POLICY)
     bench.put("a", HOST)
     bench.put(newer)
     bench.move("a", DEVICE)

@@ -58,9 +58,9 @@ def test_a_block_is_announced_once_with_all_that_it_stands_in(core: BlockManager
 
 def test_recovered_blocks_are_evicted_and_demoted_like_any_others(core: BlockManager) -> None:
     opened(core, *(found(str(n), None, host=n) for n in range(4)))
-    core.reserve(NEW, GROUP, Tier.HOST, 1, now=1)
+    _, outcome = core.reserve(NEW, GROUP, Tier.HOST, 1, now=1)
     check(core)
-    (move,) = core.tick(now=1).moves
+    (move,) = outcome.moves
     assert (move.src, move.dst) == (Tier.HOST, Tier.DISK)
     assert [item.key for item in move.items] == [key("0")], "the least recently used"
 
@@ -84,8 +84,8 @@ def test_blocks_that_an_old_process_may_read_stay_where_they_are(core: BlockMana
     opened(core, *(found(str(n), None, host=n) for n in range(4)))
     core.restore_lease(LeftLease(OLD, GROUP, Tier.HOST, keys=(key("0"), key("1"), key("nobody's"))), now=1)
     check(core)
-    core.reserve(NEW, GROUP, Tier.HOST, 1, now=2)
-    assert [item.key for move in core.tick(now=2).moves for item in move.items] == [key("2")]
+    _, outcome = core.reserve(NEW, GROUP, Tier.HOST, 1, now=2)
+    assert [item.key for move in outcome.moves for item in move.items] == [key("2")]
     core.end_session(OLD, now=3)
     check(core)
 

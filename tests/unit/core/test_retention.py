@@ -10,7 +10,7 @@ from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
 from kvtierd.core.policy import Policy
 from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key, keys
 
-A_CALL = Policy().expiries_a_call
+A_CALL = 4
 
 
 def test_the_clock_starts_at_release() -> None:
@@ -119,11 +119,12 @@ def test_a_chain_that_expires_at_once_does_so_tail_first() -> None:
 
 def test_a_great_many_expire_in_slices() -> None:
     names = [chr(0x4E00 + n) for n in range(3 * A_CALL)]
-    bench = Bench(host=len(names))
+    bench = Bench(host=len(names), policy=Policy(blocks_a_call=A_CALL))
     for name in names:
         bench.put(name, HOST, priority=50, duration_ms=10)
     since = len(bench.events)
-    bench.pass_ms(10)
+    for passed_ms in (10, 0, 0):
+        bench.pass_ms(passed_ms)
     assert [len(event.blocks) for event in bench.events[since:]] == [A_CALL] * 3
     assert "".join(blocks for _, _, blocks in bench.said(since)) == "".join(names)
 

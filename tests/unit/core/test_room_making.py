@@ -30,3 +30,13 @@ def test_an_ancestor_promised_room_on_disk_is_not_thought_to_have_some_on_host()
     bench.land()
     assert waiting in bench.grants
     assert (bench.where("p"), bench.where("c")) == ({DISK}, {DISK})
+
+
+def test_more_slots_than_victims_may_wait_for_room_below_are_reserved_all_the_same() -> None:
+    bench = Bench(device=8, host=4, disk=16, policy=Policy(waiting_victims=2, reserve_max=0))
+    bench.put("abcd", HOST)
+    bench.put("efghijkl")
+    waiting = bench.reserve(DEVICE, 8)
+    bench.land()
+    assert waiting in bench.grants
+    assert bench.stored() == "abcdefghijkl"

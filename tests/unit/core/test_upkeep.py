@@ -10,7 +10,6 @@ from kvtierd.core.ids import Tier
 from kvtierd.core.manager import BlockResult
 from kvtierd.core.outcome import Holder
 from kvtierd.core.policy import Policy
-from kvtierd.core.upkeep import RESET_SLICE
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
 
 OK, HELD = BlockResult.OK, BlockResult.HELD
@@ -195,12 +194,12 @@ def test_a_forced_reset_keeps_what_is_needed_and_what_that_stands_on() -> None:
 
 
 def test_a_great_reset_comes_in_slices() -> None:
-    names = [chr(0x4E00 + n) for n in range(2 * RESET_SLICE + 3)]
-    bench = Bench(host=len(names))
+    names = [chr(0x4E00 + n) for n in range(11)]
+    bench = Bench(host=len(names), policy=Policy(blocks_a_call=4))
     for name in names:
         bench.put(name, HOST)
     report, outcome = bench.core.reset(ALICE, bench.now, force=False)
     bench.apply(outcome)
-    assert (report.dropped, report.kept) == (RESET_SLICE, 0)
+    assert (report.dropped, report.kept) == (4, 0)
     assert report.following is not None
-    assert reset(bench) == (RESET_SLICE + 3, 0)
+    assert reset(bench) == (7, 0)

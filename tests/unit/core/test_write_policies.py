@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.background import LOOKED_AT_A_CALL, Background
-from kvtierd.core.block import Block
 from kvtierd.core.events import Cause
-from kvtierd.core.ids import Tier
 from kvtierd.core.policy import Policy, WritePolicy
 from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, keys
 
@@ -69,29 +66,6 @@ def test_many_blocks_go_down_a_few_at_a_time() -> None:
     assert len(bench.in_flight()) == 64
     bench.land()
     assert all(bench.where(name) == {HOST, DISK} for name in names)
-
-
-def test_a_call_looks_at_a_few_of_many_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All at once would keep everybody else waiting, and a disk may leave any number of them behind."""
-    looks: list[int] = []
-    wanted, work = Background._wanted, Background.work
-
-    def counted(background: Background, block: Block, low: Tier) -> bool:
-        looks[-1] += 1
-        return wanted(background, block, low)
-
-    def begun(background: Background, now: int) -> None:
-        looks.append(0)
-        work(background, now)
-
-    names = [chr(0x4E00 + n) for n in range(500)]
-    bench = Bench(host=500, disk=500, policy=THROUGH)
-    grant = bench.blank(HOST, len(names))
-    monkeypatch.setattr(Background, "_wanted", counted)
-    monkeypatch.setattr(Background, "work", begun)
-    bench.commit(grant, [(name, None, 10) for name in names])
-    assert max(looks) == LOOKED_AT_A_CALL
-    assert sum(looks) == len(names) and bench.core.windows[GROUP].background.due == 0, "policy keeps them all up"
 
 
 def test_a_reservation_comes_first() -> None:
