@@ -26,8 +26,6 @@ from kvtierd.mover.uses import UseLog
 
 TICK_S: Final = 0.25
 """How often the core is told the time: degraded edges come back, and what waits for that goes on."""
-APART_BLOCKS: Final = 8
-"""From so many blocks on the key index is worth a callback of its own: it takes as long as half of the rest."""
 BROKEN_SHOWN: Final = 8
 """Steps of the core that raised, the latest, kept for health."""
 
@@ -40,15 +38,13 @@ class EventSink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OpenCache:
-    """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more.
-    ``behind``: what the key index does not show yet."""
+    """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more."""
 
     runtime: CacheRuntime
     tickets: Tickets
     uses: UseLog
     closing: bool = False
     removed: bool = False
-    behind: Outcome | None = None
 
     @property
     def manager(self) -> BlockManager:
@@ -76,7 +72,6 @@ class Carrier:
         self.caches: dict[CacheId, OpenCache] = {}
         self.edges = Edges(loop, self._completed)
         self._broken: deque[str] = deque(maxlen=BROKEN_SHOWN)
-        self._behind = 0
         self._ticker = loop.call_later(TICK_S, self._tick)
 
     def open(self, runtime: CacheRuntime) -> OpenCache:
@@ -84,14 +79,9 @@ class Carrier:
         self.caches[runtime.id] = cache
         return cache
 
-    def apply(self, cache: OpenCache, outcome: Outcome, *, apart: bool = False) -> None:
-        """All of an outcome, in the order that ``core/outcome.py`` lays down. ``apart``: the key index may follow in
-        the next turn, before anybody who waits is told; whoever answers a call by itself sees to it that
-        :attr:`is_behind` is false by then."""
+    def apply(self, cache: OpenCache, outcome: Outcome) -> None:
+        """Carries out all of an outcome, in the order that ``core/outcome.py`` lays down."""
         runtime = cache.runtime
-        if outcome.events:
-            # Each entry is written with its slot's generation of now, which only an outcome with events changes.
-            self.catch_up(cache)
         for changes in outcome.slots:
             runtime.begin_write(changes)
         for changes in outcome.slots:
@@ -105,41 +95,23 @@ class Carrier:
         for changes in outcome.slots:
             runtime.end_write(changes)
             runtime.restate(changes)
-        if apart and sum([len(event.blocks.keys) for event in outcome.events]) >= APART_BLOCKS:
-            cache.behind = outcome
-            self._behind += 1
-            self._loop.call_soon(self._follow_behind, cache)  # before it wakes anybody, so before they are told
-        else:
-            follow(runtime.arena, outcome)
+        follow(runtime.arena, outcome)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)
         if self._debug_checks:
             check(runtime.manager)
-            self._check_index(cache)
+            check_index(runtime.manager, runtime.arena)
 
     def advance(self, cache: OpenCache, step: Callable[[int], Outcome]) -> None:
         """A step of the core in a callback of the loop. What it raises is our bug, and has no caller to go to."""
         try:
-            self.apply(cache, step(self._clock()), apart=True)
+            self.apply(cache, step(self._clock()))
         except Exception as error:  # noqa: BLE001 - shown in health and by the loop's handler; other caches go on
             self._show(cache.runtime, error)
-
-    @property
-    def is_behind(self) -> bool:
-        """A key index does not show yet what the core has said. The next turn of the loop does away with that."""
-        return self._behind > 0
-
-    def catch_up(self, cache: OpenCache) -> None:
-        """The key index shows all that the core has said."""
-        if (outcome := cache.behind) is not None:
-            cache.behind = None
-            self._behind -= 1
-            follow(cache.runtime.arena, outcome)
 
     async def rest(self, cache: OpenCache) -> None:
         """Returns when no move of the cache is in flight."""
         await self.edges.idle(cache.runtime.id)
-        self.catch_up(cache)
 
     def problems(self) -> list[str]:
         """What health should show; empty when all is well."""
@@ -149,18 +121,6 @@ class Carrier:
     def stop(self) -> None:
         """No core is told the time any more."""
         self._ticker.cancel()
-
-    def _follow_behind(self, cache: OpenCache) -> None:
-        try:
-            self.catch_up(cache)
-            if self._debug_checks:
-                self._check_index(cache)
-        except Exception as error:  # noqa: BLE001 - as in advance()
-            self._show(cache.runtime, error)
-
-    def _check_index(self, cache: OpenCache) -> None:
-        if cache.behind is None and not cache.removed:
-            check_index(cache.manager, cache.runtime.arena)
 
     def _show(self, runtime: CacheRuntime, error: Exception) -> None:
         message = f"cache {runtime.name}: {type(error).__name__}: {error}"

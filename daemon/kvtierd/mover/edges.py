@@ -66,8 +66,6 @@ LEAVE_GRACE_S: Final = 1.0
 """How long idle threads are given to end."""
 BLOCKS_PER_TURN: Final = 128
 """Bounds what one loop callback tells the core; the rest follows in the next turn."""
-DELETIONS_LIKE_ONE: Final = 8
-"""So many slots of the disk that are free from now on take the core less time than a block that lands."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
 
@@ -220,8 +218,7 @@ def _on_disk(move: Move) -> bool:
 
 
 def _blocks(report: Report) -> int:
-    piece = report.piece
-    return len(piece.items) if piece.move.dst is not None else -(-len(piece.items) // DELETIONS_LIKE_ONE)
+    return len(report.piece.items)
 
 
 def _cut(runtime: CacheRuntime, move: Move, blocks: int) -> Iterator[Piece]:

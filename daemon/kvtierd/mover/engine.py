@@ -222,10 +222,10 @@ class Engine:
         *,
         release: bool = False,
     ) -> tuple[BlockResult, ...]:
-        """``release``: the lease ends with it. Nobody is to be told before :attr:`index_is_behind` is false."""
+        """``release``: the lease ends with it."""
         cache = self._find(cache_id)
         results, outcome = cache.manager.commit(session, lease, items, self._clock(), release=release)
-        self._carrier.apply(cache, outcome, apart=True)
+        self._carrier.apply(cache, outcome)
         return results
 
     def release(
@@ -336,9 +336,7 @@ class Engine:
         return self._find(cache_id).manager.locate(group, keys)
 
     def listing(self, cache_id: CacheId, group: GroupId, page: int, limit: int) -> Listing:
-        cache = self._find(cache_id)
-        self._carrier.catch_up(cache)  # a snapshot is told page by page, and not by an answer
-        return cache.manager.listing(group, page, limit)
+        return self._find(cache_id).manager.listing(group, page, limit)
 
     def explain(self, cache_id: CacheId, group: GroupId, key: Key) -> BlockNow | None:
         return self._find(cache_id).manager.explain(group, key)
@@ -397,12 +395,6 @@ class Engine:
         """The last event that what the engine answers in this turn takes in."""
         return self._sequencer.last
 
-    @property
-    def index_is_behind(self) -> bool:
-        """A cache's key index does not show yet all that the core has said: whoever answers a call now gives up a turn
-        of the loop first, so that who is told of a block finds it."""
-        return self._carrier.is_behind
-
     def queues(self) -> dict[Edge, int]:
         """Blocks planned on each edge and not yet reported."""
         return dict(self._carrier.edges.queued)
@@ -443,7 +435,6 @@ class Engine:
         self._doing.close()
         stopped = await self._carrier.edges.stop()
         for cache in self._carrier.caches.values():
-            self._carrier.catch_up(cache)
             cache.removed = True
         self._carrier.caches.clear()
         return settled and stopped

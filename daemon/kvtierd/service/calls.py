@@ -100,9 +100,8 @@ class OpenCalls:
 
 
 class Dispatcher:
-    """Makes gRPC handlers of verbs. ``behind``: clients could not see yet, in shared memory, what verbs have done; the
-    next turn of the loop does away with that, and answers wait for it. ``kept``: whether a reply names a lease that
-    still lives, so that it must not be forgotten."""
+    """Makes gRPC handlers of verbs. ``kept``: whether a reply names a lease that still lives, so that it must not be
+    forgotten."""
 
     def __init__(
         self,
@@ -110,14 +109,12 @@ class Dispatcher:
         access: Access,
         translate: Translator,
         open_calls: OpenCalls,
-        behind: Callable[[], bool],
         kept: Callable[[Message], bool],
     ) -> None:
         self._sessions: Final = sessions
         self._access: Final = access
         self._translate: Final = translate
         self._open: Final = open_calls
-        self._behind: Final = behind
         self._kept: Final = kept
         self._stopping = False
 
@@ -194,8 +191,6 @@ class Dispatcher:
         async def call(raw: bytes, context: _Context) -> Message:
             try:
                 reply = await answer(self._caller(context), raw)
-                if self._behind():
-                    await asyncio.sleep(0)
                 return reply
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
@@ -250,8 +245,6 @@ class Dispatcher:
                     digest = xxhash.xxh3_128_digest(name + raw)
                     run = lambda: _run_upload(verb, session, header, upload)  # noqa: E731
                     reply = await session.replies.answer(seq, digest, run)
-                if self._behind():
-                    await asyncio.sleep(0)
                 return reply
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(shutting_down() if self._stopping else error)

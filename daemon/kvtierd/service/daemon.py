@@ -168,9 +168,8 @@ class Daemon:
         )
         self._events: Final = EventsService(self._history, self._engine, self._catalog, self._access)
         self._calls: Final = OpenCalls()
-        behind = lambda: self._engine.index_is_behind  # noqa: E731
         self._dispatcher: Final = Dispatcher(
-            self._sessions, self._access, self._translator, self._calls, behind, self._names_lease
+            self._sessions, self._access, self._translator, self._calls, self._names_lease
         )
         self._attach: Final = AttachServer(
             self._sessions,

@@ -191,27 +191,6 @@ async def test_results_of_a_burst_are_delivered_together(
     assert len(desk.deliveries[0][1]) >= 4
 
 
-@pytest.mark.parametrize(("edge", "most"), [(WRITE, 1), (RETIRE, 2)])
-async def test_a_turn_delivers_more_deletions_than_copies(
-    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime, edge: tuple[Tier, Tier | None], most: int
-) -> None:
-    last = threading.Event()
-
-    def tell(batch: Batch) -> Faults:
-        if batch[-1].move.id == 5:
-            last.set()
-        return Faults()
-
-    edges = make_edges([writer(tell)])
-    for number in range(1, 6):
-        edges.submit(runtime, numbered(number, range(32 * number, 32 * number + 32), edge))
-    assert last.wait(30)  # and the loop, which waits here, has seen none of it
-    await edges.idle()
-
-    assert [result.id for result in desk.results] == [1, 2, 3, 4, 5]
-    assert max(len(results) for _, results in desk.deliveries) == most
-
-
 async def test_a_slot_is_not_written_in_the_transaction_that_deletes_its_record(
     make_edges: MakeEdges, runtime: CacheRuntime
 ) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvtier.abi.key_index import ABSENT, Entry, IndexReader
-from kvtier.abi.layout import INDEXES_HERE, ArenaLayout, is_ready
+from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.events import Event
 from kvtierd.core.ids import SlotId, Tier
 from kvtierd.mover.indexing import check_index
 from kvtierd.mover.runtime import CacheRuntime
@@ -43,60 +40,6 @@ async def test_who_has_been_answered_finds_the_block_and_its_slot(tmp_path: Path
         house.engine.drop(client.cache, client.session, GROUP, [key(1)])
         assert reader.entry(key(1), GROUP) is reader.entry(key(2), GROUP) is ABSENT
         assert reader.shown() == (1, house.engine.last_event)
-
-
-async def test_of_many_blocks_the_index_tells_in_the_next_turn_and_who_waits_hears_later(tmp_path: Path) -> None:
-    chain = [key(number) for number in range(16)]
-    async with House(tmp_path) as house:
-        runtime = house.open({Tier.HOST: 32, Tier.DISK: 32})
-        reader, client = reader_of(runtime), house.client()
-        before = reader.shown()
-        await client.put(chain, tier=Tier.HOST)
-        assert house.engine.index_is_behind
-        assert reader.shown() == before
-        assert {reader.entry(each, GROUP) for each in chain} == {ABSENT}
-        await asyncio.sleep(0)
-        assert not house.engine.index_is_behind
-        assert reader.shown() == (1, house.engine.last_event)
-        found = [reader.entry(each, GROUP) for each in chain]
-        assert [entry.residency for entry in found if entry is not None] == [Tier.HOST.bit] * 16
-        await client.move(chain, Tier.DISK)
-        assert {reader.entry(each, GROUP) for each in chain} == {Entry(Tier.DISK.bit)}
-        assert reader.shown() == (1, house.engine.last_event)
-
-
-async def test_slots_get_no_other_generations_while_the_index_is_behind() -> None:
-    """An entry with that of a slot which somebody writes would have a reader take those bytes for the block's."""
-    chain = [key(number) for number in range(16)]
-    async with House() as house:
-        runtime = house.open({Tier.HOST: 16})
-        reader, client = reader_of(runtime), house.client()
-        stood: list[Entry | None] = []
-        publish = house.hub.publish
-
-        def looking(events: Sequence[Event]) -> None:
-            stood.extend(reader.entry(each, GROUP) for each in chain)  # the generations of this outcome have changed
-            publish(events)
-
-        await client.put(chain, tier=Tier.HOST)
-        assert house.engine.index_is_behind
-        house.hub.publish = looking  # type: ignore[method-assign]
-        house.engine.drop(client.cache, client.session, GROUP, chain[:1])
-        assert all(entry and entry.residency and is_ready(entry.host_generation) for entry in stood)
-        assert {reader.entry(each, GROUP) for each in chain} == {ABSENT}
-        assert reader.shown() == (1, house.engine.last_event)
-
-
-async def test_what_is_removed_leaves_an_index_that_tells_all() -> None:
-    chain = [key(number) for number in range(16)]
-    async with House() as house:
-        reader, client = reader_of(house.open({Tier.HOST: 16})), house.client()
-        await client.put(chain, tier=Tier.HOST)
-        assert house.engine.index_is_behind
-        removed = await house.engine.remove_cache(client.cache)
-        assert not house.engine.index_is_behind
-        check_index(removed.manager, removed.arena)
-        assert reader.entry(chain[-1], GROUP) is not ABSENT
 
 
 @pytest.mark.parametrize(
