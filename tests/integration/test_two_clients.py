@@ -87,24 +87,24 @@ async def test_a_full_tier_says_at_once_who_holds_it(client: AsyncClient, daemon
 
 
 async def test_who_asks_first_is_served_first(start_daemon: StartDaemon) -> None:
-    """The first wants 255 slots, the second one: it could be served as soon as one demotion is through.
+    """The first wants all slots but one, the second one: it could be served as soon as one demotion is through.
 
     Leases are numbered as they are granted, which is judged here: two answers may overtake each other on their ways.
     """
-    daemon = start_daemon("--chaos-seed", "1", device=256, host=2048)
+    daemon = start_daemon("--chaos-seed", "1", device=1024, disk=8192)
     async with await connect(daemon.address) as one, await connect(daemon.address) as two:
         mine, theirs = await one.open_cache("queue", SPEC), await two.open_cache("queue", SPEC)
         waited = 0
         for turn in range(5):
-            keys = chain(f"turn {turn}", 256)
-            assert await mine.put(keys, blocks(keys)) == [OK] * 256
+            keys = chain(f"turn {turn}", 1024)
+            assert await mine.put(keys, blocks(keys)) == [OK] * 1024
             granted: dict[str, int] = {}
 
             async def ask(cache: Cache, count: int, who: str, granted: dict[str, int] = granted) -> None:
                 async with cache.reserve(count, Tier.DEVICE) as lease:
                     granted[who] = lease.id
 
-            first = asyncio.create_task(ask(mine, 255, "first"))
+            first = asyncio.create_task(ask(mine, 1023, "first"))
             stats = await eventually(
                 lambda: cache_stats(two, "queue"),
                 lambda stats, granted=granted: stats.waiting or granted,  # type: ignore[misc]
