@@ -149,7 +149,6 @@ class AsyncClient:
         oldest: bool = False,
         snapshot: bool = False,
         since_time_ns: int | None = None,
-        history: int = 0,
         types: Collection[EventType] = (),
         causes: Collection[Cause] = (),
         tiers: Collection[Tier] = (),
@@ -164,8 +163,7 @@ class AsyncClient:
 
         Begins now, or after ``since``, or at the ``oldest`` event held, or with a ``snapshot`` of the present state, or
         with the first event at or after ``since_time_ns`` (nanoseconds since the Unix epoch) whatever the daemon's
-        clock did since. ``history``: of ``since``, as the watch that it comes from said
-        (:attr:`kvtier.watch.Watch.history`); 0 = it is not checked whether the daemon still has the state that gave it.
+        clock did since.
         Now is when it is entered (``async with client.watch() as watch``), else when it is first asked for an item.
         Empty filters let everything through; ``groups`` are numbers, ``keys`` what block keys begin with, as bytes or
         in hex: events are cut down to these blocks (:class:`kvtier.watch.Filter`). Items are
@@ -174,12 +172,11 @@ class AsyncClient:
         :class:`Disconnected` and :class:`Reconnected` with ``breaks``. Outlives restarts of the daemon.
 
         Raises :class:`kvtier.errors.InvalidArgument`, and, while iterating, :class:`kvtier.errors.CursorCompacted`
-        where ``since`` lies before what is held, of which :class:`kvtier.errors.CursorOfAnotherHistory` is one where
-        its history is not the daemon's.
+        where ``since`` lies before what is held.
         """
         return Watch(
             self._session,
-            Start(since, oldest, snapshot, since_time_ns, history),
+            Start(since, oldest, snapshot, since_time_ns),
             Filter(types, causes, tiers, caches, groups, keys),
             heartbeats=heartbeats,
             breaks=breaks,

@@ -129,11 +129,6 @@ class CursorCompacted(CallerError):
         self.oldest = oldest
 
 
-class CursorOfAnotherHistory(CursorCompacted):
-    """The daemon has lost its state since: its ids began anew, and the cursor says nothing of them. ``oldest`` is the
-    first id held."""
-
-
 class ClientClosed(CallerError):
     """The client, or the lease's cache, is closed."""
 

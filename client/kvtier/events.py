@@ -130,7 +130,7 @@ class Gap:
     """Events [first_id, last_id] of an epoch that this watcher will never see.
 
     ``reason``: "slow" (the watcher was, and there is no log), "unclean-stop" (they died with the daemon), "compacted"
-    (the daemon no longer held them), "not-logged" (its log had failed), "another-history" (its state was lost, and its
+    (the daemon no longer held them), "not-logged" (its log had failed), "lost-state" (its state was lost, and its
     ids began anew: of the range, which nobody knows, only the first is given) or "unexplained" (the ranges did not
     join: a bug of the daemon).
     """

@@ -118,15 +118,8 @@ def _still_held(fault: Fault) -> errors.StillHeld:
 
 
 def _compacted(fault: Fault) -> errors.KvtierError:
-    return errors.CursorCompacted(fault.message, oldest=_oldest(fault), reason=fault.reason)
-
-
-def _of_another_history(fault: Fault) -> errors.KvtierError:
-    return errors.CursorOfAnotherHistory(fault.message, oldest=_oldest(fault), reason=fault.reason)
-
-
-def _oldest(fault: Fault) -> int:
-    return int(fault.detail.limit) if fault.detail.limit.isdigit() else 0
+    oldest = int(fault.detail.limit) if fault.detail.limit.isdigit() else 0
+    return errors.CursorCompacted(fault.message, oldest=oldest, reason=fault.reason)
 
 
 _BY_REASON: Final[Mapping[str, _Make]] = {
@@ -137,7 +130,6 @@ _BY_REASON: Final[Mapping[str, _Make]] = {
     "TIER_OFFLINE": _plain(errors.TierOffline),
     "TIER_FAILED": _plain(errors.TierOffline),
     "TOO_MANY_OF_IDENTITY": _plain(errors.RetryableError),
-    "CURSOR_OF_ANOTHER_HISTORY": _of_another_history,
 }
 
 _BY_CODE: Final[Mapping[grpc.StatusCode, _Make]] = {

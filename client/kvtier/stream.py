@@ -51,7 +51,9 @@ class StreamConnection:
             call.cancel()
             raise DaemonError("the daemon's answer to a hello is no welcome", reason="BAD_ANSWER")
         said = reply.welcome
-        welcome = protocol.Welcome(said.token, said.session_id, said.resumed, said.epoch, said.boot, said.pid)
+        welcome = protocol.Welcome(
+            said.token, said.session_id, said.resumed, said.epoch, said.boot, said.pid, said.history
+        )
         return cls(call, said.heartbeat_ns / 1e9), welcome
 
     async def map(self, cache_id: int, *, write: bool) -> Segments:

@@ -18,7 +18,7 @@ from grpc.aio import AioRpcError
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_GROUPS
-from kvtier.errors import CursorCompacted, CursorOfAnotherHistory, DaemonError, InvalidArgument
+from kvtier.errors import CursorCompacted, DaemonError, InvalidArgument
 from kvtier.events import (
     Disconnected,
     Gap,
@@ -113,15 +113,12 @@ def key_prefix(field: str, value: bytes | str) -> bytes:
 
 @dataclass(slots=True, frozen=True)
 class Start:
-    """Where to begin: after a cursor, at the oldest event held, with a snapshot, at a time; by default now.
-
-    ``history``: what ``since`` is of, as :attr:`Watch.history` said; 0 = not checked."""
+    """Where to begin: after a cursor, at the oldest event held, with a snapshot, at a time; by default now."""
 
     since: Cursor | None = None
     oldest: bool = False
     snapshot: bool = False
     since_time_ns: int | None = None
-    history: int = 0
 
     def __post_init__(self) -> None:
         require_flag("oldest", self.oldest)
@@ -135,17 +132,11 @@ class Start:
             raise InvalidArgument(
                 "since_time_ns", quoted(self.since_time_ns), "nanoseconds since the Unix epoch, 0 or more"
             )
-        if not is_integer(self.history, 0, (1 << 64) - 1):
-            raise InvalidArgument("history", quoted(self.history), "a number that a watch has said, or 0")
-        if self.history and self.since is None:
-            raise InvalidArgument("history", self.history, "0 without since, the cursor that it is of")
 
 
 class Watch:
     """``async for item in watch``. :attr:`cursor`: the last id that it has been told of, None before the first.
     :attr:`newest`: the last id that the daemon had given out when it sent its last batch, None before the first.
-    :attr:`history`: of the daemon's ids, 0 = not known. It stays the same as long as the daemon has its state, and says
-    whether a cursor that was kept means anything: give it back with it.
 
     Close it, or use it as a context manager, to end the stream at once.
     """
@@ -165,7 +156,6 @@ class Watch:
         require_heartbeat(heartbeat_s)
         self.cursor: Cursor | None = start.since
         self.newest: int | None = None
-        self.history = start.history
         self.live = False
         """Whether the stream goes on: from a batch until the stream that it came by breaks."""
         self._session = session
@@ -204,10 +194,14 @@ class Watch:
     async def _follow(self) -> AsyncGenerator[WatchItem, None]:
         backoff = Backoff()
         resuming = False
+        history: int | None = None
         broken: Link | None = None
         while True:
             link = await self._session.link(None)
             try:
+                if self.cursor is not None and history not in (None, link.welcome.history):
+                    yield Gap(self.cursor.epoch, self.cursor.id + 1, self.cursor.id + 1, "lost-state")
+                    self._start, self.cursor = Start(oldest=True), None
                 request = await self._request(link)
                 if self._snapshot_pending:
                     self.cursor = None
@@ -215,6 +209,7 @@ class Watch:
                 async with aclosing(self._batches(link, request)) as batches:
                     async for batch in batches:
                         backoff, resuming, self.live = Backoff(), True, True
+                        history = link.welcome.history
                         if broken is not None:
                             restarted = link.welcome.boot != broken.welcome.boot
                             broken = None
@@ -255,7 +250,7 @@ class Watch:
             request.since_time_ns = self._start.since_time_ns
         else:
             cursor = self.cursor or await self._pin(link, self._silence_s)
-            request.since.epoch, request.since.id, request.history = cursor.epoch, cursor.id, self.history
+            request.since.epoch, request.since.id = cursor.epoch, cursor.id
         return request
 
     @property
@@ -274,7 +269,7 @@ class Watch:
             call.cancel()
         if not isinstance(first, events_pb2.WatchBatch):  # grpc.aio.EOF
             raise DaemonError("a watch ended without a word", reason="BAD_ANSWER")
-        self.cursor, self.history = Cursor(first.epoch, first.first_id - 1), first.history
+        self.cursor = Cursor(first.epoch, first.first_id - 1)
         return self.cursor
 
     async def _batches(
@@ -298,7 +293,6 @@ class Watch:
 
     def _items_of(self, batch: events_pb2.WatchBatch) -> Iterator[WatchItem]:
         self.newest = batch.newest_id or batch.last_id  # an older daemon does not say
-        self.history = batch.history or self.history
         covers = batch.first_id <= batch.last_id
         if covers and self.cursor is not None:  # ids join over epochs, too: what an epoch's end lost is a gap
             expected = self.cursor.id + 1
@@ -332,13 +326,9 @@ class Watch:
         if self.cursor is None:
             raise DaemonError("a watch without a cursor was told that it is compacted", reason="BAD_ANSWER")
         first = self.cursor.id + 1
-        if isinstance(failure, CursorOfAnotherHistory):
-            lost = Gap(self.cursor.epoch, first, first, "another-history")
-            self._start, self.cursor, self.history = Start(oldest=True), None, 0
-        else:
-            lost = Gap(self.cursor.epoch, first, failure.oldest - 1, "compacted")
-            # What is held may be of a later epoch than the cursor: the daemon knows.
-            self.cursor = Cursor(0, failure.oldest - 1)
+        lost = Gap(self.cursor.epoch, first, failure.oldest - 1, "compacted")
+        # What is held may be of a later epoch than the cursor: the daemon knows.
+        self.cursor = Cursor(0, failure.oldest - 1)
         return lost
 
 

@@ -4,7 +4,7 @@ An epoch ends with an unclean stop.
 
 ``SUPERBLOCK`` of the state directory (written whole or not at all) holds ``last``: after a clean stop the last id given
 out, otherwise a mark reserved ahead, above which no id ever was. Ids are therefore never reused, whenever the process
-dies. Where the directory itself is gone they are, so it names its ``history``, which a new one does not share.
+dies.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ _log = logging.getLogger(__name__)
 class State:
     """What is written. ``boot`` rises with every start and is never below the epoch of that.
 
-    ``epoch_first``: the epoch's first event id. ``last``: no
-    id above it has been given out; exact if ``clean``, else a mark reserved ahead. ``history``: which sequence of ids
-    these are of, at random, 1 to 2^63 - 1; 0 where it was written before there was one.
+    ``epoch_first``: the epoch's first event id. ``last``: no id above it has been given out; exact if ``clean``, else a
+    mark reserved ahead. ``history``: a random number that tells these ids from those of another state directory.
     """
 
     epoch: int
@@ -46,13 +45,12 @@ class State:
     epoch_first: int
     last: int
     clean: bool
-    history: int = 0
+    history: int
 
 
 @dataclass(slots=True, frozen=True)
 class Identity:
-    """Which life of the daemon this is, and how it began. ``unclean``: the life before did not end by a clean stop.
-    ``history``: 0 where it is only to get one."""
+    """Which life of the daemon this is, and how it began. ``unclean``: the life before did not end by a clean stop."""
 
     epoch: int
     boot: int
@@ -92,23 +90,20 @@ class StateDir:
         try:
             before = _read(path)
             if before is None:
-                _write(path, before := _BEFORE_THE_FIRST)
+                _write(path, before := _before_the_first())
             return cls(path, lock, _next_life(before))
         except BaseException:
             lock.release()
             raise
 
-    def begin(self, logged_epoch: int = 0, logged_last: int = 0, logged_history: int = 0) -> None:
+    def begin(self, logged_epoch: int = 0, logged_last: int = 0) -> None:
         """From here on this life counts: unless it is closed with a last id, it ended uncleanly. Raises TierIOError.
 
         ``logged_epoch``, ``logged_last``: the newest that the event log knows of. If that is ahead, the state is an old
         one, brought back from somewhere: the life begins as after an unclean stop, above all that can have been given
-        out. ``logged_history``: what the log says that it is of, 0 = nothing. A state without one goes on with that.
+        out.
         """
-        # Where the log has seen ids, those to come are above them. One that has seen none proves nothing.
-        history = self.identity.history or (logged_history if logged_last else 0) or _new_history()
-        self.identity = before = replace(self.identity, history=history)
-        self._state = replace(self._state, history=history)
+        before = self.identity
         epoch_before = before.epoch - 1 if before.unclean else before.epoch
         if logged_epoch > epoch_before or logged_last > before.last:
             _log.warning(
@@ -145,21 +140,18 @@ class StateDir:
         self._state = state
 
 
-def _new_history() -> int:
-    return secrets.randbelow((1 << 63) - 1) + 1
-
-
-_BEFORE_THE_FIRST: Final = State(epoch=1, boot=0, epoch_first=1, last=0, clean=True)
-"""No life has begun, and no id been given out."""
+def _before_the_first() -> State:
+    """No life has begun, and no id been given out."""
+    return State(epoch=1, boot=0, epoch_first=1, last=0, clean=True, history=secrets.randbits(63))
 
 
 def _next_life(before: State) -> Identity:
-    last, history = before.last, before.history
+    last = before.last
     epoch = before.epoch if before.clean else before.epoch + 1
     boot = max(before.boot + 1, epoch)
     if before.clean:
-        return Identity(epoch, boot, before.epoch_first, last, unclean=False, history=history)
-    return Identity(epoch, boot, last + 1, last, unclean=True, history=history)
+        return Identity(epoch, boot, before.epoch_first, last, unclean=False, history=before.history)
+    return Identity(epoch, boot, last + 1, last, unclean=True, history=before.history)
 
 
 def _read(path: Path) -> State | None:

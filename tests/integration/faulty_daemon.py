@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.event_log import EventLog, LoggedRun
 from kvtierd.main import main
 from kvtierd.tiers.arena import Arena
 
@@ -56,20 +55,9 @@ def _was_never_used(arena: Arena, tier: Tier, group: GroupId, slot: SlotId) -> b
     return arena.generation(tier, group, slot) % 2 == 1
 
 
-def fails_to_log_events() -> None:
-    """No run of events can be handed to the log."""
-
-    def offer(log: EventLog, run: LoggedRun) -> None:
-        raise RuntimeError("the test's fault")
-
-    setattr(EventLog, "offer", offer)  # noqa: B010
-
-
 SEEN_BY_READERS: Final = (keeps_the_generation, turns_odd_too_late)
 """With these some reader is given wrong bytes."""
-FAULTS: Final[Mapping[str, Callable[[], None]]] = {
-    fault.__name__: fault for fault in (*SEEN_BY_READERS, fails_to_log_events)
-}
+FAULTS: Final[Mapping[str, Callable[[], None]]] = {fault.__name__: fault for fault in SEEN_BY_READERS}
 
 
 if __name__ == "__main__":

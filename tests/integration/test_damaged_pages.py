@@ -14,7 +14,6 @@ import pytest
 from kvtier import AsyncClient, CallerError, Tier, connect
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.supervised import SupervisedDaemon
-from tests.integration.test_event_log import logged, put, told
 
 PAGE = 4096
 LEAF = b"\x02\0"
@@ -98,26 +97,3 @@ async def test_an_index_that_ends_the_process_is_left_out(daemon: SupervisedDaem
         await client.remove_cache("hurt", force=True)
         await on_disk(client, "hurt")
         assert not (await client.stats()).problems
-
-
-async def test_a_log_that_ends_the_process_is_set_aside(daemon: SupervisedDaemon) -> None:
-    async with await connect(daemon.address) as client:
-        cache = await client.open_cache("c", SPEC)
-        for number in range(60):  # each in a record of its own
-            await put(cache, f"{number}", 1)
-            await logged(client)
-    daemon.stop()
-    events = daemon.plain.state_dir / "events"
-    damage(events)
-    await asyncio.to_thread(daemon.start)
-    async with await connect(daemon.address) as client:
-        await told(client, oldest=True)  # over the end of the daemon and the start of the next
-    await asyncio.to_thread(daemon.await_ready)
-    async with await connect(daemon.address) as client:
-        await put(await client.open_cache("c", SPEC), "after")
-        await logged(client)
-        assert not (await client.stats()).problems
-        assert (await told(client, oldest=True)).ids
-    assert 3 <= daemon.log.count("the daemon died") <= MOST_CRASHES
-    assert "event log set aside" in daemon.log
-    assert events.with_name("events.aside-1").is_dir()

@@ -11,13 +11,10 @@ import pytest
 from kvtier import (
     AsyncClient,
     Cache,
-    Client,
     Cursor,
-    CursorOfAnotherHistory,
     Event,
     EventType,
     Gap,
-    Heartbeat,
     Mirror,
     MirrorState,
     connect,
@@ -50,28 +47,22 @@ async def without_state(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("log", ["64MiB", "0"])
-async def test_who_resumes_is_told_and_begins_with_the_new_history(start_daemon: StartDaemon, log: str) -> None:
+async def test_a_watch_is_told_and_begins_with_the_oldest_event(start_daemon: StartDaemon, log: str) -> None:
     daemon = start_daemon("--event-log-bytes", log, **SLOTS)
     keys = chain("before", 6)
     async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
         await up_to(watch, await now(client))
-        old, history = watch.cursor, watch.history
-        assert old is not None and history
+        old = watch.cursor
+        assert old is not None
         await without_state(daemon)  # the watch is not asked for anything, and so does not come back meanwhile
         await beyond(client, old)
         present = await now(client)
         gap, *items = await up_to(watch, present)
-        assert gap == Gap(old.epoch, old.id + 1, old.id + 1, "another-history")
+        assert gap == Gap(old.epoch, old.id + 1, old.id + 1, "lost-state")
         assert [item.event_id for item in items if isinstance(item, Event)] == list(range(1, present.id + 1))
         assert isinstance(items[0], Event) and items[0].type is EventType.CREATED
-        assert watch.history not in (0, history)
-        with pytest.raises(CursorOfAnotherHistory) as refused:
-            await anext(client.watch(since=old, history=history))
-        assert refused.value.oldest == 1
-        async with client.watch(since=old, history=watch.history, heartbeats=True, heartbeat_s=0.1) as again:
-            assert isinstance(await anext(again), Event | Heartbeat)
 
 
 async def test_a_mirror_takes_another_snapshot(start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,37 +96,20 @@ async def test_a_mirror_takes_another_snapshot(start_daemon: StartDaemon, monkey
             await steering.assert_agrees(mirror, cache)
 
 
-async def test_a_log_that_is_left_carries_the_history_on(start_daemon: StartDaemon) -> None:
-    """Its ids are known, so those to come are above them, and cursors of before are worth what they were."""
+async def test_ids_go_on_above_those_of_a_log_that_is_left(start_daemon: StartDaemon) -> None:
     daemon = start_daemon(**SLOTS)
     keys = chain("before", 6)
     async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
         cache = await client.open_cache("c", SPEC)
         await cache.put(keys, blocks(keys))
         before = await up_to(watch, await now(client))
-        history = watch.history
         await asyncio.to_thread(daemon.stop)
         (daemon.state_dir / "SUPERBLOCK").unlink()
         shutil.rmtree(daemon.state_dir / "caches")
         await asyncio.to_thread(daemon.start)
         present = await now(client)
         assert present.epoch == 2
-        items = await up_to(watch, present)
-        assert [item.reason for item in items if isinstance(item, Gap)] == ["unclean-stop"]
-        assert watch.history == history
         async with client.watch(oldest=True) as again:
-            assert (await up_to(again, present))[: len(before)] == before
-
-
-def test_a_thread_keeps_the_history_too(start_daemon: StartDaemon) -> None:
-    daemon = start_daemon(**SLOTS)
-    with Client(daemon.address) as client:
-        with client.watch(heartbeats=True, heartbeat_s=0.1) as watch:
-            next(watch)
-            cursor, history = watch.cursor, watch.history
-        assert history
-        with client.watch(since=cursor, history=history, heartbeats=True, heartbeat_s=0.1) as again:
-            next(again)
-            assert again.history == history
-        with client.watch(since=cursor, history=history ^ 1) as other, pytest.raises(CursorOfAnotherHistory):
-            next(other)
+            items = await up_to(again, present)
+        assert items[: len(before)] == before
+        assert [item.reason for item in items if isinstance(item, Gap)] == ["unclean-stop"]

@@ -4,7 +4,7 @@ A ``SOCK_SEQPACKET`` unix socket beside the gRPC socket, because gRPC can neithe
 client is. Each message is one UTF-8 JSON object of at most 64 KiB with exactly the fields below::
 
     -> {"op": "hello", "version": 1, "token": <32 hex digits of an earlier session, or absent>}
-    <- {"ok": true, "token": <hex>, "session_id": n, "resumed": bool, "epoch": n, "boot": n, "pid": n}
+    <- {"ok": true, "token": <hex>, "session_id": n, "resumed": bool, "epoch": n, "boot": n, "pid": n, "history": n}
     -> {"op": "map", "cache_id": n, "write": bool}
     <- {"ok": true, "fds": ["control", "host", "device"]}    and those descriptors, in that order, by SCM_RIGHTS
     or <- {"ok": true, "fds": ["control", "host", "cuda"], "cuda": {"uuid": <32 hex digits>, "bytes": n}}
@@ -105,6 +105,8 @@ class Welcome:
     epoch: int
     boot: int
     pid: int
+    history: int
+    """Names the daemon's sequence of event ids: another one has other events under the same ids."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -300,6 +302,7 @@ _WELCOME_FIELDS: Final[Mapping[str, _Kind]] = {
     "epoch": _U64,
     "boot": _U64,
     "pid": _U64,
+    "history": _U64,
 }
 _MAPPED_FIELDS: Final[Mapping[str, _Kind]] = {"fds": _FDS, "cuda": _OBJECT, "unmapped": _REASONS}
 _CUDA_FIELDS: Final[Mapping[str, _Kind]] = {"uuid": _HEX_KIND, "bytes": _SIZE}

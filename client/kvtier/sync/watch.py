@@ -37,11 +37,6 @@ class Watch:
         return self._inner.newest
 
     @property
-    def history(self) -> int:
-        """Of the daemon's ids, 0 = not known. To be kept with a cursor."""
-        return self._inner.history
-
-    @property
     def lag(self) -> int:
         """Ids that it has not been told of yet, as of the last batch; 0 before the first."""
         return self._inner.lag

@@ -5,7 +5,7 @@ Events: one ordered stream of everything that happens to blocks.
 
 A cursor is (epoch, id). Ids are contiguous inside an epoch over all caches of a daemon. A clean restart keeps the
 epoch; after an unclean stop the next epoch starts above every id ever given out and declares the range lost.
-All this holds within a history. A daemon whose state directory was lost begins another, with ids from 1 again.
+A daemon whose state directory was lost begins with epoch 1 and id 1 again.
 Each batch states the range of ids that it covers, filtered events included, so a watcher judges loss by ranges.
 Past events are kept in memory and, unless the daemon is configured without, in a log on disk over restarts and epochs.
 """
@@ -119,7 +119,6 @@ class WatchRequest(google.protobuf.message.Message):
     SINCE_TIME_NS_FIELD_NUMBER: builtins.int
     FILTER_FIELD_NUMBER: builtins.int
     HEARTBEAT_NS_FIELD_NUMBER: builtins.int
-    HISTORY_FIELD_NUMBER: builtins.int
     oldest: builtins.bool
     """everything still held"""
     snapshot: builtins.bool
@@ -130,8 +129,6 @@ class WatchRequest(google.protobuf.message.Message):
     """
     heartbeat_ns: builtins.int
     """an empty batch when quiet for so long; 0 = the daemon's default"""
-    history: builtins.int
-    """what `since` is of, as a batch said; 0 = not checked"""
     @property
     def since(self) -> kvtier.v1.blocks_pb2.Cursor:
         """the events after it; epoch 0 = whichever the id is of"""
@@ -147,10 +144,9 @@ class WatchRequest(google.protobuf.message.Message):
         since_time_ns: builtins.int = ...,
         filter: global___WatchFilter | None = ...,
         heartbeat_ns: builtins.int = ...,
-        history: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["filter", b"filter", "oldest", b"oldest", "since", b"since", "since_time_ns", b"since_time_ns", "snapshot", b"snapshot", "start", b"start"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["filter", b"filter", "heartbeat_ns", b"heartbeat_ns", "history", b"history", "oldest", b"oldest", "since", b"since", "since_time_ns", b"since_time_ns", "snapshot", b"snapshot", "start", b"start"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["filter", b"filter", "heartbeat_ns", b"heartbeat_ns", "oldest", b"oldest", "since", b"since", "since_time_ns", b"since_time_ns", "snapshot", b"snapshot", "start", b"start"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["start", b"start"]) -> typing.Literal["since", "oldest", "snapshot", "since_time_ns"] | None: ...
 
 global___WatchRequest = WatchRequest
@@ -378,7 +374,7 @@ class Gap(google.protobuf.message.Message):
     last_id: builtins.int
     reason: builtins.str
     """"slow": the watcher was, and there is no log. "unclean-stop": the daemon ended before they were logged, if they were
-    given out at all. "compacted": deleted from the log for its size or their age. "not-logged": the log had failed.
+    given out at all. "compacted": deleted from the log for its size. "not-logged": the log had failed.
     """
     def __init__(
         self,
@@ -404,7 +400,6 @@ class WatchBatch(google.protobuf.message.Message):
     SLICE_FIELD_NUMBER: builtins.int
     SNAPSHOT_END_FIELD_NUMBER: builtins.int
     NEWEST_ID_FIELD_NUMBER: builtins.int
-    HISTORY_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     first_id: builtins.int
     """first_id > last_id: the batch covers no ids (a heartbeat, a slice)"""
@@ -412,8 +407,6 @@ class WatchBatch(google.protobuf.message.Message):
     snapshot_end: builtins.bool
     newest_id: builtins.int
     """the last id given out when the batch was made: newest_id - last_id is how far behind it is"""
-    history: builtins.int
-    """names the sequence of ids, at random, the same as long as the daemon has its state; never 0"""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Event]: ...
     @property
@@ -431,9 +424,8 @@ class WatchBatch(google.protobuf.message.Message):
         slice: global___SnapshotSlice | None = ...,
         snapshot_end: builtins.bool = ...,
         newest_id: builtins.int = ...,
-        history: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gap", b"gap", "slice", b"slice"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "events", b"events", "first_id", b"first_id", "gap", b"gap", "history", b"history", "last_id", b"last_id", "newest_id", b"newest_id", "slice", b"slice", "snapshot_end", b"snapshot_end"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "events", b"events", "first_id", b"first_id", "gap", b"gap", "last_id", b"last_id", "newest_id", b"newest_id", "slice", b"slice", "snapshot_end", b"snapshot_end"]) -> None: ...
 
 global___WatchBatch = WatchBatch

@@ -47,8 +47,7 @@ class EventsServicer(object):
     def Watch(self, request, context):
         """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
         missed where that has not got it either.
-        OUT_OF_RANGE, with the oldest id still held: CURSOR_COMPACTED where `since` lies before it, CURSOR_OF_ANOTHER_HISTORY
-        where `history` is another than the daemon's.
+        OUT_OF_RANGE (CURSOR_COMPACTED), with the oldest id still held, where `since` lies before it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -5,7 +5,7 @@ Events: one ordered stream of everything that happens to blocks.
 
 A cursor is (epoch, id). Ids are contiguous inside an epoch over all caches of a daemon. A clean restart keeps the
 epoch; after an unclean stop the next epoch starts above every id ever given out and declares the range lost.
-All this holds within a history. A daemon whose state directory was lost begins another, with ids from 1 again.
+A daemon whose state directory was lost begins with epoch 1 and id 1 again.
 Each batch states the range of ids that it covers, filtered events included, so a watcher judges loss by ranges.
 Past events are kept in memory and, unless the daemon is configured without, in a log on disk over restarts and epochs.
 """
@@ -32,8 +32,7 @@ class EventsStub:
     ]
     """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
     missed where that has not got it either.
-    OUT_OF_RANGE, with the oldest id still held: CURSOR_COMPACTED where `since` lies before it, CURSOR_OF_ANOTHER_HISTORY
-    where `history` is another than the daemon's.
+    OUT_OF_RANGE (CURSOR_COMPACTED), with the oldest id still held, where `since` lies before it.
     """
 
 class EventsAsyncStub:
@@ -43,8 +42,7 @@ class EventsAsyncStub:
     ]
     """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
     missed where that has not got it either.
-    OUT_OF_RANGE, with the oldest id still held: CURSOR_COMPACTED where `since` lies before it, CURSOR_OF_ANOTHER_HISTORY
-    where `history` is another than the daemon's.
+    OUT_OF_RANGE (CURSOR_COMPACTED), with the oldest id still held, where `since` lies before it.
     """
 
 class EventsServicer(metaclass=abc.ABCMeta):
@@ -56,8 +54,7 @@ class EventsServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[kvtier.v1.events_pb2.WatchBatch], collections.abc.AsyncIterator[kvtier.v1.events_pb2.WatchBatch]]:
         """Never delays a move: a watcher too slow for the daemon's memory goes on from its log, and is told the range that it
         missed where that has not got it either.
-        OUT_OF_RANGE, with the oldest id still held: CURSOR_COMPACTED where `since` lies before it, CURSOR_OF_ANOTHER_HISTORY
-        where `history` is another than the daemon's.
+        OUT_OF_RANGE (CURSOR_COMPACTED), with the oldest id still held, where `since` lies before it.
         """
 
 def add_EventsServicer_to_server(servicer: EventsServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

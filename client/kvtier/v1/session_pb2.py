@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/session.proto\x12\tkvtier.v1\"\'\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\"\x05\n\x03\x42ye\"\x0b\n\tHeartbeat\"\x88\x01\n\x0eSessionRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.HelloH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12\x1d\n\x03\x62ye\x18\x03 \x01(\x0b\x32\x0e.kvtier.v1.ByeH\x00\x42\t\n\x07message\"\x8f\x01\n\x07Welcome\x12\r\n\x05token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x0f\n\x07resumed\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\x04\x12\x14\n\x0cheartbeat_ns\x18\x07 \x01(\x04\x12\x10\n\x08grace_ns\x18\x08 \x01(\x04\"k\n\x0cSessionReply\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.WelcomeH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x42\t\n\x07message2M\n\x08Sessions\x12\x41\n\x07Session\x12\x19.kvtier.v1.SessionRequest\x1a\x17.kvtier.v1.SessionReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtier/v1/session.proto\x12\tkvtier.v1\"\'\n\x05Hello\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\"\x05\n\x03\x42ye\"\x0b\n\tHeartbeat\"\x88\x01\n\x0eSessionRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.HelloH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12\x1d\n\x03\x62ye\x18\x03 \x01(\x0b\x32\x0e.kvtier.v1.ByeH\x00\x42\t\n\x07message\"\xa0\x01\n\x07Welcome\x12\r\n\x05token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x0f\n\x07resumed\x18\x03 \x01(\x08\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x04\x12\x0b\n\x03pid\x18\x06 \x01(\x04\x12\x14\n\x0cheartbeat_ns\x18\x07 \x01(\x04\x12\x10\n\x08grace_ns\x18\x08 \x01(\x04\x12\x0f\n\x07history\x18\t \x01(\x06\"k\n\x0cSessionReply\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.WelcomeH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x42\t\n\x07message2M\n\x08Sessions\x12\x41\n\x07Session\x12\x19.kvtier.v1.SessionRequest\x1a\x17.kvtier.v1.SessionReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,9 +40,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONREQUEST']._serialized_start=100
   _globals['_SESSIONREQUEST']._serialized_end=236
   _globals['_WELCOME']._serialized_start=239
-  _globals['_WELCOME']._serialized_end=382
-  _globals['_SESSIONREPLY']._serialized_start=384
-  _globals['_SESSIONREPLY']._serialized_end=491
-  _globals['_SESSIONS']._serialized_start=493
-  _globals['_SESSIONS']._serialized_end=570
+  _globals['_WELCOME']._serialized_end=399
+  _globals['_SESSIONREPLY']._serialized_start=401
+  _globals['_SESSIONREPLY']._serialized_end=508
+  _globals['_SESSIONS']._serialized_start=510
+  _globals['_SESSIONS']._serialized_end=587
 # @@protoc_insertion_point(module_scope)

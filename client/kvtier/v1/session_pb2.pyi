@@ -94,6 +94,7 @@ class Welcome(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     HEARTBEAT_NS_FIELD_NUMBER: builtins.int
     GRACE_NS_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
     token: builtins.str
     """for the metadata entry "kvtier-session" of every call"""
     session_id: builtins.int
@@ -104,6 +105,8 @@ class Welcome(google.protobuf.message.Message):
     """of the daemon"""
     heartbeat_ns: builtins.int
     grace_ns: builtins.int
+    history: builtins.int
+    """names the sequence of event ids, the same as long as the daemon has its state"""
     def __init__(
         self,
         *,
@@ -115,8 +118,9 @@ class Welcome(google.protobuf.message.Message):
         pid: builtins.int = ...,
         heartbeat_ns: builtins.int = ...,
         grace_ns: builtins.int = ...,
+        history: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot", b"boot", "epoch", b"epoch", "grace_ns", b"grace_ns", "heartbeat_ns", b"heartbeat_ns", "pid", b"pid", "resumed", b"resumed", "session_id", b"session_id", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot", b"boot", "epoch", b"epoch", "grace_ns", b"grace_ns", "heartbeat_ns", b"heartbeat_ns", "history", b"history", "pid", b"pid", "resumed", b"resumed", "session_id", b"session_id", "token", b"token"]) -> None: ...
 
 global___Welcome = Welcome
 

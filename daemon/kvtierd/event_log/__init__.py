@@ -1,9 +1,11 @@
-"""The durable event log: what has left the hub's ring, for watchers that come late, come back or fall behind."""
+"""Past events on disk, for watchers that come late, come back or fall behind.
 
-from __future__ import annotations
+- ``run``: some consecutive events, as bytes, and the record of them in a file.
+- ``segments``: the files, oldest to newest, bounded in bytes.
+- ``log``: the thread that writes them, and what the event loop asks.
+"""
 
-from kvtierd.event_log.log import EventLog, LogStatus
-from kvtierd.event_log.runs import LoggedRun
-from kvtierd.event_log.writer import LEAST_WAITING_BYTES
+from kvtierd.event_log.log import LEAST_WAITING_BYTES, EventLog, LogStatus
+from kvtierd.event_log.run import Run
 
-__all__ = ["LEAST_WAITING_BYTES", "EventLog", "LogStatus", "LoggedRun"]
+__all__ = ["LEAST_WAITING_BYTES", "EventLog", "LogStatus", "Run"]

@@ -1,31 +1,40 @@
-"""The log as the loop sees it: takes what is handed over, is asked for what was, and says how it is."""
+"""The log as the event loop sees it: takes runs, is asked for what was, and says how it is.
+
+A thread writes. What waits for it is bounded: if the disk cannot follow, the oldest runs are lost to the log. The loop
+never waits for the disk.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
-from kvtierd.event_log.clock import Clocks
-from kvtierd.event_log.directory import history_of, note_history, open_store
-from kvtierd.event_log.runs import LoggedRun
-from kvtierd.event_log.store import EventStore, Extent
-from kvtierd.event_log.writer import LogWriter
-from kvtierd.tiers.base import TierError
+from kvtierd.event_log.run import Run
+from kvtierd.event_log.segments import Segments
+from kvtierd.tiers.disk.files import io_errors
 
-_T = TypeVar("_T")
+LEAST_WAITING_BYTES: Final = 4 << 20
+LINGER_S: Final = 0.1
+"""Runs wait so long for others: each write costs a sync of the disk. A kill loses the runs that waited."""
+RETRY_S: Final = 1.0
+_GROUP_BYTES: Final = 1 << 20
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
 class LogStatus:
-    """``newest``: the last id that is in the log; ``oldest``: the first; 0 = none. ``lost``: events of this life that
-    never will be. ``failing``: why it does not work at present, or None."""
+    """``oldest``, ``newest``: the first and last id in the log; 0 = none. ``lost``: events of this life of the daemon
+    that never will be in it. ``failing``: why it cannot be written at present, or None."""
 
     max_bytes: int
     used_bytes: int
@@ -38,166 +47,158 @@ class LogStatus:
 
 
 class EventLog:
-    """Opened before the daemon's life begins, since what is logged was given out; :meth:`begin` then tells the life.
+    """From :meth:`open` to :meth:`close`. Loop thread only, but for the thread that writes."""
 
-    Reads take turns in one thread, a piece each: whoever catches up waits for the others' pieces, and nobody else does.
-    """
-
-    def __init__(self, path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks, history: int) -> None:
-        self._path: Final = path
-        self._max_bytes: Final = max_bytes
-        self._max_age_ns: Final = max_age_ns
-        self._clocks: Final = clocks
-        self._history = history
-        self._store: EventStore | None = None
-        self._heeded = False
-        """Its ids were known before the present life gave out any, or are the present life's."""
-        self._fault: str | None = None
-        self._writer: LogWriter | None = None
-        self._reads: Final = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtierd-past")
+    def __init__(self, segments: Segments, waiting_bytes: int) -> None:
+        self._segments: Final = segments
+        self._waiting_bytes: Final = waiting_bytes
+        self._epoch_firsts: Final[dict[int, int]] = {}
+        self._changed: Final = threading.Condition()
+        self._waiting: Final[deque[Run]] = deque()
+        self._size = 0
+        """Of the runs that wait."""
+        self._writing = 0
+        """How many of them are being written."""
+        self._offered = 0
+        self._stopping = False
+        self._failures = self._lost = 0
+        self._failing: str | None = None
+        self._thread: Final = threading.Thread(target=self._run, name="kvtierd-log", daemon=True)
 
     @classmethod
-    def open(
-        cls, path: Path, max_bytes: int, max_age_ns: int, clocks: Clocks | None = None, *, history: int = 0
-    ) -> Self:
-        """``path``: a directory of its own, made if it is missing. ``max_bytes``: of its file. ``history``: that of the
-        state, 0 = it has none yet; a log of another is set aside. One that cannot be opened is tried again later: see
-        :meth:`status`."""
-        log = cls(path, max_bytes, max_age_ns, clocks or Clocks.of_system(), history)
-        try:
-            log._store = open_store(path, max_bytes, max_age_ns, log._clocks, lambda store: log._of_another())
-            log._history = history or history_of(path)
-            log._heeded = True
-        except TierError as error:
-            log._fault = str(error)
-        return log
+    def open(cls, path: Path, max_bytes: int, waiting_bytes: int) -> Self:
+        """``path``: a directory of its own, made if it is missing. ``waiting_bytes``: of runs, may wait for the disk.
+        Raises TierIOError."""
+        with io_errors(f"cannot use the event log {path}"):
+            return cls(Segments(path, max_bytes), waiting_bytes)
 
     @property
-    def known(self) -> tuple[int, int, int]:
-        """The newest epoch and the last id of which the log has seen anything, and their history; zeros where it has
-        seen nothing."""
-        if self._store is None:
-            return 0, 0, 0
-        return self._store.last_epoch, self._store.extent.place.last, self._history
+    def known(self) -> tuple[int, int]:
+        """The newest epoch and the last id that the log has anything of; 0 = nothing."""
+        files = self._segments.files
+        return files[-1].epoch if files else 0, self._segments.last
 
-    def begin(self, epoch: int, epoch_first: int, last: int, waiting_bytes: int, *, history: int = 0) -> None:
-        """A life whose ids are above ``last``, of ``history``. ``waiting_bytes``: of events, may wait for the disk."""
-        self._history = history
+    def start(self) -> None:
+        self._thread.start()
 
-        def unfit(store: EventStore) -> str | None:
-            if (other := self._of_another()) is not None:
-                return other
-            if (damage := self._damage_met()) is not None:
-                return damage
-            ahead = store.extent.place.last > last or store.last_epoch > epoch
-            return "it knows of ids that the present life may give out again" if ahead and not self._heeded else None
+    def begin_epoch(self, epoch: int, first: int) -> None:
+        """Ids from ``first`` on are of this epoch."""
+        self._epoch_firsts[epoch] = first
 
-        def reopen() -> EventStore:
-            store = open_store(self._path, self._max_bytes, self._max_age_ns, self._clocks, unfit)
-            try:
-                note_history(self._path, history)
-            except TierError:
-                store.close()
-                raise
-            self._heeded = True
-            return store
-
-        if self._store is not None:
-            try:
-                note_history(self._path, history)
-            except TierError as error:
-                self._store.close()
-                self._store, self._fault = None, str(error)
-
-        self._writer = LogWriter(reopen, self._store, epoch_first, waiting_bytes)
-        if self._fault is not None:
-            self._writer.note_failure(self._fault)
-        self._writer.start()
-
-    def _damage_met(self) -> str | None:
-        """Once for each store: what is set aside for it is not what is opened next."""
-        before = self._living.store
-        if before is None or before.damage is None:
-            return None
-        damage, before.damage = before.damage, None
-        return f"it is damaged: {damage}"
-
-    def _of_another(self) -> str | None:
-        theirs = history_of(self._path)
-        return "its events are of another history" if self._history and theirs not in (0, self._history) else None
-
-    def offer(self, run: LoggedRun) -> None:
-        """The next run, to be logged soon."""
-        self._living.offer(run)
-
-    def begin_epoch(self, first: int) -> None:
-        """Runs from this id on are of another epoch."""
-        self._living.begin_epoch(first)
+    def offer(self, run: Run) -> int:
+        """Takes the next run. Returns the last id up to which all events are in the log or lost to it."""
+        with self._changed:
+            self._waiting.append(run)
+            self._size += run.size
+            self._offered = run.last
+            while self._size > self._waiting_bytes and len(self._waiting) > self._writing + 1:
+                self._lost += len(self._waiting[self._writing])
+                self._size -= self._waiting[self._writing].size
+                del self._waiting[self._writing]
+            self._changed.notify()
+            return self._waiting[0].first - 1
 
     @property
-    def extent(self) -> Extent | None:
-        """None while it cannot be opened."""
-        store = self._store if self._writer is None else self._writer.store
-        return None if store is None else store.extent
+    def oldest(self) -> int | None:
+        """The first id in the log; None if it is empty."""
+        files = self._segments.files
+        return files[0].first if files else None
 
-    def waiting_above(self, cursor: int) -> LoggedRun | None:
-        """See :meth:`LogWriter.waiting_above`. To be asked before :meth:`after`: what waits no more is in the log."""
-        return self._living.waiting_above(cursor)
+    @property
+    def compacted(self) -> tuple[int, int]:
+        """The last id that was deleted for size, 0 = none, and the latest time of an event up to there."""
+        files = self._segments.files
+        return (files[0].before, files[0].before_ns) if files else (0, 0)
 
-    def waiting_since(self, time_ns: int) -> int | None:
-        """See :meth:`LogWriter.waiting_since`. To be asked before :meth:`since`."""
-        return self._living.waiting_since(time_ns)
+    @property
+    def epochs(self) -> list[tuple[int, int]]:
+        """First id and number of each epoch that the log has something of, in order."""
+        return sorted({(each.epoch_first, each.epoch) for each in self._segments.files})
 
-    async def after(self, cursor: int, max_bytes: int) -> LoggedRun | None:
-        """See :meth:`EventStore.after`; None also where it cannot be read."""
-        return await self._read(lambda store: store.after(cursor, max_bytes))
+    async def after(self, cursor: int, max_bytes: int, max_events: int) -> Run | None:
+        """See :meth:`Segments.read`. None also if the log cannot be read."""
+        return await self._read(lambda: self._segments.read(cursor, max_bytes, max_events))
 
     async def since(self, time_ns: int) -> int | None:
-        """See :meth:`EventStore.since`; None also where it cannot be read."""
-        return await self._read(lambda store: store.since(time_ns))
+        """See :meth:`Segments.since`. None also if the log cannot be read."""
+        return await self._read(lambda: self._segments.since(time_ns))
 
     def status(self) -> LogStatus:
-        writer = self._living
-        store = writer.store
-        extent = None if store is None else store.extent
+        files = self._segments.files
         return LogStatus(
-            max_bytes=self._max_bytes,
-            used_bytes=0 if extent is None else extent.used_bytes,
-            oldest=0 if extent is None else extent.oldest or 0,
-            newest=0 if extent is None or extent.oldest is None else extent.place.last,
-            oldest_age_ns=0 if store is None else store.oldest_age_ns,
-            failures=writer.failures,
-            lost=writer.lost,
-            failing=writer.trouble,
+            max_bytes=self._segments.max_bytes,
+            used_bytes=self._segments.used_bytes,
+            oldest=self.oldest or 0,
+            newest=self._segments.last,
+            oldest_age_ns=max(0, time.time_ns() - files[0].began_ns) if files else 0,
+            failures=self._failures,
+            lost=self._lost,
+            failing=self._failing,
         )
 
-    async def flush(self, timeout_s: float) -> bool:
-        """Logs what waits, and takes no more. False if that is not done in time, or failed."""
-        done = await asyncio.to_thread(self._living.finish, timeout_s)
-        if not done:
-            _log.warning("the last events are not in the log why=%r", self._living.trouble or "the disk is slow")
-        return done
+    async def finish(self, timeout_s: float) -> None:
+        """Writes the runs that wait, and takes no more."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._waiting:
+            _log.warning("the last events are not in the log why=%r", self._failing or "the disk is slow")
 
     def close(self) -> None:
-        """Lets go of it, unless a thread still uses it: then the end of the process does."""
-        self._reads.shutdown(wait=False, cancel_futures=True)
-        if self._writer is not None:
-            self._writer.close()
-        elif self._store is not None:
-            self._store.close()
+        """Lets go of the files, unless the thread still uses them."""
+        if not self._thread.is_alive():
+            self._segments.close()
 
-    @property
-    def _living(self) -> LogWriter:
-        if self._writer is None:
-            raise RuntimeError("the log has not begun")
-        return self._writer
-
-    async def _read(self, what: Callable[[EventStore], _T | None]) -> _T | None:
-        store = self._living.store
-        if store is None or store.dead:
-            return None
+    async def _read(self, what: Callable[[], T | None]) -> T | None:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._reads, what, store)
-        except TierError as error:
+            return await asyncio.to_thread(what)
+        except OSError as error:
             _log.warning("the event log cannot be read why=%r", str(error))
             return None
+
+    def _run(self) -> None:
+        """The thread."""
+        while group := self._next_group():
+            try:
+                self._segments.append(group, self._epoch_firsts[group[0].epoch])
+            except Exception as error:  # noqa: BLE001  the disk's fault, or ours: told, and tried again
+                self._note_failure(str(error))
+            else:
+                self._note_written(group)
+
+    def _next_group(self) -> list[Run]:
+        """What the next write takes, of one epoch; nothing if the log is to stop and no run waits, or it fails."""
+        with self._changed:
+            if self._failing is not None:
+                self._changed.wait_for(lambda: self._stopping, RETRY_S)
+                if self._stopping:
+                    return []
+            self._changed.wait_for(lambda: self._waiting or self._stopping)
+            self._changed.wait_for(lambda: self._size >= _GROUP_BYTES or self._stopping, LINGER_S)
+            group: list[Run] = []
+            size = 0
+            for run in self._waiting:
+                size += run.size
+                if group and (size > _GROUP_BYTES or run.epoch != group[0].epoch):
+                    break
+                group.append(run)
+            self._writing = len(group)
+            return group
+
+    def _note_written(self, group: list[Run]) -> None:
+        with self._changed:
+            for run in group:
+                self._waiting.popleft()
+                self._size -= run.size
+            self._writing = 0
+        if self._failing is not None:
+            _log.warning("events are logged again lost=%d", self._lost)
+            self._failing = None
+
+    def _note_failure(self, reason: str) -> None:
+        if self._failing is None:
+            _log.warning("events cannot be logged why=%r", reason)
+        with self._changed:
+            self._writing = 0
+        self._failures, self._failing = self._failures + 1, reason

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, Protocol
 
 from kvtier.abi import attach
@@ -48,6 +48,7 @@ class DaemonIdentity:
     epoch: int
     boot: int
     pid: int
+    history: int
 
 
 class AttachServer:
@@ -132,7 +133,7 @@ class AttachServer:
         daemon = self._identity
         try:
             resumed = hello.token is not None
-            _send(sock, attach.Welcome(session.token, session.id, resumed, daemon.epoch, daemon.boot, daemon.pid))
+            _send(sock, attach.Welcome(session.token, session.id, resumed, **asdict(daemon)))
             while (request := await _receive(sock)) is not None:
                 if isinstance(request, attach.Bye):
                     self._sessions.end(session, "goodbye")

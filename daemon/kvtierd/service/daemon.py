@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from kvtierd.config import LIVE, Config
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.event_ids import DurableSequencer
-from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, LoggedRun
+from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
@@ -38,7 +38,7 @@ from kvtierd.service.failing import FailingDisks
 from kvtierd.service.gpu import described, open_gpu, tier_sizes
 from kvtierd.service.health import Health
 from kvtierd.service.history import History
-from kvtierd.service.hub import EventHub, Limits, Run
+from kvtierd.service.hub import EventHub
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.machine import require_possible
 from kvtierd.service.remnants import Kept
@@ -95,13 +95,12 @@ class _Directories:
             remembered = RememberedSlots(config.state_dir / "caches")
             log = None
             if config.event_log_bytes:
-                path, history = config.state_dir / EVENT_LOG, state.identity.history
-                log = EventLog.open(path, config.event_log_bytes, 1 << 62, history=history)
+                waiting_bytes = max(config.event_ring_bytes, LEAST_WAITING_BYTES)
+                log = EventLog.open(config.state_dir / EVENT_LOG, config.event_log_bytes, waiting_bytes)
                 opened.callback(log.close)
                 state.begin(*log.known)
-                life = state.identity
-                waiting_bytes = max(config.event_ring_bytes, LEAST_WAITING_BYTES)
-                log.begin(life.epoch, life.epoch_first, life.last, waiting_bytes, history=life.history)
+                log.begin_epoch(state.identity.epoch, state.identity.epoch_first)
+                log.start()
             else:
                 state.begin()
             opened.pop_all()
@@ -128,11 +127,9 @@ class Daemon:
         self._serving = False
         self._sequencer: Final = DurableSequencer(state)
         faces: dict[CacheId, CacheFace] = {}
-        limits = Limits(config.event_ring_bytes, 1 << 28)
         self._log: Final = directories.log
-        packed = None if self._log is None else _to_log(self._log)
-        self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, limits, packed)
-        self._history: Final = History(self._hub, self._log, life.history)
+        self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, config.event_ring_bytes, self._log)
+        self._history: Final = History(self._hub, self._log)
         self._metrics: Metrics | None = None
         self._engine: Final = Engine(
             asyncio.get_running_loop(),
@@ -156,7 +153,7 @@ class Daemon:
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, _capacity(config), kept.roll)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
-        self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid())
+        self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid(), life.history)
         self._translator: Final = Translator(self._sessions.owner_of)
         self._access: Final = Access(Rights(config.allow, os.getuid()), self._catalog)
         self._health: Final = Health(
@@ -256,7 +253,7 @@ class Daemon:
         self._dispatcher.stop()
         self._hub.close()
         self._remote.close()
-        logged = None if self._log is None else asyncio.create_task(self._log.flush(LOG_ENDS_S))
+        logged = None if self._log is None else asyncio.create_task(self._log.finish(LOG_ENDS_S))
         loop = asyncio.get_running_loop()
         ends = loop.time() + WATCHES_END_S
         await self._calls.answered(WATCHES_END_S)
@@ -369,12 +366,3 @@ def _connection_capacity(config: Config) -> Capacity:
     most = _capacity(config)
     of_identity = most.of_identity + SPARE_CONNECTIONS // 2
     return Capacity(most.sessions + SPARE_CONNECTIONS, of_identity)
-
-
-def _to_log(log: EventLog) -> Callable[[int, Run], None]:
-    """Hands over the bytes that the ring has: the log makes none of its own on the loop."""
-
-    def offer(epoch: int, run: Run) -> None:
-        log.offer(LoggedRun(epoch, run.first, run.last, run.latest_ns, run.body, run.private, run.keyless))
-
-    return offer

@@ -10,9 +10,9 @@ from kvtier.abi.spec import MAX_GROUPS
 from kvtier.v1 import common_pb2, events_pb2
 from kvtierd.core.ids import KEY_BYTES, Tier
 from kvtierd.core.verbs import ListingRow
+from kvtierd.event_log.run import Run, without_tokens
 from kvtierd.service import validate, wire
 from kvtierd.service.errors import bad_argument
-from kvtierd.service.hub import Run, without_tokens
 from kvtierd.service.key_prefixes import KeyPrefixes
 
 MAX_PREFIXES: Final = 64

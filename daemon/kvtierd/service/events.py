@@ -111,28 +111,16 @@ class EventsService:
         )
 
     async def _start(self, request: events_pb2.WatchRequest) -> tuple[int, int]:
-        """The epoch and the id after which to begin. Raises as :meth:`_require_own` and :meth:`_resume_at` do."""
+        """The epoch and the id after which to begin. Raises as :meth:`_resume_at` does."""
         cursor = self._hub.last
         match request.WhichOneof("start"):
             case "since":
-                self._require_own(request)
                 return self._resume_at(request.since)
             case "since_time_ns":
                 cursor = await self._history.since(request.since_time_ns)
             case "oldest" if request.oldest:
                 cursor = self._history.oldest - 1
         return self._history.epoch_of(cursor + 1), cursor
-
-    def _require_own(self, request: events_pb2.WatchRequest) -> None:
-        """Raises OUT_OF_RANGE for a cursor of another history: its ids say nothing here, whichever they are."""
-        if request.history in (0, self._history.number):
-            return
-        since, oldest = request.since, self._history.oldest
-        detail = common_pb2.ErrorDetail(
-            reason="CURSOR_OF_ANOTHER_HISTORY", field="history", value=str(request.history), limit=str(oldest)
-        )
-        message = f"the daemon's state has been replaced since {since.epoch}:{since.id}; the oldest event is {oldest}"
-        raise CallRefused(grpc.StatusCode.OUT_OF_RANGE, message, detail)
 
     def _resume_at(self, since: blocks_pb2.Cursor) -> tuple[int, int]:
         """Raises INVALID_ARGUMENT for the future and for an id of another epoch, OUT_OF_RANGE for what is not held."""
@@ -199,5 +187,4 @@ class EventsService:
             last_id=cursor,
             slice=wire.slice_of(cache.face, group, rows, private=private),
             newest_id=self._hub.last,
-            history=self._history.number,
         ).SerializeToString()

@@ -14,13 +14,14 @@ import asyncio
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Sequence, Sized
 from math import inf
-from typing import Final, Self
+from typing import Final
 
 from kvtier.v1 import events_pb2
 from kvtierd.core.events import STORED, Cause, Event, EventType
+from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, Run
+from kvtierd.event_log.run import joined
 from kvtierd.service import wire
 from kvtierd.service.faces import Faces
 
@@ -49,53 +50,12 @@ some 0.1 ms, as much as a dozen changes, so however many there are, they take a 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, frozen=True)
-class Run:
-    """Ids [first, last], all of them held. ``body``: a serialised ``WatchBatch`` with just these events.
-
-    ``private``: the same with token ids; the same object where there are none. ``keyless``: whether there may be events
-    in it that carry no keys, and so concern all of them. ``latest_ns``: the latest time of its events, where it was not
-    made of a part.
-    """
-
-    first: int
-    last: int
-    body: bytes
-    private: bytes
-    keyless: bool = True
-    latest_ns: int = 0
-
-    @classmethod
-    def of(
-        cls, first: int, last: int, batch: events_pb2.WatchBatch, *, keyless: bool = True, latest_ns: int = 0
-    ) -> Self:
-        """Takes the batch with all that it may tell, and leaves it without what is private."""
-        private = batch.SerializeToString()
-        body = private if not without_tokens(batch.events) else batch.SerializeToString()
-        return cls(first, last, body, private, keyless, latest_ns)
-
-    def body_for(self, *, private: bool) -> bytes:
-        return self.private if private else self.body
-
-    @property
-    def size(self) -> int:
-        return len(self.body) + (len(self.private) if self.private is not self.body else 0)
-
-
-@dataclass(slots=True, frozen=True)
-class Limits:
-    """What the ring may hold; the oldest runs go first."""
-
-    max_bytes: int
-    max_events: int
-
-
 class EventHub:
     """The ring and its wake-up. Loop thread only.
 
     ``epoch``: the one in which it starts. ``last``: the last id given out before that. ``epoch_first``: the first id of
     the epoch; ids from there to ``last`` were given out by an earlier life of it. ``faces``: of all caches with events.
-    ``packed`` is told each run and its epoch, in order, and must not wait. What it fails to take is a hole in the log.
+    ``max_bytes``: of past events. ``log``: None where there is none.
     """
 
     def __init__(
@@ -104,8 +64,8 @@ class EventHub:
         last: int,
         epoch_first: int,
         faces: Faces,
-        limits: Limits,
-        packed: Callable[[int, Run], None] | None = None,
+        max_bytes: int,
+        log: EventLog | None = None,
     ) -> None:
         self._epochs = [(epoch_first, epoch)]
         self.watchers: Sized = ()
@@ -113,8 +73,8 @@ class EventHub:
         self.published: Final[Counter[tuple[EventType, Cause]]] = Counter()
         """Events of this life by type and cause."""
         self._faces = faces
-        self._limits = limits
-        self._tell_packed = packed
+        self._max_bytes = max_bytes
+        self._log = log
         self._published = last
         self._packed = last
         self._pending: list[Event] = []
@@ -194,25 +154,24 @@ class EventHub:
         index = max(self._head, above - 1)
         if self._ring[index].last <= cursor:  # a hole follows it
             index += 1
-        run = without_events_up_to(cursor, self._ring[index])
+        run = self._ring[index].after(cursor)
         runs, count, size = [run], run.last - run.first + 1, len(run.private)
         for following in range(index + 1, end):
             other = self._ring[following]
-            if other.first > runs[-1].last + 1 or self._end_of_epoch(run.first) < other.first:
+            if other.first > runs[-1].last + 1 or other.epoch != run.epoch:
                 break
             count += other.last - other.first + 1
             size += len(other.private)
             if count > MESSAGE_EVENTS or size > MESSAGE_BYTES:
                 break
             runs.append(other)
-        return _joined(runs)
+        return joined(runs)
 
     def since(self, time_ns: int) -> int | None:
         """The first id of an event at or after that time, held or to be held soon; None where all are before."""
         for run in self._ring.values():
             if run.latest_ns >= time_ns:
-                events = events_pb2.WatchBatch.FromString(run.body).events
-                return next(event.id for event in events if event.time_ns >= time_ns)
+                return run.first_at(time_ns)
         return next((event.id for event in self._pending if event.time_ns >= time_ns), None)
 
     async def news(self, cursor: int, epoch: int | None = None, until: float = inf) -> bool:
@@ -268,17 +227,12 @@ class EventHub:
         batch = events_pb2.WatchBatch(events=messages)
         keyless = not all(event.blocks.keys for event in events)
         latest_ns = max(event.time_ns for event in events)
-        run = Run.of(events[0].id, events[-1].id, batch, keyless=keyless, latest_ns=latest_ns)
+        epoch = next(epoch for first, epoch in reversed(self._epochs) if first <= events[0].id)
+        run = Run.of(epoch, events[0].id, events[-1].id, batch, keyless=keyless, latest_ns=latest_ns)
         self._ring[self._head + len(self._ring)] = run
         self._packed = events[-1].id
         self._bytes += run.size
-        self._make_room()
-        if self._tell_packed is not None:
-            number = next(epoch for first, epoch in reversed(self._epochs) if first <= run.first)
-            try:
-                self._tell_packed(number, run)
-            except Exception:  # noqa: BLE001  our bug, which is to keep no event from those who wait for it
-                _log.exception("events cannot be handed to the log first=%d last=%d", run.first, run.last)
+        self._make_room(run.last if self._log is None else self._log.offer(run))
 
     def _messages(self, events: Sequence[Event]) -> list[events_pb2.Event]:
         """Up to the first that cannot be told, which is our bug, and takes no other event along."""
@@ -292,9 +246,11 @@ class EventHub:
                 break
         return messages
 
-    def _make_room(self) -> None:
+    def _make_room(self, settled: int) -> None:
+        """Drops the oldest runs. ``settled``: ids above it wait for the log, and go only for want of memory."""
+        most = max(self._max_bytes, LEAST_WAITING_BYTES)
         while len(self._ring) > 1 and (
-            self._bytes > self._limits.max_bytes or self._packed - self.oldest >= self._limits.max_events
+            self._bytes > most or (self._bytes > self._max_bytes and self._ring[self._head].last <= settled)
         ):
             self._bytes -= self._ring.pop(self._head).size
             self._head += 1
@@ -322,26 +278,3 @@ def _run_length(events: Sequence[Event]) -> int:
 
 def _has_tokens(event: Event) -> bool:
     return event.type is STORED and wire.have_tokens(event.blocks.labels)
-
-
-def without_events_up_to(cursor: int, run: Run) -> Run:
-    """The rest of a run; the run itself where all of it is above ``cursor``."""
-    if run.first > cursor:
-        return run
-    batch = events_pb2.WatchBatch.FromString(run.private)
-    rest = [event for event in batch.events if event.id > cursor]
-    return Run.of(cursor + 1, run.last, events_pb2.WatchBatch(events=rest), keyless=run.keyless)
-
-
-def _joined(runs: Sequence[Run]) -> Run:
-    body = b"".join(run.body for run in runs)
-    private = b"".join(run.private for run in runs) if any(run.private is not run.body for run in runs) else body
-    return Run(runs[0].first, runs[-1].last, body, private, any(run.keyless for run in runs))
-
-
-def without_tokens(events: Iterable[events_pb2.Event], may_see: Callable[[str], bool] = lambda cache: False) -> bool:
-    """Takes out token ids of caches whose tokens may not be seen. Whether there were any."""
-    private = [event for event in events if event.tokens and not may_see(event.cache)]
-    for event in private:
-        event.ClearField("tokens")
-    return bool(private)

@@ -192,6 +192,7 @@ class RemoteSessions:
             epoch=daemon.epoch,
             boot=daemon.boot,
             pid=daemon.pid,
+            history=daemon.history,
             heartbeat_ns=int(self._times.heartbeat_s * 1e9),
             grace_ns=int(self._times.grace_s * 1e9),
         )

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 from typing import Final
 
 from kvtier.v1 import events_pb2
+from kvtierd.event_log import Run
 from kvtierd.service.errors import CallRefused, shutting_down
 from kvtierd.service.event_filter import EventFilter
 from kvtierd.service.history import History, Loss
-from kvtierd.service.hub import Run
 
 COVER_S: Final = 0.1
 COVER_SHARE_S: Final = 0.02
@@ -84,10 +84,10 @@ class Watcher:
             if isinstance(found, Loss):
                 yield self._gap(found)
                 continue
-            past = found.run.last < behind
+            past = found.last < behind
             while past and not await self._history.turn(self.quiet_until):
                 yield self.heartbeat()
-            body = self._look_at(found.run)
+            body = self._look_at(found)
             ends = snapshot_end is not None and snapshot_end <= self._cursor
             if body or ends or self.is_due:
                 yield self._batch(snapshot_end=ends) + body
@@ -138,14 +138,13 @@ class Watcher:
             last_id=self._cursor,
             snapshot_end=snapshot_end,
             newest_id=self._hub.last,
-            history=self._history.number,
         ).SerializeToString()
 
     def _gap(self, loss: Loss) -> bytes:
         """Covers what was filtered away before it, too: the ids of the gap itself are in no batch. One that ends an
         epoch stands in a batch of the next, before its first id."""
         gap = events_pb2.Gap(epoch=loss.epoch, first_id=loss.first, last_id=loss.last, reason=loss.reason)
-        batch = events_pb2.WatchBatch(epoch=loss.then, gap=gap, newest_id=self._hub.last, history=self._history.number)
+        batch = events_pb2.WatchBatch(epoch=loss.then, gap=gap, newest_id=self._hub.last)
         if loss.then == loss.epoch:
             batch.first_id, batch.last_id = self._covered + 1, self._cursor
         else:

@@ -43,7 +43,7 @@ def test_requests_arrive_as_sent(message: attach.Request) -> None:
 
 
 def test_replies_arrive_as_sent() -> None:
-    welcome = Welcome(TOKEN, session_id=3, resumed=True, epoch=1, boot=2, pid=77)
+    welcome = Welcome(TOKEN, session_id=3, resumed=True, epoch=1, boot=2, pid=77, history=99)
     failure = Failure("UNKNOWN_CACHE", "no cache 9")
     assert attach.decode_welcome(attach.encode(welcome)) == welcome
     assert attach.decode_welcome(attach.encode(failure)) == failure

@@ -59,6 +59,7 @@ class FakeDaemon:
         self.silent = False
         """Attach messages are read and not answered."""
         self.boot = 1
+        self.history = 71
         self.sent_fds = 1
         self._arena: Arena | None = None
         self._connections: set[socket.socket] = set()
@@ -168,7 +169,7 @@ class FakeDaemon:
             return attach.Failure("UNKNOWN_SESSION", "no session has this token")
         token = hello.token or os.urandom(16).hex()
         self.known.add(token)
-        return attach.Welcome(token, len(self.known), hello.token is not None, 1, self.boot, os.getpid())
+        return attach.Welcome(token, len(self.known), hello.token is not None, 1, self.boot, os.getpid(), self.history)
 
     def _memory(self) -> Arena:
         if self._arena is None:

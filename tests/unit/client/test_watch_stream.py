@@ -58,9 +58,9 @@ def batch(first: int, last: int, *, shown: list[int] | None = None, epoch: int =
     return events_pb2.WatchBatch(epoch=epoch, first_id=first, last_id=last, events=events, **more)
 
 
-def compacted(oldest: int, reason: str = "CURSOR_COMPACTED") -> Any:
+def compacted(oldest: int) -> Any:
     packed = any_pb2.Any()
-    packed.Pack(common_pb2.ErrorDetail(reason=reason, field="since.id", value="1", limit=str(oldest)))
+    packed.Pack(common_pb2.ErrorDetail(reason="CURSOR_COMPACTED", field="since.id", value="1", limit=str(oldest)))
     status = status_pb2.Status(code=grpc.StatusCode.OUT_OF_RANGE.value[0], message="gone", details=[packed])
     return grpc.StatusCode.OUT_OF_RANGE, (("grpc-status-details-bin", status.SerializeToString()),)
 
@@ -166,40 +166,18 @@ async def test_a_cursor_that_was_compacted_while_we_were_away_becomes_a_gap(
     assert (again.epoch, again.id) == (0, 99)
 
 
-async def test_a_history_is_sent_back_and_another_one_is_a_gap_and_a_new_beginning(
+async def test_a_daemon_that_lost_its_state_is_a_gap_and_a_new_beginning(
     daemon: FakeDaemon, client: kvtier.AsyncClient
 ) -> None:
-    play(
-        daemon,
-        [batch(5, 5, history=71), UNAVAILABLE],
-        [compacted(2, "CURSOR_OF_ANOTHER_HISTORY")],
-        [UNAVAILABLE],
-        [batch(2, 2, history=72), UNAVAILABLE],
-        [batch(3, 3, history=72), None],
-    )
+    play(daemon, [batch(5, 5), UNAVAILABLE], [None], [batch(2, 2), None])
     async with client.watch(since=Cursor(1, 4)) as watch:
-        assert short(await take(watch, 4)) == [5, Gap(1, 6, 6, "another-history"), 2, 3]
-        assert (watch.cursor, watch.history) == (Cursor(1, 3), 72)
-    first, refused, begun, again, last = daemon.calls["Watch"]
-    assert [first.history, refused.history, last.history] == [0, 71, 72]
-    assert [each.WhichOneof("start") for each in (begun, again)] == ["oldest"] * 2
-    assert not begun.history
-
-
-async def test_a_history_that_the_caller_brought_and_is_another_is_an_error(
-    daemon: FakeDaemon, client: kvtier.AsyncClient
-) -> None:
-    play(daemon, [compacted(2, "CURSOR_OF_ANOTHER_HISTORY")])
-    with pytest.raises(kvtier.CursorOfAnotherHistory) as refusal:
-        await take(client.watch(since=Cursor(1, 4), history=71), 1)
-    assert refusal.value.oldest == 2
-    assert daemon.calls["Watch"][0].history == 71
-
-
-@pytest.mark.parametrize("start", [{"history": 71}, {"since": Cursor(1, 4), "history": -1}])
-async def test_a_history_that_can_be_none_is_refused(client: kvtier.AsyncClient, start: dict[str, Any]) -> None:
-    with pytest.raises(kvtier.InvalidArgument, match="history"):
-        client.watch(**start)
+        assert short(await take(watch, 1)) == [5]
+        taking = asyncio.create_task(take(watch, 2))
+        await daemon.until(lambda: len(daemon.calls["Watch"]) == 2)
+        daemon.history += 1
+        await daemon.restart()
+        assert short(await taking) == [Gap(1, 6, 6, "lost-state"), 2]
+    assert [each.WhichOneof("start") for each in daemon.calls["Watch"]] == ["since", "since", "oldest"]
 
 
 async def test_a_cursor_that_the_caller_brought_and_that_is_compacted_is_an_error(

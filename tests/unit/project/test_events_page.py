@@ -31,5 +31,5 @@ def test_every_cause_is_told_of_with_types_that_there_are() -> None:
 def test_every_reason_of_a_gap_is_told_of() -> None:
     told_of = {names(row[0])[0] for row in table("reason")}
     comment = (ROOT / "proto/kvtier/v1/events.proto").read_text().partition("message Gap {")[2].partition("}")[0]
-    own = {"another-history", "unexplained"}
+    own = {"lost-state", "unexplained"}
     assert told_of == {*re.findall(r'"([a-z-]+)"', comment), *own}, "the last two are the client's own"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.v1 import common_pb2, events_pb2
+from kvtierd.event_log import Run
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.event_filter import MAX_PREFIXES, MAX_VALUES, EventFilter, filter_from_wire
-from kvtierd.service.hub import Run
 from kvtierd.service.key_prefixes import KeyPrefixes
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def expected(
 
 
 def passed(wanted: EventFilter, events: Sequence[events_pb2.Event], *, keyless: bool = True) -> list[events_pb2.Event]:
-    run = Run.of(1, 1, events_pb2.WatchBatch(events=events), keyless=keyless)
+    run = Run.of(1, 1, 1, events_pb2.WatchBatch(events=events), keyless=keyless)
     return list(events_pb2.WatchBatch.FromString(wanted.look_at(run)).events)
 
 
@@ -156,13 +156,13 @@ def test_many_prefixes_are_found_as_well_as_few() -> None:
 
 def test_a_run_without_the_prefix_is_not_even_parsed() -> None:
     wanted = asked(events_pb2.WatchFilter(key_prefixes=[b"k" * 32]))
-    assert wanted.look_at(Run(1, 1, b"no protobuf at all", b"no protobuf at all", keyless=False)) == b""
+    assert wanted.look_at(Run(1, 1, 1, b"no protobuf at all", b"no protobuf at all", keyless=False)) == b""
 
 
 def test_what_a_run_gave_is_not_given_for_another() -> None:
     wanted = asked(events_pb2.WatchFilter(types=[STORED]))
     for first, kind in ((1, STORED), (1, STORED), (2, REMOVED), (3, STORED)):
-        run = Run.of(first, first, events_pb2.WatchBatch(events=[events_pb2.Event(id=first, type=kind)]))
+        run = Run.of(1, first, first, events_pb2.WatchBatch(events=[events_pb2.Event(id=first, type=kind)]))
         found = events_pb2.WatchBatch.FromString(wanted.look_at(run)).events
         assert [event.id for event in found] == [first] * (kind == STORED)
 

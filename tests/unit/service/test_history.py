@@ -14,18 +14,18 @@ from kvtier.v1 import events_pb2
 from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.core.traits import Label
-from kvtierd.event_log import EventLog, LoggedRun
-from kvtierd.event_log.store import EventStore
+from kvtierd.event_log import EventLog, Run
+from kvtierd.event_log.segments import Segments
 from kvtierd.service.event_filter import EventFilter
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.history import History, Loss
-from kvtierd.service.hub import EventHub, Limits, Run
+from kvtierd.service.hub import EventHub
 from kvtierd.service.watch import Watcher
-from kvtierd.tiers.base import TierIOError
-from tests.unit.event_log.log_parts import DAY_NS, MB
+from tests.unit.event_log.runs import MB
 
 FACES = {CacheId(1): CacheFace("one"), CacheId(2): CacheFace("two")}
-RING_EVENTS = 50
+RING_BYTES = 5000
+"""For some fifty events."""
 LONG = Label(b"", events_pb2.BlockTokens(token_ids=bytes(400)).SerializeToString())
 PATIENCE_S = 10.0
 
@@ -37,23 +37,27 @@ def event(number: int, time_ns: int = 0, cache: int = 1, label: Label | None = N
     )
 
 
+class Forgetful(EventLog):
+    """``logs``: else what it is offered is lost."""
+
+    logs = True
+
+    def offer(self, run: Run) -> int:
+        return super().offer(run) if self.logs else run.last
+
+
 class Life:
     """One life of a daemon, as far as its events go."""
 
     def __init__(self, path: Path, epoch: int, epoch_first: int, last: int, max_bytes: int = 4 * MB) -> None:
-        self.log = EventLog.open(path, max_bytes, 7 * DAY_NS)
-        self.log.begin(epoch, epoch_first, last, MB)
-        self.hub = EventHub(epoch, last, epoch_first, FACES, Limits(MB, RING_EVENTS), self._offer)
+        self.log = Forgetful.open(path, max_bytes, MB)
+        self.log.begin_epoch(epoch, epoch_first)
+        self.log.start()
+        self.hub = EventHub(epoch, last, epoch_first, FACES, RING_BYTES, self.log)
         self.history = History(self.hub, self.log)
-        self.logs = True
-
-    def _offer(self, epoch: int, run: Run) -> None:
-        if self.logs:
-            rest = (run.latest_ns, run.body, run.private, run.keyless)
-            self.log.offer(LoggedRun(epoch, run.first, run.last, *rest))
 
     def begin_epoch(self, epoch: int) -> None:
-        self.log.begin_epoch(self.hub.last + 1)
+        self.log.begin_epoch(epoch, self.hub.last + 1)
         self.hub.begin_epoch(epoch)
 
     async def publish(self, count: int, make: Callable[[int], Event] = event) -> None:
@@ -78,17 +82,16 @@ class Life:
                 losses.append(found)
                 epoch, cursor = found.then, found.last
                 continue
-            run = found.run
-            ids = [each.id for each in events_pb2.WatchBatch.FromString(run.body).events]
-            assert run.first == cursor + 1
-            assert ids == list(range(run.first, run.last + 1))
-            epoch, cursor = found.epoch, run.last
+            ids = [each.id for each in events_pb2.WatchBatch.FromString(found.body).events]
+            assert found.first == cursor + 1
+            assert ids == list(range(found.first, found.last + 1))
+            epoch, cursor = found.epoch, found.last
             seen += ids
         assert (epoch, cursor) == (self.hub.epoch, self.hub.readable)
         return seen, losses
 
     async def end(self) -> None:
-        assert await self.log.flush(PATIENCE_S)
+        await self.log.finish(PATIENCE_S)
         self.log.close()
 
 
@@ -107,7 +110,9 @@ def first_to_last(first: int, last: int) -> list[int]:
 
 async def test_what_left_the_ring_is_told_by_the_log(tmp_path: Path) -> None:
     async with life(tmp_path / "log") as now:
-        await now.publish(500)
+        await now.publish(499)
+        await now.logged()
+        await now.publish(1)
         assert now.hub.oldest > 400
         for cursor in (0, 1, 123, 440, 499, 500):
             assert await now.told(1, cursor) == (first_to_last(cursor + 1, 500), [])
@@ -130,11 +135,12 @@ async def test_an_event_that_cannot_be_told_is_a_loss_and_takes_no_other_along(t
         lost = [Loss(1, 13, 14, "unexplained", 1), Loss(1, 20, 20, "unexplained", 2)]
         assert await now.told(1, 0) == ([*range(1, 13), *range(15, 20), *range(21, 31)], lost)
         assert await now.told(1, 13) == ([*range(15, 20), *range(21, 31)], [Loss(1, 14, 14, "unexplained", 1), lost[1]])
-        await now.publish(RING_EVENTS)
+        await now.publish(79)
         await now.logged()
+        await now.publish(1)
         assert now.hub.oldest > 20
         seen, losses = await now.told(1, 0)
-        assert seen == [*range(1, 13), *range(15, 20), *range(21, 31 + RING_EVENTS)]
+        assert seen == [*range(1, 13), *range(15, 20), *range(21, 111)]
         assert [(loss.first, loss.last, loss.then) for loss in losses] == [(13, 14, 1), (20, 20, 2)]
 
 
@@ -155,10 +161,10 @@ async def test_each_epoch_is_told_up_to_what_was_logged_of_it(tmp_path: Path) ->
         await one.publish(100)
     async with life(tmp_path / "log", 2, 1001, 1000) as two:
         await two.publish(50)
-        two.logs = False
+        two.log.logs = False
         await two.publish(10)
     async with life(tmp_path / "log", 3, 2001, 2000) as three:
-        three.logs = False
+        three.log.logs = False
         await three.publish(5)
     async with life(tmp_path / "log", 4, 3001, 3000) as now:
         await now.publish(120)
@@ -176,14 +182,17 @@ async def test_what_was_not_logged_is_a_loss_once_the_ring_has_it_no_more(tmp_pa
     async with life(tmp_path / "log") as now:
         await now.publish(100)
         await now.logged()
-        now.logs = False
+        now.log.logs = False
         await now.publish(100)
-        now.logs = True
-        await now.publish(100)
+        now.log.logs = True
+        await now.publish(99)
+        await now.logged()
+        await now.publish(1)
         ids, losses = await now.told(1, 0)
         assert losses == [Loss(1, 101, 200, "not-logged", 1)]
         assert ids == [*first_to_last(1, 100), *first_to_last(201, 300)]
-        now.logs = False
+        await now.logged()
+        now.log.logs = False
         await now.publish(100)
         ids, losses = await now.told(1, 250)
         assert losses == [Loss(1, 301, now.hub.oldest - 1, "not-logged", 1)]
@@ -209,7 +218,7 @@ async def test_a_time_is_found_wherever_its_event_is(tmp_path: Path) -> None:
     async with life(tmp_path / "log") as now:
         await now.publish(200, lambda number: event(number, time_ns=number * 10))
         await now.logged()
-        now.logs = False
+        now.log.logs = False
         await now.publish(20, lambda number: event(number, time_ns=number * 10))
         for number in (1, 55, 180, 200, 201, 219, 220):
             assert await now.history.since(number * 10) == number - 1
@@ -226,24 +235,6 @@ async def test_a_time_is_found_before_its_event_can_be_read(tmp_path: Path) -> N
         assert now.hub.readable == 20
         assert await now.history.since(250) == 24
         assert await now.history.since(301) == 30
-
-
-async def test_a_time_is_found_in_what_waits_for_the_log_and_has_left_the_ring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with life(tmp_path / "log") as now:
-        await now.publish(20, lambda number: event(number, time_ns=number * 10))
-        await now.logged()
-        with monkeypatch.context() as patch:
-            patch.setattr(EventStore, "append", fails)
-            await now.publish(200, lambda number: event(number, time_ns=number * 10))
-            assert now.hub.oldest > 100
-            for number in (1, 20, 21, 55, 100, 219, 220):
-                assert await now.history.since(number * 10) == number - 1
-
-
-def fails(*_: object) -> None:
-    raise TierIOError(5, "Input/output error")
 
 
 async def test_readers_at_random_while_it_goes_on(tmp_path: Path) -> None:
@@ -275,8 +266,9 @@ async def test_readers_at_random_while_it_goes_on(tmp_path: Path) -> None:
 
 async def test_a_hundred_that_catch_up_get_all_of_it_and_keep_nobody_waiting(tmp_path: Path) -> None:
     async with life(tmp_path / "log") as now:
-        await now.publish(2000)
+        await now.publish(1999)
         await now.logged()
+        await now.publish(1)
         catching_up = [asyncio.create_task(now.told(1, 10 * number)) for number in range(100)]
         await asyncio.sleep(0)
         keeping_up = await now.told(1, now.hub.oldest - 1)
@@ -288,10 +280,14 @@ async def test_a_hundred_that_catch_up_get_all_of_it_and_keep_nobody_waiting(tmp
 
 async def test_what_cannot_be_read_is_a_loss_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with life(tmp_path / "log") as now:
-        await now.publish(200)
+        await now.publish(199)
         await now.logged()
+        await now.publish(1)
 
-        monkeypatch.setattr(EventStore, "after", fails)
+        def fails(*_: object) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(Segments, "read", fails)
         ids, losses = await now.told(1, 0)
         assert losses == [Loss(1, 1, now.hub.oldest - 1, "not-logged", 1)]
         assert ids == first_to_last(now.hub.oldest, 200)
@@ -356,8 +352,10 @@ async def test_an_epoch_that_begins_in_a_life_loses_nothing_and_no_run_is_of_two
         now.hub.publish([event(28), event(29)])  # not packed yet
         now.begin_epoch(4)
         now.hub.publish([event(30)])
-        await now.publish(RING_EVENTS if logs else 1)
+        if logs:
+            await now.publish(79)
         await now.logged()
+        await now.publish(1)
         last = now.hub.last
         assert (now.hub.oldest > 7) is logs
         for epoch, cursor in ((1, 0), (1, 7), (3, 7), (3, 20), (3, 29), (4, 29), (4, last)):
@@ -373,7 +371,7 @@ async def test_an_epoch_that_begins_in_a_life_loses_nothing_and_no_run_is_of_two
 
 
 async def test_who_is_too_slow_for_the_end_of_an_epoch_is_told_so_and_not_of_a_stop() -> None:
-    hub = EventHub(1, 0, 1, FACES, Limits(MB, RING_EVENTS))
+    hub = EventHub(1, 0, 1, FACES, RING_BYTES)
     hub.publish([event(number) for number in range(1, 11)])
     hub.begin_epoch(2)
     hub.publish([event(number) for number in range(11, 200)])

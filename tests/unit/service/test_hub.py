@@ -9,9 +9,10 @@ from kvtier.v1 import events_pb2
 from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key
 from kvtierd.core.traits import Label
+from kvtierd.event_log import Run
 from kvtierd.service import hub as hub_module
 from kvtierd.service.faces import CacheFace
-from kvtierd.service.hub import BUSY_S, MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, SHARE_S, EventHub, Limits, Run
+from kvtierd.service.hub import BUSY_S, MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, SHARE_S, EventHub
 
 FACES = {CacheId(1): CacheFace("cache")}
 
@@ -29,8 +30,8 @@ def event(number: int, blocks: int = 1, label: Label | None = None) -> Event:
     )
 
 
-def hub(last: int = 0, max_bytes: int = 1 << 20, max_events: int = 1 << 20) -> EventHub:
-    return EventHub(1, last, 1, FACES, Limits(max_bytes, max_events))
+def hub(last: int = 0, max_bytes: int = 1 << 20) -> EventHub:
+    return EventHub(1, last, 1, FACES, max_bytes)
 
 
 def ids(run: Run | None) -> list[int]:
@@ -76,23 +77,6 @@ async def test_an_event_that_cannot_be_told_takes_no_other_along(caplog: pytest.
     await readable(ring, 9)
     assert ids(ring.after(7)) == [9]
     assert [record.args for record in caplog.records] == [(3,), (4,), (8,)]
-
-
-async def test_who_is_told_of_runs_and_fails_keeps_no_event_from_those_who_wait(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(epoch: int, run: Run) -> None:
-        raise RuntimeError(run.first)
-
-    ring = EventHub(1, 0, 1, FACES, Limits(1 << 20, 1 << 20), fail)
-    publish(ring, 1, RUN_EVENTS + 1)
-    await readable(ring, RUN_EVENTS + 1)
-    assert ids(ring.after(0)) == list(range(1, RUN_EVENTS + 2))
-    publish(ring, RUN_EVENTS + 2, 1)
-    ring.close()
-    assert (ring.readable, ring.closed) == (RUN_EVENTS + 2, True)
-    runs = [(1, RUN_EVENTS), (RUN_EVENTS + 1, RUN_EVENTS + 1), (RUN_EVENTS + 2, RUN_EVENTS + 2)]
-    assert [record.args for record in caplog.records] == runs
 
 
 async def test_of_tokens_that_are_damaged_only_they_are_left_out() -> None:
@@ -178,16 +162,6 @@ async def test_a_cursor_inside_a_run_skips_what_it_has_seen() -> None:
     run = ring.after(6)
     assert run is not None
     assert (run.first, run.last, ids(run)) == (7, 10, [7, 8, 9, 10])
-
-
-async def test_the_oldest_events_go_when_there_are_too_many() -> None:
-    ring = hub(max_events=RUN_EVENTS)
-    publish(ring, 1, 2 * RUN_EVENTS + 10)
-    await readable(ring, 2 * RUN_EVENTS + 10)
-    assert ring.oldest == 2 * RUN_EVENTS + 1
-    run = ring.after(0)
-    assert run is not None
-    assert run.first == 2 * RUN_EVENTS + 1, "the reader sees from the first id what it has missed"
 
 
 async def test_the_oldest_events_go_when_they_are_too_large() -> None:

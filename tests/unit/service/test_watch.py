@@ -14,7 +14,7 @@ from kvtierd.service.errors import CallRefused
 from kvtierd.service.event_filter import EventFilter
 from kvtierd.service.faces import CacheFace
 from kvtierd.service.history import History
-from kvtierd.service.hub import EventHub, Limits
+from kvtierd.service.hub import EventHub
 from kvtierd.service.watch import Watcher
 from kvtierd.service.wire import TIER_TO_WIRE
 
@@ -23,8 +23,8 @@ BLOCK = BlockChange(Key(b"k" * 32), None, Tier.HOST.bit, 35)
 QUIET_S = 3600.0
 
 
-def hub(last: int = 0, max_events: int = 1 << 20, epoch: int = 1, epoch_first: int = 1) -> EventHub:
-    return EventHub(epoch, last, epoch_first, FACES, Limits(1 << 30, max_events))
+def hub(last: int = 0, max_bytes: int = 1 << 30, epoch: int = 1, epoch_first: int = 1) -> EventHub:
+    return EventHub(epoch, last, epoch_first, FACES, max_bytes)
 
 
 def watcher(ring: EventHub, cursor: int, wanted: EventFilter, heartbeat_s: float, epoch: int | None = None) -> Watcher:
@@ -176,7 +176,7 @@ async def test_a_quiet_watch_gets_heartbeats_that_cover_nothing() -> None:
 
 
 async def test_a_slow_watcher_is_told_what_it_missed_and_goes_on() -> None:
-    ring = hub(max_events=300)
+    ring = hub(max_bytes=20_000)
     async with aclosing(watcher(ring, 0, wants(), QUIET_S).follow()) as follow:
         await anext(follow)
         ring.publish([stored(1)])
@@ -190,7 +190,7 @@ async def test_a_slow_watcher_is_told_what_it_missed_and_goes_on() -> None:
 
 
 async def test_a_gap_keeps_what_was_filtered_away_before_it_covered() -> None:
-    ring = hub(max_events=300)
+    ring = hub(max_bytes=20_000)
     async with aclosing(watcher(ring, 0, wants(caches=["two"]), QUIET_S).follow()) as follow:
         reading = asyncio.create_task(batches(follow, 1000))
         ring.publish([stored(number) for number in range(1, 11)])

@@ -11,12 +11,11 @@ import grpc
 import pytest
 
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
-from kvtierd.event_log.store import EventStore
+from kvtierd.event_log.segments import Segments
 from kvtierd.rights import Rights
 from kvtierd.service import wire
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.history import History
-from kvtierd.tiers.base import TierIOError
 from tests.unit.service.rig import DEVICE, HOST, Client, attached, chain, config, eventually, refusal, running
 
 Code = grpc.StatusCode
@@ -307,8 +306,8 @@ async def test_what_the_log_lacks_at_a_clean_stop_is_declared_at_the_next_start(
 ) -> None:
     settings = config(short_dir)
 
-    def full(*_: object) -> int:
-        raise TierIOError(28, "No space left on device")
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
     daemon = await Daemon.start(settings)
     async with attached(daemon) as client:
@@ -320,7 +319,7 @@ async def test_what_the_log_lacks_at_a_clean_stop_is_declared_at_the_next_start(
         await eventually(lambda: log.status().newest == daemon._hub.last)
         logged = daemon._hub.last
         with monkeypatch.context() as patch:
-            patch.setattr(EventStore, "append", full)
+            patch.setattr(Segments, "append", full)
             await churn(client, cache, 3, seed=100)
             await daemon._engine.settle()
             last = daemon._hub.last
