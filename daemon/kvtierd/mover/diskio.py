@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from kvtierd.core.ids import Key, SlotId, Tier
 from kvtierd.core.outcome import Move
 from kvtierd.mover.work import Batch, Concerns, Faults, Finish, Piece, destination, items_of
-from kvtierd.tiers.disk import Begun, DiskRead, DiskStore, DiskWrite, Retirement, together
+from kvtierd.tiers.disk import Begun, DiskRead, DiskStore, DiskWrite, Retirement
 from kvtierd.tiers.parts import Part
 
 
@@ -40,7 +41,7 @@ def finish(endings: Sequence[Finish]) -> Faults:
         failed.update(base + place for place in ending.failed)
         base += ending.items
     retires = [retirement for ending in mine for retirement in ending.retires]
-    unstored = mine[0].disk.finish(together([ending.begun for ending in mine]), retires)
+    unstored = mine[0].disk.finish([ending.begun for ending in mine], retires)
     return Faults(failed=frozenset(failed.union(places[index] for index in unstored)))
 
 
@@ -76,8 +77,7 @@ def store(batch: Batch, parts: Mapping[int, Sequence[Part]], *, lent: bool = Fal
             failed.add(place)
     begun = disk.begin(writes)
     if lent:
-        begun.written()
-
+        wait(begun.moving)
     return Ending(disk, sum(len(piece.items) for piece in batch), begun, places, retires, frozenset(failed))
 
 

@@ -18,10 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtierd.core.ids import SlotId
-from kvtierd.tiers.disk import slab
 from kvtierd.tiers.disk.index import Index
-from kvtierd.tiers.disk.runs import Run
-from kvtierd.tiers.disk.transfers import Way
 from tests.unit.disk.disk_blocks import GROUP, block, key, open_root, places
 
 SLOTS = 40
@@ -49,28 +46,20 @@ def after(call: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def ended(begin: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(*arguments: Any) -> None:
-        begin(*arguments)()
-        die()
-
-    return wrapper
-
-
-def torn(begin: Callable[..., Any]) -> Callable[..., Any]:
+def torn(call: Callable[..., Any]) -> Callable[..., Any]:
     """Half of each record, or of each run of them, reaches the slab."""
 
-    def wrapper(fd: int, way: Way, runs: Sequence[Run]) -> None:
-        begin(fd, way, [Run(run.offset, run.parts[: len(run.parts) // 2]) for run in runs])()
+    def wrapper(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        call(fd, buffers[: len(buffers) // 2], offset)
         die()
 
     return wrapper
 
 
 POINTS: Final[Mapping[str, tuple[object, str, Callable[[Callable[..., Any]], Callable[..., Any]]]]] = {
-    "before transfer": (slab, "begin", before),
-    "torn transfer": (slab, "begin", torn),
-    "after transfer": (slab, "begin", ended),
+    "before transfer": (os, "pwritev", before),
+    "torn transfer": (os, "pwritev", torn),
+    "after transfer": (os, "pwritev", after),
     "before fdatasync": (os, "fdatasync", before),
     "after fdatasync": (os, "fdatasync", after),
     "before commit": (Index, "commit", before),

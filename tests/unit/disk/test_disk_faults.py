@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,12 +16,9 @@ import pytest
 
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierIOError
-from kvtierd.tiers.disk import DiskStore, together, transfers
-from kvtierd.tiers.disk import slab as slabs
+from kvtierd.tiers.disk import DiskStore
 from kvtierd.tiers.disk.index import Index
-from kvtierd.tiers.disk.runs import Run
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.disk.transfers import End, Queues, Way, begin
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
@@ -197,45 +194,28 @@ def test_writes_that_the_system_refuses_fail_alone(tmp_path: Path) -> None:
 
 
 class Faulty:
-    """``begin`` over a disk with bad places."""
+    """A system call over a disk with bad places."""
 
-    def __init__(self, way: Way, bad: set[int], short: bool) -> None:
-        self._way = way
+    def __init__(self, call: Callable[..., int], bad: set[int], short: bool) -> None:
+        self._call = call
         self._bad = bad
         self._short = short
 
-    def __call__(self, fd: int, way: Way, runs: Sequence[Run]) -> End:
-        end = begin(fd, way, [self._cut(run) for run in runs] if way is self._way else runs)
-        if way is not self._way:
-            return end
-        return lambda: [self._result(run, got) for run, got in zip(runs, end(), strict=True)]
-
-    def _good(self, run: Run) -> int:
-        """Parts before the first bad place."""
-        first = run.offset // SHAPE_BYTES
-        places = range(first, first + len(run.parts) // len(PARTS))
-        return next((len(PARTS) * (place - first) for place in places if place in self._bad), len(run.parts))
-
-    def _cut(self, run: Run) -> Run:
-        return Run(run.offset, run.parts[: self._good(run) + 1])
-
-    def _result(self, run: Run, moved: int) -> int:
-        return moved if self._short or self._good(run) == len(run.parts) else -errno.EIO
+    def __call__(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        first = offset // SHAPE_BYTES
+        places = range(first, first + len(buffers) // len(PARTS))
+        good = next((len(PARTS) * (place - first) for place in places if place in self._bad), len(buffers))
+        moved = self._call(fd, buffers[: good + 1], offset)
+        if not self._short and good < len(buffers):
+            raise OSError(errno.EIO, "Input/output error")
+        return moved
 
 
-@pytest.fixture(params=["queued", "one by one"])
-def way_of_moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernel's queue and without."""
-    if request.param == "one by one":
-        monkeypatch.setattr(transfers, "QUEUES", Queues(None))
-
-
-@pytest.mark.usefixtures("way_of_moving")
 @pytest.mark.parametrize("short", [False, True])
 def test_a_bad_place_costs_only_the_block_that_was_to_go_there(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short: bool
 ) -> None:
-    monkeypatch.setattr(slabs, "begin", Faulty(Way.WRITE, {4}, short))
+    monkeypatch.setattr(os, "pwritev", Faulty(os.pwritev, {4}, short))
     writes = [block(1, 3), block(2, 4), block(3, 5), block(4, 9), block(5, 10, 2)]
     assert store.write(writes) == {1, 4}
     assert verdicts(store, {1: 3, 2: 4, 3: 5, 4: 9, 5: 10}) == {
@@ -251,14 +231,13 @@ def test_a_bad_place_costs_only_the_block_that_was_to_go_there(
         assert set(names(recovery, range(9))) == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.usefixtures("way_of_moving")
 @pytest.mark.parametrize("short", [False, True])
 def test_a_place_that_cannot_be_read_costs_only_its_block(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, short: bool
 ) -> None:
     spread = {1: 3, 2: 4, 3: 5, 4: 9}
     store.write([block(name, slot) for name, slot in spread.items()])
-    monkeypatch.setattr(slabs, "begin", Faulty(Way.READ, {4}, short))
+    monkeypatch.setattr(os, "preadv", Faulty(os.preadv, {4}, short))
     assert verdicts(store, spread) == {1: "ok", 2: "failed", 3: "ok", 4: "ok"}
     monkeypatch.undo()
     assert verdicts(store, spread) == dict.fromkeys(spread, "ok")
@@ -290,9 +269,9 @@ def test_a_failed_sync_fails_what_had_begun_by_then(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fdatasync", fails)
-    assert store.finish(first) == {0}
+    assert store.finish([first]) == {0}
     monkeypatch.undo()
-    assert store.finish(second) == {0}, "its bytes may be among those that the sync lost"
+    assert store.finish([second]) == {0}, "its bytes may be among those that the sync lost"
     assert store.write([block(3, 3)]) == frozenset()
     with reopened(store, tmp_path / "store") as (_, recovery):
         assert set(names(recovery, range(9))) == {3}
@@ -309,7 +288,7 @@ def test_of_batches_finished_as_one_a_sync_that_failed_since_the_first_began_cos
     assert store.write([block(2, 2)]) == {0}
     monkeypatch.undo()
     second = store.begin([block(3, 3)])
-    assert store.finish(together([first, second])) == {0, 1}
+    assert store.finish([first, second]) == {0, 1}
     with reopened(store, tmp_path / "store") as (_, recovery):
         assert list(names(recovery, range(9))) == []
 
@@ -317,9 +296,9 @@ def test_of_batches_finished_as_one_a_sync_that_failed_since_the_first_began_cos
 def test_of_batches_finished_as_one_just_what_the_disk_refused_fails(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slabs, "begin", Faulty(Way.WRITE, {4}, short=False))
+    monkeypatch.setattr(os, "pwritev", Faulty(os.pwritev, {4}, short=False))
     first, second = store.begin([block(1, 1), block(2, 2)]), store.begin([block(3, 3), block(4, 4), block(5, 5)])
-    assert store.finish(together([first, second])) == {3}
+    assert store.finish([first, second]) == {3}
     monkeypatch.undo()
     assert verdicts(store, {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}) == {1: "ok", 2: "ok", 3: "ok", 4: "corrupt", 5: "ok"}
 

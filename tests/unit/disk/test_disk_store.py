@@ -14,17 +14,14 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes, TierConfigError, TierError
-from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape, slab, together
+from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape
 from kvtierd.tiers.disk.index import Index, index_bytes
-from kvtierd.tiers.disk.runs import Piece, Run
-from kvtierd.tiers.disk.slab import Slab, create_slab
+from kvtierd.tiers.disk.slab import Slab
 from kvtierd.tiers.disk.store import create_files
-from kvtierd.tiers.disk.transfers import End, Way, begin
 from kvtierd.tiers.parts import Part
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,
-    SHAPE_BYTES,
     block,
     buffers,
     fetch,
@@ -247,35 +244,18 @@ def test_adjacent_slots_are_moved_together_as_far_as_one_call_can_take(
 ) -> None:
     pieces: list[int] = []
 
-    def watched(fd: int, way: Way, runs: Sequence[Run]) -> End:
-        pieces.extend(len(run.parts) for run in runs)
-        return begin(fd, way, runs)
+    preadv = os.preadv
+
+    def watched(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        pieces.append(len(buffers))
+        return preadv(fd, buffers, offset)
 
     store = new_store(tmp_path, slots=1200)
     spread = {n: n for n in range(1200)}
     assert store.write([block(n, n) for n in spread]) == frozenset()
-    monkeypatch.setattr(slab, "begin", watched)
+    monkeypatch.setattr(os, "preadv", watched)
     assert set(verdicts(store, spread).values()) == {"ok"}
-    assert pieces == [1024, 1024, 352]
-    store.close()
-
-
-def test_the_disk_begins_with_2_mib_of_a_batch_before_the_rest_is_prepared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[int] = []
-
-    def watched(fd: int, way: Way, runs: Sequence[Run]) -> End:
-        begun.append(sum(part.nbytes for run in runs for part in run.parts))
-        return begin(fd, way, runs)
-
-    store = new_store(tmp_path, slots=400)
-    monkeypatch.setattr(slab, "begin", watched)
-    spread = {n: (7 * n) % 400 for n in range(400)}
-    assert store.write([block(n, slot) for n, slot in spread.items()]) == frozenset()
-    assert len(begun) == 3
-    assert all(2 << 20 <= nbytes < (2 << 20) + SHAPE_BYTES for nbytes in begun[:-1])
-    assert set(verdicts(store, spread).values()) == {"ok"}
+    assert sorted(pieces, reverse=True) == [1024, 1024, 352]
     store.close()
 
 
@@ -297,7 +277,7 @@ def test_batches_that_have_begun_are_finished_as_one(store: DiskStore, monkeypat
     watch(Index, "commit")
     first = store.begin([block(2, 2), block("orphan", 5, parent="nobody")])
     second = store.begin([block(4, 4, parent=3), block(3, 3, parent=2)])
-    assert store.finish(together([first, second]), [retire(1, 1)]) == {1}
+    assert store.finish([first, second], [retire(1, 1)]) == {1}
     assert steps == ["fdatasync", "commit"]
     assert verdicts(store, {1: 1, 2: 2, 3: 3, 4: 4}) == {1: "corrupt", 2: "ok", 3: "ok", 4: "ok"}
     assert verdicts(store, {"orphan": 5}) == {"orphan": "corrupt"}
@@ -308,27 +288,11 @@ def test_batches_that_are_over_leave_nothing_to_a_garbage_collection(store: Disk
     gc.collect()
     gc.disable()
     try:
-        assert store.finish(together([store.begin([block(1, 1)]), store.begin([block(2, 2)])])) == frozenset()
+        assert store.finish([store.begin([block(1, 1)]), store.begin([block(2, 2)])]) == frozenset()
         assert verdicts(store, {1: 1, 2: 2}) == {1: "ok", 2: "ok"}
         assert gc.collect() == 0
     finally:
         gc.enable()
-
-
-def test_one_call_moves_no_more_than_64_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def watched(fd: int, way: Way, runs: Sequence[Run]) -> End:
-        sizes.extend(sum(part.nbytes for part in run.parts) for run in runs)
-        return lambda: sizes
-
-    create_slab(tmp_path / "slab", SlabShape(24 << 20, 7))
-    big = Slab.open(tmp_path / "slab", SlabShape(24 << 20, 7))
-    monkeypatch.setattr(slab, "begin", watched)
-    parts = parts_of(buffers((24 << 20,)))
-    assert big.begin_write([Piece(n, SlotId(slot), parts) for n, slot in enumerate([6, 0, 1, 2, 3])])() == []
-    assert sizes == [48 << 20, 48 << 20, 24 << 20]
-    big.close()
 
 
 def test_payload_is_durable_before_the_index_says_so(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,21 +308,11 @@ def test_payload_is_durable_before_the_index_says_so(store: DiskStore, monkeypat
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    def watched(fd: int, way: Way, runs: Sequence[Run]) -> End:
-        end = begin(fd, way, runs)
-
-        def wrapper() -> list[int]:
-            moved = end()
-            steps.append("transfer")
-            return moved
-
-        return wrapper
-
-    monkeypatch.setattr(slab, "begin", watched)
+    watch(os, "pwritev")
     watch(os, "fdatasync")
     watch(Index, "commit")
     store.write([block(1, 3), block(2, 4), block(3, 9)], [retire("x", 1)])
-    assert steps == ["transfer", "fdatasync", "commit"]
+    assert steps == ["pwritev", "pwritev", "fdatasync", "commit"]
 
 
 def misaligned() -> Sequence[Bytes]:

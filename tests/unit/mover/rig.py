@@ -82,13 +82,13 @@ class StubbornDisk(DiskStore):
 
     def finish(
         self,
-        begun: Begun,
+        batches: Sequence[Begun],
         retire: Sequence[tuple[GroupId, Key, SlotId]] = (),
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
         self._pass()
-        return self._inner.finish(begun, retire, touches, restate)
+        return self._inner.finish(batches, retire, touches, restate)
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
         self._pass()

@@ -1,6 +1,7 @@
 """What the disk threads hand to the store, and whose the store's answers are."""
 
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +24,10 @@ class PickyDisk(StubbornDisk):
     refuses: frozenset[Key] = frozenset()
 
     def begin(self, writes: Sequence[DiskWrite]) -> Begun:
-        refused = frozenset(number for number, write in enumerate(writes) if write.key in self.refuses)
         begun = super().begin(writes)
-        return replace(begun, written=lambda: begun.written() | refused)
+        refused: Future[list[int]] = Future()
+        refused.set_result([number for number, write in enumerate(writes) if write.key in self.refuses])
+        return replace(begun, moving=[*begun.moving, refused])
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from kvtierd.tiers.disk.values import (
     Restatement,
     Retirement,
     SlabShape,
-    together,
 )
 
 __all__ = [
@@ -31,5 +30,4 @@ __all__ = [
     "Retirement",
     "SlabShape",
     "StoredCache",
-    "together",
 ]

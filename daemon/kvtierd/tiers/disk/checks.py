@@ -10,7 +10,7 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Traits
 from kvtierd.tiers.base import TierConfigError
-from kvtierd.tiers.disk.runs import MAX_PARTS
+from kvtierd.tiers.disk.slab import MAX_PARTS
 from kvtierd.tiers.disk.table import GroupTable
 from kvtierd.tiers.disk.values import DiskRead, DiskWrite, SlabShape
 from kvtierd.tiers.parts import Part

@@ -7,17 +7,40 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import itemgetter
 from pathlib import Path
-from typing import Self
+from typing import Final, NamedTuple, Self
 
 from kvtier.abi.spec import PAGE
+from kvtierd.core.ids import SlotId
 from kvtierd.tiers.base import DamagedDirectory
 from kvtierd.tiers.disk.files import PRIVATE_FILE, io_errors
-from kvtierd.tiers.disk.runs import Piece, Run, adjacent, run_of
-from kvtierd.tiers.disk.transfers import Way, begin
 from kvtierd.tiers.disk.values import SlabShape
+from kvtierd.tiers.parts import Part
+
+MAX_PARTS: Final = 1024
+"""Most buffers that Linux takes in one vectored call (IOV_MAX)."""
+_THREADS: Final = 8
+"""Calls that are in the disk's queue at a time, for all slabs together."""
+_threads: Final = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-slab")
 
 _log = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """One record to move. ``number`` is the caller's name for it."""
+
+    number: int
+    slot: SlotId
+    parts: Sequence[Part]
+
+
+Run = Sequence[Piece]
+"""Pieces of adjacent slots, which one call moves."""
+
+Moving = Future[list[int]]
+"""A thread that moves pieces. Its result: the numbers of the pieces that it could not move."""
 
 
 def create_slab(path: Path, shape: SlabShape) -> None:
@@ -63,14 +86,18 @@ class Slab:
                 raise
         return slab
 
-    def begin_write(self, pieces: Iterable[Piece]) -> Callable[[], list[int]]:
-        """Returns while the disk works. What it returns waits for that, once, and gives the numbers of pieces that were
-        not written whole."""
-        return self._begin(Way.WRITE, pieces)
+    def begin_write(self, pieces: Iterable[Piece]) -> list[Moving]:
+        """Begins to write records. The memory stays as it is until that is done."""
+        return [_threads.submit(self._write, runs) for runs in self._shares(pieces)]
 
     def read(self, pieces: Iterable[Piece]) -> list[int]:
-        """The numbers of pieces that were not read whole."""
-        return self._begin(Way.READ, pieces)()
+        """Reads records, and waits for them. Returns the numbers of the pieces not read."""
+        own, *others = self._shares(pieces)
+        moving = [_threads.submit(self._read, runs) for runs in others]
+        try:
+            return self._read(own) + [number for each in moving for number in each.result()]
+        finally:
+            wait(moving)  # nothing may write to the memory any more, whatever is raised
 
     def sync(self) -> None:
         """Raises :class:`OSError`: then nothing written since the last sync may be taken as stored."""
@@ -96,38 +123,47 @@ class Slab:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _begin(self, way: Way, pieces: Iterable[Piece]) -> Callable[[], list[int]]:
-        runs = adjacent(pieces, self.shape.record_bytes)
-        end = begin(self._fd, way, self._wanted(runs))
+    def _shares(self, pieces: Iterable[Piece]) -> list[Sequence[Run]]:
+        """What each thread moves; one share at least."""
+        runs = adjacent(pieces)
+        return [runs[first::_THREADS] for first in range(min(_THREADS, len(runs)))] or [[]]
 
-        def failed() -> list[int]:
-            numbers: list[int] = []
-            for run, moved in zip(runs, end(), strict=True):
-                if (fault := self._fault(run, moved)) is not None:
-                    _log.warning("%s: %d records from slot %d: %s", self.path, len(run), run[0].slot, fault)
-                    numbers += self._one_by_one(way, run)
-            return numbers
+    def _write(self, runs: Iterable[Run]) -> list[int]:
+        return self._move(os.pwritev, runs)
 
+    def _read(self, runs: Iterable[Run]) -> list[int]:
+        return self._move(os.preadv, runs)
+
+    def _move(self, call: Callable[[int, list[memoryview], int], int], runs: Iterable[Run]) -> list[int]:
+        """Returns the numbers of pieces that were not moved. One bad sector does not cost its neighbours."""
+        failed: list[int] = []
+        for run in runs:
+            wanted = len(run) * self.shape.record_bytes
+            try:
+                buffers = [part.memory for piece in run for part in piece.parts]
+                moved = call(self._fd, buffers, run[0].slot * self.shape.record_bytes)
+                fault = f"{moved} of {wanted} bytes" if moved != wanted else None
+            except OSError as error:
+                fault = error.strerror
+            if fault is None:
+                continue
+            _log.warning("%s: %d records from slot %d: %s", self.path, len(run), run[0].slot, fault)
+            failed += [run[0].number] if len(run) == 1 else self._move(call, [[piece] for piece in run])
         return failed
 
-    def _one_by_one(self, way: Way, run: Sequence[Piece]) -> list[int]:
-        """One bad sector must not cost its neighbours."""
-        if len(run) == 1:
-            return [run[0].number]
-        moved = begin(self._fd, way, self._wanted([[piece] for piece in run]))()
-        return [piece.number for piece, nbytes in zip(run, moved, strict=True) if self._fault([piece], nbytes)]
 
-    def _wanted(self, runs: Iterable[Sequence[Piece]]) -> list[Run]:
-        return [run_of(run, self.shape.record_bytes) for run in runs]
-
-    def _fault(self, run: Sequence[Piece], moved: int) -> str | None:
-        """Why the records of adjacent slots could not be moved whole."""
-        wanted = len(run) * self.shape.record_bytes
-        return None if moved == wanted else _said(moved, wanted)
-
-
-def _said(moved: int, wanted: int) -> str:
-    return os.strerror(-moved) if moved < 0 else f"{moved} of {wanted} bytes"
+def adjacent(pieces: Iterable[Piece]) -> list[Run]:
+    """Pieces of adjacent slots together, as far as one call can take them."""
+    runs: list[list[Piece]] = []
+    buffers, following = 0, -1
+    for piece in sorted(pieces, key=itemgetter(1)):
+        buffers += len(piece.parts)
+        if piece.slot != following or buffers > MAX_PARTS:
+            runs.append([])
+            buffers = len(piece.parts)
+        runs[-1].append(piece)
+        following = piece.slot + 1
+    return [*runs]
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Self
@@ -19,8 +20,7 @@ from kvtierd.tiers.disk.checksum import checksum, checksums_of
 from kvtierd.tiers.disk.files import io_errors, sync_directory
 from kvtierd.tiers.disk.index import Index
 from kvtierd.tiers.disk.recovery import recover_group
-from kvtierd.tiers.disk.runs import Piece
-from kvtierd.tiers.disk.slab import Slab, create_slab
+from kvtierd.tiers.disk.slab import Piece, Slab, create_slab
 from kvtierd.tiers.disk.table import GroupTable
 from kvtierd.tiers.disk.values import (
     Begun,
@@ -37,8 +37,6 @@ INDEX: Final = "index"
 _MIN_TOUCH_BYTES: Final = 64 << 10
 _TOUCH_BYTES_PER_SLOT: Final = 16
 _CLEARED_AT_ONCE: Final = 10_000
-_BEGUN_AT_ONCE: Final = 2 << 20
-"""Bytes of a batch that go to the disk before the next ones are prepared: that takes about as long as the disk."""
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +137,7 @@ class DiskStore:
         a block are raised before anything has changed.
         """
         self._check_others(retire, touches, restate)
-        return self.finish(self.begin(writes), retire, touches, restate)
+        return self.finish([self.begin(writes)], retire, touches, restate)
 
     def begin(self, writes: Sequence[DiskWrite]) -> Begun:
         """The first half of :meth:`write`: the bytes are on their way. Nothing is stored before :meth:`finish`, which
@@ -148,37 +146,35 @@ class DiskStore:
         """
         check_writes(writes, {group: self._table(group) for group in {write.group for write in writes}}, self._shapes)
         sync_failures = self._sync_failures
-        checksums: list[bytes] = []
-        failed: list[int] = []
-        with ExitStack() as under_way:
-            for first, some in self._in_parts(writes):
-                for end in self._begin_payloads(some, first):
-                    under_way.callback(lambda end: failed.extend(end()), end)
-                checksums += checksums_of(some, self._fingerprint)
-            ending = under_way.pop_all()
-
-        def written() -> frozenset[int]:
-            ending.close()  # what raises in it has been waited for, too, and so has all else
-            return frozenset(failed)
-
-        return Begun(writes, checksums, written, sync_failures)
+        pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
+        for number, write in enumerate(writes):
+            pieces[write.group].append(Piece(number, write.slot, write.parts))
+        moving = [each for group, wanted in pieces.items() for each in self._slabs[group].begin_write(wanted)]
+        try:
+            checksums = checksums_of(writes, self._fingerprint)
+        except BaseException:
+            wait(moving)  # nothing may be under way any more
+            raise
+        return Begun(writes, checksums, moving, sync_failures)
 
     def finish(
         self,
-        begun: Begun,
+        batches: Sequence[Begun],
         retire: Sequence[Retirement] = (),
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
-        """The second half of :meth:`write`."""
-        writes = begun.writes
+        """The second half of :meth:`write`, for batches in the order in which they began, with one sync and one
+        transaction. Indices count through all of their writes."""
+        writes = [write for begun in batches for write in begun.writes]
+        checksums = [each for begun in batches for each in begun.checksums]
         with self._committing:
             try:
-                planned, failed = self._plan(begun, frozenset(), retire, touches, restate)  # while the disk works
+                planned, failed = self._plan(writes, checksums, frozenset(), retire, touches, restate)
             finally:
-                unwritten = begun.written()
-            if lost := self._not_synced(begun, unwritten):
-                planned, failed = self._plan(begun, lost, retire, touches, restate)
+                wait([each for begun in batches for each in begun.moving])
+            if lost := self._not_synced(batches):
+                planned, failed = self._plan(writes, checksums, lost, retire, touches, restate)
             try:
                 self._commit(planned)
             except TierIOError:
@@ -274,41 +270,27 @@ class DiskStore:
             self._table(group)
             check_traits(traits)
 
-    def _in_parts(self, writes: Sequence[DiskWrite]) -> Iterator[tuple[int, Sequence[DiskWrite]]]:
-        """In their order, each part with the index of its first."""
-        first = nbytes = 0
-        for number, write in enumerate(writes):
-            if nbytes >= _BEGUN_AT_ONCE:
-                yield first, writes[first:number]
-                first, nbytes = number, 0
-            nbytes += self._shapes[write.group].record_bytes
-        if writes:
-            yield first, writes[first:]
-
-    def _begin_payloads(self, writes: Sequence[DiskWrite], first: int) -> Iterator[Callable[[], list[int]]]:
-        """Of these writes, whose indices begin with ``first``: what waits for each of their groups' bytes, and gives
-        the indices of those that were not written."""
-        pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
-        for number, write in enumerate(writes, first):
-            pieces[write.group].append(Piece(number, write.slot, write.parts))
-        for group, wanted in pieces.items():
-            yield self._slabs[group].begin_write(wanted)
-
-    def _not_synced(self, begun: Begun, unwritten: frozenset[int]) -> frozenset[int]:
+    def _not_synced(self, batches: Sequence[Begun]) -> frozenset[int]:
         """Indices of writes whose bytes did not reach the medium. A sync that fails says nothing of which bytes were
-        lost, so whatever had begun by then is."""
-        for group in {write.group for write in begun.writes}:
+        lost, so all writes that had begun by then are."""
+        unwritten: set[int] = set()
+        base = 0
+        for begun in batches:
+            unwritten.update(base + number for each in begun.moving for number in each.result())
+            base += len(begun.writes)
+        for group in {write.group for begun in batches for write in begun.writes}:
             try:
                 self._slabs[group].sync()
             except OSError:
                 _log.exception("%s: sync failed", self._slabs[group].path)
                 self._sync_failures += 1
-        lost = begun.sync_failures != self._sync_failures
-        return frozenset(range(len(begun.writes))) if lost else unwritten
+        lost = any(begun.sync_failures != self._sync_failures for begun in batches)
+        return frozenset(range(base) if lost else unwritten)
 
     def _plan(
         self,
-        begun: Begun,
+        writes: Sequence[DiskWrite],
+        checksums: Sequence[bytes],
         lost: frozenset[int],
         retire: Sequence[Retirement],
         touches: Sequence[tuple[GroupId, bytes]],
@@ -318,8 +300,8 @@ class DiskStore:
         batch = Batch(self._tables)
         batch.retire(retire)
         leaving = self._doubtful.union(batch.discarded)
-        failed = lost | without_parent(begun.writes, lost, leaving, self._tables, self._shapes)
-        batch.put(begun.writes, begun.checksums, failed)
+        failed = lost | without_parent(writes, lost, leaving, self._tables, self._shapes)
+        batch.put(writes, checksums, failed)
         for group, key, traits in restate:
             batch.restate(group, key, traits)
         for group, packed in touches:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,45 +49,16 @@ Restatement = tuple[GroupId, Key, Traits]
 
 @dataclass(slots=True, frozen=True)
 class Begun:
-    """A batch whose bytes have been handed to the disk. ``written`` waits until it has them, and gives the indices
-    of writes of which it has not. ``sync_failures``: how many there had been when it began."""
+    """A batch whose bytes are on their way to the disk, as :meth:`DiskStore.begin` returns it.
+
+    ``moving``: threads that write; their results are indices into ``writes``. ``sync_failures``: how many there had
+    been when the batch began.
+    """
 
     writes: Sequence[DiskWrite]
     checksums: Sequence[bytes]
-    written: Callable[[], frozenset[int]]
+    moving: Sequence[Future[list[int]]]
     sync_failures: int
-
-
-def together(begun: Sequence[Begun]) -> Begun:
-    """As if all of these, which began in this order, had begun as one."""
-    if len(begun) == 1:
-        return begun[0]
-    return Begun(
-        [write for one in begun for write in one.writes],
-        [checksum for one in begun for checksum in one.checksums],
-        _AllWritten(begun),
-        min(one.sync_failures for one in begun),
-    )
-
-
-@dataclass(slots=True, frozen=True)
-class _AllWritten:
-    """A class and no function in :func:`together`: in machine code that would be in a cycle with what it refers to."""
-
-    begun: Sequence[Begun]
-
-    def __call__(self) -> frozenset[int]:
-        unwritten: set[int] = set()
-        with ExitStack() as under_way:  # what raises in one of them: the others have been waited for, too
-            base = 0
-            for one in self.begun:
-                under_way.callback(_wait, one, base, unwritten)
-                base += len(one.writes)
-        return frozenset(unwritten)
-
-
-def _wait(one: Begun, base: int, unwritten: set[int]) -> None:
-    unwritten.update(base + number for number in one.written())
 
 
 class DiskRead(NamedTuple):
