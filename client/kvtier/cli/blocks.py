@@ -2,30 +2,85 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO, TypeVar
+from itertools import islice
+from typing import Any, Final, TextIO, TypeVar
 
 import click
 
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.cache import Cache
 from kvtier.cli.common import (
     DaemonAt,
     address_option,
     confirmed,
-    console,
     dry_run_option,
     json_option,
     run,
-    tier_choice,
+    show,
     yes_option,
 )
-from kvtier.cli.keys import Selection, keys_arguments, selection
 from kvtier.types import BlockResult, Tier
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+PIECE: Final = 256
+"""Keys of one call: each of them gets its slots in one step, so a piece must be small beside any tier worth having."""
+
+
+class KeyType(click.ParamType[bytes]):
+    """A block key in hex, or its beginning of at least ``shortest`` bytes."""
+
+    name = "key"
+
+    def __init__(self, shortest: int = KEY_BYTES) -> None:
+        self.shortest = shortest
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
+        try:
+            key = bytes.fromhex(value)
+        except ValueError:
+            key = b""
+        if not self.shortest <= len(key) <= KEY_BYTES:
+            digits = f"{2 * self.shortest} to {2 * KEY_BYTES}" if self.shortest < KEY_BYTES else f"{2 * KEY_BYTES}"
+            self.fail(f"{value!r} is not a key: {digits} hexadecimal digits, an even number", param, ctx)
+        return key
+
+
+@dataclass(slots=True, frozen=True)
+class Selection:
+    """Keys in the order given, each once; None = all of the cache."""
+
+    keys: tuple[bytes, ...] | None
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes], source: TextIO | None, everything: bool = False) -> Selection:
+        """What was given, by exactly one of the ways there are. Raises :class:`click.UsageError`."""
+        if bool(keys) + (source is not None) + everything != 1:
+            raise click.UsageError("name the blocks in one way: KEYs, --from, or --all where the command has it")
+        if everything:
+            return cls(None)
+        found = tuple(dict.fromkeys(keys if source is None else _read(source)))
+        if not found:
+            raise click.UsageError("there is no key in the file")
+        return cls(found)
+
+    async def pieces(self, cache: Cache) -> AsyncIterator[list[bytes]]:
+        """Of :data:`PIECE` keys at most. All of a cache are those of a listing made before anything is changed."""
+        left = iter([block.key async for block in cache.blocks()] if self.keys is None else self.keys)
+        while piece := list(islice(left, PIECE)):
+            yield piece
+
+
+def _read(source: TextIO) -> Iterator[bytes]:
+    for number, line in enumerate(source, 1):
+        if text := line.strip():
+            try:
+                yield KeyType().convert(text, None, None)
+            except click.BadParameter as error:
+                raise click.UsageError(f"{source.name}, line {number}: {error.message}") from error
 
 
 @dataclass(slots=True)
@@ -36,7 +91,7 @@ class Outcome:
     cache: str
     dry_run: bool = False
     results: list[tuple[bytes, BlockResult]] = field(default_factory=list)
-    besides: dict[str, int] = field(default_factory=dict)
+    besides: Counter[str] = field(default_factory=Counter)
 
     def add(self, keys: Iterable[bytes], results: Iterable[BlockResult]) -> None:
         self.results += zip(keys, results, strict=True)
@@ -57,39 +112,42 @@ class Outcome:
         }
 
     def in_words(self) -> str:
-        counts = Counter(str(result) for _, result in self.results)
-        extra = [f"{count} {name}" for name, count in self.besides.items()]
-        numbers = ", ".join([*(f"{count} {name}" for name, count in counts.items()), *extra]) or "nothing to do"
+        counts = Counter(str(result) for _, result in self.results) + self.besides
+        numbers = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing to do"
         would = " would" if self.dry_run else ""
         lines = [f"{self.cache}:{would} {self.verb} {len(self.results)} blocks: {numbers}"]
         return "\n".join([*lines, *(f"  {key.hex()}  {result}" for key, result in self.not_done)])
 
-
-def tell(outcome: Outcome, as_json: bool) -> None:
-    """Prints it; exit status 1 where any block was refused."""
-    if as_json:
-        click.echo(json.dumps(outcome.to_json()))
-    else:
-        console().print(outcome.in_words(), soft_wrap=True, markup=False)
-    if outcome.not_done:
-        raise SystemExit(1)
+    def tell(self, as_json: bool) -> None:
+        """Prints it; exit status 1 where any block was refused."""
+        show(as_json, self.to_json(), self.in_words())
+        if self.not_done:
+            raise SystemExit(1)
 
 
-def _group_option(command: Command) -> Command:
-    return click.option(
-        "--group", type=click.IntRange(min=0), default=0, metavar="N", help="Of this window group.  [default: 0]"
-    )(command)
+def block_options(command: Command) -> Command:
+    """``[KEY]...``, ``--from``, ``--group`` and ``--json``."""
+    for option in (
+        json_option("One JSON object."),
+        click.option("--group", type=click.IntRange(min=0), default=0, metavar="N", help="Of this window group."),
+        click.option("--from", "source", type=click.File(), metavar="FILE", help="Keys, one a line; - is stdin."),
+        click.argument("keys", nargs=-1, type=KeyType(), metavar="[KEY]..."),
+    ):
+        command = option(command)
+    return command
+
+
+def tier_argument(name: str) -> Callable[[Command], Command]:
+    return click.argument(name, type=click.Choice([str(tier) for tier in Tier], case_sensitive=False))
 
 
 @click.command()
 @address_option
 @click.argument("cache")
-@click.argument("to", type=tier_choice())
-@keys_arguments
+@tier_argument("to")
+@block_options
 @click.option("--all", "everything", is_flag=True, help="Every block of the cache.")
-@_group_option
 @dry_run_option
-@json_option("One JSON object.")
 def move(
     daemon: DaemonAt,
     cache: str,
@@ -106,19 +164,18 @@ def move(
     Up is a prefetch; down is a demotion, which frees the copies above. Exit status 1 where any block could not be
     moved.
     """
-    wanted, tier = selection(keys, source, everything), Tier[to.upper()]
+    wanted, tier = Selection.of(keys, source, everything), Tier[to.upper()]
     outcome = Outcome("move", cache, dry_run)
-    tell(run(_each(daemon, group, wanted, outcome, lambda at, piece: at.move(piece, tier, dry_run=dry_run))), as_json)
+    run(_each(daemon, group, wanted, outcome, lambda at, piece: at.move(piece, tier, dry_run=dry_run)))
+    outcome.tell(as_json)
 
 
 @click.command()
 @address_option
 @click.argument("cache")
-@keys_arguments
-@_group_option
+@block_options
 @dry_run_option
 @yes_option
-@json_option("One JSON object.")
 def drop(
     daemon: DaemonAt,
     cache: str,
@@ -133,31 +190,29 @@ def drop(
 
     What is leased or pinned, or has such a block below it, stays. Exit status 1 where any block was not dropped.
     """
-    wanted = selection(keys, source)
+    wanted = Selection.of(keys, source)
 
-    async def dropped(outcome: Outcome) -> Outcome:
-        async with await daemon.connect() as client:
-            there = (await client.open_cache(cache, write=False)).in_group(group)
-            async for piece in wanted.pieces(there):
-                report = await there.drop(piece, dry_run=outcome.dry_run)
-                outcome.add(piece, report.results)
-                outcome.besides["dropped"] = outcome.besides.get("dropped", 0) + report.dropped
+    def dropped(outcome: Outcome) -> Outcome:
+        async def verb(at: Cache, piece: list[bytes]) -> list[BlockResult]:
+            report = await at.drop(piece, dry_run=outcome.dry_run)
+            outcome.besides["dropped"] += report.dropped
+            return list(report.results)
+
+        run(_each(daemon, group, wanted, outcome, verb))
         return outcome
 
-    outcome = run(dropped(Outcome("drop", cache, dry_run=True)))
+    outcome = dropped(Outcome("drop", cache, dry_run=True))
     if not dry_run:
         confirmed(f"{outcome.in_words()}\nGo on?", yes)
-        outcome = run(dropped(Outcome("drop", cache)))
-    tell(outcome, as_json)
+        outcome = dropped(Outcome("drop", cache))
+    outcome.tell(as_json)
 
 
 @click.command()
 @address_option
 @click.argument("cache")
-@click.argument("tier", type=tier_choice())
-@keys_arguments
-@_group_option
-@json_option("One JSON object.")
+@tier_argument("tier")
+@block_options
 def pin(
     daemon: DaemonAt, cache: str, tier: str, keys: Sequence[bytes], source: TextIO | None, group: int, as_json: bool
 ) -> None:
@@ -165,18 +220,17 @@ def pin(
 
     A block pinned twice must be unpinned twice. Exit status 1 where any block was not pinned.
     """
-    wanted, place = selection(keys, source), Tier[tier.upper()]
-    tell(run(_each(daemon, group, wanted, Outcome("pin", cache), lambda at, piece: at.pin(piece, place))), as_json)
+    wanted, place, outcome = Selection.of(keys, source), Tier[tier.upper()], Outcome("pin", cache)
+    run(_each(daemon, group, wanted, outcome, lambda at, piece: at.pin(piece, place)))
+    outcome.tell(as_json)
 
 
 @click.command()
 @address_option
 @click.argument("cache")
-@click.argument("tier", type=tier_choice())
-@keys_arguments
+@tier_argument("tier")
+@block_options
 @click.option("--all", "everything", is_flag=True, help="Every block that is pinned there, as often as it is.")
-@_group_option
-@json_option("One JSON object.")
 def unpin(
     daemon: DaemonAt,
     cache: str,
@@ -188,12 +242,12 @@ def unpin(
     as_json: bool,
 ) -> None:
     """Undo a pin of blocks of CACHE in TIER, whoever made it. Exit status 1 where any block has none."""
-    wanted, place = selection(keys, source, everything), Tier[tier.upper()]
-    outcome = Outcome("unpin", cache)
+    wanted, place, outcome = Selection.of(keys, source, everything), Tier[tier.upper()], Outcome("unpin", cache)
     if everything:
-        tell(run(_unpin_all(daemon, group, place, outcome)), as_json)
+        run(_unpin_all(daemon, group, place, outcome))
     else:
-        tell(run(_each(daemon, group, wanted, outcome, lambda at, piece: at.unpin(piece, place))), as_json)
+        run(_each(daemon, group, wanted, outcome, lambda at, piece: at.unpin(piece, place)))
+    outcome.tell(as_json)
 
 
 async def _each(
@@ -202,20 +256,18 @@ async def _each(
     wanted: Selection,
     outcome: Outcome,
     verb: Callable[[Cache, list[bytes]], Awaitable[list[BlockResult]]],
-) -> Outcome:
+) -> None:
     """The verb, piece by piece."""
     async with await daemon.connect() as client:
         cache = (await client.open_cache(outcome.cache, write=False)).in_group(group)
         async for piece in wanted.pieces(cache):
             outcome.add(piece, await verb(cache, piece))
-    return outcome
 
 
-async def _unpin_all(daemon: DaemonAt, group: int, tier: Tier, outcome: Outcome) -> Outcome:
+async def _unpin_all(daemon: DaemonAt, group: int, tier: Tier, outcome: Outcome) -> None:
     """Round after round: a listing says that a block is pinned, not how often."""
     async with await daemon.connect() as client:
         cache = (await client.open_cache(outcome.cache, write=False)).in_group(group)
         while pinned := [block.key async for block in cache.blocks() if block.pinned & tier.bit]:
             async for piece in Selection(tuple(pinned)).pieces(cache):
                 outcome.add(piece, await cache.unpin(piece, tier))
-    return outcome

@@ -1,22 +1,21 @@
-"""``kvtier cache``: the caches there are."""
+"""``kvtier cache`` and ``kvtier reset``: the caches there are, and an end for one or for its blocks."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 from rich.table import Table
 
+from kvtier.aio import AsyncClient
 from kvtier.answers import ResetReport
 from kvtier.cli.common import (
     DaemonAt,
     address_option,
     confirmed,
-    console,
     dry_run_option,
     json_option,
-    run,
+    show,
     slim_table,
     yes_option,
 )
@@ -34,11 +33,8 @@ def cache() -> None:
 @json_option("One JSON list.")
 def list_caches(daemon: DaemonAt, as_json: bool) -> None:
     """List the caches, what their bytes mean and what they were given of each tier."""
-    found = run(_caches(daemon))
-    if as_json:
-        click.echo(json.dumps([as_object(info) for info in found], indent=2))
-    else:
-        console().print(table(found))
+    found = daemon.ask(lambda client: client.caches())
+    show(as_json, [as_object(info) for info in found], table(found))
 
 
 @cache.command("rm")
@@ -53,20 +49,13 @@ def remove_cache(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: b
 
     Refused while any session has it open, unless forced; in any case while anybody holds a lease there.
     """
-    report = run(_remove(daemon, name, force=force, dry_run=True))
+    report = daemon.ask(lambda client: client.remove_cache(name, force=force, dry_run=True))
     if not dry_run:
         confirmed(f"{_gone(name, report)} would be gone for good. Go on?", yes)
-        report = run(_remove(daemon, name, force=force, dry_run=False))
-    if as_json:
-        freed = {str(tier): nbytes for tier, nbytes in report.freed.items()}
-        click.echo(json.dumps({"cache": name, "dry_run": dry_run, "blocks": report.blocks, "freed": freed}))
-    else:
-        click.echo(f"{_gone(name, report)} {'would be ' if dry_run else ''}gone")
-
-
-async def _remove(daemon: DaemonAt, name: str, *, force: bool, dry_run: bool) -> RemovalReport:
-    async with await daemon.connect() as client:
-        return await client.remove_cache(name, force=force, dry_run=dry_run)
+        report = daemon.ask(lambda client: client.remove_cache(name, force=force))
+    freed = {str(tier): nbytes for tier, nbytes in report.freed.items()}
+    value = {"cache": name, "dry_run": dry_run, "blocks": report.blocks, "freed": freed}
+    show(as_json, value, f"{_gone(name, report)} {'would be ' if dry_run else ''}gone")
 
 
 def _gone(name: str, report: RemovalReport) -> str:
@@ -74,9 +63,29 @@ def _gone(name: str, report: RemovalReport) -> str:
     return f"{name}: {report.blocks} blocks and {freed or 'nothing else'}"
 
 
-async def _caches(daemon: DaemonAt) -> list[CacheInfo]:
-    async with await daemon.connect() as client:
-        return await client.caches()
+@click.command()
+@address_option
+@click.argument("name", metavar="CACHE")
+@click.option("--force", is_flag=True, help="Forget the rest where some blocks are leased or pinned.")
+@dry_run_option
+@yes_option
+@json_option("One JSON object.")
+def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Forget all blocks of CACHE, in every tier. The cache stays.
+
+    While any block is leased or pinned nothing is forgotten, unless forced: then those stay, and what they stand on.
+    """
+
+    async def done(client: AsyncClient, *, dry_run: bool) -> ResetReport:
+        return await (await client.open_cache(name, write=False)).reset(force=force, dry_run=dry_run)
+
+    report = daemon.ask(lambda client: done(client, dry_run=True))
+    if not dry_run:
+        confirmed(f"{name}: forget {report.dropped} blocks ({report.kept} are leased or pinned, or stood on)?", yes)
+        report = daemon.ask(lambda client: done(client, dry_run=False))
+    value = {"cache": name, "dry_run": dry_run, "dropped": report.dropped, "kept": report.kept}
+    would = " would be" if dry_run else ""
+    show(as_json, value, f"{name}: {report.dropped} blocks{would} forgotten, {report.kept} kept")
 
 
 def as_object(info: CacheInfo) -> dict[str, Any]:
@@ -115,44 +124,14 @@ def table(found: list[CacheInfo]) -> Table | str:
     for info in found:
         for group in info.groups:
             tiers = {str(tier.tier): f"{tier.slots} ({size(tier.slots * tier.slot_bytes)})" for tier in group.tiers}
-            first = group.group == 0
             rows.add_row(
-                info.name if first else "",
-                f"{info.spec.model} {info.spec.dtype}" if first else "",
+                info.name,
+                f"{info.spec.model} {info.spec.dtype}",
                 str(group.group),
                 str(group.window_tokens or "full"),
                 size(info.spec.block_bytes(group.group)),
-                str(info.blocks) if first else "",
-                str(info.sessions) if first else "",
+                str(info.blocks),
+                str(info.sessions),
                 *(tiers.get(tier, "") for tier in ("device", "host", "disk")),
             )
     return rows
-
-
-@click.command()
-@address_option
-@click.argument("name", metavar="CACHE")
-@click.option("--force", is_flag=True, help="Forget the rest where some blocks are leased or pinned.")
-@dry_run_option
-@yes_option
-@json_option("One JSON object.")
-def reset(daemon: DaemonAt, name: str, force: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Forget all blocks of CACHE, in every tier. The cache stays.
-
-    While any block is leased or pinned nothing is forgotten, unless forced: then those stay, and what they stand on.
-    """
-    plan = run(_reset(daemon, name, force=force, dry_run=True))
-    report = plan
-    if not dry_run:
-        confirmed(f"{name}: forget {plan.dropped} blocks ({plan.kept} are leased or pinned, or stood on)?", yes)
-        report = run(_reset(daemon, name, force=force, dry_run=False))
-    if as_json:
-        click.echo(json.dumps({"cache": name, "dry_run": dry_run, "dropped": report.dropped, "kept": report.kept}))
-    else:
-        would = " would be" if dry_run else ""
-        click.echo(f"{name}: {report.dropped} blocks{would} forgotten, {report.kept} kept")
-
-
-async def _reset(daemon: DaemonAt, name: str, *, force: bool, dry_run: bool) -> ResetReport:
-    async with await daemon.connect() as client:
-        return await (await client.open_cache(name, write=False)).reset(force=force, dry_run=dry_run)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import math
 import signal
 import sys
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -17,7 +19,7 @@ from typing import Any, TypeVar, cast
 import click
 from click.core import ParameterSource
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from kvtier import aio
@@ -45,6 +47,15 @@ class DaemonAt:
     async def connect(self) -> AsyncClient:
         """See :func:`kvtier.aio.connect`."""
         return await aio.connect(self.address, tls=self.tls, insecure=self.insecure, wait=CONNECT_WAIT_S)
+
+    def ask(self, question: Callable[[AsyncClient], Awaitable[T]]) -> T:
+        """The answer to one question, asked on a connection of its own; errors as of :func:`run`."""
+
+        async def asked() -> T:
+            async with await self.connect() as client:
+                return await question(client)
+
+        return run(asked())
 
 
 def address_option(command: Command) -> Command:
@@ -137,10 +148,6 @@ def yes_option(command: Command) -> Command:
     )
 
 
-def tier_choice() -> click.Choice[str]:
-    return click.Choice([str(tier) for tier in Tier], case_sensitive=False)
-
-
 def confirmed(question: str, yes: bool) -> None:
     """Asks, on a terminal; ends the command where the answer is no."""
     if not yes and sys.stdin.isatty():
@@ -211,6 +218,22 @@ def explained(error: KvtierError) -> str:
         return str(error)
     holders = [f"  {h.slots} slots: pid {h.pid} {h.command}" for h in error.holders]
     return "\n".join([str(error), "held by:", *holders])
+
+
+def show(as_json: bool, value: Any, text: RenderableType) -> None:
+    """Prints an answer: ``value`` as JSON, or ``text``."""
+    if as_json:
+        click.echo(json.dumps(value, indent=2))
+    else:
+        console().print(text, soft_wrap=isinstance(text, str), markup=False)
+
+
+def plain(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them; tiers by name."""
+    named = dataclasses.asdict(
+        value, dict_factory=lambda pairs: {name: str(each) if isinstance(each, Tier) else each for name, each in pairs}
+    )
+    return cast(dict[str, Any], named)
 
 
 def console() -> Console:

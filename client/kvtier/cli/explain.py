@@ -10,8 +10,8 @@ from typing import Final
 import click
 from rich.text import Text
 
-from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
-from kvtier.cli.keys import KeyType
+from kvtier.cli.blocks import KeyType
+from kvtier.cli.common import DaemonAt, address_option, console, json_option
 from kvtier.cli.watch_lines import text_lines
 from kvtier.events import Event, WatchItem
 from kvtier.explaining import SHORTEST_PREFIX, BlockExplained, CopyExplained, CopyState, Explanation, why_gone
@@ -43,7 +43,7 @@ def explain(daemon: DaemonAt, key: bytes, cache: str | None, limit: int | None, 
     Exit status: 0 it is stored; 3 it is gone, and the log knows why; 4 nothing is known of it: it was never stored, or
     that is longer ago than the log goes back; 1 several keys begin like that, or as for every command.
     """
-    told = run(_explain(daemon, key, cache))
+    told = daemon.ask(lambda client: client.explain(key, cache=cache))
     shown = told.past if told.past is None or limit is None else told.past[max(0, len(told.past) - limit) :]
     if as_json:
         past = None if shown is None else [event.to_json() for event in shown]
@@ -52,11 +52,6 @@ def explain(daemon: DaemonAt, key: bytes, cache: str | None, limit: int | None, 
         for line in page(told, shown):
             console().print(line, soft_wrap=True)
     raise SystemExit(STATUS[told.state])
-
-
-async def _explain(daemon: DaemonAt, key: bytes, cache: str | None) -> Explanation:
-    async with await daemon.connect() as client:
-        return await client.explain(key, cache=cache)
 
 
 def page(told: Explanation, past: Sequence[Event] | None) -> Iterator[Text]:

@@ -1,11 +1,9 @@
-"""``kvtier status``: what the daemon is doing, on one screen."""
+"""``kvtier status``, ``leases`` and ``kick``: what the daemon does, who holds what, and an end for a session."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from datetime import timedelta
-from typing import Any
 
 import click
 from rich.console import Group, RenderableType
@@ -13,8 +11,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
-from kvtier.stats import CacheStats, DaemonStats, DeviceStats, EventLogStats, SessionStats
+from kvtier.aio import AsyncClient
+from kvtier.cli.common import (
+    DaemonAt,
+    address_option,
+    confirmed,
+    dry_run_option,
+    json_option,
+    plain,
+    show,
+    slim_table,
+    yes_option,
+)
+from kvtier.errors import NotFound
+from kvtier.stats import CacheStats, DaemonStats, KickReport, LeaseInfo, SessionStats
 from kvtier.words import clean, duration, size
 
 
@@ -23,44 +33,75 @@ from kvtier.words import clean, duration, size
 @json_option("One JSON object with everything the daemon says of itself.")
 def status(daemon: DaemonAt, as_json: bool) -> None:
     """Show tiers and how full they are, moves, hits, sessions and what they hold, and problems."""
-    stats = run(_stats(daemon))
-    if as_json:
-        click.echo(json.dumps(as_object(stats), indent=2))
-    else:
-        console().print(report(stats))
+    stats = daemon.ask(lambda client: client.stats())
+    show(as_json, plain(stats), report(stats))
 
 
-async def _stats(daemon: DaemonAt) -> DaemonStats:
-    async with await daemon.connect() as client:
-        return await client.stats()
+@click.command()
+@address_option
+@click.option("--cache", metavar="NAME", help="Only those of this cache.")
+@click.option("--session", "session_id", type=click.IntRange(min=1), metavar="ID", help="Only those of this session.")
+@json_option("One JSON list.")
+def leases(daemon: DaemonAt, cache: str | None, session_id: int | None, as_json: bool) -> None:
+    """Show every lease there is, the oldest first, and whose it is."""
+    found = daemon.ask(lambda client: client.leases(cache=cache, session_id=session_id))
+    show(as_json, [plain(lease) for lease in found], _leases(found))
 
 
-def as_object(stats: DaemonStats) -> dict[str, Any]:
-    """Field names as in :class:`kvtier.stats.DaemonStats`; tiers by name."""
-    values = dataclasses.asdict(stats)
-    for cache in values["caches"]:
-        for tier in (tier for part in (cache, *cache["groups"]) for tier in part["tiers"]):
-            tier["tier"] = str(tier["tier"])
-    return values
+@click.command()
+@address_option
+@click.argument("session_id", type=click.IntRange(min=1), metavar="SESSION")
+@dry_run_option
+@yes_option
+@json_option("One JSON object.")
+def kick(daemon: DaemonAt, session_id: int, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """End SESSION (a number of `kvtier leases` or `kvtier status`) as if its process were gone.
+
+    All that it holds is given back. Its process is not touched: if it lives it finds its leases lost, and the
+    generations changed of whatever it still copies.
+    """
+
+    async def kicked(client: AsyncClient, pid: int | None = None) -> tuple[SessionStats, KickReport]:
+        """``pid``: only if the session is this process's still; a restarted daemon gives its number to another."""
+        sessions = (await client.stats()).sessions
+        holder = next((one for one in sessions if one.session_id == session_id and pid in (None, one.pid)), None)
+        if holder is None:
+            raise NotFound(f"session_id = {session_id}: there is no such session", reason="NO_SUCH_SESSION")
+        return holder, await client.kick(session_id, dry_run=pid is None)
+
+    holder, report = daemon.ask(kicked)
+    who = f"session {session_id}, pid {holder.pid} {clean(holder.command)}"
+    if not dry_run:
+        confirmed(f"End {who}, which holds {report.slots} slots?", yes)
+        _, report = daemon.ask(lambda client: kicked(client, holder.pid))
+    value = {"session_id": session_id, "pid": holder.pid, "command": holder.command, **dataclasses.asdict(report)}
+    given = "would be given back" if dry_run else "given back"
+    show(as_json, {**value, "dry_run": dry_run}, f"{who}: {report.leases} leases, {report.slots} slots {given}")
 
 
 def report(stats: DaemonStats) -> RenderableType:
     up = timedelta(seconds=stats.uptime_ns // 10**9)
-    head = Text(
-        f"kvtierd {stats.version}  pid {stats.pid}  up {up}  epoch {stats.epoch}  boot {stats.boot}  "
-        f"last event {stats.last_event_id}  watchers {stats.watchers}"
-    )
-    parts: list[RenderableType] = [head, _log(stats.event_log)]
+    parts: list[RenderableType] = [
+        Text(
+            f"kvtierd {stats.version}  pid {stats.pid}  up {up}  epoch {stats.epoch}  boot {stats.boot}  "
+            f"last event {stats.last_event_id}  watchers {stats.watchers}"
+        ),
+        _past_events(stats),
+    ]
     if stats.device is not None:
-        parts.append(_device(stats.device))
-    parts.append(_problems(stats.problems))
+        gpu = f"{stats.device.name} {stats.device.uuid}, {size(stats.device.memory_bytes)}"
+        parts.append(Text(f"device tier: {clean(gpu if stats.device.uuid else stats.device.kind)}"))
+    parts += [Text(f"problem: {clean(problem)}", style="bold red") for problem in stats.problems]
+    if not stats.problems:
+        parts.append(Text("healthy", style="green"))
     for cache in stats.caches:
-        parts += [_tiers(cache), _edges(cache), _traffic(cache)]
-    parts.append(_sessions(stats.sessions))
-    return Group(*parts)
+        parts += [Text(f"cache {cache.name}: {cache.blocks} blocks", style="bold"), _tiers(cache), _edges(cache)]
+        parts.append(_traffic(cache))
+    return Group(*parts, Text("sessions", style="bold"), _sessions(stats.sessions))
 
 
-def _log(log: EventLogStats) -> RenderableType:
+def _past_events(stats: DaemonStats) -> Text:
+    log = stats.event_log
     if not log.max_bytes:
         return Text("past events: in memory alone")
     age = timedelta(seconds=log.oldest_age_ns // 10**9)
@@ -69,56 +110,28 @@ def _log(log: EventLogStats) -> RenderableType:
     return Text(f"past events: {held}{lost}")
 
 
-def _device(device: DeviceStats) -> RenderableType:
-    if not device.uuid:
-        return Text(f"device tier: {clean(device.kind)}, in shared memory")
-    return Text(f"device tier: {clean(device.name)} {clean(device.uuid)}, {size(device.memory_bytes)}")
+def _tiers(cache: CacheStats) -> Table:
+    states = ("held", "free", "blank", "filling", "retiring", "orphaned", "quarantined")
+    rows = slim_table(("group", "tier", "slots", "filled", "", *states), left=("group", "tier", ""))
+    for group in cache.groups:
+        for tier in group.tiers:
+            rows.add_row(
+                f"{group.group}: {f'{group.window_tokens} tokens' if group.window_tokens else 'full'}",
+                str(tier.tier),
+                str(tier.capacity),
+                f"{tier.ready / max(tier.capacity, 1):.0%}",
+                ProgressBar(total=max(tier.capacity, 1), completed=tier.ready, width=20),
+                *(str(getattr(tier, state)) for state in states),
+            )
+    return rows
 
 
-def _problems(problems: tuple[str, ...]) -> RenderableType:
-    if not problems:
-        return Text("healthy", style="green")
-    return Text("\n".join(f"problem: {problem}" for problem in problems), style="bold red")
-
-
-def _tiers(cache: CacheStats) -> RenderableType:
-    table = Table(title=f"cache {cache.name}: {cache.blocks} blocks", title_justify="left", title_style="bold")
-    columns = (
-        "group",
-        "tier",
-        "slots",
-        "filled",
-        "",
-        "held",
-        "free",
-        "blank",
-        "filling",
-        "retiring",
-        "orphaned",
-        "quarantined",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("group", "tier", "") else "right")
-    for group, tier in ((one, tier) for one in cache.groups for tier in one.tiers):
-        share = tier.ready / tier.capacity if tier.capacity else 0.0
-        table.add_row(
-            f"{group.group}: {f'{group.window_tokens} tokens' if group.window_tokens else 'full'}",
-            str(tier.tier),
-            str(tier.capacity),
-            f"{share:.0%}",
-            ProgressBar(total=max(tier.capacity, 1), completed=tier.ready, width=20),
-            *map(str, (tier.held, tier.free, tier.blank, tier.filling, tier.retiring, tier.orphaned, tier.quarantined)),
-        )
-    return table
-
-
-def _edges(cache: CacheStats) -> RenderableType:
-    table = Table()
-    for column in ("move", "blocks", "bytes", "queued", "mean queue", "mean copy", "failures"):
-        table.add_column(column, justify="left" if column == "move" else "right")
+def _edges(cache: CacheStats) -> Table:
+    columns = ("move", "blocks", "bytes", "queued", "mean queue", "mean copy", "failures")
+    rows = slim_table(columns, left=("move",))
     for edge in cache.edges:
         count = max(edge.blocks, 1)
-        table.add_row(
+        rows.add_row(
             f"{edge.edge} (degraded)" if edge.degraded else edge.edge,
             str(edge.blocks),
             size(edge.bytes),
@@ -128,10 +141,10 @@ def _edges(cache: CacheStats) -> RenderableType:
             str(edge.failures),
             style="red" if edge.degraded else None,
         )
-    return table
+    return rows
 
 
-def _traffic(cache: CacheStats) -> RenderableType:
+def _traffic(cache: CacheStats) -> Text:
     hits = cache.hits_device + cache.hits_host + cache.hits_disk
     asked = hits + cache.misses
     share = f" ({hits / asked:.1%} of the chains acquired or read)" if asked else ""
@@ -140,24 +153,46 @@ def _traffic(cache: CacheStats) -> RenderableType:
     return Text(
         f"lookups {lookups}\n"
         f"hits {hits}{share}: device {cache.hits_device}, host {cache.hits_host}, disk {cache.hits_disk}; "
-        f"misses {cache.misses}; stored {cache.stored}, removed {cache.removed}; calls waiting {cache.waiting}"
+        f"misses {cache.misses}; stored {cache.stored}, removed {cache.removed}; calls waiting {cache.waiting}\n"
     )
 
 
-def _sessions(sessions: tuple[SessionStats, ...]) -> RenderableType:
-    table = Table(title="sessions", title_justify="left", title_style="bold")
-    for column in ("session", "pid", "uid", "attached", "leases", "held slots"):
-        table.add_column(column, justify="left" if column == "attached" else "right")
-    table.add_column("command", overflow="ellipsis", no_wrap=True)
+def _sessions(sessions: tuple[SessionStats, ...]) -> Table:
+    rows = slim_table(("session", "pid", "uid", "attached", "leases", "held slots"), left=("attached",))
+    rows.add_column("command", overflow="ellipsis", no_wrap=True)
     for session in sessions:
-        table.add_row(
+        rows.add_row(
             str(session.session_id),
             str(session.pid),
             str(session.uid),
             "yes" if session.attached else "no: its connection broke",
             str(session.leases),
             str(session.held_slots),
-            Text(session.command),
+            Text(clean(session.command)),
             style=None if session.attached else "yellow",
         )
-    return table
+    return rows
+
+
+def _leases(found: list[LeaseInfo]) -> Table | str:
+    if not found:
+        return "no leases"
+    columns = ("lease", "cache", "group", "tier", "blank", "held", "age", "session", "pid", "uid")
+    rows = slim_table(columns, left=("cache", "tier"))
+    rows.add_column("command", overflow="ellipsis", no_wrap=True, max_width=24)
+    for lease in found:
+        rows.add_row(
+            str(lease.lease_id),
+            lease.cache,
+            str(lease.group),
+            str(lease.tier),
+            str(lease.blank_slots),
+            str(lease.held_blocks),
+            str(timedelta(seconds=lease.age_ns // 10**9)),
+            f"{lease.session_id}{' (detached)' if lease.orphaned else ''}",
+            str(lease.pid),
+            str(lease.uid),
+            Text(clean(lease.command)),
+            style="yellow" if lease.orphaned else None,
+        )
+    return rows

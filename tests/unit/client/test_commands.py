@@ -13,9 +13,9 @@ from rich.console import Console
 
 import kvtier
 from kvtier.cli import main
-from kvtier.cli.common import explained
+from kvtier.cli.common import explained, plain
 from kvtier.cli.replay import table
-from kvtier.cli.status import as_object, report
+from kvtier.cli.status import report
 from kvtier.errors import Holder, TierFull
 from kvtier.replay.runner import Report
 from kvtier.stats import CacheStats, DaemonStats, EdgeStats, GroupStats, SessionStats, TierStats
@@ -120,7 +120,7 @@ def test_a_healthy_daemon_is_said_to_be_so() -> None:
 
 
 def test_status_as_json_has_every_field_and_tiers_by_name() -> None:
-    values = json.loads(json.dumps(as_object(STATS)))
+    values = json.loads(json.dumps(plain(STATS)))
     assert values["caches"][0]["tiers"][0]["tier"] == "device"
     assert values["caches"][0]["groups"][0]["tiers"][0]["tier"] == "device"
     assert values["caches"][0]["edges"][0]["edge"] == "device>host"
