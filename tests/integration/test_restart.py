@@ -159,7 +159,7 @@ async def test_calls_that_wait_for_room_go_on_in_the_next_life(start_daemon: Sta
             waiting = asyncio.create_task(four_blank_slots(cache))
             await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.waiting == 1)
             stopping = asyncio.create_task(asyncio.to_thread(daemon.stop))
-            await eventually(lambda: asyncio.to_thread(lambda: daemon.log), lambda log: "event=stopping" in log)
+            await eventually(lambda: asyncio.to_thread(lambda: daemon.log), lambda log: "kvtierd.serve stopping" in log)
             disk.release()
             await stopping
             assert not waiting.done()

@@ -179,7 +179,7 @@ async def test_a_program_at_the_other_end_reads_each_event_as_it_happens(daemon:
 async def test_signals_end_it_with_a_status_of_their_own(
     daemon: DaemonProcess, cache: Cache, number: signal.Signals, status: int
 ) -> None:
-    with watching(daemon, "--json", "--oldest") as process:
+    with watching(daemon, "--json", "--oldest", "--cache", cache.name) as process:
         await stored(cache, "one")
         await next_line(process)
         process.send_signal(number)
