@@ -112,8 +112,7 @@ def _file_option(flag: str, says: str) -> Callable[[Callable[..., Any]], Callabl
 
 
 def _tls(ca: Path | None, cert: Path | None, key: Path | None, *, insecure: bool) -> TlsFiles | None:
-    """All three, or none of them where it is to be without. Raises click's error of usage for anything else, which
-    names what is missing or too much."""
+    """All three files, or None with ``insecure``. Raises :class:`click.UsageError` for anything else."""
     files = {"--tls-ca": ca, "--tls-cert": cert, "--tls-key": key}
     given = [flag for flag, path in files.items() if path is not None]
     if insecure and given:
@@ -135,7 +134,7 @@ def dry_run_option(command: Command) -> Command:
 
 
 class Seconds(click.FloatRange):
-    """Of which click's own lets through what is not a number, and so in no range."""
+    """A finite number of seconds; click's own range lets nan through."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         seconds = float(super().convert(value, param, ctx))
