@@ -6,6 +6,7 @@ blocks from the first on, a sliding one only those that its window covers at the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,23 +15,22 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import loading, transfer
+from kvtier import arrays, buffers, transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.answers import AcrossMatch, GroupSpan
-from kvtier.arrays import Piece, copied_out
+from kvtier.arrays import copied_out
 from kvtier.binding import Binder, Binding
+from kvtier.buffers import Blocks, Rows, of_cpu
 from kvtier.errors import InvalidArgument, KvtierError, TooShort
 from kvtier.fences import PASSED, Stream
 from kvtier.holdings import Holdings
-from kvtier.joint import JointPut, Share
-from kvtier.kinds import is_integer, quoted, require_kind
+from kvtier.kinds import quoted
 from kvtier.lease import Held, ReadLease
 from kvtier.prompt import Prompt
-from kvtier.reading import Reader
+from kvtier.reading import Read, Reader
 from kvtier.retention import Retention, block_retention, chain_message, each_priority, require_retention
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, require_timeout
-from kvtier.tensors import Row
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import Keys, cursor_from_wire, packed_chains, packed_keys, split_keys, tier_to_wire
@@ -45,6 +45,33 @@ class AcrossBlocks:
 
     blocks: int
     groups: Mapping[int, list[NDArray[Any]]]
+
+
+@dataclass(slots=True, frozen=True)
+class AcrossRead:
+    """A prefix of ``blocks`` of the ``asked`` blocks, being copied out of mapped slots of every group."""
+
+    reader: Reader
+    asked: int
+    blocks: int
+    reads: Sequence[Read]
+
+    def copy(self) -> None:
+        for read in self.reads:
+            read.copy()
+
+    def result(self) -> AcrossBlocks | None:
+        """None: ask the daemon."""
+        if not all_whole(self.reads):
+            return None
+        if self.asked > self.blocks:
+            self.reader.missed_across(self.asked - self.blocks)
+        nothing: dict[int, list[NDArray[Any]]] = {group: [] for group in range(len(self.reader.spec.groups))}
+        return AcrossBlocks(self.blocks, nothing | {read.group: [*of_cpu(read.rows)] for read in self.reads})
+
+
+def all_whole(reads: Iterable[Read]) -> bool:
+    return all(read.whole for read in reads)
 
 
 class AcrossLease:
@@ -120,7 +147,7 @@ class AcrossGroups:
         packed = packed_keys(keys)
         if timeout is not None:
             require_timeout(timeout)
-        await self._binder.session.turns.take()
+        await asyncio.sleep(0)  # who asks again and again lets others have their turn
         found = self.reader.match_across(packed)
         if found is not None:
             return found
@@ -179,7 +206,7 @@ class AcrossGroups:
     async def put(
         self,
         keys: Keys,
-        blocks: Mapping[int, transfer.Blocks],
+        blocks: Mapping[int, Blocks],
         *,
         parent: bytes | None = None,
         tier: Tier | None = None,
@@ -188,18 +215,14 @@ class AcrossGroups:
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> dict[int, list[BlockResult]]:
-        """Stores a chain in several groups, in all of them or in none: by group, one result an array.
+        """Stores a chain in several groups: by group, one result an array.
 
         ``blocks``: by group, the arrays of the last ``len(blocks[group])`` keys; a group that is absent gets nothing. A
         sliding group wants only the last ones of a sequence, a full one all that are not stored yet. For the rest see
         :meth:`kvtier.Cache.put`.
 
-        Room is had in every group before anything is stored (of a chain of more than half a tier, or of a cache that is
-        not mapped: piece by piece). Where a
-        group refuses (:class:`TierFull`, or the result PARENT_MISSING or PARENT_CONFLICT), nothing stays held, and
-        what the call has stored by then is dropped again, unless somebody else holds it: a group whose own blocks
-        could have been stored says PARENT_MISSING, too. A client that dies within the call may leave some groups
-        without the others, which no match over all groups takes for more than is there.
+        The groups are stored one after another, full-attention groups first. Where one raises (:class:`TierFull`), what
+        the groups before it have stored stays; no match over all groups takes that for more than is there.
         """
         chain = split_keys(packed_keys(keys))
         ranks = each_priority(len(chain), priorities) or None
@@ -207,41 +230,28 @@ class AcrossGroups:
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
         place = self._cache.lease_tier(tier)
-        shares = self._shares(chain, blocks, parent, place, ranks, retention, prompt)
-        way = lambda cache: cache.way(place)  # noqa: E731
-        return await JointPut(self._binder.session, way, shares, place, timeout).run()
+        sources = self.sources(blocks, len(chain), place)
+        results: dict[int, list[BlockResult]] = {group: [] for group in sources}
+        for group in sorted(sources, key=lambda group: self._cache.spec.groups[group].window_tokens > 0):
+            rows, cache = sources[group], self._groups[group]
+            first, step = len(chain) - len(rows), cache.spec.tokens_per_block
+            later = retention and retention.after(first, step)
+            kept = block_retention(len(rows), step, ranks and ranks[first:], later)
+            piece = arrays.Piece(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
+            results[group] = await arrays.put(cache, cache.way(place), place, piece, timeout)
+        return results
 
-    def _shares(
-        self,
-        chain: Sequence[bytes],
-        blocks: Mapping[int, transfer.Blocks],
-        parent: bytes | None,
-        place: Tier,
-        ranks: bytes | None,
-        retention: Retention | None,
-        prompt: Prompt | None,
-    ) -> list[Share]:
-        shares = []
-        for group, sources in self.sources(blocks, len(chain), place).items():
-            first, cache = len(chain) - len(sources), self._groups[group]
-            later = retention and retention.after(first, cache.spec.tokens_per_block)
-            kept = block_retention(len(sources), cache.spec.tokens_per_block, ranks and ranks[first:], later)
-            piece = Piece(chain[first:], sources, chain[first - 1] if first else parent, kept, prompt)
-            shares.append(Share(cache, piece))
-        return shares
-
-    def sources(self, blocks: Mapping[int, transfer.Blocks], count: int, tier: Tier) -> dict[int, list[Row]]:
+    def sources(self, blocks: Mapping[int, Blocks], count: int, tier: Tier) -> dict[int, Rows]:
         """The bytes of what is put of a chain of so many keys: for the synchronous client, whose caller's streams are
         another thread's. Raises :class:`InvalidArgument`."""
-        require_kind("blocks", blocks, Mapping, "arrays by window group")
-        for group, arrays in blocks.items():
-            if not is_integer(group, 0, len(self._groups) - 1):
+        for group, rows in blocks.items():
+            if group not in range(len(self._groups)):
                 raise InvalidArgument("blocks", quoted(group), f"groups 0 to {len(self._groups) - 1}")
-            if len(arrays) > count:
-                raise InvalidArgument(f"blocks[{group}]", f"{len(arrays)} blocks", f"at most {count}, one a key")
+            if len(rows) > count:
+                raise InvalidArgument(f"blocks[{group}]", f"{len(rows)} blocks", f"at most {count}, one a key")
         return {
-            group: transfer.readable(arrays, len(arrays), cache.block_bytes, cache.gpu(tier))
-            for group, arrays in blocks.items()
+            group: buffers.readable(rows, len(rows), cache.block_bytes, cache.gpu(tier))
+            for group, rows in blocks.items()
             for cache in [self._groups[group]]
         }
 
@@ -253,12 +263,13 @@ class AcrossGroups:
         """
         if timeout is not None:
             require_timeout(timeout)
-        await self._binder.session.turns.take()
-        load = self.loading(packed_keys(keys), tier)
-        await loading.run(load)
-        found = load.result()
+        await asyncio.sleep(0)  # who asks again and again lets others have their turn
+        found = self.begin_get(packed_keys(keys), tier)
         if found is not None:
-            return AcrossBlocks(*found)
+            nbytes, waits = sum(read.nbytes for read in found.reads), any(read.waits for read in found.reads)
+            await transfer.run(found.copy, nbytes, waits=waits)
+            if (blocks := found.result()) is not None:
+                return blocks
         self.reader.count(calls=1)
         try:
             lease = await self.acquire(keys, tier, min_blocks=1, timeout=timeout)
@@ -269,10 +280,18 @@ class AcrossGroups:
         finally:
             await lease.release(stream=PASSED)
 
-    def loading(self, packed: bytes, tier: Tier | None) -> loading.AcrossLoading:
-        """A get without a call, to be tried. Raises :class:`InvalidArgument`."""
+    def begin_get(self, packed: bytes, tier: Tier | None) -> AcrossRead | None:
+        """A get without a call, to be tried. None: only the daemon can tell. Raises :class:`InvalidArgument`."""
         self._cache.lease_tier(tier)
-        return loading.AcrossLoading(self.reader, self._groups, packed, tier)
+        match = self.reader.match_across(packed)
+        if match is None:
+            return None
+        reads = [
+            self.reader.begin(packed[span.first_block * KEY_BYTES : match.blocks * KEY_BYTES], span.group, tier, None)
+            for span in match.groups
+            if match.blocks
+        ]
+        return AcrossRead(self.reader, len(packed) // KEY_BYTES, match.blocks, reads) if all_whole(reads) else None
 
     async def _acquire(
         self,

@@ -21,9 +21,9 @@ from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.records import STATE_OFFSET
 from kvtier.abi.spec import CacheSpec
 from kvtier.abi.words import ArenaState
+from kvtier.buffers import Bytes, Row, Rows
 from kvtier.errors import CallerError, DaemonError
 from kvtier.memory import CpuMemory, Memory, View
-from kvtier.tensors import Bytes, Row, Rows
 from kvtier.transfer import Slots
 from kvtier.types import MAPPED_TIERS, Tier
 

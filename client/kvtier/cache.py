@@ -5,17 +5,20 @@ Leases are taken and given back by :mod:`kvtier.holdings`.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-from kvtier import arrays, loading, transfer
-from kvtier.abi.keys import PLAIN, Scope, TokenIds
+from kvtier import arrays, buffers, transfer
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.across import AcrossGroups
 from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
 from kvtier.arena import Arena
 from kvtier.binding import Binder, send
+from kvtier.buffers import Blocks, Row, Rows
 from kvtier.errors import CallerError, InvalidArgument
 from kvtier.fences import Fence, Stream
 from kvtier.gpu import Gpu
@@ -25,12 +28,11 @@ from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.lookups import Lookups
 from kvtier.options import CacheOptions
 from kvtier.prompt import Prompt
-from kvtier.reading import Reader
+from kvtier.reading import Read, Reader
 from kvtier.retention import Retention, block_retention
 from kvtier.session import Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo
 from kvtier.streams import Streamed
-from kvtier.tensors import Row, of_cpu
 from kvtier.types import MAPPED_TIERS, BlockResult, Tier
 from kvtier.upkeep import Upkeep
 from kvtier.v1 import caches_pb2
@@ -348,7 +350,7 @@ class Cache:
     async def put(
         self,
         keys: Keys,
-        blocks: transfer.Blocks,
+        blocks: Blocks,
         *,
         parent: bytes | None = None,
         tier: Tier | None = None,
@@ -359,19 +361,14 @@ class Cache:
     ) -> list[BlockResult]:
         """Stores a chain: copies the arrays into slots of a tier and commits them. One result a key.
 
+        A chain of more than half a tier, or of more than 1,024 blocks, is stored piece by piece; ``timeout`` is for
+        each. Where the parent of a piece, or of the chain, is evicted meanwhile, that piece and the rest are
+        PARENT_MISSING and not stored: an :meth:`acquire` of the parent holds it.
+
         ``blocks``: one array or torch tensor a key, of any dtype, shape and device, with exactly :attr:`block_bytes`,
         or one whose first axis is the block. ``parent``: key of the block before the first one (None: it is a root).
-        Where nobody holds that one, making room for these may take it: then all are PARENT_MISSING. An
-        :meth:`acquire` of what the put goes under holds it. A chain of more than half a tier goes in pieces of a
-        quarter, each copied while the one before it is committed and released; where a piece's parent was evicted
-        meanwhile, as by another put, or by this one where nothing in a full tier has a lower priority than its own
-        blocks, it and the rest are PARENT_MISSING and not stored. One of 16 MiB or more has its
-        first blocks stored while the last are copied, so that a put that fails or is given up may leave those; where
-        the blocks are rows of one array, the loop copies some of these first ones as well, a mebibyte or a block at a
-        time and others in between (or a second thread, where a block has more than 4 MiB).
         ``retention``: instead of ``priorities``. ``prompt``: what the keys are of, for a cache that tells more than
-        keys in its events (see :meth:`prompt`). ``timeout`` is for each piece. Where the cache is not mapped, the bytes
-        go through a stream.
+        keys in its events (see :meth:`prompt`).
 
         Raises :class:`InvalidArgument` (before anything is stored), :class:`TierFull`.
         """
@@ -383,7 +380,7 @@ class Cache:
     async def stream_put(
         self,
         keys: Keys,
-        blocks: transfer.Blocks,
+        blocks: Blocks,
         *,
         parent: bytes | None = None,
         tier: Tier | None = None,
@@ -403,7 +400,7 @@ class Cache:
     async def get(
         self,
         keys: Keys,
-        out: transfer.Blocks | None = None,
+        out: Blocks | None = None,
         *,
         tier: Tier | None = None,
         verify: bool = False,
@@ -428,34 +425,45 @@ class Cache:
             require_timeout(timeout)
         require_tier("tier", tier)
         require_flag("verify", verify)
-        await self._session.turns.take()
-        packed = packed_keys(keys)
-        known = None if verify else self.reader.remembered(packed, self.group, tier)
-        rows = None if known is None else await loading.read_again(known, out)
-        if rows is not None:
-            return rows
-        return await self._get(packed, out, tier, verify, timeout)
+        await asyncio.sleep(0)  # who asks again and again lets others have their turn
+        read, targets = self.begin_get(packed_keys(keys), out, tier, in_cpu=verify)
+        await transfer.run(read.copy, read.nbytes, waits=read.waits)
+        return await _delivered(out, await self.end_get(read, targets, tier, verify, timeout))
 
-    async def _get(
-        self, packed: bytes, out: transfer.Blocks | None, tier: Tier | None, verify: bool, timeout: float | None
-    ) -> list[Any]:
-        load = loading.Loading(self, packed, out, tier, in_cpu=verify)
-        await loading.run(load)
-        rows = load.rows
-        if not load.done:
+    def begin_get(
+        self, packed: bytes, out: Blocks | None, tier: Tier | None, *, in_cpu: bool = False
+    ) -> tuple[Read, Rows | None]:
+        """A get without a call, to be tried, and where the caller wants the blocks. ``in_cpu``: the bytes pass through
+        the CPU's memory, wherever the targets are. Raises :class:`InvalidArgument`."""
+        self.lease_tier(tier)
+        gpu = None if tier is None or in_cpu else self.gpu(tier)
+        targets = None if out is None else buffers.writable(out, len(packed) // KEY_BYTES, self.block_bytes, gpu)
+        return self.reader.begin(packed, self.group, tier, targets), targets
+
+    async def end_get(
+        self, read: Read, targets: Rows | None, tier: Tier | None, verify: bool, timeout: float | None
+    ) -> list[Row]:
+        """After :meth:`begin_get` and the copy: what the daemon has to make ready, and the check where it is wanted."""
+        rows, place = read.rows, self.lease_tier(tier)
+
+        async def rest(first: int, way: arrays.Way) -> list[Row]:
+            into = None if targets is None else targets[first:]
+            return await arrays.get(self, way, place, split_keys(read.keys)[first:], into, timeout)
+
+        if not read.done:
             self.reader.count(calls=1)
-            rows += await self._get_rest(self.way(load.place), load, len(rows), timeout)
+            rows += await rest(read.blocks, self.way(place))
         if verify and rows and self.mapped:  # a stream brings its own checksums
-            good = await verified(self._binder, self.group, load.packed, of_cpu(rows), self._deadline(timeout))
+            good = await verified(self._binder, self.group, read.keys, buffers.of_cpu(rows), self._deadline(timeout))
             rows = rows[:good]
-            if good < load.count:
-                rows += await self._get_rest(self._streamed, load, good, timeout)
-        return await _delivered(out, rows)
+            if good < read.asked:
+                rows += await rest(good, self._streamed)
+        return rows
 
     async def stream_get(
         self,
         keys: Keys,
-        out: transfer.Blocks | None = None,
+        out: Blocks | None = None,
         *,
         tier: Tier | None = None,
         timeout: float | None = None,
@@ -465,7 +473,7 @@ class Cache:
         They are checked against their checksums: raises also :class:`DamagedTransfer`.
         """
         chain = split_keys(packed_keys(keys))
-        targets = None if out is None else transfer.writable(out, len(chain), self.block_bytes)
+        targets = None if out is None else buffers.writable(out, len(chain), self.block_bytes)
         rows = await arrays.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
         return await _delivered(out, rows)
 
@@ -530,7 +538,7 @@ class Cache:
         way: arrays.Way,
         gpu: Gpu | None,
         keys: Keys,
-        blocks: transfer.Blocks,
+        blocks: Blocks,
         parent: bytes | None,
         tier: Tier | None,
         priorities: int | Sequence[int] | None,
@@ -541,13 +549,9 @@ class Cache:
         chain = split_keys(packed_keys(keys))
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
         self._require_writable()
-        sources = transfer.readable(blocks, len(chain), self.block_bytes, gpu)
+        sources = buffers.readable(blocks, len(chain), self.block_bytes, gpu)
         whole = arrays.Piece(chain, sources, parent, kept, prompt)
         return await arrays.put(self, way, self.lease_tier(tier), whole, timeout)
-
-    async def _get_rest(self, way: arrays.Way, load: loading.Loading, first: int, timeout: float | None) -> list[Row]:
-        chain, targets = split_keys(load.packed)[first:], load.targets and load.targets[first:]
-        return await arrays.get(self, way, load.place, chain, targets, timeout)
 
     def _require_writable(self) -> None:
         if not self._binder.write:
@@ -568,9 +572,11 @@ class Cache:
         return await self._holdings.reserve(self, place, count, timeout)
 
 
-async def _delivered(out: transfer.Blocks | None, rows: list[Row]) -> list[Any]:
-    if out is None or transfer.are_rows(out):
-        return list(rows)
-    filled = list(out[: len(rows)])
-    await transfer.deliver(filled, rows)
-    return filled
+async def _delivered(out: Blocks | None, rows: list[Row]) -> list[Any]:
+    """What the caller gets: the arrays that it gave, filled, or else the rows."""
+    if out is None:
+        return rows
+    late = buffers.late(out, rows)
+    if late:
+        await transfer.run(partial(buffers.fill, late), sum(len(row) for _, row, _ in late))
+    return list(out[: len(rows)])

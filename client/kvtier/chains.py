@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.key_index import Entry, Found, IndexReader
+from kvtier.abi.key_index import Found, IndexReader
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.answers import AcrossMatch, GroupSpan, Locations, Match
@@ -16,8 +16,6 @@ from kvtier.windows import LookUp, Window, longest, spans
 
 _TRIES: Final = 3
 """How often a match is made anew whose blocks leave while it is made."""
-_FEW: Final = 512
-"""Numbers that are sorted as quickly as they are told apart in any other way."""
 
 
 class Chains:
@@ -36,13 +34,6 @@ class Chains:
 
     def find(self, keys: bytes, group: int) -> Found:
         return self._index.find(keys, group)
-
-    def stands(self, keys: bytes, group: int, last: Entry) -> bool:
-        """Whether the last block of a chain of a full-attention group is still in the slots of ``last``: then none of
-        the chain has been forgotten meanwhile. A slot alone does not tell: of a block that is dropped while it is
-        copied, it keeps its generation until the copy ends."""
-        entry = self._index.entry(keys[-KEY_BYTES:], group)
-        return entry is not None and entry.residency != 0 and entry[1:] == last[1:]
 
     def prefix_length(self, keys: bytes, group: int) -> int | None:
         """How many blocks of the chain are stored, from its first on."""
@@ -128,19 +119,6 @@ def count_leading(wanted: NDArray[np.bool_]) -> int:
 
 
 def are_distinct(keys: bytes) -> bool:
-    """Whether no key stands twice, for which the daemon refuses a call; 65,536 keys at most. Rarely False where none
-    does."""
-    words = np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8]
-    if len(words) > _FEW:
-        # Two that are equal end in the same 16 bits. Either one of them is the last that does, and the other is equal
-        # to that one; or neither is, and both are among the few that are sorted.
-        homes = words.astype(np.uint16).astype(np.intp)
-        numbers = np.arange(len(words), dtype=np.uint16)
-        last = np.empty(1 << 16, np.uint16)
-        last[homes] = numbers
-        (others,) = (last[homes] != numbers).nonzero()
-        if (words[others] == words[last[homes[others]]]).any():
-            return False
-        words = words[others]
-    words = np.sort(words)
+    """Whether no key stands twice, for which the daemon refuses a call. Rarely False where none does."""
+    words = np.sort(np.frombuffer(keys, "<u8")[:: KEY_BYTES // 8])
     return not bool((words[1:] == words[:-1]).any())

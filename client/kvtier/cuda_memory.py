@@ -18,10 +18,10 @@ from kvtier.abi.cuda.errors import CudaError, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, ArenaLayout
+from kvtier.buffers import DeviceBytes, Row, Rows
 from kvtier.errors import DaemonError
 from kvtier.fences import Fence
 from kvtier.gpu import Gpu
-from kvtier.tensors import DeviceBytes, Row, Rows
 from kvtier.transfer import Slots
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import numpy as np
 
-from kvtier import tensors
+from kvtier import buffers
 from kvtier.arena import Arena
 from kvtier.binding import Binding
 from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost
@@ -85,7 +85,7 @@ class Lease:
         torch has no read-only tensors. Do not write to one whose slot is not blank: that spoils the block for
         everybody, or, in a cache opened with ``write`` False, ends the process (SIGSEGV).
         """
-        return [tensors.over(part, self.cache.spec.dtype) for part in self.view(index)]
+        return [buffers.over(part, self.cache.spec.dtype) for part in self.view(index)]
 
     def require_live(self) -> None:
         """Raises :class:`LeaseError` or :class:`LeaseLost` where the slots are not held any more."""

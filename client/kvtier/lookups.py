@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
@@ -98,5 +99,5 @@ class Lookups:
     async def _in_turn(self, packed: bytes, timeout: float | None) -> bytes:
         if timeout is not None:
             require_timeout(timeout)
-        await self._binder.session.turns.take()
+        await asyncio.sleep(0)  # who asks again and again lets others have their turn
         return packed

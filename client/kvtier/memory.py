@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, cast
 
 from kvtier import transfer
 from kvtier.abi.layout import ArenaLayout
+from kvtier.buffers import Bytes, Rows
 from kvtier.fences import PASSED, Fence
-from kvtier.tensors import Bytes, Rows
 from kvtier.types import Tier
 
 if TYPE_CHECKING:

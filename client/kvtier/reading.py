@@ -1,45 +1,37 @@
 """Reads without a call: lookups in the mapped key index, and copies out of slots that nobody holds.
 
-A copy is optimistic. The index says in which slot a block is and of which generation the slot is then; the bytes are
-copied; if the slot's generation is still that one, they are the block's. If not, the slot has been given away
-meanwhile, and what was copied is void.
+A copy is optimistic. The index says in which slot a block is, and which generation the slot has then. The bytes are
+copied. If the slot still has that generation afterwards, they are the block's; else the slot was given away meanwhile,
+and what was copied is void.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import again
-from kvtier.abi.key_index import Found, IndexReader
+from kvtier.abi.key_index import Found
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.again import Again, Asked, Remembered
 from kvtier.answers import AcrossMatch, Locations, Match, ReadCounts
 from kvtier.arena import Arena
 from kvtier.binding import Binder
+from kvtier.buffers import Row, Rows
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.recency import Recency
-from kvtier.tensors import Rows
 from kvtier.types import Tier
 
 MAX_KEYS: Final = 16_384
 """Of one verb, as in a call to the daemon, which refuses more."""
 
 _TRIES: Final = 2
-"""How often a block is copied whose slot is given away meanwhile, before it counts as not there. The copy of a chain
-that is read again (:mod:`kvtier.again`) comes before these."""
-
-_MOST_UNTOLD: Final = 1024
-"""Reads of chains that had been read before, until they are counted and noted."""
-
-_NONE: Final = np.empty(0, dtype=np.intp)
+"""How often a block is copied whose slot is given away meanwhile, before it counts as not there."""
 
 T = TypeVar("T")
 
@@ -49,28 +41,21 @@ class Mapping:
     """A mapped arena whose index can be asked."""
 
     arena: Arena
-    index: IndexReader
     chains: Chains
-    remembered: dict[Asked, Remembered] = field(default_factory=dict)
 
 
 class Reader:
-    """Reads of one cache in all its window groups. Any thread may. ``keys`` are packed.
+    """Reads of one cache in all its window groups. Any thread may use it. ``keys`` are packed.
 
-    None as an answer: it cannot be told without a call.
+    An answer of None: only the daemon can tell.
     """
 
     def __init__(self, binder: Binder) -> None:
         self._binder: Final = binder
-        self.recency: Final = Recency(binder, self._settle)
+        self.recency: Final = Recency(binder)
         self._mapping: Mapping | None = None
-        self._counts: Final = [0] * len(fields(ReadCounts))
-        """In the order of its fields."""
+        self._counts: Final[Counter[str]] = Counter()
         self._lock: Final = threading.Lock()
-        self._read_again: Final[deque[Again]] = deque()
-        """What is not counted yet, nor noted: to append is one step, which needs no lock."""
-        self.copying = 0
-        """Gets of a chain read before whose bytes are being copied, of those on a loop."""
 
     @property
     def spec(self) -> CacheSpec:
@@ -91,19 +76,13 @@ class Reader:
 
     @property
     def counts(self) -> ReadCounts:
-        self._settle()
-        return ReadCounts(*self._counts)
-
-    def count(self, *, lookups: int = 0, hits: int = 0, misses: int = 0, reuses: int = 0, calls: int = 0) -> None:
-        counts = self._counts
         with self._lock:
-            counts[0] += lookups
-            counts[1] += hits
-            counts[2] += misses
-            counts[3] += reuses
-            counts[4] += calls
+            return ReadCounts(**self._counts)
 
-    # -- lookups ---------------------------------------------------------------------------------------------------
+    def count(self, **more: int) -> None:
+        """Adds to the counts of :class:`ReadCounts`, by name."""
+        with self._lock:
+            self._counts.update(more)
 
     def prefix_length(self, keys: bytes, group: int) -> int | None:
         return self._look_up(keys, lambda chains: chains.prefix_length(keys, group))
@@ -126,70 +105,28 @@ class Reader:
             self.count(lookups=1)
         return found
 
-    # -- copies ----------------------------------------------------------------------------------------------------
+    def begin(self, keys: bytes, group: int, tier: Tier | None, targets: Rows | None) -> Read:
+        """Looks up what can be copied of a chain.
 
-    def begin(self, keys: bytes, group: int, tier: Tier | None) -> Copying | None:
-        """What of a chain's first blocks can be copied now, ``tier``: out of that one only. None: ask the daemon."""
+        Args:
+            tier: copy out of this one only.
+            targets: where to, a row a key; None: into fresh arrays.
+        """
         mapping = self._current(keys)
-        if mapping is None:
-            return None
-        remembered = mapping.remembered.get((group, tier, keys)) if len(keys) <= again.MOST_BYTES else None
-        if remembered is not None and not mapping.chains.stands(keys, group, remembered.last):
-            remembered = None
-        if remembered is None and not are_distinct(keys):
-            return None
-        if remembered is not None and (remembered.again is None or not remembered.again.stands()):
-            # It is read for the second time, or something else of its bucket has changed.
-            remembered.again = again.again(self, mapping.arena, mapping.index, keys, group, remembered)
-        return Copying(self, mapping, keys, group, tier, remembered)
+        if mapping is not None and not are_distinct(keys):
+            mapping = None
+        return Read(self, mapping, keys, group, tier, targets)
 
-    def remembered(self, keys: bytes, group: int, tier: Tier | None) -> Again | None:
-        """A chain that was read before, if it is where it was then. None: :meth:`begin` tells more."""
-        mapping = self._mapping
-        if mapping is None or self._binder.readable is None or not mapping.arena.current:
-            return None
-        known = mapping.remembered.get((group, tier, keys))
-        if known is None or known.again is None or not known.again.stands():
-            return None
-        return known.again
-
-    def noted(self, copying: Copying) -> None:
-        """Blocks were copied: counts, and what the daemon is to be told."""
-        blocks, misses = copying.blocks, copying.misses
-        self.count(hits=blocks, misses=misses, reuses=copying.reuses)
-        if blocks or misses:
-            self.recency.note(copying.group, copying.used(), misses)
-
-    def noted_again(self, read: Again) -> None:
-        """The same of a chain that was read once more."""
-        self._read_again.append(read)
-        if not self.recency.due:
-            self.recency.tell_later()
-        elif len(self._read_again) > _MOST_UNTOLD:
-            self._settle()
+    def read(self, read: Read) -> None:
+        """Blocks were copied: counts them, and has the daemon told."""
+        self.count(hits=read.blocks, misses=read.misses, reuses=read.reuses)
+        if read.blocks or read.misses:
+            self.recency.note(read.group, read.used(), read.misses)
 
     def missed_across(self, blocks: int) -> None:
-        """So many of a chain were asked for in vain over all groups; they count once."""
+        """So many blocks of a chain were asked for in vain over all groups; each counts once."""
         self.count(misses=blocks)
         self.recency.note(0, (), blocks)
-
-    def remember(self, mapping: Mapping, asked: Asked, known: Remembered) -> None:
-        with self._lock:
-            mapping.remembered.pop(asked, None)
-            while len(mapping.remembered) >= again.CHAINS:
-                del mapping.remembered[next(iter(mapping.remembered))]
-            mapping.remembered[asked] = known
-
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        while self._read_again:
-            try:
-                read = self._read_again.popleft()
-            except IndexError:
-                return  # another thread was quicker
-            self.count(hits=read.blocks)
-            self.recency.add(read.group, (read.key,), 0)
 
     def _current(self, keys: bytes) -> Mapping | None:
         binding = self._binder.readable
@@ -199,134 +136,131 @@ class Reader:
         if arena is None or arena.index is None or not arena.current:
             return None
         if mapping is None or mapping.arena is not arena:
-            self._mapping = mapping = Mapping(arena, arena.index, Chains(arena.index, self.spec))
+            self._mapping = mapping = Mapping(arena, Chains(arena.index, self.spec))
         return mapping
 
 
-class Copying:
+class Read:
     """The first blocks of a chain on their way out of mapped slots.
 
-    ``blocks``: how many of them can be copied, and after :meth:`copy` how many were.
+    ``blocks``: how many can be copied, and after :meth:`copy` how many were.
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        mapping: Mapping,
-        keys: bytes,
-        group: int,
-        tier: Tier | None,
-        remembered: Remembered | None,
+        self, reader: Reader, mapping: Mapping | None, keys: bytes, group: int, tier: Tier | None, targets: Rows | None
     ) -> None:
         self.group: Final = group
         self.asked: Final = len(keys) // KEY_BYTES
-        self.blocks = self.asked
+        self.blocks = 0
         self.reuses = 0
         self._reader: Final = reader
         self._mapping: Final = mapping
-        self._keys: Final = keys
-        self._tier: Final = tier
-        self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier]
-        self._bits: Final = sum(each.bit for each in self._tiers)
-        self._sliding: Final = mapping.chains.is_sliding(group)
+        self.keys: Final = keys
         self._start = 0
+        """How many blocks have been copied and compared."""
         self._current = True
-        self._remembered: Final = remembered
-        self._found: Found = remembered.found if remembered is not None else self._look_up()
+        self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier] if mapping else []
+        self._found: Found = self._look_up() if mapping else Found.nothing(self.asked, sure=False)
+        block_bytes = reader.spec.block_bytes(group)
+        self.nbytes: Final = self.blocks * block_bytes
+        self._rows: Rows = np.empty((self.blocks, block_bytes), np.uint8) if targets is None else targets[: self.blocks]
 
     @property
-    def at_end(self) -> bool:
-        """Whether that is all of the chain that is stored: there is nothing to ask the daemon for."""
-        if self.blocks == self.asked or not self._current:
-            return self._current
+    def rows(self) -> list[Row]:
+        """What was copied, a row a block."""
+        return list(self._rows[: self.blocks])
+
+    @property
+    def whole(self) -> bool:
+        """All blocks that were asked for are there."""
+        return self.blocks == self.asked
+
+    @property
+    def done(self) -> bool:
+        """All of the chain that is stored is there, so there is nothing to ask the daemon for."""
+        if self._mapping is None or self.whole or not self._current:
+            return self._mapping is not None and self._current
         following = self.blocks - self._start
         return bool(self._found.sure[following]) and self._found.residency[following] == 0
 
     @property
     def waits(self) -> bool:
-        """Whether its copies wait for a device: see :attr:`kvtier.memory.Memory.waits`."""
-        return any(self._mapping.arena.memory(tier).waits for tier in self._tiers)
+        """Its copies wait for a device: see :attr:`kvtier.memory.Memory.waits`."""
+        return self._mapping is not None and any(self._mapping.arena.memory(tier).waits for tier in self._tiers)
 
     @property
     def misses(self) -> int:
-        return self.asked - self.blocks if self.at_end else 0
+        return self.asked - self.blocks if self.done else 0
 
     def used(self) -> Sequence[bytes]:
-        """The keys that tell the daemon which blocks were read."""
+        """The keys that tell the daemon which blocks were read: of a full-attention group the last one."""
         ends = range(self.blocks * KEY_BYTES, 0, -KEY_BYTES)
-        if not self._sliding:
+        if self._mapping is not None and not self._mapping.chains.is_sliding(self.group):
             ends = ends[:1]
-        return [self._keys[end - KEY_BYTES : end] for end in ends]
+        return [self.keys[end - KEY_BYTES : end] for end in ends]
 
-    def copy(self, rows: Rows) -> None:
-        """Fills the rows, one a block, and cuts :attr:`blocks` to those that were there to the end."""
+    def copy(self) -> None:
+        """Copies, in any thread, for as long as the bytes take; cuts :attr:`blocks` to those that were there to the
+        end."""
+        if self._mapping is None:
+            return
+        most = self.blocks
         for _ in range(_TRIES):
-            void = self._copy(rows[self._start : self.blocks], self._found)
+            void = self._copy(self._rows[self._start : self.blocks])
             if not len(void):
                 break
             self._start += int(void[0])
             self._found = self._look_up()
-            self.blocks = min(self.blocks, len(rows))
+            self.blocks = min(self.blocks, most)
         else:
             self.blocks = self._start
         if not self._mapping.arena.current:
             self.blocks, self._current = 0, False
-        self._reader.noted(self)
+        self._reader.read(self)
 
     def _look_up(self) -> Found:
         """Where the blocks from ``_start`` on are now; sets how many of them can be copied."""
-        found = self._mapping.chains.find(self._keys[self._start * KEY_BYTES :], self.group)
-        there = count_leading(found.residency & self._bits != 0)
-        self.blocks = self._start + there
-        if there == self.asked and len(self._keys) <= again.MOST_BYTES and not self._sliding:
-            self._reader.remember(self._mapping, (self.group, self._tier, self._keys), self._to_remember(found))
+        assert self._mapping is not None
+        found = self._mapping.chains.find(self.keys[self._start * KEY_BYTES :], self.group)
+        self.blocks = self._start + count_leading(found.residency & self._bits != 0)
         return found
 
-    def _to_remember(self, found: Found) -> Remembered:
-        residency = found.residency
-        whole = next((tier for tier in self._tiers if (residency & tier.bit).all()), None)
-        slots, generations = _of_tier(found, Tier.HOST if whole is None else whole)
-        return Remembered(found, found.entry(-1), whole, slots.astype(np.intp), generations)
+    @property
+    def _bits(self) -> int:
+        return sum(tier.bit for tier in self._tiers)
 
-    def _copy(self, rows: Rows, found: Found) -> NDArray[np.intp]:
-        """Copies the first blocks of ``found``, one into each row. Returns which of them were not there to the end."""
-        known = self._remembered
-        if known is not None and known.tier is not None and known.found is found and len(rows) == self.asked:
-            return self._copy_from(known.tier, rows, known.slots, known.generations)
-        where = found.residency[: len(rows)] & self._bits
+    def _copy(self, rows: Rows) -> NDArray[np.intp]:
+        """Copies the first blocks found, one into each row. Returns which of them were not there to the end."""
+        where = self._found.residency[: len(rows)] & self._bits
         if len(self._tiers) == 1 and where.all():
-            slots, generations = _of_tier(found, self._tiers[0])
-            return self._copy_from(self._tiers[0], rows, slots[: len(rows)], generations[: len(rows)])
-        lost = [np.flatnonzero(where == 0)]
+            return self._copy_from(self._tiers[0], rows, slice(len(rows)))
+        void = [np.flatnonzero(where == 0)]
         for tier in self._tiers:
-            of_tier = np.flatnonzero(where & tier.bit)
-            if len(of_tier):
-                where[of_tier] = 0
-                slots, generations = _of_tier(found, tier)
-                part = [rows[at] for at in of_tier.tolist()]
-                lost.append(of_tier[self._copy_from(tier, part, slots[of_tier], generations[of_tier])])
-        return np.sort(np.concatenate(lost))
+            here = np.flatnonzero(where & tier.bit)
+            if len(here):
+                where[here] = 0
+                whole = len(here) == len(rows)
+                void.append(here[self._copy_from(tier, rows if whole else [rows[at] for at in here.tolist()], here)])
+        return np.sort(np.concatenate(void))
 
-    def _copy_from(
-        self, tier: Tier, rows: Rows, slots: NDArray[np.integer[Any]], generations: NDArray[np.uint64]
-    ) -> NDArray[np.intp]:
-        """Copies these slots of one tier. Returns, by row, which were given away meanwhile."""
+    def _copy_from(self, tier: Tier, rows: Rows, places: slice | NDArray[np.intp]) -> NDArray[np.intp]:
+        """Copies these places of what was found out of one tier. Returns, by row, which were given away meanwhile."""
+        assert self._mapping is not None
+        slots, generations = _of_tier(self._found, tier)
+        slots, generations = slots[places], generations[places]
         arena = self._mapping.arena
         try:
             arena.read(tier, self.group, slots, rows)
-        except IndexError:  # a slot that there is not: the index is damaged, and these blocks are the daemon's to find
+        except IndexError:  # the index is damaged: it names a slot that does not exist
             return np.arange(len(rows))
         # After the bytes, all of which have come by now: the generation that the index gave is even, and ends before
         # the first of them changes.
-        now = arena.generations(tier, self.group, slots)
-        if now.tobytes() == generations.tobytes():  # half of what comparing them as numbers costs
-            return _NONE
-        changed = now != generations
-        self.reuses += int(changed.sum())
-        return np.flatnonzero(changed)
+        changed = np.flatnonzero(arena.generations(tier, self.group, slots) != generations)
+        self.reuses += len(changed)
+        return changed
 
 
-def _of_tier(found: Found, tier: Tier) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+def _of_tier(found: Found, tier: Tier) -> tuple[NDArray[np.integer[Any]], NDArray[np.uint64]]:
     """Slots and generations."""
     if tier is Tier.DEVICE:
         return found.device_slots, found.device_generations

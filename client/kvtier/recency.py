@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -28,10 +28,8 @@ _log = logging.getLogger(__name__)
 class Recency:
     """What was read of one cache since the daemon was last told. Any thread may note; the session's loop tells."""
 
-    def __init__(self, binder: Binder, settle: Callable[[], None]) -> None:
-        """``settle``: adds what was read and has not been added yet, is called before any is told."""
+    def __init__(self, binder: Binder) -> None:
         self._binder: Final = binder
-        self._settle: Final = settle
         self._loop: Final = asyncio.get_running_loop()
         self._thread: Final = threading.get_ident()
         """The loop's."""
@@ -45,12 +43,6 @@ class Recency:
 
     def note(self, group: int, keys: Iterable[bytes], misses: int) -> None:
         """Blocks were read, the last one last, and so many others were asked for in vain."""
-        self.add(group, keys, misses)
-        if not self.due:
-            self.tell_later()
-
-    def add(self, group: int, keys: Iterable[bytes], misses: int) -> None:
-        """The same, where it is due, or :meth:`tell_later` is called next."""
         with self._lock:
             of_group = self._keys.setdefault(group, {})
             for key in keys:
@@ -60,8 +52,10 @@ class Recency:
                 del of_group[next(iter(of_group))]
             if misses:
                 self._misses[group] = min(self._misses.get(group, 0) + misses, _MAX_COUNT)
+        if not self.due:
+            self._tell_later()
 
-    def tell_later(self) -> None:
+    def _tell_later(self) -> None:
         self.due = True
         with suppress(RuntimeError):  # the loop is closed, and with it the session
             if threading.get_ident() == self._thread:  # which does not have to be woken
@@ -86,7 +80,6 @@ class Recency:
 
     def _untold(self) -> list[Coroutine[Any, Any, None]]:
         self.due = False  # before anything is taken: who adds after that sees it
-        self._settle()
         with self._lock:
             keys, self._keys = self._keys, {}
             misses, self._misses = self._misses, {}

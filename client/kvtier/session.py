@@ -38,7 +38,6 @@ from kvtier.fences import PASSED, Fence, Stream, Unknown, all_of, passing
 from kvtier.kinds import is_number, quoted
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
-from kvtier.turns import Turns
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
 
 ANSWER_GRACE_S: Final = 1.0
@@ -160,7 +159,6 @@ class Session:
         self._seq = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
-        self.turns: Final = Turns()
         self.followers: Final[WeakSet[Follower]] = WeakSet()
         """Are told of each new session, before any call goes through it."""
         self._lent: Counter[int] = Counter()

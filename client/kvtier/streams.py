@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -17,16 +16,16 @@ from grpc.aio import InternalError, StreamUnaryCall
 from kvtier import transfer
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.binding import Binder, Binding
+from kvtier.buffers import Bytes, Row, Rows, of_cpu
 from kvtier.errors import DaemonError, DamagedTransfer
 from kvtier.rpc_errors import chain_error
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link
-from kvtier.tensors import Bytes, Row, of_cpu
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, tier_to_wire
 
 if TYPE_CHECKING:
-    from kvtier.arrays import Filled, Piece
+    from kvtier.arrays import Piece
     from kvtier.cache import Cache
 
 PutCall = StreamUnaryCall[transfer_pb2.PutChunk, transfer_pb2.PutResponse]
@@ -38,8 +37,6 @@ MAX_PIECE_BYTES: Final = 64 << 20
 class Streamed:
     """Puts and gets pieces of chains through streams. Implements :class:`kvtier.arrays.Way`."""
 
-    fills_ahead: Final = False
-
     def __init__(self, cache: Cache, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
         self._cache: Final = cache
         self._binder: Final = binder
@@ -48,9 +45,6 @@ class Streamed:
     @property
     def max_blocks(self) -> int:
         return max(1, MAX_PIECE_BYTES // self._cache.block_bytes)
-
-    async def fill(self, tier: Tier, piece: Piece, timeout: float | None) -> Filled:
-        return _Unsent(self, tier, piece, timeout)
 
     async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
         """Sends a piece and has it stored."""
@@ -91,9 +85,7 @@ class Streamed:
         reply = await self._binder.session.call(attempt, deadline)
         return [BlockResult(result) for result in reply.results]
 
-    async def get(
-        self, tier: Tier, chain: Sequence[bytes], targets: Sequence[Row] | None, timeout: float | None
-    ) -> list[Row]:
+    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> list[Row]:
         wanted = [blocks_pb2.Chain(keys=b"".join(chain), min_blocks=1)]
         deadline = self._deadline(timeout)
 
@@ -118,22 +110,6 @@ class Streamed:
                 call.cancel()
 
         return await self._binder.session.call(attempt, deadline)
-
-
-@dataclass(slots=True, frozen=True)
-class _Unsent:
-    """A piece whose bytes go with the call that stores them."""
-
-    way: Streamed
-    tier: Tier
-    piece: Piece
-    timeout: float | None
-
-    async def commit(self) -> list[BlockResult]:
-        return await self.way.store(self.tier, self.piece, self.timeout)
-
-    async def give_up(self) -> None:
-        """There is nothing to give back."""
 
 
 async def _upload(call: PutCall, header: transfer_pb2.PutHeader, blocks: Sequence[Bytes]) -> transfer_pb2.PutResponse:

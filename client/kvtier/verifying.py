@@ -11,9 +11,9 @@ from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtier.binding import Binder, Binding
+from kvtier.buffers import Bytes
 from kvtier.errors import DamagedTransfer
 from kvtier.session import Deadline
-from kvtier.tensors import Bytes
 from kvtier.v1 import blocks_pb2
 
 _MOST_KEYS: Final = 16_384

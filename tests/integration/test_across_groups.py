@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -26,8 +25,6 @@ from kvtier import (
     Watch,
     connect,
 )
-from kvtier.holdings import Holdings
-from kvtier.lease import WriteLease
 from tests.integration.blocks import chain
 from tests.integration.daemon import DaemonProcess, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
@@ -277,7 +274,7 @@ async def check_acquire(cache: Cache, keys: list[bytes]) -> None:
             assert_content(VSWA, group, needed, [bytes_in(part.view(index)) for index in range(part.blocks)])
 
 
-# -- stored in all groups or in none -----------------------------------------------------------------------------------
+# -- stored in one group after another ---------------------------------------------------------------------------------
 
 
 FULL = 1
@@ -288,80 +285,31 @@ def arrays(keys: Sequence[bytes]) -> dict[int, list[Any]]:
     return {group: content(VSWA, group, keys) for group in reversed(groups_of(VSWA))}
 
 
-async def nothing_is_left(cache: Cache, client: AsyncClient, held: int = 0) -> None:
-    assert await held_by(cache) == {group: set() for group in groups_of(VSWA)}
-    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == held
-
-
 @pytest.mark.parametrize("mapped", [True, False])
-async def test_a_group_without_room_leaves_the_others_without_the_chain(
+async def test_a_put_that_a_group_has_no_room_for_can_be_made_again(
     cache: Cache, client: AsyncClient, mapped: bool
 ) -> None:
+    """Full-attention groups come first; what they have stored by then no match over all groups counts."""
     writer = await client.open_cache(cache.name, mapped=mapped)
-    for group in groups_of(VSWA):
-        crowded = cache.in_group(group)
-        async with crowded.reserve(crowded.slots(Tier.DEVICE) - 3) as lease:
-            with pytest.raises(TierFull):
-                await writer.across.put(KEYS[:4], arrays(KEYS[:4]))
-            await nothing_is_left(cache, client, held=len(lease))
-    results = await writer.across.put(KEYS[:4], arrays(KEYS[:4]))
-    assert results == {group: [BlockResult.OK] * 4 for group in groups_of(VSWA)}
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-async def test_a_chain_whose_parent_is_missing_is_stored_in_no_group(
-    cache: Cache, client: AsyncClient, mapped: bool
-) -> None:
-    """Sliding groups would take it, since their blocks stand alone."""
-    writer = await client.open_cache(cache.name, mapped=mapped)
-    results = await writer.across.put(KEYS[4:8], arrays(KEYS[4:8]), parent=KEYS[3])
-    assert results == {group: [BlockResult.PARENT_MISSING] * 4 for group in groups_of(VSWA)}
-    await nothing_is_left(cache, client)
-
-
-async def test_what_a_refused_put_had_stored_is_dropped_and_what_was_there_stays(
-    cache: Cache, client: AsyncClient
-) -> None:
-    full = cache.in_group(FULL)
-    others = chain("other", 1)
-    await full.put(others, content(VSWA, FULL, others))
-    await full.put([KEYS[2]], content(VSWA, FULL, [KEYS[2]]), parent=others[0])
-    results = await cache.across.put(KEYS[:4], arrays(KEYS[:4]))
-    conflict, missing = BlockResult.PARENT_CONFLICT, BlockResult.PARENT_MISSING
-    assert results[FULL][:3] == [missing, missing, conflict]
-    assert all(set(results[group]) == {missing} for group in (0, 2))
-    assert await held_by(cache) == {0: set(), FULL: {others[0], KEYS[2]}, 2: set()}
-    assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
-
-
-async def test_a_long_chain_goes_in_pieces_and_none_of_them_stays_where_one_fails(
-    cache: Cache, client: AsyncClient
-) -> None:
-    keys, sliding = chain("long", 40), cache.in_group(2)
-    long = {group: content(VSWA, group, keys) for group in groups_of(VSWA)}
-    async with sliding.reserve(sliding.slots(Tier.DEVICE)) as lease:
+    crowded = cache.in_group(2)
+    async with crowded.reserve(crowded.slots(Tier.DEVICE) - 3):
         with pytest.raises(TierFull):
-            await cache.across.put(keys, long)
-        await nothing_is_left(cache, client, held=len(lease))
-    results = await cache.across.put(keys, long)
+            await writer.across.put(KEYS[:4], arrays(KEYS[:4]))
+    assert (await held_by(cache))[FULL] == set(KEYS[:4])
+    assert (await cache.across.match(KEYS[:4])).blocks == 0
+    results = await writer.across.put(KEYS[:4], arrays(KEYS[:4]))
+    expected = [BlockResult.OK, BlockResult.EXISTS]
+    assert results == {group: [expected[group == FULL]] * 4 for group in groups_of(VSWA)}
+    assert (await cache.across.match(KEYS[:4])).blocks == 4
+
+
+async def test_a_group_that_refuses_blocks_says_so_and_the_prefix_ends_there(cache: Cache) -> None:
+    results = await cache.across.put(KEYS[4:8], arrays(KEYS[4:8]), parent=KEYS[3])
+    assert results[FULL] == [BlockResult.PARENT_MISSING] * 4
+    assert (await cache.across.match(KEYS[:8])).blocks == 0
+
+
+async def test_a_long_chain_goes_in_pieces_in_every_group(cache: Cache) -> None:
+    keys = chain("long", 40)
+    results = await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
     assert results == {group: [BlockResult.OK] * 40 for group in groups_of(VSWA)}
-
-
-@pytest.mark.parametrize("group", [FULL, 2])
-async def test_of_a_group_that_fails_in_the_middle_no_piece_stays(
-    cache: Cache, client: AsyncClient, monkeypatch: pytest.MonkeyPatch, group: int
-) -> None:
-    """What its earlier pieces have stored is dropped again as well, one that is being stored included."""
-    keys, reserve, calls = chain("half", 40), Holdings.reserve, Counter[int]()
-
-    async def refused_late(self: Holdings, which: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
-        calls[which.group] += 1
-        if which.group == group and calls[group] == 4:
-            raise TierFull("taken", reason="TIER_FULL", tier=tier, wanted=count, free=0, holders=())
-        return await reserve(self, which, tier, count, timeout)
-
-    monkeypatch.setattr(Holdings, "reserve", refused_late)
-    with pytest.raises(TierFull):
-        await cache.across.put(keys, {each: content(VSWA, each, keys) for each in groups_of(VSWA)})
-    assert calls[group] == 4
-    await nothing_is_left(cache, client)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier import AsyncClient, Cache, CacheSpec, Client, errors, sync, tensors
+from kvtier import AsyncClient, Cache, CacheSpec, Client, buffers, errors, sync
 from kvtier.types import BlockResult, Tier
 from tests.integration.blocks import chain
 from tests.integration.daemon import DaemonProcess
@@ -112,13 +112,13 @@ def test_the_synchronous_client_fills_tensors_in_the_callers_thread(
 ) -> None:
     """Whose current streams the caller's work on them is in, where they are on a GPU."""
     threads = set()
-    fill = tensors.fill
+    fill = buffers.fill
 
-    def seen(tensor: torch.Tensor, *of: Any) -> None:
+    def seen(late: Sequence[buffers.Late]) -> None:
         threads.add(threading.get_ident())
-        fill(tensor, *of)
+        fill(late)
 
-    monkeypatch.setattr(tensors, "fill", seen)
+    monkeypatch.setattr(buffers, "fill", seen)
     blocks = [block.transpose(0, 2) for block in some()]
     out = [torch.zeros_like(block) for block in blocks]
     assert not out[0].is_contiguous()

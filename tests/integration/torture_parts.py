@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
-from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier import (
     BlockResult,
@@ -32,10 +32,10 @@ from kvtier import (
     connect,
     transfer,
 )
-from kvtier.again import Again
 from kvtier.answers import ReadCounts
-from kvtier.arena import Arena
-from kvtier.tensors import Bytes
+from kvtier.buffers import Rows
+from kvtier.reading import Read
+from kvtier.types import Tier
 from tests.integration.torture_blocks import CHAIN_BLOCKS, CHAINS, GARBAGE, SPEC, block, chain, fault_in
 from tests.integration.touching import bytes_in, scribble_into, write_into
 
@@ -63,7 +63,7 @@ _HOLD_S: Final = 0.01
 _PAUSE_S: Final = 0.001
 """After each read: who reads without calls would leave the others no time on a small machine."""
 _AGAIN: Final = 0.9
-"""Of chains that were read whole are read again at once, which goes another way: :mod:`kvtier.again`."""
+"""Of chains that were read whole are read again at once."""
 _PRIORITIES: Final = (20, 35)
 """What gives way first is dropped, and the others are written to the disk."""
 
@@ -288,15 +288,14 @@ def fill(part: Part) -> None:
 
 
 def read_blindly(part: Part) -> None:
-    """A fault, planted: what is read once more is taken for right, whatever has become of its slots meanwhile."""
-    read = Again.read
+    """A fault, planted: what is copied is taken for right, whatever has become of its slots meanwhile."""
+    copy = Read._copy_from
 
-    def blindly(known: Again, out: transfer.Blocks | None) -> list[Bytes] | None:
-        unchanged = np.frombuffer(known._generations, np.uint64)
-        with patch.object(Arena, "generations", return_value=unchanged):
-            return read(known, out)
+    def blindly(read: Read, tier: Tier, rows: Rows, places: slice | NDArray[np.intp]) -> NDArray[np.intp]:
+        copy(read, tier, rows, places)
+        return np.empty(0, np.intp)
 
-    setattr(Again, "read", blindly)  # noqa: B010  mypy would have it that a method is for ever
+    setattr(Read, "_copy_from", blindly)  # noqa: B010  mypy would have it that a method is for ever
     dawdle(part.rng, 10 * _DAWDLE_S)
     asyncio.run(_read_and_hold(part))
 

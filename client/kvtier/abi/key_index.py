@@ -87,15 +87,6 @@ class Entry(NamedTuple):
 ABSENT: Final = Entry()
 
 
-class Seen(NamedTuple):
-    """Where an entry stands, and the bucket's ``sequence`` while it stood there: see :meth:`IndexReader.stands`."""
-
-    word: int
-    sequence: int
-    tiers_at: int
-    residency: int
-
-
 @dataclass(slots=True, frozen=True)
 class Found:
     """Where many blocks are, as in :class:`Entry`, one element each; ``sure`` False: ask the daemon."""
@@ -116,15 +107,6 @@ class Found:
             np.zeros(count, np.uint32),
             np.zeros(count, np.uint64),
             np.full(count, sure),
-        )
-
-    def entry(self, row: int) -> Entry:
-        return Entry(
-            int(self.residency[row]),
-            int(self.host_slots[row]),
-            int(self.host_generations[row]),
-            int(self.device_slots[row]),
-            int(self.device_generations[row]),
         )
 
     def put(self, row: int, entry: Entry | None) -> None:
@@ -206,26 +188,6 @@ class IndexReader:
         if found is ABSENT and unindexed:
             return None
         return found
-
-    def see(self, key: bytes, group: int, entry: Entry) -> Seen | None:
-        """Where the block's entry stands that is such a one. None: nowhere, or its bucket is being written."""
-        content = key, entry.host_generation, entry.device_generation, entry.host_slot, entry.device_slot
-        for bucket in self._mix.one(key, group)[:2]:
-            start = self._base + bucket * BUCKET_BYTES
-            sequence = self._words[start // 8]
-            for place in range(BUCKET_ENTRIES):
-                residency = self._bytes[start + TIERS_OFFSET + place]
-                if not residency or self._halves[(start + GROUPS_OFFSET) // 2 + place] != group:
-                    continue
-                its = ENTRY.unpack_from(self._bytes, start + ENTRIES_OFFSET + place * ENTRY.size)
-                if its == content and sequence % 2 == 0 and self._words[start // 8] == sequence:
-                    return Seen(start // 8, sequence, start + TIERS_OFFSET + place, residency)
-        return None
-
-    def stands(self, seen: Seen) -> bool:
-        """Whether the entry still is as it was seen. False also where another one of its bucket has changed."""
-        # In this order: that it goes is a store of its tier bits alone, and what comes after it moves the sequence.
-        return self._bytes[seen.tiers_at] == seen.residency and self._words[seen.word] == seen.sequence
 
     def residency(self, key: bytes, group: int) -> int | None:
         """The tiers where the block is READY, as bits; 0: absent, None: unsure. As :meth:`entry`, with fewer steps."""

@@ -26,11 +26,11 @@ import numpy as np
 
 from kvtier import aio, sync
 from kvtier.abi.spec import CacheSpec
+from kvtier.buffers import Bytes
 from kvtier.cache import Cache
 from kvtier.errors import DaemonError
 from kvtier.events import Event
 from kvtier.private import PrivateDaemon, TierSlots
-from kvtier.tensors import Bytes
 from kvtier.types import BlockResult, Cursor, Tier
 
 CACHE: Final = "kvtier-bench"

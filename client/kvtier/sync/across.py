@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from kvtier import across as inner
-from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.across import AcrossBlocks
 from kvtier.answers import AcrossMatch
+from kvtier.buffers import Blocks
 from kvtier.errors import KvtierError
 from kvtier.fences import Stream
 from kvtier.prompt import Prompt
@@ -145,7 +145,7 @@ class AcrossGroups:
     def put(
         self,
         keys: Keys,
-        blocks: Mapping[int, transfer.Blocks],
+        blocks: Mapping[int, Blocks],
         *,
         parent: bytes | None = None,
         tier: Tier | None = None,
@@ -174,9 +174,9 @@ class AcrossGroups:
         """The longest prefix that all groups can serve, copied out: see :meth:`kvtier.across.AcrossGroups.get`."""
         packed = packed_keys(keys)
         if self._thread.usable_here(timeout):
-            load = self._inner.loading(packed, tier)
-            load.copy()
-            found = load.result()
-            if found is not None:
-                return AcrossBlocks(*found)
+            read = self._inner.begin_get(packed, tier)
+            if read is not None:
+                read.copy()
+                if (found := read.result()) is not None:
+                    return found
         return self._thread.run(lambda: self._inner.get(packed, tier=tier, timeout=timeout))

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
+from kvtier import buffers
 from kvtier import cache as inner
-from kvtier import transfer
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
 from kvtier.arena import Arena
+from kvtier.buffers import Blocks
 from kvtier.errors import ClientClosed, InvalidArgument
 from kvtier.fences import Fence, Stream
-from kvtier.kinds import require_flag, require_tier
-from kvtier.loading import Loading
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
+from kvtier.session import require_timeout
 from kvtier.stats import CacheInfo
 from kvtier.sync.across import AcrossGroups
 from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
@@ -31,8 +31,7 @@ T = TypeVar("T")
 class Cache:
     """Made by :meth:`kvtier.Client.open_cache`. Verbs, arguments and errors are those of :class:`kvtier.Cache`.
 
-    Arrays are copied in the calling thread, with one of the client's where a put is large, and what shared memory tells
-    is looked up there.
+    Arrays are copied, and shared memory is looked up, in the calling thread.
     """
 
     def __init__(self, thread: LoopThread, cache: inner.Cache) -> None:
@@ -256,7 +255,7 @@ class Cache:
     def put(
         self,
         keys: Keys,
-        blocks: transfer.Blocks,
+        blocks: Blocks,
         *,
         parent: bytes | None = None,
         tier: Tier | None = None,
@@ -269,7 +268,7 @@ class Cache:
         packed = packed_keys(keys)
         # Here, since it copies what is not contiguous, and waits for what this thread's stream has been given.
         gpu = self._inner.gpu(self._inner.lease_tier(tier))
-        sources = transfer.readable(blocks, len(split_keys(packed)), self.block_bytes, gpu)
+        sources = buffers.readable(blocks, len(split_keys(packed)), self.block_bytes, gpu)
         return self._thread.run(
             lambda: self._inner.put(
                 packed,
@@ -286,7 +285,7 @@ class Cache:
     def stream_put(
         self,
         keys: Keys,
-        blocks: transfer.Blocks,
+        blocks: Blocks,
         *,
         parent: bytes | None = None,
         tier: Tier | None = None,
@@ -298,7 +297,7 @@ class Cache:
         """Stores a chain through a stream: see :meth:`kvtier.Cache.stream_put`."""
         packed = packed_keys(keys)
         # Here, since it copies what is not contiguous.
-        sources = transfer.readable(blocks, len(split_keys(packed)), self.block_bytes)
+        sources = buffers.readable(blocks, len(split_keys(packed)), self.block_bytes)
         return self._thread.run(
             lambda: self._inner.stream_put(
                 packed,
@@ -315,7 +314,7 @@ class Cache:
     def get(
         self,
         keys: Keys,
-        out: transfer.Blocks | None = None,
+        out: Blocks | None = None,
         *,
         tier: Tier | None = None,
         verify: bool = False,
@@ -323,56 +322,30 @@ class Cache:
     ) -> list[Any]:
         """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
         packed = packed_keys(keys)
-        require_tier("tier", tier)
-        require_flag("verify", verify)
-        if verify or not self._thread.usable_here(timeout):
-            return self._into(
-                out, packed, lambda into: self._inner.get(packed, into, tier=tier, verify=verify, timeout=timeout)
-            )
-        known = self._inner.reader.remembered(packed, self._inner.group, tier)
-        rows = None if known is None else known.read(out)
-        if rows is not None:
-            return rows
-        load = Loading(self._inner, packed, out, tier)
-        load.copy()
-        count = len(load.rows)
-        filled: list[Any] = load.rows
-        if out is not None and not transfer.are_rows(out):
-            filled = list(out[:count])
-            transfer.deliver_here(filled, load.rows)
-        if load.done:
-            return filled
-        left, into = load.packed[count * KEY_BYTES :], None if out is None else load.left(out, count)
-        rest = self._thread.run(lambda: self._inner.get(left, into, tier=tier, timeout=timeout))
-        return [*filled, *(rest if out is None else out[count : count + len(rest)])]
+        self._thread.require_usable()
+        if timeout is not None:
+            require_timeout(timeout)
+        read, targets = self._inner.begin_get(packed, out, tier, in_cpu=verify)
+        read.copy()
+        rows = read.rows
+        if not read.done or (verify and rows):
+            rows = self._thread.run(lambda: self._inner.end_get(read, targets, tier, verify, timeout))
+        return _delivered(out, rows)
 
     def stream_get(
         self,
         keys: Keys,
-        out: transfer.Blocks | None = None,
+        out: Blocks | None = None,
         *,
         tier: Tier | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
         """The longest stored prefix, through a stream: see :meth:`kvtier.Cache.stream_get`."""
         packed = packed_keys(keys)
-        return self._into(out, packed, lambda into: self._inner.stream_get(packed, into, tier=tier, timeout=timeout))
-
-    def _into(
-        self,
-        out: transfer.Blocks | None,
-        packed: bytes,
-        get: Callable[[transfer.Blocks | None], Coroutine[Any, Any, list[Any]]],
-    ) -> list[Any]:
-        """What a get brings, in ``out``. Tensors that cannot be written in place are filled here: those of a GPU after
-        the work of this thread's current stream, of which the loop's thread knows nothing."""
-        if out is None or transfer.are_rows(out):
-            return self._thread.run(lambda: get(out))
-        into = transfer.writable(out, len(packed) // KEY_BYTES, self.block_bytes)
-        rows = self._thread.run(lambda: get(into))
-        filled: list[Any] = list(out[: len(rows)])
-        transfer.deliver_here(filled, rows)
-        return filled
+        targets = None if out is None else buffers.writable(out, len(packed) // KEY_BYTES, self.block_bytes)
+        return _delivered(
+            out, self._thread.run(lambda: self._inner.stream_get(packed, targets, tier=tier, timeout=timeout))
+        )
 
     def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
         """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
@@ -402,3 +375,12 @@ class Cache:
         finally:
             with suppress(ClientClosed):  # it has closed them
                 self._thread.run(items.aclose)
+
+
+def _delivered(out: Blocks | None, rows: list[Any]) -> list[Any]:
+    """What the caller gets. Tensors that cannot be written in place are filled here: those of a GPU after the work of
+    this thread's current stream, of which the loop's thread knows nothing."""
+    if out is None:
+        return rows
+    buffers.fill(buffers.late(out, rows))
+    return list(out[: len(rows)])

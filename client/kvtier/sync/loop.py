@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, and threads that wait for coroutines on it.
 
 Whoever waits also lends its thread to the coroutine that it waits for: copies of the caller's arrays run there, and
-several callers copy side by side. Of a large put that is alone the loop's thread copies some as well.
+several callers copy side by side.
 """
 
 from __future__ import annotations

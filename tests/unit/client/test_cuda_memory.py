@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvtier import DeviceError, InvalidArgument, tensors, transfer
+from kvtier import DeviceError, InvalidArgument, buffers
 from kvtier.abi import attach
 from kvtier.abi.cuda.driver import Address, Copy, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError
@@ -31,11 +31,11 @@ from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, HOST, ArenaIdentity, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.arena import Arena
+from kvtier.buffers import DeviceBytes
 from kvtier.cuda_memory import CannotMap, CudaMemory, mapped
 from kvtier.errors import CallerError, DaemonError
 from kvtier.fences import PASSED, fence_over
 from kvtier.gpu import Gpu, joined
-from kvtier.tensors import DeviceBytes
 from kvtier.types import Tier
 from kvtierd.tiers.arena import Arena as DaemonArena
 from tests.fake_cuda import load_fake
@@ -335,7 +335,7 @@ class Array:
 def test_blocks_go_from_the_gpu_to_its_slots_and_back(gpu: Gpu, memory: CudaMemory) -> None:
     (block,) = some_blocks(1)
     here, there = Array(gpu), Array(gpu)
-    (row,), (target,) = transfer.readable([here], 1, BLOCK_BYTES, gpu), transfer.writable([there], 1, BLOCK_BYTES, gpu)
+    (row,), (target,) = buffers.readable([here], 1, BLOCK_BYTES, gpu), buffers.writable([there], 1, BLOCK_BYTES, gpu)
     assert isinstance(row, DeviceBytes) and isinstance(target, DeviceBytes)
     gpu.copy([[(Address(row.address), Address(block.ctypes.data), BLOCK_BYTES)]])
     memory.write(0, [1], [row])
@@ -343,7 +343,7 @@ def test_blocks_go_from_the_gpu_to_its_slots_and_back(gpu: Gpu, memory: CudaMemo
     found = np.zeros(BLOCK_BYTES, dtype=np.uint8)
     gpu.copy([[(Address(found.ctypes.data), Address(target.address), BLOCK_BYTES)]])
     assert np.array_equal(found, block)
-    assert transfer.readable([row], 1, BLOCK_BYTES, gpu) == [row], "it may have been seen to already"
+    assert buffers.readable([row], 1, BLOCK_BYTES, gpu) == [row], "it may have been seen to already"
 
 
 def test_a_block_is_taken_when_the_callers_stream_has_made_it(
@@ -353,7 +353,7 @@ def test_a_block_is_taken_when_the_callers_stream_has_made_it(
     fake.fake_work(1, go.wait)
     fake.fake_work(1, lambda: ctypes.memmove(made.memory.address, block.ctypes.data, BLOCK_BYTES))
     writing = threading.Thread(
-        target=lambda rows: memory.write(0, [1], rows), args=[transfer.readable([made], 1, BLOCK_BYTES, gpu)]
+        target=lambda rows: memory.write(0, [1], rows), args=[buffers.readable([made], 1, BLOCK_BYTES, gpu)]
     )
     writing.start()
     go.set()
@@ -371,7 +371,7 @@ def test_an_array_is_taken_when_the_stream_that_it_names_has_made_it(gpu: Gpu, m
     made = Array(gpu)
     made.__cuda_array_interface__ |= {"version": 3, "stream": stream}
     gpu.driver.copy(made.memory.address, source, BLOCK_BYTES, stream)
-    memory.write(0, [2], transfer.readable([made], 1, BLOCK_BYTES, gpu))
+    memory.write(0, [2], buffers.readable([made], 1, BLOCK_BYTES, gpu))
     found = empty_blocks(1)
     memory.read(0, [2], found)
     assert np.array_equal(found, [data])
@@ -400,33 +400,33 @@ def test_what_is_made_contiguous_is_so_before_it_is_taken(monkeypatch: pytest.Mo
         steps.append("marked")
         return PASSED
 
-    monkeypatch.setattr(tensors, "is_tensor", lambda value: isinstance(value, Tensor))
+    monkeypatch.setattr(buffers, "is_tensor", lambda value: isinstance(value, Tensor))
     here: Any = SimpleNamespace(fence=fence, driver=SimpleNamespace(ordinal=0))
     blocks: Any = [Tensor(), Tensor()]
-    assert len(transfer.readable(blocks, 2, 8, here)) == 2
+    assert len(buffers.readable(blocks, 2, 8, here)) == 2
     assert steps == ["copied", "copied", "marked"]
 
 
 def test_what_cannot_be_taken_where_it_lies_is_refused(gpu: Gpu) -> None:
     scattered = Array(gpu, shape=(BLOCK_BYTES // 2, 2), strides=(4, 1))
     for array, place in ((scattered, gpu), (Array(gpu), None)):
-        for take in (transfer.readable, transfer.writable):
+        for take in (buffers.readable, buffers.writable):
             with pytest.raises(InvalidArgument, match=r"\[0\] = an array .* C-contiguous"):
                 take([array], 1, BLOCK_BYTES, place)
     with pytest.raises(InvalidArgument, match=f"{BLOCK_BYTES} bytes: must be {BLOCK_BYTES + 1} bytes"):
-        transfer.readable([Array(gpu)], 1, BLOCK_BYTES + 1, gpu)
+        buffers.readable([Array(gpu)], 1, BLOCK_BYTES + 1, gpu)
 
 
 def test_what_is_read_only_is_no_target(gpu: Gpu) -> None:
     view = DeviceView(DeviceMemory.create(gpu.driver, BLOCK_BYTES), 0, BLOCK_BYTES, readonly=True)
     with pytest.raises(InvalidArgument, match=r"out\[0\] = an array that is not"):
-        transfer.writable([view], 1, BLOCK_BYTES, gpu)
-    assert len(transfer.readable([view], 1, BLOCK_BYTES, gpu)) == 1
+        buffers.writable([view], 1, BLOCK_BYTES, gpu)
+    assert len(buffers.readable([view], 1, BLOCK_BYTES, gpu)) == 1
 
 
 def test_rows_with_strides_of_c_order_are_contiguous(gpu: Gpu) -> None:
     array = Array(gpu, shape=(BLOCK_BYTES // 2, 2), strides=(2, 1))
-    (row,) = transfer.readable([array], 1, BLOCK_BYTES, gpu)
+    (row,) = buffers.readable([array], 1, BLOCK_BYTES, gpu)
     assert isinstance(row, DeviceBytes) and row.address == array.memory.address
 
 

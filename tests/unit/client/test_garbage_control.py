@@ -122,12 +122,10 @@ def use(arena: Arena) -> None:
             if (places := reader.locate(keys, group)) is not None:
                 assert len(list(places)) == len(keys) // KEY_BYTES
         for tier in (None, Tier.HOST, Tier.DEVICE):
-            copying = reader.begin(PACKED, group, tier)
-            if copying is not None:
-                rows = list(np.empty((copying.blocks, SPEC.block_bytes(group)), np.uint8))
-                copying.copy(rows)
-                assert 0 <= copying.blocks <= len(rows)
-                assert copying.at_end in (True, False)
+            read = reader.begin(PACKED, group, tier, None)
+            read.copy()
+            assert 0 <= read.blocks == len(read.rows) <= count
+            assert read.done in (True, False)
     if (across := reader.match_across(PACKED)) is not None:
         assert 0 <= across.blocks <= count
 
@@ -227,10 +225,9 @@ def test_a_block_in_a_slot_that_there_is_not_is_asked_for(ours: Given) -> None:
     spoilt = bytearray(ours.right)
     entries_of(spoilt)[:, :, 48:] = 0xFF
     with sent(bytes(spoilt), ours) as fds:
-        copying = reader_of(Arena(fds, write=False, spec=SPEC)).begin(PACKED[:KEY_BYTES], 0, None)
-        assert copying is not None
-        copying.copy([np.empty(SPEC.block_bytes(0), np.uint8)])
-        assert (copying.blocks, copying.at_end) == (0, False)
+        read = reader_of(Arena(fds, write=False, spec=SPEC)).begin(PACKED[:KEY_BYTES], 0, None, None)
+        read.copy()
+        assert (read.blocks, read.done) == (0, False)
 
 
 def test_buckets_that_stay_odd_are_asked_about(ours: Given) -> None:
@@ -243,9 +240,8 @@ def test_buckets_that_stay_odd_are_asked_about(ours: Given) -> None:
                 assert reader.prefix_length(keys, group) is None
                 assert reader.match(keys, group) is None
                 assert reader.locate(keys, group) is None
-                copying = reader.begin(keys, group, None)
-                assert copying is not None
-                assert (copying.blocks, copying.at_end) == (0, False)
+                read = reader.begin(keys, group, None, None)
+                assert (read.blocks, read.done) == (0, False)
             assert reader.match_across(keys) is None
 
 

@@ -278,52 +278,28 @@ async def test_a_commit_is_never_repeated_in_another_session(daemon: FakeDaemon,
     assert len(daemon.calls["Commit"]) == 1
 
 
-async def test_what_was_granted_to_a_cancelled_caller_is_given_back(daemon: FakeDaemon, cache: Cache) -> None:
-    """The answer is on its way when the caller is cancelled: only asking again can tell what it was."""
+@pytest.mark.parametrize("unheard", [0, 1])
+async def test_what_was_granted_to_a_cancelled_caller_is_given_back(
+    daemon: FakeDaemon, cache: Cache, monkeypatch: pytest.MonkeyPatch, unheard: int
+) -> None:
+    """By the number of the call, as often as it takes to be heard."""
+    monkeypatch.setattr(binding, "_GIVE_BACK_S", 0.05)
     arrived = asyncio.Event()
 
-    async def slow_the_first_time(request: blocks_pb2.ReserveRequest, context: Context) -> Any:
-        if not arrived.is_set():
-            arrived.set()
-            await asyncio.sleep(60)
-        return await reserve(request, context)
+    async def slow(request: blocks_pb2.ReserveRequest, context: Context) -> Any:
+        arrived.set()
+        await asyncio.sleep(60)
 
-    daemon.answers["Reserve"] = slow_the_first_time
+    release = daemon.answers["Release"]
+    daemon.answers |= {"Reserve": slow, "Release": failing(unheard, grpc.StatusCode.DEADLINE_EXCEEDED, release)}
     caller = asyncio.create_task(cache._reserve(2, None, None))
     await arrived.wait()
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    await daemon.until(lambda: daemon.calls["Release"])
-    first, second = daemon.calls["Reserve"]
-    assert first == second
-    assert list(daemon.calls["Release"][0].lease_ids) == [5]
-
-
-async def test_what_was_granted_is_asked_for_once_however_often_its_release_is_not_heard(
-    daemon: FakeDaemon, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other calls of the session may have pushed the reply out of the daemon's memory by then."""
-    monkeypatch.setattr(binding, "_GIVE_BACK_S", 0.05)
-    release, arrived, asked = daemon.answers["Release"], asyncio.Event(), 0
-
-    async def once(request: blocks_pb2.ReserveRequest, context: Context) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked == 1:
-            arrived.set()
-            await asyncio.sleep(60)
-        if asked > 2:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "forgotten")
-        return await reserve(request, context)
-
-    daemon.answers |= {"Reserve": once, "Release": failing(1, grpc.StatusCode.DEADLINE_EXCEEDED, release)}
-    caller = asyncio.create_task(cache._reserve(2, None, None))
-    await arrived.wait()
-    caller.cancel()
-    await asyncio.wait([caller])
-    await daemon.until(lambda: len(daemon.calls["Release"]) == 2)
-    assert [list(call.lease_ids) for call in daemon.calls["Release"]] == [[5], [5]]
+    await daemon.until(lambda: len(daemon.calls["Release"]) > unheard)
+    (taken,), calls = daemon.calls["Reserve"], daemon.calls["Release"]
+    assert [(list(call.lease_ids), list(call.given_up)) for call in calls] == [([], [taken.seq])] * (unheard + 1)
 
 
 async def test_a_cancelled_release_is_carried_out_all_the_same(daemon: FakeDaemon, cache: Cache) -> None:

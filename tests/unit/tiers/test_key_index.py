@@ -278,39 +278,6 @@ def test_a_bucket_that_was_being_written_is_looked_at_again_for_the_length_of_a_
     assert Interrupted(index.layout, index.control).prefix_length(packed(range(30)), FULL) == 20
 
 
-def test_an_entry_stands_where_it_was_seen_until_something_of_its_bucket_changes() -> None:
-    index = Index(4)
-    index.writer.put(FULL, key(1), HOST_BIT, host=place(7, 22))
-    entry = index.reader.entry(key(1), FULL)
-    assert entry is not None
-    seen = index.reader.see(key(1), FULL, entry)
-    assert seen is not None
-    assert index.reader.stands(seen)
-    assert index.reader.see(key(1), SLIDING, entry) is None
-    assert index.reader.see(key(1), FULL, entry._replace(host_generation=24)) is None
-    number = 2
-    while index.reader.stands(seen):  # another block comes into the bucket
-        index.writer.put(FULL, key(number), HOST_BIT, host=place(number + 10, 2))
-        number += 1
-    assert number > 3, "a block somewhere else is no change"
-    seen = index.reader.see(key(1), FULL, entry)
-    assert seen is not None
-    index.writer.put(FULL, key(1), 0)
-    assert not index.reader.stands(seen)
-    index.writer.put(FULL, key(1), HOST_BIT, host=place(7, 24))
-    assert not index.reader.stands(seen)
-    assert index.reader.see(key(1), FULL, entry) is None
-
-
-def test_an_entry_is_not_seen_in_a_bucket_that_is_being_written() -> None:
-    index = Index(1)
-    index.writer.put(FULL, key(1), HOST_BIT, host=place(7, 22))
-    entry = Entry(HOST_BIT, 7, 22)
-    assert index.reader.see(key(1), FULL, entry) is not None
-    index.buckets.sequences[0] += np.uint64(1)
-    assert index.reader.see(key(1), FULL, entry) is None
-
-
 def recovered(number: int, residency: int) -> Recovered:
     slots = [SlotId(number * 3 + tier) if residency & 1 << tier else None for tier in (DEVICE, HOST, DISK)]
     return Recovered(slots[DISK], key(number), None, Traits(35), device=slots[DEVICE], host=slots[HOST])

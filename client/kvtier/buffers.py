@@ -1,0 +1,279 @@
+"""The caller's arrays and tensors as rows of bytes, one a block, and slots as tensors.
+
+Nothing here imports torch before the caller has: who passes a tensor has it, who asks for one wants it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtier.abi.cuda.views import DeviceView
+    from kvtier.fences import Fence
+    from kvtier.gpu import Gpu
+
+Bytes = NDArray[np.uint8]
+
+_DTYPES: Final = {"float8_e4m3": "float8_e4m3fn"}
+"""Where torch has another name for a dtype of :class:`kvtier.CacheSpec`."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class DeviceBytes:
+    """A block's bytes in memory of a GPU, which ``owner`` keeps; nobody may touch them here before ``after``."""
+
+    address: int
+    nbytes: int
+    owner: object
+    after: Fence
+
+
+Row: TypeAlias = "Bytes | DeviceBytes"
+"""A block's bytes outside of slots, flat. Those of a GPU only where the slots are memory of the same one."""
+Rows: TypeAlias = "Sequence[Row] | Bytes"
+"""The bytes of n blocks: n rows, or one C-contiguous array of them, [n, bytes of a block]."""
+
+
+@runtime_checkable
+class CudaArray(Protocol):
+    """What CuPy, Numba and others call an array of a GPU."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+def is_cuda_array(value: object) -> TypeGuard[CudaArray]:
+    """Whether it is one, tensors of torch aside."""
+    return not is_tensor(value) and not isinstance(value, np.ndarray) and isinstance(value, CudaArray)
+
+
+def nbytes_of(array: CudaArray) -> int:
+    interface = array.__cuda_array_interface__
+    return int(np.dtype(interface["typestr"]).itemsize * math.prod(interface["shape"]))
+
+
+def stream_of(array: CudaArray) -> int | None:
+    """The stream that whoever takes the array has to come after: version 3 of the interface. None: none of its own."""
+    stream = array.__cuda_array_interface__.get("stream")
+    return stream if isinstance(stream, int) else None
+
+
+Block: TypeAlias = "NDArray[Any] | torch.Tensor | CudaArray | DeviceBytes"
+Blocks: TypeAlias = (
+    "NDArray[Any] | torch.Tensor | Sequence[NDArray[Any]] | Sequence[torch.Tensor] "
+    "| Sequence[CudaArray] | Sequence[Row]"
+)
+"""n blocks: one array or tensor whose first axis is the block, or a sequence of n of them. Any dtype and shape. Arrays
+of a GPU that are no tensors, only for slots in memory of that GPU."""
+
+
+def readable(blocks: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) -> Rows:
+    """The bytes of the caller's blocks, copied only where an array is not contiguous, or on a GPU.
+
+    Args:
+        gpu: whose slots they are for; blocks on it stay there, and are taken once the streams that they were made on
+            have done what they were given so far.
+
+    Raises:
+        InvalidArgument: where there are not ``count`` blocks of ``block_bytes``.
+    """
+    whole = _one_array(blocks, count, block_bytes)
+    if whole is not None:
+        return whole
+    _check(blocks, "blocks", count, block_bytes)
+    after = _Reached(gpu)
+    # All of them before the point is marked that they are taken at: on a GPU it only begins here.
+    in_order = [block.contiguous() if is_tensor(block) and after.has(block) else block for block in blocks]
+    return [_readable(block, f"blocks[{index}]", after) for index, block in enumerate(in_order)]
+
+
+def _readable(block: Block, field: str, after: _Reached) -> Row:
+    if isinstance(block, DeviceBytes):
+        return block
+    if is_tensor(block) or is_cuda_array(block):
+        there = after.on_gpu(block)
+        if there is not None:
+            return there
+        if is_tensor(block):
+            return bytes_of(block)
+        raise InvalidArgument(field, "an array of a GPU", "C-contiguous, and for slots of a GPU")
+    flat: Bytes = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+    return flat
+
+
+def writable(out: Blocks, count: int, block_bytes: int, gpu: Gpu | None = None) -> Rows:
+    """The bytes of the caller's arrays, to be written in place.
+
+    Of a tensor that is neither contiguous memory of the CPU nor on ``gpu``: fresh bytes, which :func:`deliver` copies
+    into it.
+
+    Raises:
+        InvalidArgument: where there are not ``count`` blocks of ``block_bytes`` that can be written.
+    """
+    whole = _one_array(out, count, block_bytes)
+    if whole is not None and whole.flags.writeable:
+        return whole
+    _check(out, "out", count, block_bytes)
+    after = _Reached(gpu)
+    return [_writable(block, f"out[{index}]", block_bytes, after) for index, block in enumerate(out)]
+
+
+def _writable(block: Block, field: str, block_bytes: int, after: _Reached) -> Row:
+    if isinstance(block, DeviceBytes):
+        return block
+    if is_tensor(block) or (is_cuda_array(block) and not block.__cuda_array_interface__["data"][1]):
+        there = after.on_gpu(block)
+        if there is not None:
+            return there
+    if is_tensor(block):
+        return bytes_of(block) if is_in_place(block) else np.empty(block_bytes, np.uint8)
+    if isinstance(block, np.ndarray) and block.flags.c_contiguous and block.flags.writeable:
+        flat: Bytes = block.reshape(-1).view(np.uint8)
+        return flat
+    limit = "C-contiguous and writable; one of a GPU, for a get from the device tier there"
+    raise InvalidArgument(field, "an array that is not", limit)
+
+
+def _one_array(blocks: Blocks, count: int, block_bytes: int) -> Bytes | None:
+    """The bytes of all blocks as one array, where they lie in one piece of the CPU's memory."""
+    if is_tensor(blocks) and is_in_place(blocks):
+        blocks = bytes_of(blocks).reshape(len(blocks), -1)
+    if not isinstance(blocks, np.ndarray) or not blocks.flags.c_contiguous:
+        return None
+    if len(blocks) != count or blocks.nbytes != count * block_bytes or not count:
+        return None
+    rows: Bytes = blocks.reshape(count, -1).view(np.uint8)
+    return rows
+
+
+def _check(blocks: Blocks, field: str, count: int, block_bytes: int) -> None:
+    if len(blocks) != count:
+        raise InvalidArgument(field, f"{len(blocks)} blocks", f"{count}, one a key")
+    for index, block in enumerate(blocks):
+        nbytes = nbytes_of(block) if is_cuda_array(block) else block.nbytes
+        if nbytes != block_bytes:
+            raise InvalidArgument(f"{field}[{index}]", f"{nbytes} bytes", f"{block_bytes} bytes")
+
+
+class _Reached:
+    """The points that streams have reached on which blocks are made or used, marked for the first block that needs one:
+    this thread's current stream, unless an array names another stream."""
+
+    def __init__(self, gpu: Gpu | None) -> None:
+        self._gpu: Final = gpu
+        self._fences: dict[int | None, Fence] = {}
+
+    def has(self, block: torch.Tensor | CudaArray) -> bool:
+        """Whether it lies on the GPU, for all that is known of it."""
+        return self._gpu is not None and (not is_tensor(block) or block.is_cuda)
+
+    def on_gpu(self, block: torch.Tensor | CudaArray) -> DeviceBytes | None:
+        if self._gpu is None or not self.has(block):
+            return None
+        stream = None if is_tensor(block) else stream_of(block)
+        if stream not in self._fences:
+            self._fences[stream] = self._gpu.fence(stream)
+        return on_gpu(block, self._gpu.driver.ordinal, self._fences[stream])
+
+
+Late: TypeAlias = "tuple[torch.Tensor, Bytes, torch.cuda.Stream | None]"
+
+
+def late(out: Blocks, rows: Sequence[Row]) -> list[Late]:
+    """The tensors of ``out`` that could not be written in place, each with its bytes and this thread's current stream:
+    for :func:`fill`, in whatever thread."""
+    if isinstance(out, np.ndarray):
+        return []
+    return [
+        (block, row, torch_stream(block))
+        for block, row in zip(out, rows, strict=False)
+        if is_tensor(block) and not isinstance(row, DeviceBytes) and not is_in_place(block)
+    ]
+
+
+def of_cpu(rows: Rows) -> Sequence[Bytes]:
+    """The same ones, of which none was taken where it lies on a GPU: they are not for slots there."""
+    return cast("Sequence[Bytes]", rows)
+
+
+def on_gpu(value: torch.Tensor | CudaArray, ordinal: int, after: Fence) -> DeviceBytes | None:
+    """Its bytes where they lie on this GPU in C order. Of an array that is no tensor the GPU is taken for granted."""
+    if is_tensor(value):
+        here = value.device.type == "cuda" and value.device.index == ordinal and value.is_contiguous()
+        return DeviceBytes(value.data_ptr(), value.nbytes, value, after) if here else None
+    interface = value.__cuda_array_interface__
+    size, strides = np.dtype(interface["typestr"]).itemsize, interface.get("strides")
+    expected = [size * math.prod(interface["shape"][axis + 1 :]) for axis in range(len(interface["shape"]))]
+    if strides is not None and list(strides) != expected:
+        return None
+    return DeviceBytes(interface["data"][0], nbytes_of(value), value, after)
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """A tensor's bytes in C order, flat: its own memory where that is contiguous and the CPU's, else a copy."""
+    import torch
+
+    flat: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def is_in_place(tensor: torch.Tensor) -> bool:
+    """Whether :func:`bytes_of` gives the tensor's own memory."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def torch_stream(tensor: torch.Tensor) -> torch.cuda.Stream | None:
+    """The stream that this thread gives its work on the tensor to. None: there is none on the CPU."""
+    import torch
+
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def fill(late: Sequence[Late]) -> None:
+    """Copies bytes into tensors on any device, each after what its stream was given before; when this returns they are
+    there."""
+    if not late:
+        return
+    import torch
+
+    for tensor, data, stream in late:
+        source = torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            tensor.detach().copy_(source)
+
+
+def over(view: Bytes | DeviceView, dtype: str) -> torch.Tensor:
+    """A 1-D tensor of ``dtype`` (as a specification names it) over the bytes of a view, also a read-only one.
+
+    torch knows no read-only tensors: see :meth:`kvtier.lease.Lease.tensors`.
+    """
+    import torch
+
+    raw = torch.from_numpy(np.asarray(_Exposed(view))) if isinstance(view, np.ndarray) else view.tensor()
+    return raw.view(getattr(torch, _DTYPES.get(dtype, dtype)))
+
+
+class _Exposed:
+    """The same memory without the read-only flag, which torch would warn of; keeps the mapping alive."""
+
+    def __init__(self, view: Bytes) -> None:
+        self._view = view
+        address, _ = view.__array_interface__["data"]
+        self.__array_interface__: dict[str, Any] = view.__array_interface__ | {"data": (address, False)}
