@@ -85,7 +85,7 @@ async def test_a_stop_with_everything_going_on(start_daemon: StartDaemon) -> Non
         waiting = asyncio.create_task(three_blank_slots(cache))
         await eventually(lambda: cache_stats(client, "c"), lambda stats: stats.waiting == 1)
         stopping = asyncio.create_task(stopped_in(daemon))
-        await log_says(daemon, "event=stopping")
+        await log_says(daemon, "kvtierd.serve stopping")
         disk.release()
         assert await stopping < IN_TIME_S
         assert_nothing_left(daemon, pid, shared_memory)
@@ -183,7 +183,7 @@ async def test_nobody_is_let_in_while_it_stops(daemon: DaemonProcess) -> None:
             moving = asyncio.create_task(cache.move(chain("in the way", 4), Tier.DISK))
             await moving_down(client)
             stopping = asyncio.create_task(stopped_in(daemon))
-            await log_says(daemon, "event=stopping")
+            await log_says(daemon, "kvtierd.serve stopping")
             with pytest.raises(DaemonUnavailable):
                 await connect(daemon.address)
             disk.release()
