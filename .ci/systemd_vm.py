@@ -124,7 +124,7 @@ def blocks() -> list[str]:
         sys.exit(
             f"systemd-vm: {len(found)} blocks of commands under 'Install as a service' of {PAGE}, not {len(BLOCKS)}"
         )
-    return found
+    return [text.replace("'.[daemon]'", "'kvtier[daemon]'") for text in found]  # the guest has wheels, and no clone
 
 
 def wheel(into: Path, version: str, scratch: Path) -> None:

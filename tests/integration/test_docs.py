@@ -35,15 +35,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
     "docs/operations.md",
-    "docs/observability.md",
-    "docs/models.md",
     "docs/retention.md",
     "docs/security.md",
     "docs/events.md",
     "docs/gpu.md",
-    "docs/gpu-clients.md",
 )
-HOW = {"runnable", "check-config", "example", "by-hand"}
+HOW = {"runnable", "check-config", "by-hand"}
 
 _FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -88,12 +85,10 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked() -> None:
         ("README.md", "sh"),
         ("README.md", "python"),
         ("docs/operations.md", "sh"),
-        ("docs/models.md", "python"),
         ("docs/retention.md", "python"),
         ("docs/security.md", "toml"),
         ("docs/events.md", "python"),
         ("docs/gpu.md", "sh"),
-        ("docs/gpu-clients.md", "python"),
     }
 
 
@@ -158,10 +153,6 @@ def test_an_operator_s_look_around(daemon: DaemonProcess, environment: dict[str,
         assert client.open_cache("llama").match(keys).blocks == 3, "a dry run changed something"
 
 
-def test_the_models_are_described_as_the_page_says(environment: dict[str, str], tmp_path: Path) -> None:
-    run_page("docs/models.md", environment, tmp_path)
-
-
 def test_what_a_request_says_of_its_blocks(environment: dict[str, str], tmp_path: Path) -> None:
     """The page asserts what comes of it."""
     run_page("docs/retention.md", environment, tmp_path)
@@ -171,13 +162,6 @@ def test_a_router_s_first_steps(environment: dict[str, str], tmp_path: Path) -> 
     said = run_page("docs/events.md", environment, tmp_path)
     assert "0 blocks are stored" in said
     assert "exact at" in said
-
-
-def test_examples_are_shown_as_they_are() -> None:
-    """Tests of their own run them: see test_consumer.py, and below."""
-    shown = {block.page: block.text for block in of("example", "python")}
-    examples = {"docs/events.md": "consumer.py", "docs/gpu-clients.md": "gpu_slots.py"}
-    assert shown == {page: (ROOT / "examples" / name).read_text() for page, name in examples.items()}
 
 
 async def test_the_example_for_a_gpu(

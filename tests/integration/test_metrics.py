@@ -134,7 +134,7 @@ async def test_the_loop_is_timed(daemon: DaemonProcess) -> None:
 
 
 def test_every_metric_is_told_and_documented(seen: Scrape) -> None:
-    page = (DOCS / "observability.md").read_text()
+    page = (DOCS / "operations.md").read_text()
     for name, (_, labels) in METRICS.items():
         family = seen.families[name.removesuffix("_total")]
         assert family.samples, f"{name} has no sample"
