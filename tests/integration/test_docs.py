@@ -209,7 +209,7 @@ def spoken(words: list[str]) -> Iterator[str]:
 
 def test_what_takes_another_machine_names_what_there_is() -> None:
     commands = [words for block in of("by-hand", "sh") for words in block.commands if words[0] in ("kvtier", "kvtierd")]
-    assert len(commands) > 3
+    assert len(commands) >= 3
     assert {tuple(words): missing for words in commands if (missing := list(spoken(words)))} == {}
     assert list(spoken(["kvtier", "mvoe", "llama"])) == ["mvoe"]
     assert list(spoken(["kvtier", "move", "llama", "disk", "--al"])) == ["--al"]
