@@ -24,11 +24,10 @@ from kvtier.buffers import Blocks, Rows, of_cpu
 from kvtier.errors import InvalidArgument, KvtierError, TooShort
 from kvtier.fences import PASSED, Stream
 from kvtier.holdings import Holdings
-from kvtier.kinds import quoted
 from kvtier.lease import Held, ReadLease
 from kvtier.prompt import Prompt
 from kvtier.reading import Read, Reader
-from kvtier.retention import Retention, block_retention, chain_message, each_priority, require_retention
+from kvtier.retention import Retention, block_retention, chain_message, each_priority
 from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, require_timeout
 from kvtier.types import BlockResult, Tier
@@ -226,7 +225,6 @@ class AcrossGroups:
         """
         chain = split_keys(packed_keys(keys))
         ranks = each_priority(len(chain), priorities) or None
-        require_retention(retention)
         if not self._binder.write:
             raise InvalidArgument("write", False, "True in open_cache for a cache whose slots are to be filled")
         place = self._cache.lease_tier(tier)
@@ -246,7 +244,7 @@ class AcrossGroups:
         another thread's. Raises :class:`InvalidArgument`."""
         for group, rows in blocks.items():
             if group not in range(len(self._groups)):
-                raise InvalidArgument("blocks", quoted(group), f"groups 0 to {len(self._groups) - 1}")
+                raise InvalidArgument("blocks", group, f"groups 0 to {len(self._groups) - 1}")
             if len(rows) > count:
                 raise InvalidArgument(f"blocks[{group}]", f"{len(rows)} blocks", f"at most {count}, one a key")
         return {

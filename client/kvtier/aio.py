@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from types import TracebackType
 from typing import Final, Self
 
@@ -13,10 +13,9 @@ from kvtier.abi import attach as protocol
 from kvtier.abi.errors import FieldError
 from kvtier.abi.spec import CacheSpec
 from kvtier.cache import Cache
-from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied
+from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
 from kvtier.explaining import Explanation, explanation_from_wire, key_or_prefix, with_past
 from kvtier.fences import Fence, Stream
-from kvtier.kinds import is_number, quoted, require_flag, require_kind, require_name
 from kvtier.options import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
@@ -52,11 +51,7 @@ async def connect(
     :class:`InvalidArgument`, and :class:`CallerError` (FORKED) in a child that was forked while there was a client.
     """
     require_timeout(timeout)
-    require_flag("insecure", insecure)
-    if not is_number(wait, 0, math.inf):
-        raise InvalidArgument("wait", quoted(wait), "0 seconds or more")
-    if address is not None:
-        require_kind("address", address, (str, os.PathLike), "a runtime directory or host:port")
+    require_within("wait", wait, 0, math.inf, "0 seconds or more")
     found = os.fspath(address) if address is not None else protocol.default_address()
     session = Session(found, tls, insecure=insecure)
     await session.open(wait)
@@ -115,15 +110,6 @@ class AsyncClient:
         Raises :class:`kvtier.errors.SpecMismatch`, :class:`InvalidArgument`, :class:`NotFound` without a ``spec``,
         :class:`PermissionDenied`, :class:`TierFull` for budgets that are not to be had.
         """
-        require_kind("name", name, str, "text")
-        if spec is not None:
-            require_kind("spec", spec, CacheSpec, "a kvtier.CacheSpec")
-        if budgets is not None:
-            require_kind("budgets", budgets, Mapping, "bytes by tier, as {Tier.HOST: 1 << 30}")
-        if options is not None:
-            require_kind("options", options, CacheOptions, "a kvtier.CacheOptions")
-        require_flag("write", write)
-        require_flag("mapped", mapped)
         try:
             if spec is not None:
                 spec.validate()
@@ -209,7 +195,7 @@ class AsyncClient:
 
         Raises :class:`kvtier.errors.NotFound` where there is no such cache.
         """
-        require_name("cache", cache)
+        _require_name(cache)
         number = 0 if session_id is None else session_number(session_id)
         request = admin_pb2.LeasesRequest(cache=cache or "", session_id=number)
 
@@ -232,8 +218,7 @@ class AsyncClient:
         Raises:
             NotFound: there is no such cache.
         """
-        require_name("cache", cache)
-        require_flag("past", past)
+        _require_name(cache)
         asked = key_or_prefix(key)
         request = admin_pb2.ExplainRequest(cache=cache or "", key=asked)
 
@@ -271,7 +256,6 @@ class AsyncClient:
         Raises :class:`kvtier.errors.NotFound` where there is no such session (any more).
         """
         number = session_number(session_id)
-        require_flag("dry_run", dry_run)
         request = admin_pb2.KickRequest(session_id=number, dry_run=dry_run, seq=self._session.next_seq())
         boot = self._session.welcome.boot
 
@@ -293,9 +277,6 @@ class AsyncClient:
         is damaged. Raises :class:`kvtier.errors.NotFound`, :class:`CallerError` (CACHE_IN_USE, LEASES_HELD,
         DAMAGED_CACHE).
         """
-        require_kind("name", name, str, "text")
-        require_flag("force", force)
-        require_flag("dry_run", dry_run)
         request = caches_pb2.RemoveCacheRequest(name=name, force=force, dry_run=dry_run, seq=self._session.next_seq())
 
         async def attempt(link: Link, seconds: float) -> caches_pb2.RemoveCacheResponse:
@@ -323,3 +304,9 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _require_name(cache: str | None) -> None:
+    """On the wire an empty name means all caches."""
+    if cache == "":
+        raise InvalidArgument("cache", cache, "a cache's name")

@@ -19,11 +19,10 @@ from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, Read
 from kvtier.arena import Arena
 from kvtier.binding import Binder, send
 from kvtier.buffers import Blocks, Row, Rows
-from kvtier.errors import CallerError, InvalidArgument
+from kvtier.errors import CallerError, InvalidArgument, require_within
 from kvtier.fences import Fence, Stream
 from kvtier.gpu import Gpu
 from kvtier.holdings import Holdings
-from kvtier.kinds import A_TIER, MAX_COUNT, is_integer, quoted, require_flag, require_kind, require_tier
 from kvtier.lease import Held, Lease, ReadLease, WriteLease
 from kvtier.lookups import Lookups
 from kvtier.options import CacheOptions
@@ -38,6 +37,7 @@ from kvtier.upkeep import Upkeep
 from kvtier.v1 import caches_pb2
 from kvtier.verifying import verified
 from kvtier.wire import (
+    MAX_COUNT,
     Budgets,
     Keys,
     packed_chains,
@@ -82,8 +82,7 @@ class Cache:
 
     def in_group(self, group: int) -> Cache:
         """The same cache, opened once and closed once, with the verbs of another window group."""
-        if not is_integer(group, 0, len(self.spec.groups) - 1):
-            raise InvalidArgument("group", quoted(group), f"0 to {len(self.spec.groups) - 1}")
+        require_within("group", group, 0, len(self.spec.groups) - 1)
         other = copy.copy(self)
         other.group = group
         return other
@@ -136,7 +135,6 @@ class Cache:
 
     def slots(self, tier: Tier) -> int:
         """Capacity of a tier in blocks; 0 where the cache does not have it."""
-        require_kind("tier", tier, Tier, A_TIER)
         return next((info.slots for info in self.info.groups[self.group].tiers if info.tier is tier), 0)
 
     def lease_tier(self, tier: Tier | None = None) -> Tier:
@@ -144,7 +142,6 @@ class Cache:
 
         Raises :class:`InvalidArgument` if there is none.
         """
-        require_tier("tier", tier)
         mapped = [each for each in self.tiers if each in MAPPED_TIERS]
         if tier is None and mapped:
             unmapped = self.unmapped
@@ -202,8 +199,7 @@ class Cache:
 
     def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
         """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
-        if not is_integer(page_blocks, 0, MAX_COUNT):
-            raise InvalidArgument("page_blocks", quoted(page_blocks), "0 or more")
+        require_within("page_blocks", page_blocks, 0, MAX_COUNT, "0 or more")
         return self._lookups.pages(page_blocks, timeout)
 
     async def blocks(self, *, timeout: float | None = None) -> AsyncGenerator[ListedBlock, None]:
@@ -423,8 +419,6 @@ class Cache:
         """
         if timeout is not None:
             require_timeout(timeout)
-        require_tier("tier", tier)
-        require_flag("verify", verify)
         await asyncio.sleep(0)  # who asks again and again lets others have their turn
         read, targets = self.begin_get(packed_keys(keys), out, tier, in_cpu=verify)
         await transfer.run(read.copy, read.nbytes, waits=read.waits)
@@ -564,8 +558,7 @@ class Cache:
             raise CallerError(message, reason="CANNOT_MAP")
 
     async def _reserve(self, count: int, tier: Tier | None, timeout: float | None) -> WriteLease:
-        if not is_integer(count, 1, MAX_COUNT):
-            raise InvalidArgument("count", quoted(count), "1 or more")
+        require_within("count", count, 1, MAX_COUNT, "1 or more")
         self._require_writable()
         place = self.lease_tier(tier)
         self._require_mapped(place)

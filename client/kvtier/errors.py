@@ -84,6 +84,12 @@ class InvalidArgument(CallerError):
         self.limit = limit
 
 
+def require_within(field: str, value: float, low: float, high: float, limit: str = "") -> None:
+    """Raises :class:`InvalidArgument` for a number below ``low``, above ``high`` or not a number at all."""
+    if not low <= value <= high:
+        raise InvalidArgument(field, value, limit or f"{low} to {high}")
+
+
 class SpecMismatch(InvalidArgument):
     """The cache is open, or remembered on disk, with another specification."""
 

@@ -217,9 +217,6 @@ class Holdings:
     async def release(self, leases: Iterable[Lease], stream: Stream | None, timeout: float | None) -> None:
         """See :meth:`kvtier.Cache.release`."""
         given = list(leases)
-        for index, lease in enumerate(given):
-            if not isinstance(lease, Lease):
-                raise InvalidArgument(f"leases[{index}]", lease, "a lease; of a list, *leases")
         live, deadline = [lease for lease in given if not lease.released], self._deadline(timeout)
         if not live:
             return
@@ -301,7 +298,5 @@ class Holdings:
 def _packed_parents(packed: bytes, parent: bytes | None, parents: Sequence[bytes | None] | None) -> bytes:
     """One parent a key: the chain's, or those given."""
     if parents is not None:
-        if isinstance(parents, (str, bytes)) or not isinstance(parents, Iterable):
-            raise InvalidArgument("parents", parents, "a list of keys, one a block")
         return packed_keys([ROOT_PARENT if each is None else each for each in parents], "parents")
     return packed_keys([ROOT_PARENT if parent is None else parent], "parent") + packed[:-KEY_BYTES]

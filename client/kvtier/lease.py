@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
@@ -11,9 +11,8 @@ import numpy as np
 from kvtier import buffers
 from kvtier.arena import Arena
 from kvtier.binding import Binding
-from kvtier.errors import InvalidArgument, KvtierError, LeaseError, LeaseLost
+from kvtier.errors import KvtierError, LeaseError, LeaseLost, require_within
 from kvtier.fences import Stream
-from kvtier.kinds import is_integer, quoted, require_flag
 from kvtier.memory import Memory, View
 from kvtier.prompt import Prompt
 from kvtier.retention import BlockRetention, Retention
@@ -75,8 +74,7 @@ class Lease:
         return self.arena.view(self.tier, self.cache.group, self.slots[index], write=self._is_blank(index))
 
     def _require_index(self, field: str, index: int) -> None:
-        if not is_integer(index, 0, len(self.slots) - 1):
-            raise InvalidArgument(field, quoted(index), f"0 to {len(self.slots) - 1}")
+        require_within(field, index, 0, len(self.slots) - 1)
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         """As :meth:`view`, as torch tensors of the cache's dtype, 1-D, not copied: on the GPU where the tier is its
@@ -160,7 +158,6 @@ class WriteLease(Lease):
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`, :class:`kvtier.errors.DeviceError`.
         """
         self.require_live()
-        require_flag("release", release)
         indices = self.blank if at is None else self._places(at)
         results = await self._holdings.commit(
             self, keys, indices, parent, parents, priorities, retention, prompt, release, stream, timeout
@@ -182,8 +179,6 @@ class WriteLease(Lease):
         return self._blank[index]
 
     def _places(self, at: Sequence[int]) -> list[int]:
-        if isinstance(at, (str, bytes)) or not isinstance(at, Iterable):
-            raise InvalidArgument("at", at, "a list of indices, even of one")
         for number, index in enumerate(at):
             self._require_index(f"at[{number}]", index)
         return list(at)
@@ -240,10 +235,8 @@ class ReadLease(Lease):
         Raises :class:`InvalidArgument`, :class:`LeaseError`, :class:`LeaseLost`.
         """
         self.require_live()
-        if not is_integer(blocks, 1, self.blocks - 1):
-            raise InvalidArgument(
-                "blocks", quoted(blocks), f"1 to {self.blocks - 1}: of {self.blocks} held, one must stay"
-            )
+        limit = f"1 to {self.blocks - 1}: of {self.blocks} held, one must stay"
+        require_within("blocks", blocks, 1, self.blocks - 1, limit)
         await self._holdings.trim(self, blocks, stream, timeout)
 
     def view(self, index: int) -> list[View]:

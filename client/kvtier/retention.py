@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.errors import InvalidArgument
-from kvtier.kinds import is_integer, is_number, quoted, require_kind
+from kvtier.errors import InvalidArgument, require_within
 from kvtier.types import DEFAULT_PRIORITY
 from kvtier.v1 import blocks_pb2
 
 MAX_PRIORITY: Final = 100
-A_RETENTION: Final = "a kvtier.Retention; a priority alone goes into priorities or a range"
 MAX_TOKEN: Final = (1 << 63) - 1
 MAX_DURATION_MS: Final = (1 << 32) - 1
 UNCHANGED: Final = 255
@@ -53,11 +51,9 @@ class Retention:
     first_token: int = 0
 
     def __post_init__(self) -> None:
-        require_kind("ranges", self.ranges, (tuple, list), "a tuple of kvtier.TokenRange, even of one")
         end: int | None = 0
         for index, each in enumerate(self.ranges):
             field = f"ranges[{index}]"
-            require_kind(field, each, TokenRange, "a kvtier.TokenRange")
             for name in ("start", "end"):
                 _check_token(f"{field}.{name}", getattr(each, name))
             if end is None:
@@ -97,8 +93,8 @@ class Retention:
 
 
 def _check_token(field: str, value: int | None) -> None:
-    if value is not None and not is_integer(value, 0, MAX_TOKEN):
-        raise InvalidArgument(field, quoted(value), "a token's number, 0 or more")
+    if value is not None:
+        require_within(field, value, 0, MAX_TOKEN, "a token's number, 0 or more")
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,7 +119,6 @@ def block_retention(
         return BlockRetention(each_priority(count, priorities))
     if priorities is not None:
         raise InvalidArgument("priorities", priorities, "None where there is a retention")
-    require_kind("retention", retention, (Retention, BlockRetention), A_RETENTION)
     return retention if isinstance(retention, BlockRetention) else retention.of_blocks(count, tokens_per_block)
 
 
@@ -131,23 +126,15 @@ def each_priority(count: int, priorities: int | Sequence[int] | None) -> bytes:
     """Priorities given for all, or one a block; none at all for None."""
     if priorities is None:
         return b""
-    if isinstance(priorities, str) or not isinstance(priorities, Iterable):
+    if not isinstance(priorities, Iterable):
         return bytes([check_priority("priorities", priorities)]) * count
     listed = list(priorities)
     _require_one_each("priorities", len(listed), count)
-    try:
-        ranks = bytes(listed)
-    except (TypeError, ValueError):
-        ranks = b""
-    if len(ranks) != len(listed) or max(ranks, default=0) > MAX_PRIORITY:  # the quick way to look at them all
-        for index, value in enumerate(listed):
-            check_priority(f"priorities[{index}]", value)
-    return ranks
+    return bytes(check_priority(f"priorities[{index}]", value) for index, value in enumerate(listed))
 
 
 def check_priority(field: str, value: int) -> int:
-    if not is_integer(value, 0, MAX_PRIORITY):
-        raise InvalidArgument(field, quoted(value), f"0 to {MAX_PRIORITY}")
+    require_within(field, value, 0, MAX_PRIORITY)
     return value
 
 
@@ -155,10 +142,8 @@ def duration_ms(field: str, seconds: float | None) -> int:
     """Whole milliseconds, at least one; 0 for None."""
     if seconds is None:
         return 0
-    if not (is_number(seconds, 0, MAX_DURATION_MS / 1000) and seconds > 0):
-        raise InvalidArgument(
-            field, quoted(seconds), f"more than 0, at most {MAX_DURATION_MS / 1000:.0f} seconds, or None"
-        )
+    if not 0 < seconds <= MAX_DURATION_MS / 1000:
+        raise InvalidArgument(field, seconds, f"more than 0, at most {MAX_DURATION_MS / 1000:.0f} seconds, or None")
     return min(MAX_DURATION_MS, math.ceil(seconds * 1000))
 
 
@@ -166,7 +151,7 @@ def each_duration_ms(count: int, durations_s: float | Sequence[float | None] | N
     """Durations given for all, or one a block; none at all for None."""
     if durations_s is None:
         return ()
-    if isinstance(durations_s, str) or not isinstance(durations_s, Iterable):
+    if not isinstance(durations_s, Iterable):
         return (duration_ms("durations_s", durations_s),) * count
     durations = tuple(duration_ms(f"durations_s[{index}]", value) for index, value in enumerate(durations_s))
     _require_one_each("durations_s", len(durations), count)
@@ -178,20 +163,12 @@ def _require_one_each(field: str, given: int, count: int) -> None:
         raise InvalidArgument(field, f"{given} values", f"{count} values, one a block, or one for all")
 
 
-def require_retention(retention: Retention | None) -> None:
-    """None: none is given. Raises :class:`InvalidArgument`."""
-    if retention is not None:
-        require_kind("retention", retention, Retention, A_RETENTION)
-
-
 def chain_message(keys: bytes, min_blocks: int, retention: Retention | None, tokens_per_block: int) -> blocks_pb2.Chain:
     """A chain to acquire; its blocks of no range stay as they are. Raises :class:`InvalidArgument`."""
     count = len(keys) // KEY_BYTES
-    if not is_integer(min_blocks, 0, count):
-        raise InvalidArgument("min_blocks", quoted(min_blocks), f"0 to {count}, the blocks of the chain")
+    require_within("min_blocks", min_blocks, 0, count, f"0 to {count}, the blocks of the chain")
     if retention is None:
         return blocks_pb2.Chain(keys=keys, min_blocks=min_blocks)
-    require_retention(retention)
     kept = retention.of_blocks(count, tokens_per_block, UNCHANGED)
     return blocks_pb2.Chain(
         keys=keys, min_blocks=min_blocks, priorities=kept.priorities, durations_ms=kept.durations_ms

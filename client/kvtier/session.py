@@ -35,7 +35,6 @@ from kvtier.errors import (
     RetryableError,
 )
 from kvtier.fences import PASSED, Fence, Stream, Unknown, all_of, passing
-from kvtier.kinds import is_number, quoted
 from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
@@ -76,8 +75,8 @@ class Backoff:
 
 def require_timeout(timeout: float) -> None:
     """Raises :class:`InvalidArgument` where it is not above 0 and at most an hour."""
-    if not (is_number(timeout, 0, MAX_TIMEOUT_S) and timeout > 0):
-        raise InvalidArgument("timeout", quoted(timeout), f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
+    if not 0 < timeout <= MAX_TIMEOUT_S:
+        raise InvalidArgument("timeout", timeout, f"above 0 and at most {MAX_TIMEOUT_S:g} seconds")
 
 
 class Deadline:

@@ -150,7 +150,7 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
     Raises :class:`InvalidArgument` for TCP without TLS, unless it is to this host and asked for, and for an empty
     address, which would be the working directory.
     """
-    if not isinstance(address, str) or not address:
+    if not address:
         raise InvalidArgument("address", address, "a runtime directory or host:port")
     found = _HOST_PORT.fullmatch(address.removeprefix(TCP_SCHEME))
     if found is not None and int(found[3]) > MAX_PORT:  # gRPC would take what 16 bits leave of it
@@ -161,8 +161,6 @@ def transport_to(address: str, tls: TlsFiles | None, *, insecure: bool) -> Trans
         if tls is not None or insecure:
             raise InvalidArgument("address", address, "host:port for tls or insecure: sockets need neither")
         return LocalTransport(address)
-    if tls is not None and not isinstance(tls, TlsFiles):
-        raise InvalidArgument("tls", tls, "a kvtier.TlsFiles")
     host, target = found[1] or found[2], found[0]
     if tls is None and not insecure:
         raise InvalidArgument("tls", None, "given for TCP; or insecure=True for a daemon on this host")

@@ -8,7 +8,6 @@ from typing import Final
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.answers import DropReport, ResetReport
 from kvtier.binding import Binder
-from kvtier.kinds import require_flag
 from kvtier.lookups import DeadlineOf
 from kvtier.retention import each_duration_ms, each_priority
 from kvtier.session import Session
@@ -27,7 +26,6 @@ class Upkeep:
         self._deadline: Final = deadline
 
     async def move(self, keys: Keys, to: Tier, dry_run: bool, timeout: float | None) -> list[BlockResult]:
-        require_flag("dry_run", dry_run)
         packed, seq = packed_keys(keys), self._session.next_seq()
         deadline = self._deadline(timeout)
         wait_ns = deadline.wait_ns()
@@ -47,7 +45,6 @@ class Upkeep:
         return [BlockResult(result) for result in reply.results]
 
     async def drop(self, keys: Keys, dry_run: bool, timeout: float | None) -> DropReport:
-        require_flag("dry_run", dry_run)
         packed, seq = packed_keys(keys), self._session.next_seq()
         reply = await self._binder.call(
             lambda stubs: stubs.blocks.Drop,
@@ -99,8 +96,6 @@ class Upkeep:
         return [BlockResult(result) for result in reply.results]
 
     async def reset(self, force: bool, dry_run: bool, timeout: float | None) -> ResetReport:
-        require_flag("force", force)
-        require_flag("dry_run", dry_run)
         seq = self._session.next_seq()
         reply = await self._binder.call(
             lambda stubs: stubs.blocks.Reset,

@@ -9,8 +9,7 @@ import numpy as np
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.errors import DaemonError, InvalidArgument
-from kvtier.kinds import A_TIER, is_integer, quoted, require_flag, require_kind
+from kvtier.errors import DaemonError, InvalidArgument, require_within
 from kvtier.options import CacheOptions, WritePolicy
 from kvtier.stats import (
     CacheInfo,
@@ -58,10 +57,12 @@ def packed_keys(keys: Keys, field: str = "keys") -> bytes:
     return b"".join(listed)
 
 
+MAX_COUNT: Final = (1 << 32) - 1
+"""Of blocks in a message."""
+
+
 def packed_chains(chains: Iterable[Keys]) -> list[bytes]:
     """The same of several chains; the field says which."""
-    if isinstance(chains, (str, bytes, bytearray, memoryview)) or not isinstance(chains, Iterable):
-        raise InvalidArgument("chains", chains, "a list of chains, even of one")
     return [packed_keys(keys, f"chains[{index}].keys") for index, keys in enumerate(chains)]
 
 
@@ -74,7 +75,6 @@ def split_keys(packed: bytes) -> list[bytes]:
 
 
 def tier_to_wire(tier: Tier, field: str = "tier") -> common_pb2.Tier.ValueType:
-    require_kind(field, tier, Tier, A_TIER)
     return common_pb2.Tier.ValueType(tier + 1)
 
 
@@ -134,36 +134,29 @@ def spec_from_wire(message: caches_pb2.CacheSpec) -> CacheSpec:
 
 def session_number(session_id: int) -> int:
     """Raises :class:`InvalidArgument` for what cannot be a session's."""
-    if not is_integer(session_id, 1, (1 << 64) - 1):
-        raise InvalidArgument("session_id", quoted(session_id), "1 to 2^64 - 1")
+    require_within("session_id", session_id, 1, (1 << 64) - 1, "1 to 2^64 - 1")
     return session_id
 
 
 def _u64(field: str, value: int) -> int:
     """protobuf's own refusal names no field."""
-    if not is_integer(value, 0, (1 << 64) - 1):
-        raise InvalidArgument(field, quoted(value), "0 to 2^64 - 1")
+    require_within(field, value, 0, (1 << 64) - 1, "0 to 2^64 - 1")
     return value
 
 
 def budgets_to_wire(budgets: Budgets) -> list[caches_pb2.TierBudget]:
-    require_kind("budgets", budgets, Mapping, "bytes by tier")
     return [_budget(tier, asked) for tier, asked in budgets.items()]
 
 
 def _budget(tier: Tier, asked: int | Sequence[int]) -> caches_pb2.TierBudget:
     field = f"budgets[{tier}]"
-    if isinstance(asked, str) or not isinstance(asked, Iterable):
+    if not isinstance(asked, Iterable):
         return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, asked))
     by_group = [_u64(f"{field}[{group}]", each) for group, each in enumerate(asked)]
     return caches_pb2.TierBudget(tier=tier_to_wire(tier, field), bytes=_u64(field, sum(by_group)), group_bytes=by_group)
 
 
 def options_to_wire(options: CacheOptions) -> caches_pb2.CacheOptions:
-    require_kind("options.write_policy", options.write_policy, int, "a kvtier.WritePolicy")
-    require_kind("options.eviction", options.eviction, str, "text")
-    require_kind("options.event_hash", options.event_hash, str, "text")
-    require_flag("options.keep_tokens", options.keep_tokens)
     return caches_pb2.CacheOptions(
         write_policy=caches_pb2.WritePolicy.ValueType(options.write_policy),
         eviction=options.eviction,

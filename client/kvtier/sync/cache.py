@@ -13,7 +13,7 @@ from kvtier.abi.spec import CacheSpec
 from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
 from kvtier.arena import Arena
 from kvtier.buffers import Blocks
-from kvtier.errors import ClientClosed, InvalidArgument
+from kvtier.errors import ClientClosed
 from kvtier.fences import Fence, Stream
 from kvtier.prompt import Prompt
 from kvtier.retention import Retention
@@ -198,9 +198,6 @@ class Cache:
 
     def release(self, *leases: Lease[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
-        for index, lease in enumerate(leases):
-            if not isinstance(lease, Lease):
-                raise InvalidArgument(f"leases[{index}]", lease, "a lease; of a list, *leases")
         held = [lease.inner for lease in leases]
         fence = self._thread.fence(held, stream)
         self._thread.run(lambda: self._inner.release(*held, stream=fence, timeout=timeout))

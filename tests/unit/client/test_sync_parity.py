@@ -30,9 +30,16 @@ RENAMED = {
 }
 
 SEAMS = {
-    cache.Cache: {"open", "reader", "way", "gpu"},  # of its client: the way to call the first is open_cache
+    cache.Cache: {
+        "open",
+        "reader",
+        "way",
+        "gpu",
+        "begin_get",
+        "end_get",
+    },  # of its client: the way to call the first is open_cache
     aio.AsyncClient: {"work"},
-    across.AcrossGroups: {"reader", "loading", "sources"},
+    across.AcrossGroups: {"reader", "begin_get", "sources"},
     lease.WriteLease: {"binding"},
     lease.ReadLease: {"binding"},
 }
