@@ -15,12 +15,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi import attach, layout
+from kvtier.abi import attach
+from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
+from kvtier.abi.errors import AbiError
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
-from kvtier.abi.records import STATE_OFFSET
 from kvtier.abi.spec import CacheSpec
-from kvtier.abi.words import ArenaState
 from kvtier.buffers import Bytes, Row, Rows
 from kvtier.errors import CallerError, DaemonError
 from kvtier.memory import CpuMemory, Memory, View
@@ -54,18 +54,15 @@ class Arena:
         """
         self._control = _mapped(fds[attach.CONTROL], write=False)
         try:
-            self.layout = ArenaLayout.read(self._control)
-        except layout.AbiError as error:
+            self.layout = ArenaLayout.read(self._control, spec)
+        except AbiError as error:
             raise DaemonError(f"the daemon's arena cannot be trusted: {error}", reason="BAD_ARENA") from error
-        self.identity = layout.ArenaIdentity.read(self._control)
-        if self.identity.fingerprint != spec.fingerprint() or not self.layout.holds(spec):
-            raise DaemonError("the daemon's arena is of another specification", reason="BAD_ARENA")
         self.writable = write
         self.stale = False
         """True once the cache is open in another session, or cannot be opened there. Set by the client."""
         self.index = IndexReader(self.layout, self._control) if self.layout.index_bytes else None
         """Where its blocks are; None where the daemon keeps no index."""
-        self._states = self._control[: layout.HEADER_BYTES].data.cast("I")
+        self._states = self._control[:HEADER_BYTES].data.cast("I")
         self._memories: dict[Tier, Memory] = {
             tier: CpuMemory(self.layout, tier, _mapped(fds[name], write=write, at_least=self.layout.data_bytes(tier)))
             for tier, name in _SEGMENTS.items()
@@ -142,7 +139,7 @@ class Arena:
         return now
 
 
-def _mapped(fd: int, *, write: bool, at_least: int = layout.HEADER_BYTES) -> Bytes:
+def _mapped(fd: int, *, write: bool, at_least: int = HEADER_BYTES) -> Bytes:
     size = os.fstat(fd).st_size
     if size < at_least:
         raise DaemonError(f"a segment of {size} bytes: the layout says {at_least}", reason="BAD_ARENA")

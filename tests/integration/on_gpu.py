@@ -21,6 +21,7 @@ from kvtier.abi import attach
 from kvtier.abi.layout import ArenaLayout
 from kvtier.v1 import blocks_pb2
 from tests.fake_cuda import VARIABLE, fake_environment
+from tests.integration.blocks import SPEC
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import RawClient
 from tests.integration.supervised import SupervisedDaemon
@@ -107,4 +108,4 @@ async def residency(raw: RawClient, cache_id: int, keys: list[bytes]) -> list[in
 def device_generations(control: int) -> NDArray[np.uint64]:
     """Of all slots of the first group on the device, as they change. ``control``: its descriptor."""
     segment = np.frombuffer(mmap.mmap(control, 0, prot=mmap.PROT_READ), dtype=np.uint8)
-    return ArenaLayout.read(segment).generations(segment, Tier.DEVICE, 0)
+    return ArenaLayout.read(segment, SPEC).generations(segment, Tier.DEVICE, 0)

@@ -16,8 +16,8 @@ import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, Client, Tier, connect
 from kvtier.abi import attach
-from kvtier.abi.layout import INDEXES_HERE, ArenaLayout, Segment
-from kvtier.abi.records import BUCKET_BYTES
+from kvtier.abi.control import Segment
+from kvtier.abi.layout import BUCKET_BYTES, INDEXES_HERE, ArenaLayout
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
@@ -163,7 +163,7 @@ async def test_the_daemons_own_user_could_and_then_readers_ask(start_daemon: Sta
         await raw.open("c")
         with mapped(raw, cache, write=False) as fds:
             control = reopened(fds[attach.CONTROL])
-        layout = ArenaLayout.read(control)
+        layout = ArenaLayout.read(control, SPEC)
         index = control[layout.index_offset : layout.index_offset + layout.index_bytes].view(np.uint64)
         sequences = index.reshape(-1, BUCKET_BYTES // 8)[:, 0]
         sequences |= np.uint64(1)

@@ -1,6 +1,6 @@
 """The key index: which blocks a cache has and where, in ``control``, for whoever maps it.
 
-Buckets of 512 bytes, from the header's ``index_offset`` on, 8 blocks in each::
+Buckets of 512 bytes, 8 blocks in each::
 
        0  u64      sequence      odd while the daemon writes the bucket
        8  u32 x 8  tags          of ``kvtier.abi.key_mix``
@@ -42,12 +42,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi import records
-from kvtier.abi.errors import AbiError
+from kvtier.abi.control import UNINDEXED_OFFSET, Header, Shown, read_shown, read_unindexed, words_of
 from kvtier.abi.key_mix import I64, U32, U64, KeyMix
-from kvtier.abi.layout import ArenaLayout
-from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
-from kvtier.abi.words import Shown, read_shown, read_unindexed, words_of
+from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES, ArenaLayout
 
 KEY_BYTES: Final = 32
 TAGS_OFFSET: Final = 8
@@ -62,7 +59,7 @@ _KEY: Final = struct.Struct("<32s")
 _ENTRY_WORDS: Final = ENTRY.size // 8
 _BUCKET_WORDS: Final = BUCKET_BYTES // 8
 _BUCKET_LINES: Final = BUCKET_BYTES // ENTRIES_OFFSET
-_UNINDEXED_WORD: Final = records.UNINDEXED_OFFSET // 8
+_UNINDEXED_WORD: Final = UNINDEXED_OFFSET // 8
 
 _TRIES: Final = 100
 """Some 10 us where a bucket stays odd: a daemon that has not been interrupted is done with its buckets by then."""
@@ -125,14 +122,12 @@ class Buckets:
     """The index's memory in the shapes that it is read and written in. None of it is copied."""
 
     def __init__(self, layout: ArenaLayout, control: NDArray[np.uint8]) -> None:
-        """Raises :class:`AbiError` where the arena has no index."""
-        if not layout.index_bytes:
-            raise AbiError("header.index_bytes", 0, "above 0: this arena has no key index")
+        """The arena has an index: ``layout.index_bytes`` is not 0."""
         self.count = layout.index_bytes // BUCKET_BYTES
         self.base = layout.index_offset
         self.bytes = control.data
         self.words = words_of(control)
-        self.mix = KeyMix(records.HEADER.unpack_from(control.data, 0, 0)["index_seed"], self.count)
+        self.mix = KeyMix(Header.read(control, len(layout.groups)).index_seed, self.count)
 
         self.whole: U64 = self._rows(control, "<u8", BUCKET_BYTES // 8, 0)
         self.sequences = self.whole[:, 0]
@@ -161,7 +156,7 @@ class IndexReader:
     """Looks blocks up in a mapped ``control`` segment. Many threads and processes may, and nobody notices them."""
 
     def __init__(self, layout: ArenaLayout, control: NDArray[np.uint8]) -> None:
-        """Raises :class:`AbiError` where the arena has no index."""
+        """The arena has an index: ``layout.index_bytes`` is not 0."""
         self._buckets = Buckets(layout, control)
         self._mix = self._buckets.mix
         self._bytes = self._buckets.bytes

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -45,13 +45,12 @@ _EXTENSION: Final = b"kvtier.block"
 
 
 class KeyChainError(FieldError):
-    """Tokens, a scope or packed keys that name no blocks: ``field``, ``value``, ``limit``."""
+    """Tokens or a scope that name no blocks: ``field``, ``value``, ``limit``."""
 
 
 @dataclass(slots=True, frozen=True)
 class MultimodalItem:
-    """An image or a sound: ``digest``, 32 bytes, of what the placeholder tokens ``first_token`` up to, not including,
-    ``first_token + tokens`` of the prompt stand for."""
+    """An image or a sound: ``tokens`` placeholders from ``first_token`` on stand for it; ``digest``: 32 bytes."""
 
     digest: bytes
     first_token: int
@@ -60,11 +59,10 @@ class MultimodalItem:
 
 @dataclass(slots=True, frozen=True)
 class Scope:
-    """What besides the tokens decides a block's bytes.
+    """What decides a block's bytes besides the tokens. Blocks of different adapters or salts never share a key.
 
-    Blocks of different adapters or salts never share a key. ``lora_id``: the adapter, 0 to 2^64-1. ``salt``: keeps
-    tenants apart. ``multimodal``: the prompt's items in the order of their tokens, which do not overlap; those
-    prompts share the blocks before the first item in which they differ.
+    ``lora_id``: the adapter, 0 to 2^64-1. ``salt``: keeps tenants apart. ``multimodal``: the prompt's items in the
+    order of their tokens, which do not overlap. Prompts share the blocks before the first item in which they differ.
     """
 
     lora_id: int | None = None
@@ -77,8 +75,8 @@ PLAIN: Final = Scope()
 
 @dataclass(slots=True, frozen=True)
 class Covered:
-    """The part of an item that lies in a block: from ``offset`` in the item, ``position`` in the block, so many
-    ``tokens``."""
+    """The part of an item that lies in a block: ``tokens`` of them, from ``offset`` in the item and ``position`` in the
+    block on."""
 
     digest: bytes
     offset: int
@@ -91,7 +89,7 @@ def root(scope: Scope) -> bytes:
     lora = 0 if scope.lora_id is None else require_int("scope.lora_id", scope.lora_id, 0, 2**64 - 1, KeyChainError)
     try:
         salt = b"" if scope.salt is None else scope.salt.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
+    except UnicodeEncodeError as error:
         raise KeyChainError("scope.salt", scope.salt, "text that UTF-8 can encode") from error
     digest = hashlib.sha256(b"kvtier.scope" + struct.pack("<I", _SCOPE_VERSION))
     digest.update(struct.pack("<BQ", scope.lora_id is not None, lora))
@@ -105,13 +103,17 @@ def chain_keys(
 ) -> bytes:
     """The keys of all full blocks of a prompt, packed: ``len(token_ids) // tokens_per_block`` x 32 bytes.
 
-    The keys of a prefix are a prefix of the keys. ``extra_ids``: one a token, 0 to 2^64-1, for tokens whose id alone
-    does not say what they stand for (virtual tokens of a prompt tuning); 0 = none. Raises :class:`KeyChainError` for
-    token ids that are not integers from 0 to 2^32-1, for ``tokens_per_block`` < 1, and for a bad scope.
+    The keys of a prefix are a prefix of the keys.
+
+    Args:
+        token_ids: integers from 0 to 2^32-1.
+        extra_ids: one a token, 0 to 2^64-1, for tokens whose id alone does not say what they stand for (virtual tokens
+            of prompt tuning); 0 = none.
+
+    Raises:
+        KeyChainError: naming the argument at fault.
     """
     require_int("tokens_per_block", tokens_per_block, 1, MAX_TOKEN_ID, KeyChainError)
-    if not isinstance(scope, Scope):
-        raise KeyChainError("scope", scope, "a kvtier.Scope, as Scope(salt='a')")
     tokens = np.ascontiguousarray(_as_unsigned("token_ids", token_ids, MAX_TOKEN_ID), "<u4")
     extensions = _extensions(len(tokens), tokens_per_block, scope, extra_ids)
     parent = root(scope)
@@ -126,16 +128,11 @@ def chain_keys(
 
 
 def covered_blocks(scope: Scope, blocks: int, tokens_per_block: int) -> dict[int, list[Covered]]:
-    """What multimodal items cover of the first ``blocks`` blocks of a prompt, by block; only blocks that they cover.
-
-    Raises :class:`KeyChainError`.
-    """
+    """What multimodal items cover of a prompt's first ``blocks`` blocks, by block. Raises :class:`KeyChainError`."""
     found: dict[int, list[Covered]] = {}
     free = 0
     for number, item in enumerate(scope.multimodal):
         field = f"scope.multimodal[{number}]"
-        if not isinstance(item, MultimodalItem):
-            raise KeyChainError(field, item, "a MultimodalItem")
         if len(item.digest) != DIGEST_BYTES:
             raise KeyChainError(f"{field}.digest", f"{len(item.digest)} bytes", f"{DIGEST_BYTES} bytes")
         first = require_int(f"{field}.first_token", item.first_token, free, MAX_TOKEN_ID, KeyChainError)
@@ -146,22 +143,6 @@ def covered_blocks(scope: Scope, blocks: int, tokens_per_block: int) -> dict[int
             count = min(end, start + tokens_per_block) - here
             found.setdefault(block, []).append(Covered(item.digest, here - first, here - start, count))
     return found
-
-
-def split(packed: bytes) -> list[bytes]:
-    """Packed keys, one by one. Raises :class:`KeyChainError` where the length is no multiple of 32."""
-    if len(packed) % KEY_BYTES:
-        raise KeyChainError("keys", f"{len(packed)} bytes", f"a multiple of {KEY_BYTES} bytes")
-    return [packed[start : start + KEY_BYTES] for start in range(0, len(packed), KEY_BYTES)]
-
-
-def join(keys: Iterable[bytes]) -> bytes:
-    """Keys packed. Raises :class:`KeyChainError` where one is not 32 bytes long."""
-    listed = list(keys)
-    for index, key in enumerate(listed):
-        if len(key) != KEY_BYTES:
-            raise KeyChainError(f"keys[{index}]", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
-    return b"".join(listed)
 
 
 def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
@@ -178,7 +159,7 @@ def extra_id_array(extra_ids: TokenIds, tokens: int) -> NDArray[np.uint64]:
 
 
 def _extensions(tokens: int, tokens_per_block: int, scope: Scope, extra_ids: TokenIds | None) -> dict[int, bytes]:
-    """By block; only blocks that have one."""
+    """The extensions, by block."""
     blocks = tokens // tokens_per_block
     covered = covered_blocks(scope, blocks, tokens_per_block) if scope.multimodal else {}
     extra: dict[int, bytes] = {}
@@ -208,8 +189,7 @@ def _as_unsigned(field: str, values: TokenIds, most: int) -> NDArray[np.integer[
     if ids.size == 0:
         return np.empty(0, dtype=np.uint64)
     if ids.dtype.kind not in "iu":
-        # Floats, bools and integers too large for numpy all end up here: find the one to name. Small integers beside
-        # some from 2^63 on do, too, and are fine.
+        # Floats, bools and integers too large for numpy, but also small integers beside some from 2^63 on.
         _refuse_first_bad(field, ids.tolist() if isinstance(values, np.ndarray) else values, most)
         return np.array(values, dtype=np.uint64)
     if (ids.dtype.kind == "i" and ids.min() < 0) or ids.max() > most:

@@ -3,7 +3,7 @@
 Fingerprint: SHA-256 over, without padding, integers little-endian::
 
     16 bytes  b"kvtier.cachespec"
-    u32       version: 1 where every pool has the cache's dtype, else 2
+    u32       version: 1 if every pool has the cache's dtype, else 2
     u32 + n   length of the model name in UTF-8, the name
     u32 + n   length of the dtype name, the name
     u32 x 4   tokens_per_block, rank, world_size, number of groups
@@ -11,8 +11,7 @@ Fingerprint: SHA-256 over, without padding, integers little-endian::
     a pool:   u32 layers, u32 kv_heads, u32 head_size, u32 kv_factor
               in version 2 also u32 + n, length of the pool's dtype name, the name
 
-Two caches may exchange bytes only where their fingerprints are equal. A specification has one fingerprint for ever: a
-later version is only ever used for what the earlier ones cannot say.
+Two caches may exchange bytes only if their fingerprints are equal. A specification has one fingerprint for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 from kvtier.abi.errors import FieldError, require_int
@@ -122,7 +121,8 @@ class CacheSpec:
 
     def validate(self) -> None:
         """Raises :class:`SpecError` naming the first field at fault."""
-        _check_name("model", self.model, _MAX_MODEL_BYTES)
+        if not self.model.isprintable() or not 1 <= len(self.model.encode()) <= _MAX_MODEL_BYTES:
+            raise SpecError("model", self.model, f"1 to {_MAX_MODEL_BYTES} bytes of printable text")
         _check_dtype("dtype", self.dtype)
         require_int("tokens_per_block", self.tokens_per_block, 1, _MAX_TOKENS_PER_BLOCK, SpecError)
         require_int("world_size", self.world_size, 1, _MAX_WORLD_SIZE, SpecError)
@@ -184,65 +184,28 @@ class CacheSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; :meth:`from_dict` reads them back to an equal specification."""
-        values: dict[str, Any] = asdict(self)
-        values["groups"] = [
-            {"window_tokens": group.window_tokens, "pools": [_pool_to_dict(pool) for pool in group.pools]}
-            for group in self.groups
-        ]
-        return values
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: object) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The validated specification. Raises :class:`SpecError` for unknown, missing or wrong fields."""
-        top = _strict_fields("spec", values, cls)
-        groups: list[WindowGroupSpec] = []
-        for index, group_values in enumerate(_strict_list("groups", top["groups"])):
-            where = f"groups[{index}]"
-            group = _strict_fields(where, group_values, WindowGroupSpec)
-            pools = _strict_list(f"{where}.pools", group["pools"])
-            group["pools"] = tuple(
-                PoolSpec(**_strict_fields(f"{where}.pools[{number}]", pool, PoolSpec, optional="dtype"))
-                for number, pool in enumerate(pools)
+        try:
+            groups = tuple(
+                WindowGroupSpec(**{**group, "pools": tuple(PoolSpec(**pool) for pool in group["pools"])})
+                for group in values["groups"]
             )
-            groups.append(WindowGroupSpec(**group))
-        top["groups"] = tuple(groups)
-        spec = cls(**top)
+            spec = cls(**{**values, "groups": groups})
+        except (KeyError, TypeError) as error:
+            raise SpecError("spec", values, f"the fields of a specification: {error}") from error
         spec.validate()
         return spec
 
 
-def _check_name(field: str, value: object, max_bytes: int) -> None:
-    limit = f"1 to {max_bytes} bytes of printable text"
-    if not isinstance(value, str) or not value.isprintable():
-        raise SpecError(field, value, limit)
-    if not 1 <= len(value.encode()) <= max_bytes:
-        raise SpecError(field, value, limit)
-
-
-def _check_dtype(field: str, value: object) -> None:
-    if not isinstance(value, str) or value not in DTYPE_BYTES:
+def _check_dtype(field: str, value: str) -> None:
+    if value not in DTYPE_BYTES:
         raise SpecError(field, value, f"one of {', '.join(DTYPE_BYTES)}")
 
 
 def _counted(text: str) -> bytes:
     encoded = text.encode()
     return struct.pack("<I", len(encoded)) + encoded
-
-
-def _pool_to_dict(pool: PoolSpec) -> dict[str, Any]:
-    """Without a dtype where it is the cache's: so these were written before pools had one of their own."""
-    values = asdict(pool)
-    return values if pool.dtype else {name: value for name, value in values.items() if name != "dtype"}
-
-
-def _strict_fields(where: str, values: object, cls: type[Any], optional: str | None = None) -> dict[str, Any]:
-    names = {field.name for field in fields(cls)}
-    if not isinstance(values, dict) or not names - {optional} <= set(values) <= names:
-        raise SpecError(where, values, f"an object with exactly the fields {', '.join(sorted(names))}")
-    return dict(values)
-
-
-def _strict_list(where: str, values: object) -> list[Any]:
-    if not isinstance(values, list):
-        raise SpecError(where, values, "a list")
-    return values

@@ -17,8 +17,9 @@ from operator import itemgetter
 from typing import Final
 
 from kvtier.abi import attach
+from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.errors import CudaError
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout
+from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core import bulk
 from kvtierd.core.events import EventSequencer

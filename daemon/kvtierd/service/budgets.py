@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import grpc
 
+from kvtier.abi.control import MAX_SLOTS
 from kvtier.abi.spec import CacheSpec
-from kvtier.abi.tables import MAX_SLOTS
 from kvtier.v1 import common_pb2
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import grpc
 
-from kvtier.abi.layout import ArenaState
+from kvtier.abi.control import ArenaState
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Tier

@@ -16,8 +16,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
+from kvtier.abi.control import MAX_SLOTS
 from kvtier.abi.spec import CacheSpec
-from kvtier.abi.tables import MAX_SLOTS
 
 REFERENCE_TOKENS: Final = 32_768
 

@@ -16,9 +16,9 @@ from typing import Final, Self
 import numpy as np
 
 from kvtier.abi import attach
+from kvtier.abi.control import INDEX_SEED_BYTES, ArenaIdentity, ArenaState, Header, write_state
 from kvtier.abi.errors import AbiError
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_generation, is_ready, write_state
-from kvtier.abi.records import INDEX_SEED_BYTES
+from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
@@ -327,14 +327,16 @@ def _by_tier(segments: Mapping[str, Memfd]) -> dict[Tier, Memfd]:
 
 def _check_control(control: Bytes, layout: ArenaLayout, ours: ArenaIdentity) -> None:
     try:
-        found, identity = ArenaLayout.read(control), ArenaIdentity.read(control)
+        header = Header.read(control, len(layout.groups))
     except AbiError as error:
         raise NotAdoptable(str(error)) from error
+    identity = header.identity
     if identity.fingerprint != ours.fingerprint:
         raise NotAdoptable("the fingerprint is another specification's")
     if identity.boot >= ours.boot:
         raise NotAdoptable(f"it was made in boot {identity.boot}, and this is {ours.boot}: another state directory's")
-    if found != layout:
+    slots = tuple(group.slots for group in layout.groups)
+    if (header.slots, header.indexed) != (slots, layout.index_bytes > 0):
         raise NotAdoptable("the layout is not that of the cache's budgets")
     for tier in SEGMENT_NAMES:
         for group in range(len(layout.groups)):

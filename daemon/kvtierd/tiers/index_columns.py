@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvtier.abi.key_index import ENTRIES_OFFSET, ENTRY, GROUPS_OFFSET, TAGS_OFFSET, TIERS_OFFSET, Buckets
 from kvtier.abi.key_mix import I64, U64
-from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
+from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.tiers.index_rebuild import FILL_FIRST
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvtier.abi.key_index import ENTRIES_OFFSET, GROUPS_OFFSET, TAGS_OFFSET, TIERS_OFFSET, Buckets, Entry
 from kvtier.abi.key_mix import U32, U64, Homes
-from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
+from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.manager import Recovered
 

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.abi.control import Shown, write_shown, write_unindexed
 from kvtier.abi.key_index import (
     ABSENT,
     ENTRIES_OFFSET,
@@ -27,9 +28,7 @@ from kvtier.abi.key_index import (
     Buckets,
     Entry,
 )
-from kvtier.abi.layout import ArenaLayout
-from kvtier.abi.records import BUCKET_BYTES, BUCKET_ENTRIES
-from kvtier.abi.words import Shown, write_shown, write_unindexed
+from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES, ArenaLayout
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.index_columns import Columns, Slots, packed

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.abi.keys import KeyChainError, MultimodalItem, Scope, chain_keys, join, root, split
+from kvtier.abi.keys import KeyChainError, MultimodalItem, Scope, chain_keys, root
+from kvtier.wire import split_keys as split
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 scopes = st.builds(
@@ -172,7 +173,6 @@ def test_bad_tokens_per_block(step: Any) -> None:
         (Scope(lora_id=-1), "scope.lora_id"),
         (Scope(lora_id=2**64), "scope.lora_id"),
         (Scope(salt="\ud800"), "scope.salt"),
-        (Scope(multimodal=("cat",)), "scope.multimodal[0]"),  # type: ignore[arg-type]
         (Scope(multimodal=(MultimodalItem(b"cat", 0, 1),)), "scope.multimodal[0].digest"),
         (Scope(multimodal=(MultimodalItem(CAT, -1, 1),)), "scope.multimodal[0].first_token"),
         (Scope(multimodal=(MultimodalItem(CAT, 0, 0),)), "scope.multimodal[0].tokens"),
@@ -192,15 +192,3 @@ def test_bad_extra_ids(extra: list[int], field: str) -> None:
     with pytest.raises(KeyChainError) as refused:
         chain_keys(range(4), 4, Scope(), extra)
     assert refused.value.field == field
-
-
-@given(st.lists(st.binary(min_size=32, max_size=32), max_size=8))
-def test_split_undoes_join(keys: list[bytes]) -> None:
-    assert split(join(keys)) == keys
-
-
-def test_cut_keys_are_refused() -> None:
-    with pytest.raises(KeyChainError, match="33 bytes"):
-        split(bytes(33))
-    with pytest.raises(KeyChainError, match=r"keys\[1\]"):
-        join([bytes(32), bytes(31)])

@@ -24,7 +24,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
 from kvtier.abi import attach
-from kvtier.abi.layout import DEVICE, ArenaIdentity, ArenaLayout
+from kvtier.abi.control import ArenaIdentity
+from kvtier.abi.layout import DEVICE, ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, transfer_pb2
 from kvtier.wire import spec_to_wire

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.key_index import IndexReader
-from kvtier.abi.layout import HOST, ArenaIdentity, ArenaLayout
+from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.answers import Locations
 from kvtier.chains import Chains, are_distinct, count_leading

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaIdentity, ArenaLayout
+from kvtier.abi.control import ArenaIdentity
+from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.arena import Arena
 from kvtier.errors import DaemonError
@@ -122,7 +123,7 @@ def test_memory_is_unmapped_when_nothing_points_at_it_any_more() -> None:
 
 def test_segments_of_another_specification_are_refused() -> None:
     daemon = make()
-    with pytest.raises(DaemonError, match="another specification"):
+    with pytest.raises(DaemonError, match="that of the specification"):
         Arena(daemon.fds(write=False), write=False, spec=replace(SPEC, model="another"))
     daemon.close()
 

@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from kvtier import DeviceError, InvalidArgument, buffers
 from kvtier.abi import attach
+from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.driver import Address, Copy, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
-from kvtier.abi.layout import DEVICE, HOST, ArenaIdentity, ArenaLayout
+from kvtier.abi.layout import DEVICE, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.arena import Arena
 from kvtier.buffers import DeviceBytes
@@ -40,6 +41,7 @@ from kvtier.types import Tier
 from kvtierd.tiers.arena import Arena as DaemonArena
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
+from tests.unit.tiers.arena_helpers import parts
 
 POOL_BYTES = (6000, 160)
 BLOCK_BYTES = sum(POOL_BYTES)
@@ -105,9 +107,8 @@ def test_views_have_the_addresses_that_the_layout_says(memory: CudaMemory) -> No
     pools = memory.pools(0)
     base = pools[0].memory.address
     for slot in range(SLOTS):
-        parts = LAYOUT.parts(DEVICE, 0, slot)
         views = memory.view(0, slot, write=slot % 2 == 0)
-        assert [(view.address - base, view.nbytes) for view in views] == parts
+        assert [(view.address - base, view.nbytes) for view in views] == parts(LAYOUT, DEVICE, 0, slot)
         assert [view.readonly for view in views] == [slot % 2 == 1] * 2
     for pool, nbytes in zip(pools, POOL_BYTES, strict=True):
         interface = pool.__cuda_array_interface__

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier import CacheOptions, InvalidArgument, MultimodalItem, Prompt, Scope, chain_keys, event_hashes
-from kvtier.abi.keys import split
+from kvtier.wire import split_keys as split
 
 IDS = list(range(100, 111))
 EXTRA = [0, 0, 0, 0, 0, 2**64 - 1, 0, 0, 0, 0, 0]

@@ -12,7 +12,8 @@ from typing import Self
 
 import numpy as np
 
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout, is_ready
+from kvtier.abi.control import ArenaIdentity
+from kvtier.abi.layout import ArenaLayout, is_ready
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.events import Cause, Event, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key, MoveId, SessionId, SlotId, Tier

@@ -12,7 +12,7 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SlotId, Tier
 from kvtierd.mover.indexing import check_index
 from kvtierd.mover.runtime import CacheRuntime
-from tests.unit.mover.rig import GROUP, House, key
+from tests.unit.mover.rig import GROUP, SPEC, House, key
 
 pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this processor")
 
@@ -21,7 +21,7 @@ def reader_of(runtime: CacheRuntime) -> IndexReader:
     """As a client makes one, from the segment alone."""
     control = runtime.arena.control.view()
     control.flags.writeable = False
-    return IndexReader(ArenaLayout.read(control), control)
+    return IndexReader(ArenaLayout.read(control, SPEC), control)
 
 
 async def test_who_has_been_answered_finds_the_block_and_its_slot(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
             parents=parents_of(keys),
         )
         arena = next(iter(daemon._catalog)).runtime.arena
-        readers.append(IndexReader(ArenaLayout.read(arena.control), arena.control))
+        readers.append(IndexReader(ArenaLayout.read(arena.control, SPEC), arena.control))
         done = await client.call(client.blocks.Commit, commit)
         readers.clear()
         assert done.results == bytes(16)

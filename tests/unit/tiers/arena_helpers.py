@@ -8,7 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaIdentity, ArenaLayout
+from kvtier.abi.control import ArenaIdentity
+from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import GroupId
 from kvtierd.tiers.arena import Arena
@@ -25,6 +26,15 @@ SPEC = CacheSpec(
 def make_arena(name: str = "unit", *, device: int = 4, host: int = 6, boot: int = 3, spec: CacheSpec = SPEC) -> Arena:
     layout = ArenaLayout.plan(spec, {(0, DEVICE): device, (0, HOST): host, (0, DISK): 9})
     return Arena.create(name, layout, ArenaIdentity(spec.fingerprint(), epoch=1, boot=boot, pid=1))
+
+
+def parts(layout: ArenaLayout, tier: int, group: int, slot: int) -> list[tuple[int, int]]:
+    """Offset and size of a slot's exact bytes in the tier's data segment, one a pool, by the rules of the layout."""
+    place = layout.groups[group]
+    if tier == DEVICE:
+        return [(pool.device_offset + slot * pool.padded_bytes, pool.block_bytes) for pool in place.pools]
+    start = place.host_offset + slot * place.record_bytes
+    return [(start + pool.record_offset, pool.block_bytes) for pool in place.pools]
 
 
 def start_client(script: str, *fds: int) -> subprocess.Popen[str]:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from kvtier.abi import attach
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout, ArenaState, first_generation, is_ready, read_state
+from kvtier.abi.control import ArenaIdentity, ArenaState, Header, read_state
+from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import SessionId, SlotId, Tier
 from kvtierd.tiers import memory
@@ -27,6 +28,7 @@ from tests.unit.tiers.arena_helpers import (
     finish_client,
     make_arena,
     mapped_segments,
+    parts,
     run_client,
     start_client,
 )
@@ -51,7 +53,7 @@ def segment() -> Iterator[Memfd]:
 def test_a_client_needs_only_the_control_descriptor(arena: Arena) -> None:
     slot = SlotId(2)
     for tier in arena.tiers:
-        for number, (start, size) in enumerate(arena.layout.parts(tier, GROUP, slot)):
+        for number, (start, size) in enumerate(parts(arena.layout, tier, GROUP, slot)):
             arena.data(tier)[start : start + size] = 10 * (tier + 1) + number
     arena.end_write(Tier.HOST, GROUP, slot)
     arena.set_owner(Tier.DEVICE, GROUP, slot, SessionId(99))
@@ -60,16 +62,18 @@ def test_a_client_needs_only_the_control_descriptor(arena: Arena) -> None:
     assert tuple(fds) == (attach.CONTROL, attach.HOST, attach.DEVICE)
     said = run_client(
         """
+        from kvtier.abi.control import Header, read_state
         from kvtier.abi.layout import *
+        from tests.unit.tiers.arena_helpers import SPEC, parts
         def view(fd):
             return np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
         control = view(fds[0])
-        layout = ArenaLayout.read(control)
-        print(int(read_state(control)), ArenaIdentity.read(control).boot)
+        layout = ArenaLayout.read(control, SPEC)
+        print(int(read_state(control)), Header.read(control, 1).identity.boot)
         for tier, fd in ((HOST, fds[1]), (DEVICE, fds[2])):
             data = view(fd)
             assert len(data) == layout.data_bytes(tier)
-            values = [set(data[start : start + size].tolist()) for start, size in layout.parts(tier, 0, 2)]
+            values = [set(data[start : start + size].tolist()) for start, size in parts(layout, tier, 0, 2)]
             print(values, layout.generations(control, tier, 0).tolist(), layout.owners(control, tier, 0).tolist())
         """,
         *fds.values(),
@@ -366,13 +370,16 @@ def test_a_control_group_above_limits_what_is_available(control_group: Path) -> 
     Memfd.create("kvtier:unit:group", 8 << 20).close()
 
 
+LARGE = CacheSpec.single("m", "uint8", 16, 16, 16, 64)
+"""Blocks so large that the copies and the writes are sure to meet."""
+
+
 def test_a_reader_without_a_lease_never_accepts_torn_bytes() -> None:
     """Another process copies a slot over and over while it is rewritten, and keeps what the generation vouches for."""
-    # Blocks so large that the copies and the writes are sure to meet.
-    arena = make_arena(host=1, device=0, spec=CacheSpec.single("m", "uint8", 16, 16, 16, 64))
+    arena = make_arena(host=1, device=0, spec=LARGE)
     arena.set_state(ArenaState.SERVING)
     slot = SlotId(0)
-    ((start, size),) = arena.layout.parts(Tier.HOST, GROUP, slot)
+    ((start, size),) = parts(arena.layout, Tier.HOST, GROUP, slot)
     bytes_of_slot = arena.data(Tier.HOST)[start : start + size]
     reader = start_client(READER, *arena.fds(write=False).values())
     assert reader.stdout is not None
@@ -389,11 +396,14 @@ def test_a_reader_without_a_lease_never_accepts_torn_bytes() -> None:
 
 
 READER = """
+from kvtier.abi.control import ArenaState, read_state
 from kvtier.abi.layout import *
+from tests.unit.tiers.arena_helpers import parts
+from tests.unit.tiers.test_arena import LARGE
 control, data = (np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8) for fd in fds)
-layout = ArenaLayout.read(control)
+layout = ArenaLayout.read(control, LARGE)
 generations = layout.generations(control, HOST, 0)
-((start, size),) = layout.parts(HOST, 0, 0)
+((start, size),) = parts(layout, HOST, 0, 0)
 accepted = torn = 0
 print("reading", flush=True)
 closed = False
@@ -423,6 +433,6 @@ def test_two_boots_never_share_a_generation() -> None:
 def test_identity_is_in_the_segment() -> None:
     arena = make_arena("identity", boot=8)
     control = np.frombuffer(mmap.mmap(arena.fds(write=False)["control"], 0, prot=mmap.PROT_READ), np.uint8)
-    assert ArenaIdentity.read(control) == ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=8, pid=1)
-    assert ArenaLayout.read(control) == arena.layout
+    assert Header.read(control, 1).identity == ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=8, pid=1)
+    assert ArenaLayout.read(control, SPEC) == arena.layout
     arena.close()

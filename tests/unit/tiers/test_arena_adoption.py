@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kvtier.abi import attach
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout
+from kvtier.abi.control import ArenaIdentity
+from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.slot_records import SlotContents
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
@@ -109,9 +110,9 @@ def _all_seals() -> int:
 
 DAMAGES = {
     "another magic": (put(attach.CONTROL, 0, b"X"), "header.magic"),
-    "another ABI": (put(attach.CONTROL, 8, struct.pack("<I", 1)), "header.abi_version"),
-    "another specification": (put(attach.CONTROL, 40, b"XXXX"), "header.table_crc"),
-    "a torn table": (put(attach.CONTROL, 4096 + 16, b"\1"), "table_crc"),
+    "another ABI": (put(attach.CONTROL, 8, struct.pack("<I", 3)), "header.abi_version"),
+    "another specification": (put(attach.CONTROL, 40, b"XXXX"), "header.crc"),
+    "torn slots": (put(attach.CONTROL, 104, b"\1"), "header.crc"),
     "a generation from nowhere": (
         put(attach.CONTROL, LAYOUT.groups[0].generations[Tier.HOST] + 8, struct.pack("<Q", 7)),
         "generation",

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from kvtier.abi import attach
+from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.driver import Driver
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout, is_ready
+from kvtier.abi.layout import ArenaLayout, is_ready
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from kvtierd.tiers.arena import Arena
@@ -23,6 +24,7 @@ from kvtierd.tiers.base import NotAdoptable, TierConfigError, TierIOError
 from kvtierd.tiers.cuda.pool import READERS_GET_NONE, Gpu
 from kvtierd.tiers.cuda.store import CudaDevice
 from tests.fake_cuda import load_fake
+from tests.unit.tiers.arena_helpers import parts
 
 MIB = 1 << 20
 GROUP = GroupId(0)
@@ -203,7 +205,7 @@ def test_slots_are_where_the_layout_says(rig: Rig, undo: ExitStack) -> None:
     assert arena.gpu_memory is not None
     device = CudaDevice(LAYOUT, arena.gpu_memory)
     for slot in range(3):
-        ((start, nbytes),) = LAYOUT.parts(Tier.DEVICE, 0, slot)
+        ((start, nbytes),) = parts(LAYOUT, Tier.DEVICE, 0, slot)
         assert device.address(GROUP, 0, SlotId(slot)) == device.memory.address + start
         assert device.nbytes(GROUP, 0) == nbytes
     assert device.stride(GROUP, 0) == 8192

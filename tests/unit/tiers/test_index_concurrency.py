@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.abi.layout import DISK, HOST, ArenaIdentity, ArenaLayout
+from kvtier.abi.control import ArenaIdentity
+from kvtier.abi.layout import DISK, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.tiers import key_index
@@ -37,9 +38,10 @@ READER = """
 import hashlib
 from kvtier.abi.key_index import KEY_BYTES, Entry, IndexReader
 from kvtier.abi.layout import *
+from tests.unit.tiers.test_index_concurrency import SPEC
 
 control, host = (np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8) for fd in fds)
-layout = ArenaLayout.read(control)
+layout = ArenaLayout.read(control, SPEC)
 reader, generations = IndexReader(layout, control), layout.generations(control, HOST, 0)
 slots = layout.pool_view(host, HOST, 0, 0)
 numbers = [*range(64), *range(100, 116), *range(200, 248)]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvtier.abi.errors import AbiError
+from kvtier.abi.control import ArenaIdentity, Segment
 from kvtier.abi.key_index import ABSENT, Buckets, Entry, IndexReader
-from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaIdentity, ArenaLayout, Segment
+from kvtier.abi.layout import DEVICE, DISK, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.core.manager import Recovered
@@ -86,15 +86,6 @@ def test_a_change_that_changes_nothing_writes_nothing() -> None:
     index.writer.put(FULL, key(1), HOST_BIT)
     index.writer.put(FULL, key(2), 0)
     assert np.array_equal(index.control, before)
-
-
-def test_where_there_is_no_index_nobody_can_read_one() -> None:
-    layout = ArenaLayout.plan(SPEC, {(0, HOST): 10}, indexed=False)
-    control: Segment = np.zeros(layout.control_bytes, np.uint8)
-    layout.initialise(control, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=1, pid=1), bytes(32))
-    assert ArenaLayout.read(control) == layout
-    with pytest.raises(AbiError, match="no key index"):
-        IndexReader(layout, control)
 
 
 def test_as_many_blocks_as_there_are_slots_all_find_a_place_however_often_they_change() -> None:

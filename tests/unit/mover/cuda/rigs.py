@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from types import ModuleType
 
+from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.driver import Driver
-from kvtier.abi.layout import ArenaIdentity, ArenaLayout
+from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import Tier
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.tiers.arena import Arena
