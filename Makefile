@@ -62,21 +62,22 @@ test: check
 .PHONY: test-long
 test-long: check
 	KVTIER_LONG=1 $(PYTHON) -m pytest -m "not gpu" -o faulthandler_timeout=3600
+	$(MAKE) systemd-vm
 
 # On the host with the GPU. GPU_TESTS: arguments of pytest; GPU_BENCH: of kvtier bench gpu.
 .PHONY: gpu-test
 gpu-test:
-	@$(GPU_PYTHON) .ci/gpu_test.py $(GPU_TESTS)
+	@$(GPU_PYTHON) .ci/gpu.py test $(GPU_TESTS)
 
 .PHONY: gpu-bench
 gpu-bench:
-	@$(GPU_PYTHON) .ci/gpu_test.py bench $(GPU_BENCH)
+	@$(GPU_PYTHON) .ci/gpu.py bench $(GPU_BENCH)
 
 .PHONY: gpu-wheels
 gpu-wheels: .venv/.stamp
-	@$(PYTHON) .ci/gpu_wheels.py
+	@$(PYTHON) .ci/gpu.py wheels
 
-# The processor is emulated: half an hour. What it makes of Debian's packages stays in .vm for the next time.
+# The processor is emulated: ten minutes.
 .PHONY: systemd-vm
 systemd-vm: .venv/.stamp
 	@$(PYTHON) .ci/systemd_vm.py

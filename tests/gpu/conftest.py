@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Final
 
-import gpu_test
+import gpu
 import pytest
 
 from kvtier.abi.cuda.driver import Driver
@@ -73,4 +73,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         if kind in terminalreporter.stats
     )
     terminalreporter.write_line(f"this run: {counts} on {devices.DEVICE}, {os.cpu_count()} cores")
-    terminalreporter.write_line(f"last run on a GPU, by docs/benchmarks.md: {gpu_test.last_run()}")
+    terminalreporter.write_line(f"last run on a GPU, by docs/benchmarks.md: {gpu.last_run()}")
