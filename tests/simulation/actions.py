@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from kvtierd.core.ids import Key, LeaseId, SessionId, SlotId
+from kvtierd.core.ids import Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.manager import ChainRequest, CommitItem
 from tests.simulation.chooser import Chooser
 from tests.simulation.forest import label_of
@@ -193,26 +193,26 @@ def rot(world: World, choose: Chooser) -> None:
 
 
 def lose(world: World, choose: Chooser) -> None:
-    world.lose(choose.pick(world.tiers), lambda: _meanwhile(world, choose))
+    if Tier.DISK in world.tiers:
+        world.lose_disk(lambda: _meanwhile(world, choose))
 
 
 def undercut(world: World, choose: Chooser) -> None:
-    """Loses a tier that somebody waits to read from. Left to chance, it hardly ever is the right one in time."""
-    tiers = world.awaited_tiers()
-    if tiers:
-        world.lose(choose.pick(tiers), lambda: _meanwhile(world, choose))
+    """Loses the disk while somebody waits to read from it. Left to chance, that hardly ever happens."""
+    if world.awaits_disk():
+        world.lose_disk(lambda: _meanwhile(world, choose))
 
 
 def _meanwhile(world: World, choose: Chooser) -> None:
-    """Between two slices of a tier's loss others have their turn."""
+    """Between two slices of the disk's loss others have their turn."""
     world.progress(choose)
     if choose.chance(60):
         choose.pick(MEANWHILE)(world, choose)
 
 
 def restore(world: World, choose: Chooser) -> None:
-    if world.offline:
-        world.restore(choose.pick(sorted(world.offline)))
+    if world.disk_lost:
+        world.restore_disk()
 
 
 def drain(world: World, choose: Chooser) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.outcome import Grant, Refusal
 from kvtierd.core.tickets import LeaseRecord, LeftLease
-from tests.simulation.memory import POISON, Content, Memory
+from tests.simulation.memory import Content, Memory
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require
 
@@ -70,7 +70,7 @@ class AcrossRequest(Request):
 @dataclass(slots=True, eq=False)
 class Holding:
     """A lease. ``blank``: what its client last wrote into each slot. ``blocks``: what it was told each slot holds, in
-    the order in which it got them. ``lost``: those of these slots whose bytes are gone with their tier. ``chains``: of
+    the order in which it got them.  ``chains``: of
     a sliding group what it stored, each block under the one before.
     """
 
@@ -80,7 +80,6 @@ class Holding:
     tier: Tier
     blank: dict[SlotId, Content] = field(default_factory=dict)
     blocks: dict[SlotId, Key] = field(default_factory=dict)
-    lost: set[SlotId] = field(default_factory=set)
     chains: list[list[tuple[Key, SlotId | None]]] = field(default_factory=list)
 
     def extend(self, key: Key, parent: Key | None, slot: SlotId | None) -> None:
@@ -146,14 +145,6 @@ class Clients:
     def write(self, holding: Holding, slot: SlotId, content: Content) -> None:
         holding.blank[slot] = content
         self._memories[holding.plan.group][holding.tier].contents[slot] = content
-
-    def lose(self, tier: Tier) -> None:
-        """What they have there is gone, whatever they wrote or were told."""
-        left = (holding for held in self.remnants.values() for holding in held)
-        for holding in (*self.leases.values(), *left):
-            if holding.tier is tier:
-                holding.blank = dict.fromkeys(holding.blank, POISON)
-                holding.lost.update(holding.blocks)
 
     def committed(self, holding: Holding, slot: SlotId, key: Key, parent: Key | None) -> None:
         del holding.blank[slot]
@@ -295,10 +286,9 @@ class Clients:
         for holding in self.leases.values():
             memory = self._memories[holding.plan.group][holding.tier]
             for slot, key in holding.blocks.items():
-                whole = slot not in holding.lost
-                if whole and memory.contents[slot] != key:
+                if memory.contents[slot] != key:
                     raise Violation(f"{holding.tier} slot {slot} is leased and lost its block's bytes")
-                if whole and not memory.ready(slot):
+                if not memory.ready(slot):
                     raise Violation(f"{holding.tier} slot {slot} is leased, READY and its generation odd")
                 if memory.owners[slot] is None:
                     raise Violation(f"{holding.tier} slot {slot} is leased and has no owner")
@@ -314,7 +304,7 @@ class Clients:
         for holding in (holding for held in self.remnants.values() for holding in held):
             memory = self._memories[holding.plan.group][holding.tier]
             for slot, content in (*holding.blank.items(), *holding.blocks.items()):
-                if slot not in holding.lost and memory.contents[slot] != content:
+                if memory.contents[slot] != content:
                     raise Violation(
                         f"{holding.tier} slot {slot} was written, and a process of an earlier life may use it"
                     )

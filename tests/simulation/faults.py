@@ -317,21 +317,13 @@ def _lets_go_of_all(right: Method) -> Method:
 
 
 def _back_between_slices(right: Method) -> Method:
-    def lose_tier(state: GroupState, tier: Tier, cause: Cause, before: int, limit: int) -> int:
-        following: int = right(state, tier, cause, before, 1)  # many slices: with few, hardly anything comes in between
+    def lose_disk(state: GroupState, before: int) -> int:
+        following: int = right(state, before)
         if following:
-            loss.restore_tier(state, tier)
+            loss.restore_disk(state)
         return following
 
-    return lose_tier
-
-
-def _keeps_what_is_held_even(right: Method) -> Method:
-    def begin_write(ledger: Ledger, slot: SlotId) -> None:
-        if slot not in ledger._disowned:
-            right(ledger, slot)
-
-    return begin_write
+    return lose_disk
 
 
 def _forgets_readers(right: Method) -> Method:
@@ -446,9 +438,8 @@ FAULTS: Final = {
         Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
         Fault("part_released_whole", ((Holding, "release_first", _lets_go_of_all),)),
-        Fault("tier_back_between_slices", ((loss, "lose_tier", _back_between_slices),)),
-        Fault("lost_bytes_look_ready", ((Ledger, "begin_write", _keeps_what_is_held_even),)),
-        Fault("lost_tier_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
+        Fault("disk_back_between_slices", ((loss, "lose_disk", _back_between_slices),)),
+        Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),
         Fault("orphans_adopted", ((adoption, "reachable", _reaches_all),)),

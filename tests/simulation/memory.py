@@ -37,15 +37,8 @@ class Memory:
         self.contents: list[Content] = [POISON] * slots
         self.generations = [1] * slots
         self.owners: list[SessionId | None] = [None] * slots
-        self.lost = False
-        """It has failed, and the core is told so, a slice at a time."""
         self._promised: list[Content] = [POISON] * slots
         self._records = np.zeros((slots, SLOT_RECORD_BYTES), np.uint8)
-
-    def lose(self) -> None:
-        """All of its bytes are gone, those under an even generation too."""
-        self.lost = True
-        self.contents = [POISON] * len(self.contents)
 
     def begin_write(self, slot: SlotId) -> None:
         self.invalidate(slot)
@@ -114,8 +107,6 @@ class Memory:
 
     def verify(self) -> None:
         """No bytes changed under an even generation."""
-        if self.lost:
-            return
         for slot, content in enumerate(self.contents):
             if self.generations[slot] % 2 == 0 and content != self._promised[slot]:
                 raise Violation(f"{self.name} slot {slot} changed under generation {self.generations[slot]}")

@@ -33,8 +33,8 @@ class Stage(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Journey:
-    """A move between its plan and its report. ``before``: what each source held when it began. ``doomed``: one of its
-    tiers was lost on the way. ``void``: its source was, which was memory."""
+    """A move between its plan and its report. ``before``: what each source held when it began. ``doomed``: the
+    disk was lost on the way."""
 
     move: Move
     stage: Stage = Stage.QUEUED
@@ -42,7 +42,6 @@ class Journey:
     failed: frozenset[int] = frozenset()
     corrupt: frozenset[int] = frozenset()
     doomed: bool = False
-    void: bool = False
 
     @property
     def writes_disk(self) -> bool:
@@ -88,12 +87,11 @@ class Mover:
         """Ends and reports some of the moves in flight."""
         return [self._report_one(choose, faults) for _ in range(choose.between(1, BATCH)) if self._journeys]
 
-    def lose(self, tier: Tier) -> None:
-        """What touches the tier may fail from now on, and what still reads memory that is gone does."""
+    def lose_disk(self) -> None:
+        """What touches the disk may fail from now on."""
         for journey in self._journeys.values():
-            if tier in (journey.move.src, journey.move.dst):
+            if journey.writes_disk or journey.move.src is Tier.DISK:
                 journey.doomed = True
-                journey.void |= tier is journey.move.src is not Tier.DISK
 
     # -- one move ----------------------------------------------------------------------------------------------------
 
@@ -130,10 +128,7 @@ class Mover:
 
     def _end(self, journey: Journey, choose: Chooser | None) -> None:
         journey.stage = Stage.ENDED
-        if journey.void:
-            journey.failed = frozenset(range(len(journey.move.items)))
-        else:
-            journey.failed = _failures(journey, choose) if choose is not None else frozenset()
+        journey.failed = _failures(journey, choose) if choose is not None else frozenset()
         if journey.move.dst is None:
             self._retire(journey)
         elif journey.move.dst is Tier.DISK:

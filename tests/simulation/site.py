@@ -43,8 +43,6 @@ class Site:
 
     def adopt(self) -> GroupShape:
         """The memory tiers stay as they are."""
-        for memory in self.memories.values():
-            memory.lost = False
         self.mover = Mover(self.memories, self.disk)
         self.pins.clear()
         return self.plan.shape(self.slots)
@@ -182,8 +180,6 @@ class Site:
                     self._verify_record(row, slot)
                 elif slot is not None:
                     memory = self.memories[tier]
-                    if memory.lost:
-                        continue  # the block's turn has not come yet
                     if memory.contents[slot] != row.key:
                         raise Violation(f"{tier} slot {slot} is READY and holds other bytes")
                     if not memory.ready(slot):

@@ -131,7 +131,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lose_or_restore(self, data: st.DataObject) -> None:
-        self.take(actions.restore if self.world.offline else actions.lose, data)
+        self.take(actions.restore if self.world.disk_lost else actions.lose, data)
 
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:

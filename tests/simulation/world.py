@@ -14,7 +14,7 @@ from typing import Final
 from kvtierd.core.check import check
 from kvtierd.core.errors import StillHeld, TierOffline
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import BlockManager, BlockResult, ChainRequest, CommitItem
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
 from kvtierd.core.policy import MAX_PRIORITY, GroupShape, WritePolicy
@@ -87,8 +87,7 @@ class World:
         self.tiers = tuple(shapes[0].slots)
         self.memory_tiers = tuple(next(iter(sites)).memories)
         self.clients = clients
-        self.offline: set[Tier] = set()
-        self.losing: Tier | None = None
+        self.disk_lost = False
         self.core = BlockManager(CACHE, shapes, self._sequencer, self.setup.policy)
         on_disk = {site.group: site.disk.recover() if site.disk else [] for site in sites}
         adopted = Adopted(on_disk)
@@ -122,11 +121,7 @@ class World:
 
     def reserve(self, session: SessionId, site: Site, tier: Tier, count: int) -> None:
         leased = len(self.clients.leased(site.group, tier))
-        try:
-            ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
-        except TierOffline:
-            self._refused_offline(tier)
-            return
+        ticket, outcome = self.core.reserve(session, site.group, tier, count, self.now)
         self.clients.requests[ticket] = SlotsRequest(ticket, session, tier, site.group, count)
         self._carry_out(outcome)
         impossible = count > site.slots[tier] - leased
@@ -138,11 +133,7 @@ class World:
         for item in items:
             self.clients.write(holding, item.slot, item.key)
         expected = site.expected_commit(items)
-        try:
-            results, outcome = self.core.commit(holding.session, holding.id, items, self.now, release=release)
-        except TierOffline:
-            self._refused_offline(holding.tier)
-            return
+        results, outcome = self.core.commit(holding.session, holding.id, items, self.now, release=release)
         require(list(results) == expected, f"commit answers {results}, not {expected}")
         for item, result in zip(items, results, strict=True):
             self.seen[f"commit {result.name}"] += 1
@@ -159,11 +150,7 @@ class World:
     def acquire(self, session: SessionId, site: Site, tier: Tier, chains: Sequence[ChainRequest]) -> None:
         found = [self._stored_prefix(site, chain.keys) for chain in chains]
         readable = [self._readable(found_in, tier) for found_in in found]
-        try:
-            tickets, outcome = self.core.acquire(session, site.group, tier, chains, self.now)
-        except TierOffline:
-            self._refused_offline(tier)
-            return
+        tickets, outcome = self.core.acquire(session, site.group, tier, chains, self.now)
         for ticket, chain, found_in, length in zip(tickets, chains, found, readable, strict=True):
             request = PrefixRequest(
                 ticket, session, tier, site.group, tuple(chain.keys), chain.min_blocks, found_in, length
@@ -174,11 +161,7 @@ class World:
 
     def acquire_across(self, session: SessionId, tier: Tier, chains: Sequence[ChainRequest]) -> None:
         requests = [self._across_request(session, tier, chain) for chain in chains]
-        try:
-            tickets, outcome = self.core.acquire_across(session, tier, chains, self.now)
-        except TierOffline:
-            self._refused_offline(tier)
-            return
+        tickets, outcome = self.core.acquire_across(session, tier, chains, self.now)
         for ticket, chain, request in zip(tickets, chains, requests, strict=True):
             self.clients.requests[ticket] = replace(request, id=ticket)
             for site in self.sites.values():
@@ -252,7 +235,7 @@ class World:
         try:
             ticket, outcome = self.core.move(session, site.group, to, keys, self.now)
         except TierOffline:
-            self._refused_offline(to)
+            self._refused(to)
             return
         self.clients.requests[ticket] = MoveRequest(ticket, session, to, site.group, tuple(keys))
         self._carry_out(outcome)
@@ -286,7 +269,7 @@ class World:
         try:
             results, outcome = self.core.pin(session, site.group, tier, keys, self.now, unpin=unpin)
         except TierOffline:
-            self._refused_offline(tier)
+            self._refused(tier)
             return
         for key, place, result in zip(keys, places, results, strict=True):
             slot, verb = place.slots[tier], "unpin" if unpin else "pin"
@@ -403,60 +386,42 @@ class World:
         for group, keys in self.core.take_disk_uses().items():
             self.sites[group].note_uses(keys)
 
-    def awaited_tiers(self) -> list[Tier]:
-        """Those that alone hold a block of an unanswered request across groups, which asked for it elsewhere."""
+    def awaits_disk(self) -> bool:
+        """A request across groups that waits has a block that is only on disk."""
         asked = [request for request in self.clients.requests.values() if isinstance(request, AcrossRequest)]
-        sole = {
-            (request.tier, site.residency(key))
+        return any(
+            site.residency(key) == Tier.DISK.bit
             for request in asked
             for key in request.keys
             for site in self.sites.values()
-        }
-        return [tier for tier in self.tiers if any(held == tier.bit and to is not tier for to, held in sole)]
+        )
 
-    def lose(self, tier: Tier, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """``meanwhile``: what others do between two slices. Of memory all bytes are gone before the core is told."""
-        self.offline.add(tier)
-        self.losing = tier
-        self.clients.lose(tier)
-        waited = [request.id for request in self.clients.requests.values() if request.tier is tier]
+    def lose_disk(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """``meanwhile``: what others do between two slices."""
+        self.disk_lost = True
+        waited = [request.id for request in self.clients.requests.values() if request.tier is Tier.DISK]
         for site in self.sites.values():
-            site.mover.lose(tier)
-            if tier in site.memories:
-                site.memories[tier].lose()
-        cause = Cause.IO_ERROR if tier is Tier.DISK else Cause.LOST
+            site.mover.lose_disk()
         following = None
         while True:
-            following, outcome = self.core.lose_tier(tier, cause, self.now, following)
+            following, outcome = self.core.lose_disk(self.now, following)
             refused = {refusal.ticket for refusal in outcome.refusals}
-            require(refused.issuperset(waited), f"somebody still waits for {tier}, which is lost")
+            require(refused.issuperset(waited), "somebody still waits for the disk, which is lost")
             waited.clear()
             self._carry_out(outcome)
             if following is None:
                 break
             before = self.steps
             meanwhile()
-            self.seen["called while a tier was being lost"] += self.steps - before
-        self.losing = None
-        self._verify_lost(tier)
+            self.seen["called while the disk was being lost"] += self.steps - before
         changes = [change for site in self.sites.values() for change in site.mirror.blocks.values()]
-        require(not any(change.residency & tier.bit for change in changes), f"{tier} is lost and said to hold blocks")
+        left = any(change.residency & Tier.DISK.bit for change in changes)
+        require(not left, "the disk is lost and said to hold blocks")
 
-    def _verify_lost(self, tier: Tier) -> None:
-        """Whoever still has a slot of it finds out that its bytes are nothing."""
-        for site in self.sites.values():
-            memory = site.memories.get(tier)
-            ready = memory is not None and any(map(memory.ready, map(SlotId, range(site.slots[tier]))))
-            require(not ready, f"{tier} is lost and shows an even generation")
-
-    def restore(self, tier: Tier) -> None:
-        self.offline.discard(tier)
-        for site in self.sites.values():
-            if tier in site.memories:
-                site.memories[tier].lost = False
-        if tier is Tier.DISK:
-            self._empty_disks()
-        self._carry_out(self.core.restore_tier(tier, self.now))
+    def restore_disk(self) -> None:
+        self.disk_lost = False
+        self._empty_disks()
+        self._carry_out(self.core.restore_disk(self.now))
 
     def _empty_disks(self) -> None:
         for site in self.sites.values():
@@ -469,7 +434,7 @@ class World:
         if clean:
             self.drain(choose)
         on_disk = {group: site.surviving() for group, site in self.sites.items()}
-        if Tier.DISK in self.offline:
+        if self.disk_lost:
             self._empty_disks()
         if not clean:
             self.last_id += choose.below(100)
@@ -556,7 +521,7 @@ class World:
         self.drain(choose)
         last = self.clients.sessions[0]
         for site in self.sites.values():
-            for tier in site.memories.keys() - self.offline:
+            for tier in site.memories:
                 self.reserve(last, site, tier, site.slots[tier])
                 self.drain(choose)
                 leased = len(self.clients.leased(site.group, tier))
@@ -564,7 +529,7 @@ class World:
         self.end(last)
         self.drain(choose)
         for site in self.sites.values():
-            for tier in site.memories.keys() - self.offline:
+            for tier in site.memories:
                 self._write_down(site, tier, choose)
         for site in self.sites.values():
             for tier, memory in site.memories.items():
@@ -578,7 +543,8 @@ class World:
         new = next((key for key in site.roots if key not in site.mirror.blocks), None)
         edges = self.core.stats().edges
         worth = all(policy.threshold(src, low) <= MAX_PRIORITY for src in site.slots if src < low)
-        works = all(edge.degraded_until <= self.now for edge in edges.values()) and site.disk_works and not self.offline
+        clean = site.disk_works and not self.disk_lost
+        works = clean and all(edge.degraded_until <= self.now for edge in edges.values())
         if policy.write_policy is WritePolicy.BACK or tier is low or new is None or not (worth and works):
             return
         session = self.clients.sessions[0]
@@ -620,8 +586,8 @@ class World:
             self._take_event(event)
         for move in outcome.moves:
             store()
-            lost = self.offline & {move.src, move.dst}
-            require(not lost, f"move {move.id} from {move.src} to {move.dst} touches a tier that is lost")
+            lost = self.disk_lost and (move.dst is None or Tier.DISK in (move.src, move.dst))
+            require(not lost, f"move {move.id} from {move.src} to {move.dst} touches the disk, which is lost")
             route = f"{move.src}>{move.dst if move.dst is not None else 'nowhere'}"
             self.seen[f"{route} {move.cause.name}"] += len(move.items)
             self.sites[move.group].submit(move)
@@ -705,8 +671,6 @@ class World:
         require(self.last_id == self._sequencer.last, "an event id was given out and its event was not")
         for site in self.sites.values():
             site.verify(self.core, self.now, lossy=self.lossy)
-        for tier in self.offline - {self.losing}:
-            self._verify_lost(tier)
         self._note_holds()
         self.clients.verify(self.core.lease_records())
 
@@ -734,9 +698,9 @@ class World:
         return match.residency
 
     def _failing(self, tier: Tier) -> int:
-        """Tiers from which a failing edge leads there, or that are lost, as a bit set."""
+        """Tiers from which a failing edge leads there, and the disk where it is lost, as a bit set."""
         edges = self.core.stats().edges
-        lost = sum(src.bit for src in self.offline)
+        lost = Tier.DISK.bit if self.disk_lost else 0
         return lost | sum({src.bit for (src, dst), e in edges.items() if dst is tier and e.degraded_until > self.now})
 
     def _readable(self, found_in: Sequence[int], tier: Tier) -> int:
@@ -747,10 +711,10 @@ class World:
                 return length
         return len(found_in)
 
-    def _refused_offline(self, tier: Tier) -> None:
-        require(tier in self.offline, f"{tier} is called offline and is not")
+    def _refused(self, tier: Tier) -> None:
+        require(tier is Tier.DISK and self.disk_lost, f"{tier} is called lost and is not")
         self.steps += 1
-        self.seen["refused, the tier is offline"] += 1
+        self.seen["refused, the disk is lost"] += 1
         self.verify()
 
 

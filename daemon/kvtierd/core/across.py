@@ -149,18 +149,12 @@ class AcrossGroups:
         del self.tickets[ticket.id]
         self._let_go(ticket)
 
-    def lose_tier(self, tier: Tier) -> None:
-        """What waits for room there, or for copies to get there, waits in vain."""
-        for ticket in list(self.tickets.values()):
-            if ticket.tier is tier:
-                self._refuse(ticket, RefusalReason.TIER_OFFLINE)
-
     # -- going on ----------------------------------------------------------------------------------------------------
 
     def refresh(self, now: int) -> None:
         """Matches anew what lost a block while it waited."""
         removed = sum(window.state.removed for window in self._windows)
-        losing = any(window.state.offline for window in self._windows)
+        losing = any(window.state.disk_lost for window in self._windows)
         if removed == self._removed and not losing:
             return
         self._removed = removed
@@ -240,9 +234,6 @@ class AcrossGroups:
         limits: Callable[[Sequence[Cover]], list[Limit]] = lambda covers: [],
     ) -> None:
         """Goes on for the longest prefix that can still be had, or refuses for this reason."""
-        if any(ticket.tier in part.window.state.offline for part in ticket.parts):
-            self._refuse(ticket, RefusalReason.TIER_OFFLINE)
-            return
         length, covers = self._match(ticket, ticket.length, self._readable(ticket, now))
         length = longest(length, [*limits(covers), *(cover.unbroken for cover in covers)])
         if length < ticket.least:

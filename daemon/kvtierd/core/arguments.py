@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvtierd.core.errors import BadArgument, TierOffline
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import KEY_BYTES, Key, Tier
+from kvtierd.core.ids import DISK, KEY_BYTES, Key, Tier
 from kvtierd.core.retention import check_retention
 from kvtierd.core.tickets import Lease
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label
@@ -20,7 +20,7 @@ def check_tier(state: GroupState, tier: Tier) -> None:
     """The group has the tier, and it is in service."""
     if tier not in state.slots:
         raise BadArgument("tier", tier, "one of the cache's tiers: " + ", ".join(map(str, state.tiers)))
-    if tier in state.offline:
+    if tier is DISK and state.disk_lost:
         raise TierOffline(tier)
 
 

@@ -135,7 +135,7 @@ class _Checker:
             use(slot, SlotState.QUARANTINED)
         for number, state in enumerate(states):
             if state != SlotState.FREE and number not in users:
-                known = SlotId(number) in self.state.corrupt[tier] or tier in self.state.offline
+                known = SlotId(number) in self.state.corrupt[tier] or (tier is Tier.DISK and self.state.disk_lost)
                 if state != SlotState.QUARANTINED or not known:
                     raise _broken(1, f"{tier} slot {number} is {SlotState(state).name} for no reason")
 
@@ -352,7 +352,7 @@ class _Checker:
             queue = self.window.queued(tier)
             if [t.id for t in queue] != sorted(t.id for t in queue):
                 raise _broken(4, f"{tier}: requests are out of order")
-            waits = queue and tier not in self.state.offline and not self._waits_elsewhere(queue[0])
+            waits = queue and not self._waits_elsewhere(queue[0])
             if waits and not self.window.flights.active:
                 raise _broken(4, f"{tier}: a request waits and nothing is in flight")
 

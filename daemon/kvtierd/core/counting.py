@@ -36,7 +36,7 @@ def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], a
         groups=groups,
         leases=len(leases),
         orphaned_leases=sum(lease.orphaned for lease in leases),
-        offline=frozenset(tier for window in windows.values() for tier in window.state.offline),
+        disk_lost=any(window.state.disk_lost for window in windows.values()),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,14 +82,10 @@ class Flights:
     def all(self) -> list[Flight]:
         return [flight for flights in self._flights.values() for flight in flights]
 
-    def reading(self, tier: Tier) -> Iterator[tuple[Block, Copy]]:
-        """What is being copied out of the tier."""
-        return ((flight.block, flight.source) for flight in self.all() if flight.src is tier)
-
     def usable(self, src: Tier, dst: Tier, now: int) -> bool:
-        """The edge is neither degraded nor at an offline tier."""
-        offline = self._state.offline
-        return src not in offline and dst not in offline and self.edges[src, dst].degraded_until <= now
+        """The edge is not degraded, and the disk, where it is one end, not lost."""
+        lost = self._state.disk_lost and DISK in (src, dst)
+        return not lost and self.edges[src, dst].degraded_until <= now
 
     def start(self, block: Block, src: Tier, dst: Tier, cause: Cause, *, purge: bool = False) -> Copy:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
@@ -158,8 +153,8 @@ class Flights:
         self._count_background(src, flight.cause, -1)
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
-        attached = block.copy(dst) is copy and block.copy(src) is source
-        attached &= dst not in state.offline  # it is being lost, a slice a call, and this block's turn is still to come
+        arrived = block.copy(dst) is copy and not (dst is DISK and state.disk_lost)
+        attached = arrived and block.copy(src) is source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)

@@ -58,7 +58,7 @@ class GroupState:
         self.held = dict.fromkeys(self.tiers, 0)
         """READY or FILLING slots under at least one hold."""
         self.residencies = Residencies()
-        self.offline: set[Tier] = set()
+        self.disk_lost = False
         self.corrupt: dict[Tier, set[SlotId]] = {tier: set() for tier in self.tiers}
         self.index = BlockIndex()
         self.clocks = Clocks()
@@ -157,14 +157,14 @@ class GroupState:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
         if tier is not DISK:
             self.ledgers[tier].free(slot)
-        if tier in self.offline:
+        if tier is DISK and self.disk_lost:
             self._enter(tier, slot, SLOT_QUARANTINED)
         else:
             self.slots[tier].give_back(slot)
 
     def retire(self, block: Block, slot: SlotId) -> None:
         """A disk slot whose record must be deleted before anybody may write there."""
-        if DISK in self.offline:
+        if self.disk_lost:
             self._enter(DISK, slot, SLOT_QUARANTINED)
             return
         bad = slot in self.corrupt[DISK]
@@ -179,7 +179,7 @@ class GroupState:
         if retirements is None:
             return False
         for position, (block, slot) in enumerate(retirements):
-            if DISK in self.offline:
+            if self.disk_lost:
                 self._enter(DISK, slot, SLOT_QUARANTINED)
             elif position in failed:
                 self._enter(DISK, slot, SLOT_QUARANTINED)
@@ -271,8 +271,6 @@ class GroupState:
             self.clocks.start(block)
         if (copy.holds or copy.reads) and tier is not DISK:
             self.ledgers[tier].disown(copy.slot)
-            if tier in self.offline:  # the bytes are gone: who holds or reads the slot is to find out
-                self.ledgers[tier].begin_write(copy.slot)
         if copy.listed:
             self._candidates[tier].put(block, copy, 0)
         if tier is DISK and block.indexed and block.parent is not None:

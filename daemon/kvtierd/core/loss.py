@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.events import UPDATED, Cause
 from kvtierd.core.group import GroupState
@@ -17,35 +15,27 @@ def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
         _lose_copy(state, block, tier, Cause.CORRUPT)
 
 
-def lose_tier(state: GroupState, tier: Tier, cause: Cause, before: int, limit: int) -> int:
-    """Everything in the tier is gone, what only stood there with all its descendants; its slots are out of use.
+def lose_disk(state: GroupState, before: int) -> int:
+    """A slice of the blocks whose numbers are under ``before`` lose their disk copies, the newest first; what only
+    stood there goes with all its descendants. The disk's slots are out of use.
 
-    A slice of it: of at most ``limit`` blocks with numbers under ``before``, the newest first. Returns where the next
-    one goes on, 0 where this was the last.
+    Returns:
+        Where the next slice goes on; 0 where this was the last.
     """
-    state.offline.add(tier)
-    state.slots[tier].shut()
-    if tier is DISK:
-        state.undeleted.clear()  # whoever takes it back has emptied it
-    blocks, following = state.index.before(before, limit)
+    state.disk_lost = True
+    state.slots[DISK].shut()
+    state.undeleted.clear()  # whoever takes the disk back has emptied it
+    blocks, following = state.index.before(before, state.policy.blocks_a_call)
     for block in blocks:
-        if block.copy(tier) is not None:
-            _lose_copy(state, block, tier, cause)
+        if block.on_disk is not None:
+            _lose_copy(state, block, DISK, Cause.IO_ERROR)
     return following
 
 
-def lose_detached(state: GroupState, tier: Tier, copies: Iterable[tuple[Block, Copy]]) -> None:
-    """Of these, in a memory tier, whose bytes are gone: no index leads to those that are their blocks' no more, so who
-    still holds or reads their slots is told here."""
-    for block, copy in copies:
-        if block.copy(tier) is not copy:
-            state.ledgers[tier].begin_write(copy.slot)
-
-
-def restore_tier(state: GroupState, tier: Tier) -> None:
-    """The tier is back, empty."""
-    state.offline.discard(tier)
-    state.slots[tier].reopen(state.corrupt[tier])
+def restore_disk(state: GroupState) -> None:
+    """The disk is back, empty."""
+    state.disk_lost = False
+    state.slots[DISK].reopen(state.corrupt[DISK])
 
 
 def _lose_copy(state: GroupState, block: Block, tier: Tier, cause: Cause) -> None:

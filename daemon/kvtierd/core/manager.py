@@ -13,7 +13,7 @@ from typing import Final
 from kvtierd.core import counting, looking, loss, upkeep
 from kvtierd.core.across import AcrossGroups, AcrossTicket
 from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
-from kvtierd.core.errors import BadArgument, StillHeld, TierOffline, UnknownGroup
+from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow, explain
 from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
@@ -64,8 +64,8 @@ __all__ = [
 
 _NEWEST: Final = 1 << 62
 
-TierLoss = Mapping[GroupId, int]
-"""Where a loss goes on: of each group with more to go, the id under which the rest is."""
+DiskLoss = Mapping[GroupId, int]
+"""Where a loss goes on: of each group with more to go, the number under which the rest is."""
 
 
 class BlockManager:
@@ -222,8 +222,6 @@ class BlockManager:
         where the parent is not, the slot stays blank. ``release``: the lease ends, as by :meth:`release`."""
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
-        if owned.tier in window.state.offline:
-            raise TierOffline(owned.tier)
         check_items(owned, items)
         results = window.holding.store(owned, items, last=release)
         if release:
@@ -485,35 +483,24 @@ class BlockManager:
         self._pump_all(now)
         return self._take(now)
 
-    def lose_tier(
-        self, tier: Tier, cause: Cause, now: int, following: TierLoss | None = None
-    ) -> tuple[TierLoss | None, Outcome]:
-        """The tier's bytes are gone and its slots out of use; what is leased there is unreachable and ends at release.
+    def lose_disk(self, now: int, following: DiskLoss | None = None) -> tuple[DiskLoss | None, Outcome]:
+        """The disk has failed: its slots are out of use, and what stood there goes, a slice a call.
 
-        From the first call on nothing is given out there, and who waited for that is refused; what stood there goes a
-        slice a call: for the next one, ``following`` is what this one returns, None at the end.
+        From the first call on nothing is given out there, and who waited for that is refused.
+
+        Args:
+            following: What the call before this one returned; None at first.
+
+        Returns:
+            Where the next call goes on, None at the end, and the outcome.
         """
-        self.across.lose_tier(tier)
         for window, ticket in list(self.tickets.values()):
-            if ticket.tier is tier:
+            if ticket.tier is DISK:
                 window.refuse_offline(ticket)
-        if following is None and tier is not DISK:
-            self._lose_detached(tier)
-        left = dict(following or {group: _NEWEST for group, w in self.windows.items() if tier in w.state.slots})
-        for group, before in list(left.items()):
-            state = self.windows[group].state
-            left[group] = loss.lose_tier(state, tier, cause, before, state.policy.blocks_a_call)
-            if not left[group]:
-                del left[group]
+        left = dict(following or {group: _NEWEST for group, w in self.windows.items() if DISK in w.state.slots})
+        left = {group: loss.lose_disk(self.windows[group].state, before) for group, before in left.items()}
         self._pump_all(now)
-        return left or None, self._take(now)
-
-    def _lose_detached(self, tier: Tier) -> None:
-        for lease in self._leases.live.values():
-            if lease.tier is tier:
-                loss.lose_detached(self.windows[lease.group].state, tier, lease.held.items())
-        for window in self.windows.values():
-            loss.lose_detached(window.state, tier, window.flights.reading(tier))
+        return {group: before for group, before in left.items() if before} or None, self._take(now)
 
     def carried(self, tier: Tier) -> tuple[int, int]:
         """Blocks that went to or from a tier so far, and those that failed to."""
@@ -521,11 +508,11 @@ class BlockManager:
         records = [record for edge, record in edges.items() if tier in edge]
         return sum(record.blocks for record in records), sum(record.failures for record in records)
 
-    def restore_tier(self, tier: Tier, now: int) -> Outcome:
-        """The tier is back and empty; a disk store has been emptied by the caller."""
+    def restore_disk(self, now: int) -> Outcome:
+        """The disk is back; its store has been emptied by the caller."""
         for window in self.windows.values():
-            if tier in window.state.offline:
-                loss.restore_tier(window.state, tier)
+            if window.state.disk_lost:
+                loss.restore_disk(window.state)
         self._pump_all(now)
         return self._take(now)
 

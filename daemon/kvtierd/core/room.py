@@ -99,7 +99,7 @@ class Room:
             desperate: Where nothing else is left, whole subtrees go. Not for a demotion: every parent below ranks above
                 its children, so above the block that would be demoted into its place.
         """
-        if tier in self._state.offline:
+        if tier is DISK and self._state.disk_lost:
             return NEVER
         short = count - self.available(tier) - self._state.slots[tier].retiring - self._coming[tier]
         for _ in range(short):
@@ -251,10 +251,7 @@ class Room:
         return missing
 
     def source(self, block: Block) -> Tier:
-        """Where to copy the block from: a tier that is lost, but not altogether yet, only where there is no other."""
-        if self._state.offline:
-            valid = (tier for tier in SOURCE_ORDER if block.residency & tier.bit)
-            return min(valid, key=lambda tier: tier in self._state.offline)
+        """Where to copy the block from."""
         return _SOURCES[block.residency]
 
     def _drop_some_subtree(self, tier: Tier) -> bool:

@@ -157,7 +157,7 @@ class GroupCounts:
 @dataclass(slots=True, frozen=True)
 class ManagerStats:
     """``held_by``: slots by session. Sums over the groups of the cache, but a block that a request over all groups did
-    not find is one miss. Orphaned leases are among the ``leases``. ``offline``: tiers out of service."""
+    not find is one miss. Orphaned leases are among the ``leases``. ``disk_lost``: the disk tier is out of service."""
 
     blocks: int
     tiers: Mapping[Tier, TierCount]
@@ -171,4 +171,4 @@ class ManagerStats:
     groups: Mapping[GroupId, GroupCounts]
     leases: int
     orphaned_leases: int
-    offline: frozenset[Tier]
+    disk_lost: bool

@@ -254,10 +254,9 @@ class WindowManager:
             ticket.blocks = [block for block, gone in zip(ticket.blocks, lost, strict=True) if not gone]
 
     def lost(self, block: Block, tier: Tier) -> bool:
-        """Or about to be: of a tier's loss, its turn has not come yet."""
-        if not block.indexed or not self.state.offline:
-            return not block.indexed
-        return block.copy(tier) is None and self.room.source(block) in self.state.offline
+        """Or about to be: it is only on the disk that is being lost, and its turn has not come yet."""
+        lost = self.state.disk_lost and block.residency == BITS[DISK] and block.copy(tier) is None
+        return lost or not block.indexed
 
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
         """Takes all destination slots in one step and plans the copies into them."""
@@ -414,7 +413,7 @@ class WindowManager:
 
     def obtainable(self, tier: Tier) -> int:
         """Slots that could be had at best: all that are in use at all and that no lease holds."""
-        if tier in self.state.offline:
+        if tier is DISK and self.state.disk_lost:
             return 0
         slots = self.state.slots[tier]
         out = sum(slots.count(state) for state in (SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED))
@@ -486,6 +485,6 @@ class WindowManager:
         self.background.recovered(blocks)
 
     def refuse_offline(self, ticket: Ticket) -> None:
-        """Its tier is out of service. Copies that are on their way for it end by themselves, and count for nothing."""
+        """The disk, where it waits, is out of service. Copies that are on their way for it end by themselves."""
         self.withdraw(ticket)
         self._refuse(ticket, RefusalReason.TIER_OFFLINE)

@@ -22,13 +22,13 @@ from kvtierd.core.manager import (
     BlockResult,
     ChainRequest,
     CommitItem,
+    DiskLoss,
     DropReport,
     Listing,
     Location,
     ManagerStats,
     Match,
     ResetReport,
-    TierLoss,
 )
 from kvtierd.core.outcome import Grant, Outcome, Refusal
 from kvtierd.core.tickets import LeaseRecord, LeftLease
@@ -295,26 +295,26 @@ class Engine:
         if cache is not None and cache.runtime.disk is not None:
             await asyncio.to_thread(cache.runtime.disk.sync)
 
-    async def lose_tier(self, cache_id: CacheId, tier: Tier, cause: Cause) -> None:
-        """The tier has failed. Nothing is given out there any more from the call on. Its blocks go in slices, and other
+    async def lose_disk(self, cache_id: CacheId) -> None:
+        """The disk has failed. Nothing is given out there any more from the call on. Its blocks go in slices, and other
         calls have their turn in between."""
         cache = self._find(cache_id)
-        following = self._lose_slice(cache, tier, cause, None)
+        following = self._lose_slice(cache, None)
         while following is not None:
             await asyncio.sleep(0)
             if cache.removed:
                 raise UnknownCache(cache_id)
-            following = self._lose_slice(cache, tier, cause, following)
+            following = self._lose_slice(cache, following)
 
-    def _lose_slice(self, cache: OpenCache, tier: Tier, cause: Cause, following: TierLoss | None) -> TierLoss | None:
-        following, outcome = cache.manager.lose_tier(tier, cause, self._clock(), following)
+    def _lose_slice(self, cache: OpenCache, following: DiskLoss | None) -> DiskLoss | None:
+        following, outcome = cache.manager.lose_disk(self._clock(), following)
         self._carrier.apply(cache, outcome)
         return following
 
-    def restore_tier(self, cache_id: CacheId, tier: Tier) -> None:
-        """The tier works again; its store has been emptied, with no move of it in flight (:meth:`touches`)."""
+    def restore_disk(self, cache_id: CacheId) -> None:
+        """The disk works again; its store has been emptied, with no move of it in flight (:meth:`touches`)."""
         cache = self._find(cache_id)
-        self._carrier.apply(cache, cache.manager.restore_tier(tier, self._clock()))
+        self._carrier.apply(cache, cache.manager.restore_disk(self._clock()))
 
     def touches(self, cache_id: CacheId, tier: Tier) -> bool:
         """Whether a move of the cache to or from the tier is in flight."""

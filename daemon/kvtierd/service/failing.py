@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from kvtierd.core.events import Cause
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.errors import MoverError
@@ -108,7 +107,7 @@ class FailingDisks:
         except TierIOError as error:
             health.lost = str(error)
             _log.warning("disk tier given up name=%s why=%r", cache.name, health.lost)
-            await self._engine.lose_tier(cache.id, Tier.DISK, Cause.IO_ERROR)
+            await self._engine.lose_disk(cache.id)
         else:
             health.since = None
 
@@ -121,6 +120,6 @@ class FailingDisks:
         except TierIOError as error:
             health.lost = str(error)
             return
-        self._engine.restore_tier(cache.id, Tier.DISK)
+        self._engine.restore_disk(cache.id)
         health.lost = health.since = None
         _log.warning("disk tier taken back, empty name=%s", cache.name)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, GCCollector, Histogram, Process
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvtierd.core.ids import GroupId
+from kvtierd.core.ids import DISK, GroupId
 from kvtierd.core.verbs import GroupCounts, ManagerStats
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
@@ -181,7 +181,7 @@ def _of_cache(cache: Cache, stats: ManagerStats) -> Iterator[Sample]:
     yield "kvtier_leases", (name, "orphaned"), stats.orphaned_leases
     yield "kvtier_page_locked_bytes", (name,), 0 if cache.runtime.cuda is None else cache.runtime.cuda.locks.nbytes
     for tier in stats.tiers:
-        yield "kvtier_tier_lost", (name, str(tier)), tier in stats.offline
+        yield "kvtier_tier_lost", (name, str(tier)), tier is DISK and stats.disk_lost
     for (src, dst), edge in stats.edges.items():
         labels = (name, str(src), str(dst))
         yield "kvtier_moved_blocks_total", labels, edge.blocks

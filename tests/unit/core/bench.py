@@ -212,16 +212,16 @@ class Bench:
     def cancel(self, ticket: TicketId) -> None:
         self.apply(self.core.cancel(ticket, self.now))
 
-    def lose(self, tier: Tier, cause: Cause = Cause.IO_ERROR) -> None:
+    def lose_disk(self) -> None:
         following = None
         while True:
-            following, outcome = self.core.lose_tier(tier, cause, self.now, following)
+            following, outcome = self.core.lose_disk(self.now, following)
             self.apply(outcome)
             if following is None:
                 return
 
-    def restore(self, tier: Tier) -> None:
-        self.apply(self.core.restore_tier(tier, self.now))
+    def restore_disk(self) -> None:
+        self.apply(self.core.restore_disk(self.now))
 
     # -- the mover ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtierd.core.errors import BadArgument, TierOffline
+from kvtierd.core.errors import BadArgument
 from kvtierd.core.ids import TicketId
 from kvtierd.core.manager import ChainRequest
 from kvtierd.core.outcome import RefusalReason
@@ -229,30 +229,10 @@ def test_blocks_lost_while_it_waits_shorten_it() -> None:
     bench.land()
     bench.fill(SLIDING, "xyz", "xyz", DEVICE)
     (ticket,) = bench.across(CHAIN)
-    bench.lose(DISK)
+    bench.lose_disk()
     assert not bench.answered(ticket)
     bench.land()
     assert bench.granted(ticket, CHAIN) == ["abcde", "cde"]
-
-
-def test_a_lost_tier_refuses_what_waits_for_it() -> None:
-    bench = stored(device=(6, 3))
-    bench.fill(SLIDING, "xyz", "xyz", DEVICE)
-    (waiting,) = bench.across(CHAIN)
-    bench.lose(DEVICE)
-    assert bench.refusals[waiting].reason is RefusalReason.TIER_OFFLINE
-    bench.land()
-    with pytest.raises(TierOffline):
-        bench.across(CHAIN)
-
-
-def test_a_tier_lost_under_its_copies_refuses_it() -> None:
-    bench = stored(device=(6, 3))
-    (filling,) = bench.across(CHAIN)
-    bench.lose(DEVICE)
-    bench.land()
-    assert bench.refusals[filling].reason is RefusalReason.TIER_OFFLINE
-    assert bench.tier(DEVICE).held == 0
 
 
 def test_a_block_that_is_not_found_is_one_miss_of_the_cache_and_one_in_each_group() -> None:

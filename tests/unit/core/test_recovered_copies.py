@@ -147,10 +147,9 @@ def test_a_block_forgotten_while_it_is_copied_is_disowned() -> None:
 
 def test_a_block_that_goes_with_a_lost_ancestor_while_it_is_held_is_disowned() -> None:
     """Its tier is well and its bytes stand: only the record could bring it back, under an ancestor stored anew."""
-    bench = Bench(device=1, host=1)
-    bench.put("a")
+    bench = Bench(host=1, disk=1, recovered=[("a", None, 35)])
     bench.store("b", Tier.HOST, under="a")
-    _, outcome = bench.core.lose_tier(Tier.DEVICE, Cause.LOST, bench.now)
-    assert [event.cause for event in outcome.events] == [Cause.ANCESTOR, Cause.LOST]
+    _, outcome = bench.core.lose_disk(bench.now)
+    assert [event.cause for event in outcome.events] == [Cause.ANCESTOR, Cause.IO_ERROR]
     assert [(content.ref.tier, content.key) for content in contents(outcome)] == [(Tier.HOST, None)]
-    assert {ref.tier for ref in begun(outcome)} == {Tier.DEVICE}, "who holds it reads on"
+    assert not begun(outcome), "who holds it reads on"

@@ -247,18 +247,3 @@ def test_what_expired_while_nobody_ran_expires_at_the_first_tick() -> None:
     assert bench.priority("a") == 80
     bench.pass_ms(1)
     assert bench.priority("a") == 35
-
-
-def test_a_lost_tier_lets_go() -> None:
-    """The lease's copy is gone with its tier; the block lives on below, and its clock starts."""
-    bench = Bench(device=1, host=1)
-    bench.put("a", HOST, priority=80, duration_ms=1000)
-    bench.acquire("a", tier=DEVICE)
-    bench.acquire("a", tier=HOST)
-    bench.land()
-    bench.lose(DEVICE)
-    bench.pass_ms(5000)
-    assert bench.priority("a") == 80
-    bench.end()
-    bench.pass_ms(1000)
-    assert bench.priority("a") == 35

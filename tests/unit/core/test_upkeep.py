@@ -106,12 +106,11 @@ def test_a_pinned_blocks_clock_stands() -> None:
 
 
 def test_a_pin_ends_with_its_tier() -> None:
-    bench = Bench(device=2, host=2)
-    bench.put("a")
-    bench.pin("a")
-    bench.lose(DEVICE)
+    bench = Bench(device=2, disk=2, recovered=[("a", None, 35)])
+    bench.pin("a", DISK)
+    bench.lose_disk()
     assert bench.stored() == ""
-    bench.restore(DEVICE)
+    bench.restore_disk()
     bench.put("a")
     assert bench.drop("a") == ([OK], 1)
 

@@ -1,0 +1,131 @@
+"""The disk fails: what stood only there goes with all that needs it, and nobody is given what is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtierd.core.errors import TierOffline
+from kvtierd.core.events import Cause, EventType
+from kvtierd.core.ids import DEVICE, DISK, HOST
+from kvtierd.core.outcome import RefusalReason
+from kvtierd.core.policy import Policy
+from kvtierd.core.slots import SlotState
+from tests.unit.core.bench import BOB, Bench
+
+
+def test_blocks_only_there_go_and_others_lose_a_residency() -> None:
+    bench = Bench(device=1, disk=2, recovered=[("a", None, 35), ("b", "a", 35)])
+    bench.acquire("a")
+    bench.land()
+    told = len(bench.events)
+    bench.lose_disk()
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.IO_ERROR, "b"),
+        (EventType.UPDATED, Cause.IO_ERROR, "a"),
+    ]
+    assert bench.where("a") == {DEVICE}
+
+
+def test_what_stands_on_a_lost_block_goes_with_it_children_first() -> None:
+    bench = Bench(device=2, disk=2, recovered=[("a", None, 35)])
+    bench.put("bc", DEVICE, under="a")
+    told = len(bench.events)
+    bench.lose_disk()
+    assert list(bench.said(told)) == [
+        (EventType.REMOVED, Cause.ANCESTOR, "cb"),
+        (EventType.REMOVED, Cause.IO_ERROR, "a"),
+    ]
+
+
+def test_a_leased_block_becomes_unreachable_at_once_and_free_at_release() -> None:
+    bench = Bench(device=2, disk=2, recovered=[("a", None, 35)])
+    grant = bench.blank(DEVICE, 1)
+    bench.commit(grant, [("b", "a", 35)])
+    bench.lose_disk()
+    assert bench.stored() == ""
+    assert bench.states(DEVICE) == {SlotState.READY: 1, SlotState.FREE: 1}
+    assert grant.lease is not None
+    bench.release(grant.lease)
+    assert bench.states(DEVICE) == {SlotState.FREE: 2}
+
+
+def test_who_waits_for_it_is_refused_and_nothing_is_moved_there() -> None:
+    bench = Bench(device=2, disk=1)
+    bench.put("ab")
+    first, second = bench.move("a", DISK), bench.move("b", DISK)
+    bench.lose_disk()
+    assert bench.refusals[first].reason is bench.refusals[second].reason is RefusalReason.TIER_OFFLINE
+    assert bench.states(DISK) == {SlotState.RETIRING: 1}, "the copy still writes there"
+    bench.land()
+    assert bench.states(DISK) == {SlotState.QUARANTINED: 1}
+    assert bench.where("a") == bench.where("b") == {DEVICE}
+    with pytest.raises(TierOffline):
+        bench.move("a", DISK)
+
+
+def test_what_is_pinned_there_is_let_go_of() -> None:
+    bench = Bench(device=1, disk=2, recovered=[("a", None, 35)])
+    bench.pin("a", DISK)
+    bench.lose_disk()
+    bench.lose_disk()
+    assert bench.core.pinned_slots() == 0
+    assert bench.states(DISK) == {SlotState.QUARANTINED: 2}
+
+
+def test_the_other_tiers_go_on_without_it() -> None:
+    bench = Bench(device=1, host=1, disk=1)
+    bench.lose_disk()
+    bench.put("a")
+    bench.reserve(DEVICE, 1)
+    bench.land()
+    assert bench.where("a") == {HOST}
+
+
+def test_restored_it_is_empty_and_in_use_but_for_slots_known_bad() -> None:
+    bench = Bench(device=1, disk=2, recovered=[("a", None, 35)])
+    bench.acquire("a")
+    bench.land(corrupt="a")
+    bench.lose_disk()
+    bench.restore_disk()
+    assert bench.states(DISK) == {SlotState.QUARANTINED: 1, SlotState.FREE: 1}
+    bench.put("b")
+    bench.reserve(DEVICE, 1, BOB)
+    bench.land()
+    assert bench.where("b") == {DISK}
+
+
+def test_it_is_lost_in_slices_and_nothing_is_given_out_there_in_between() -> None:
+    names = [chr(0x100 + number) for number in range(17)]
+    parents = [None, *names]
+    recovered = [(name, parent, 35) for name, parent in zip(names, parents, strict=False)]
+    bench = Bench(device=4, disk=len(names), policy=Policy(blocks_a_call=8), recovered=recovered)
+    following, outcome = bench.core.lose_disk(bench.now)
+    bench.apply(outcome)
+    assert following is not None
+    assert len(bench.stored()) == 9, "the newest go first, so what is left is a prefix"
+    with pytest.raises(TierOffline):
+        bench.move(names[0], DISK)
+    ticket = bench.move(names[0], DEVICE)
+    assert not any(bench.grants[ticket].results) and not bench.moves, "nor is anything read there"
+    steps = 1
+    while following is not None:
+        following, outcome = bench.core.lose_disk(bench.now, following)
+        bench.apply(outcome)
+        steps += 1
+    assert (bench.stored(), steps) == ("", 3)
+
+
+def test_what_arrives_there_in_between_does_not_stay() -> None:
+    newer = "".join(chr(0x100 + number) for number in range(8))
+    bench = Bench(device=10, disk=10, policy=Policy(blocks_a_call=8))
+    bench.put("a")
+    bench.put(newer)
+    bench.move("a", DISK)
+    following, outcome = bench.core.lose_disk(bench.now)
+    bench.apply(outcome)
+    assert following is not None, "the turn of the oldest is still to come"
+    bench.land()
+    assert bench.where("a") == {DEVICE}
+    bench.apply(bench.core.lose_disk(bench.now, following)[1])
+    assert bench.where("a") == {DEVICE}
+    assert bench.states(DISK) == {SlotState.QUARANTINED: 10}
