@@ -9,7 +9,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
@@ -26,9 +25,6 @@ _SHARED_BYTES: Final = 8 << 20
 _PARTS: Final = 8
 """Into so many parts such a copy is cut; each thread takes one after another."""
 
-copy_in: ContextVar[Callable[[Callable[[], None]], asyncio.Future[None]] | None] = ContextVar("copy_in", default=None)
-"""Where copies of this task run, whatever their size. None: on the loop, or in a thread of its executor."""
-
 Slots: TypeAlias = "Sequence[int] | NDArray[np.integer[Any]]"
 
 
@@ -41,10 +37,7 @@ async def run(copy: Callable[[], None], nbytes: int, *, waits: bool = False) -> 
         nbytes: what it copies; a small copy runs on the loop.
         waits: it waits for a device, so it never runs on the loop.
     """
-    elsewhere = copy_in.get()
-    if elsewhere is not None:
-        await _to_the_end(elsewhere(copy))
-    elif nbytes <= INLINE_BYTES and not waits:
+    if nbytes <= INLINE_BYTES and not waits:
         copy()
     else:
         # Not a task (asyncio.to_thread): those are cancelled, their threads forgotten, when a loop is torn down.

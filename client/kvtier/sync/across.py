@@ -109,7 +109,8 @@ class AcrossGroups:
     def match(self, keys: Keys, *, timeout: float | None = None) -> AcrossMatch:
         """See :meth:`kvtier.across.AcrossGroups.match`."""
         packed = packed_keys(keys)
-        found = self._inner.reader.match_across(packed) if self._thread.usable_here(timeout) else None
+        self._thread.require_usable()
+        found = self._inner.reader.match_across(packed)
         if found is not None:
             return found
         return self._thread.run(lambda: self._inner.match(packed, timeout=timeout))
@@ -173,10 +174,10 @@ class AcrossGroups:
     def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
         """The longest prefix that all groups can serve, copied out: see :meth:`kvtier.across.AcrossGroups.get`."""
         packed = packed_keys(keys)
-        if self._thread.usable_here(timeout):
-            read = self._inner.begin_get(packed, tier)
-            if read is not None:
-                read.copy()
-                if (found := read.result()) is not None:
-                    return found
+        self._thread.require_usable()
+        read = self._inner.begin_get(packed, tier)
+        if read is not None:
+            read.copy()
+            if (found := read.result()) is not None:
+                return found
         return self._thread.run(lambda: self._inner.get(packed, tier=tier, timeout=timeout))

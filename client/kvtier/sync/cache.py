@@ -131,7 +131,10 @@ class Cache:
     def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
         """See :meth:`kvtier.Cache.prefix_length`."""
         packed = packed_keys(keys)
-        found = self._inner.reader.prefix_length(packed, self.group) if self._thread.usable_here(timeout) else None
+        self._thread.require_usable()
+        if timeout is not None:
+            require_timeout(timeout)
+        found = self._inner.reader.prefix_length(packed, self.group)
         if found is not None:
             return found
         return self._thread.run(lambda: self._inner.prefix_length(packed, timeout=timeout))
@@ -139,7 +142,10 @@ class Cache:
     def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
         """See :meth:`kvtier.Cache.match`."""
         packed = packed_keys(keys)
-        found = self._inner.reader.match(packed, self.group) if self._thread.usable_here(timeout) else None
+        self._thread.require_usable()
+        if timeout is not None:
+            require_timeout(timeout)
+        found = self._inner.reader.match(packed, self.group)
         if found is not None:
             return found
         return self._thread.run(lambda: self._inner.match(packed, timeout=timeout))
@@ -147,7 +153,10 @@ class Cache:
     def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
         """See :meth:`kvtier.Cache.locate`."""
         packed = packed_keys(keys)
-        found = self._inner.reader.locate(packed, self.group) if self._thread.usable_here(timeout) else None
+        self._thread.require_usable()
+        if timeout is not None:
+            require_timeout(timeout)
+        found = self._inner.reader.locate(packed, self.group)
         if found is not None:
             return found
         return self._thread.run(lambda: self._inner.locate(packed, timeout=timeout))

@@ -9,11 +9,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 
 import pytest
 
-from kvtier import transfer
 from kvtier.errors import ClientClosed
 from kvtier.sync.loop import Call, LoopThread
 from tests.forking import in_child
@@ -54,33 +54,6 @@ def test_a_result_and_an_error_come_back(thread: LoopThread) -> None:
         thread.run(failure)
 
 
-def test_copies_run_in_the_calling_thread_whatever_their_size(thread: LoopThread) -> None:
-    ran: list[tuple[threading.Thread, int]] = []
-
-    async def work(nbytes: int) -> int:
-        await transfer.run(lambda: ran.append((threading.current_thread(), nbytes)), nbytes)
-        return nbytes
-
-    with ThreadPoolExecutor(4) as pool:
-        sizes = [1, transfer.INLINE_BYTES * 2] * 4
-        assert list(pool.map(lambda nbytes: thread.run(lambda: work(nbytes)), sizes)) == sizes
-        callers = set(pool._threads)
-    assert len(ran) == 8
-    assert {one for one, _ in ran} <= callers
-
-
-def test_an_error_of_a_copy_is_raised_where_the_copy_is_awaited(thread: LoopThread) -> None:
-    def broken() -> None:
-        raise ValueError("a copy")
-
-    async def work() -> str:
-        with pytest.raises(ValueError, match="a copy"):
-            await transfer.run(broken, 1)
-        return "caught"
-
-    assert thread.run(work) == "caught"
-
-
 def test_ctrl_c_cancels_the_call_and_waits_for_its_end(thread: LoopThread) -> None:
     ended = []
 
@@ -90,20 +63,6 @@ def test_ctrl_c_cancels_the_call_and_waits_for_its_end(thread: LoopThread) -> No
             await forever()
         finally:
             await asyncio.sleep(0.01)  # an end that takes several turns
-            ended.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        thread.run(work)
-    assert ended == [True]
-
-
-def test_ctrl_c_in_a_copy_ends_the_call_that_waits_for_it(thread: LoopThread) -> None:
-    ended = []
-
-    async def work() -> None:
-        try:
-            await transfer.run(lambda: signal.raise_signal(signal.SIGINT), 1)
-        finally:
             ended.append(True)
 
     with pytest.raises(KeyboardInterrupt):
@@ -158,7 +117,7 @@ def test_ctrl_c_leaves_no_lock_behind_wherever_it_comes() -> None:
     loop = asyncio.new_event_loop()
     for steps in range(50):
         call, go = Call(loop, nothing, None), SimpleQueue[int]()
-        call.settle_closed()
+        call.settle(None)
 
         def interrupt(go: SimpleQueue[int] = go) -> None:
             for _ in range(100 * go.get(timeout=PATIENCE_S)):
@@ -170,9 +129,10 @@ def test_ctrl_c_leaves_no_lock_behind_wherever_it_comes() -> None:
         with pytest.raises(KeyboardInterrupt):
             go.put(steps)
             while True:
-                call.wait()
+                with suppress(ClientClosed):
+                    call.wait()
         interrupting.join()
-        settling = threading.Thread(target=call.settle_closed, daemon=True)
+        settling = threading.Thread(target=call.settle, args=[None], daemon=True)
         settling.start()
         settling.join(PATIENCE_S)
         assert not settling.is_alive(), "the call's lock is held by a thread that has left"
