@@ -15,12 +15,10 @@ import xxhash
 
 from kvtier.v1 import events_pb2
 
-_FIELDS: Final = struct.Struct("<QQQIIIIQ")
-"""First and last id, latest time, sizes of body and private body, flags, 0, checksum of what follows the head."""
+_FIELDS: Final = struct.Struct("<QQQIIQ")
+"""First and last id, latest time, sizes of body and private body, checksum of what follows the head."""
 _CHECK: Final = struct.Struct("<Q")
 HEAD_BYTES: Final = _FIELDS.size + _CHECK.size
-_PRIVATE: Final = 1
-_KEYLESS: Final = 2
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,8 +26,7 @@ class Run:
     """The events with the ids [first, last] of an epoch, all of them.
 
     ``body``: a serialised ``WatchBatch`` with just these events. ``private``: the same with token ids; the same object
-    if there are none. ``keyless``: whether there may be events in it without keys, which concern all of them.
-    ``latest_ns``: the latest time of its events.
+    if there are none. ``latest_ns``: the latest time of its events.
     """
 
     epoch: int
@@ -37,24 +34,14 @@ class Run:
     last: int
     body: bytes
     private: bytes
-    keyless: bool = True
     latest_ns: int = 0
 
     @classmethod
-    def of(
-        cls,
-        epoch: int,
-        first: int,
-        last: int,
-        batch: events_pb2.WatchBatch,
-        *,
-        keyless: bool = True,
-        latest_ns: int = 0,
-    ) -> Self:
+    def of(cls, epoch: int, first: int, last: int, batch: events_pb2.WatchBatch, *, latest_ns: int = 0) -> Self:
         """Takes the batch with its token ids, and leaves it without."""
         private = batch.SerializeToString()
         body = batch.SerializeToString() if without_tokens(batch.events) else private
-        return cls(epoch, first, last, body, private, keyless, latest_ns)
+        return cls(epoch, first, last, body, private, latest_ns)
 
     def __len__(self) -> int:
         return self.last - self.first + 1
@@ -63,16 +50,13 @@ class Run:
     def size(self) -> int:
         return len(self.body) + (len(self.private) if self.private is not self.body else 0)
 
-    def body_for(self, *, private: bool) -> bytes:
-        return self.private if private else self.body
-
     def after(self, cursor: int) -> Run:
         """The rest of the run above ``cursor``."""
         if self.first > cursor:
             return self
         events = events_pb2.WatchBatch.FromString(self.private).events
         rest = events_pb2.WatchBatch(events=[event for event in events if event.id > cursor])
-        return Run.of(self.epoch, cursor + 1, self.last, rest, keyless=self.keyless, latest_ns=self.latest_ns)
+        return Run.of(self.epoch, cursor + 1, self.last, rest, latest_ns=self.latest_ns)
 
     def first_at(self, time_ns: int) -> int:
         """The first id with an event at or after that time, which there is."""
@@ -86,8 +70,8 @@ def joined(runs: Sequence[Run]) -> Run:
         return runs[0]
     body = b"".join(run.body for run in runs)
     private = b"".join(run.private for run in runs) if any(run.private is not run.body for run in runs) else body
-    keyless, latest_ns = any(run.keyless for run in runs), max(run.latest_ns for run in runs)
-    return Run(runs[0].epoch, runs[0].first, runs[-1].last, body, private, keyless, latest_ns)
+    latest_ns = max(run.latest_ns for run in runs)
+    return Run(runs[0].epoch, runs[0].first, runs[-1].last, body, private, latest_ns)
 
 
 def without_tokens(events: Iterable[events_pb2.Event], may_see: Callable[[str], bool] = lambda cache: False) -> bool:
@@ -107,7 +91,6 @@ class Head:
     latest_ns: int
     body_bytes: int
     private_bytes: int
-    flags: int
     digest: int
 
     @property
@@ -119,17 +102,16 @@ class Head:
         if len(payload) != self.payload_bytes or xxhash.xxh3_64_intdigest(payload) != self.digest:
             return None
         body = payload[: self.body_bytes]
-        private = payload[self.body_bytes :] if self.flags & _PRIVATE else body
-        return Run(epoch, self.first, self.last, body, private, bool(self.flags & _KEYLESS), self.latest_ns)
+        private = payload[self.body_bytes :] or body
+        return Run(epoch, self.first, self.last, body, private, self.latest_ns)
 
 
 def encode(run: Run) -> bytes:
     """The record: head, body, and the private body if it differs."""
     private = b"" if run.private is run.body else run.private
     payload = run.body + private
-    flags = _PRIVATE * bool(private) | _KEYLESS * run.keyless
     digest = xxhash.xxh3_64_intdigest(payload)
-    fields = _FIELDS.pack(run.first, run.last, run.latest_ns, len(run.body), len(private), flags, 0, digest)
+    fields = _FIELDS.pack(run.first, run.last, run.latest_ns, len(run.body), len(private), digest)
     return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields)) + payload
 
 
@@ -138,5 +120,5 @@ def decode_head(data: bytes) -> Head | None:
     fields, check = data[: _FIELDS.size], data[_FIELDS.size : HEAD_BYTES]
     if len(data) < HEAD_BYTES or check != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
         return None
-    first, last, latest_ns, body_bytes, private_bytes, flags, _, digest = _FIELDS.unpack(fields)
-    return Head(first, last, latest_ns, body_bytes, private_bytes, flags, digest)
+    first, last, latest_ns, body_bytes, private_bytes, digest = _FIELDS.unpack(fields)
+    return Head(first, last, latest_ns, body_bytes, private_bytes, digest)

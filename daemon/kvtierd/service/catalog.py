@@ -28,9 +28,9 @@ from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
 from kvtierd.service.entries import Cache, Removal, require_same_cache
 from kvtierd.service.errors import CallRefused, no_such_cache, refused
-from kvtierd.service.faces import CacheFace
 from kvtierd.service.options import Wanted, require_same
 from kvtierd.service.restoring import kept_alone, new_options, slots_of_stored, stored_options
+from kvtierd.service.wire import CacheHeader
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Shared
 from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierError, TierIOError
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 class Catalog:
     """All caches of the daemon, each open until it is removed or the daemon stops.
 
-    ``faces``: filled in before a cache's first event. What changes a cache's existence holds the lock of its name, so
+    ``headers``: filled in before a cache's first event. What changes a cache's existence holds the lock of its name, so
     that opening one never waits for another; memory is allocated for one at a time.
     """
 
@@ -53,7 +53,7 @@ class Catalog:
         sequencer: EventSequencer,
         stores: Stores,
         identity: Identity,
-        faces: dict[CacheId, CacheFace],
+        headers: dict[CacheId, CacheHeader],
     ) -> None:
         self._engine: Final = engine
         self._stores: Final = stores
@@ -61,7 +61,7 @@ class Catalog:
         self._assembler: Final = Assembler(stores, identity, sequencer)
         self._by_id: dict[CacheId, Cache] = {}
         self._by_name: dict[str, Cache] = {}
-        self._faces: Final = faces
+        self._headers: Final = headers
         self._left_out: dict[str, str] = {}
         self._unfinished: dict[str, Removal] = {}
         """Of caches whose files could not be deleted: what goes back to the budgets once they are."""
@@ -290,7 +290,7 @@ class Catalog:
         """Watchers of an earlier life know blocks of these, and nobody may ever open them again."""
         for name in sorted(names):
             cache_id = CacheId(next(self._ids))
-            self._faces[cache_id] = CacheFace(name)
+            self._headers[cache_id] = CacheHeader(name)
             cause = Cause.LOST if self._identity.unclean else Cause.SHUTDOWN
             for group in range(self._stores.remembered.groups(name)):
                 self._engine.announce_gone(cache_id, GroupId(group), cause)
@@ -332,7 +332,7 @@ class Catalog:
         stores = (parts.arena, parts.host, parts.device, parts.disk)
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, parts.manager, *stores, cuda=parts.cuda)
         cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
-        self._faces[cache_id] = cache.face
+        self._headers[cache_id] = cache.header
         self._engine.add_cache(runtime, parts.left)
         parts.arena.set_state(ArenaState.SERVING)
         self._by_id[cache_id] = self._by_name[plan.name] = cache

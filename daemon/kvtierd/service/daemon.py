@@ -33,11 +33,9 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import Translator
 from kvtierd.service.events import EventsService
 from kvtierd.service.explain import ExplainService
-from kvtierd.service.faces import CacheFace
 from kvtierd.service.failing import FailingDisks
 from kvtierd.service.gpu import described, open_gpu, tier_sizes
 from kvtierd.service.health import Health
-from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub
 from kvtierd.service.keeping import Keeper
 from kvtierd.service.machine import require_possible
@@ -47,6 +45,7 @@ from kvtierd.service.rundir import RuntimeDir
 from kvtierd.service.server import RpcServer, Services
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.transfer import TransferService
+from kvtierd.service.wire import CacheHeader
 from kvtierd.state import EVENT_LOG, StateDir
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.device import Chaos
@@ -126,10 +125,11 @@ class Daemon:
         self._directories: Final = directories
         self._serving = False
         self._sequencer: Final = DurableSequencer(state)
-        faces: dict[CacheId, CacheFace] = {}
+        headers: dict[CacheId, CacheHeader] = {}
         self._log: Final = directories.log
-        self._hub: Final = EventHub(life.epoch, life.last, life.epoch_first, faces, config.event_ring_bytes, self._log)
-        self._history: Final = History(self._hub, self._log)
+        self._hub: Final = EventHub(
+            life.epoch, life.last, life.epoch_first, headers, config.event_ring_bytes, self._log
+        )
         self._metrics: Metrics | None = None
         self._engine: Final = Engine(
             asyncio.get_running_loop(),
@@ -150,7 +150,7 @@ class Daemon:
         self._gpu: Final = tiers.gpu
         self.gpu_lost: Final = asyncio.Event()
         """The GPU will not work any more in this process, which is to end."""
-        self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, faces)
+        self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, headers)
         self._sessions: Final = SessionRegistry(self._engine, self._holds_something, _capacity(config), kept.roll)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid(), life.history)
@@ -163,7 +163,7 @@ class Daemon:
             lambda: self.config_problems,
             self._log,
         )
-        self._events: Final = EventsService(self._history, self._engine, self._catalog, self._access)
+        self._events: Final = EventsService(self._hub, self._engine, self._catalog, self._access)
         self._calls: Final = OpenCalls()
         self._dispatcher: Final = Dispatcher(
             self._sessions, self._access, self._translator, self._calls, self._names_lease

@@ -10,8 +10,8 @@ from kvtierd.core.ids import CacheId, Tier
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.budgets import Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.errors import bad_argument
-from kvtierd.service.faces import CacheFace
 from kvtierd.service.options import CacheOptions
+from kvtierd.service.wire import CacheHeader
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -36,8 +36,8 @@ class Cache:
         return self.runtime.spec
 
     @property
-    def face(self) -> CacheFace:
-        return CacheFace.of(self.name, self.spec, self.options.event_hash)
+    def header(self) -> CacheHeader:
+        return CacheHeader.of(self.name, self.spec, self.options.event_hash)
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -20,11 +20,9 @@ from kvtierd.service.calls import StreamVerb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
-from kvtierd.service.event_filter import EventFilter, filter_from_wire
-from kvtierd.service.history import History
-from kvtierd.service.hub import TOKENS_WEIGH
+from kvtierd.service.hub import TOKENS_WEIGH, EventHub
 from kvtierd.service.sessions import Session
-from kvtierd.service.watch import Watcher
+from kvtierd.service.watch import Caches, EventFilter, Watcher, every_cache, no_cache
 
 HEARTBEAT_S: Final = 10.0
 """For watchers that do not say."""
@@ -34,9 +32,8 @@ SLICE_BLOCKS: Final = 1024
 
 
 class EventsService:
-    def __init__(self, history: History, engine: Engine, catalog: Catalog, access: Access) -> None:
-        self._history: Final = history
-        self._hub: Final = history.hub
+    def __init__(self, hub: EventHub, engine: Engine, catalog: Catalog, access: Access) -> None:
+        self._hub: Final = hub
         self._engine: Final = engine
         self._catalog: Final = catalog
         self._access: Final = access
@@ -66,12 +63,12 @@ class EventsService:
 
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         self._require_named(session, request.filter.caches)
-        asked = filter_from_wire(request.filter)
+        asked = EventFilter.of(request.filter)
         heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, HEARTBEAT_S)
         epoch, cursor = await self._start(request)
         # From here to its entry among the watchers nothing is waited for: no change of rights passes it by.
         self._require_named(session, request.filter.caches)
-        watcher = Watcher(self._history, epoch, cursor, self._as_allowed(session, asked), heartbeat_s)
+        watcher = Watcher(self._hub, epoch, cursor, self._as_allowed(session, asked), heartbeat_s)
         self._watchers[watcher] = session
         try:
             snapshot_end = None
@@ -95,20 +92,16 @@ class EventsService:
 
     def _as_allowed(self, session: Session, asked: EventFilter) -> EventFilter:
         """One that shows what the session may see: that of another watcher, if there is one like it."""
-        wanted = asked.as_allowed(self._visible(session), self._allowed(session, Right.TOKENS))
+        wanted = asked.allowed(self._allowed(session, Right.WATCH), self._allowed(session, Right.TOKENS))
         return next((watcher.wanted for watcher in self._watchers if watcher.wanted == wanted), wanted)
 
-    def _visible(self, session: Session) -> Callable[[str], bool] | None:
-        allowed = self._allowed(session, Right.WATCH)
-        return None if allowed is True else allowed or (lambda name: False)
-
-    def _allowed(self, session: Session, right: Right) -> Callable[[str], bool] | bool:
-        """On which caches the session has a right; True = all, False = none."""
+    def _allowed(self, session: Session, right: Right) -> Caches:
+        """On which caches the session has a right."""
         if right in self._access.rights.everywhere(session.identity):
-            return True
-        return right in self._access.rights.somewhere(session.identity) and (
-            lambda name: self._access.may(session, right, name)
-        )
+            return every_cache
+        if right not in self._access.rights.somewhere(session.identity):
+            return no_cache
+        return lambda name: self._access.may(session, right, name)
 
     async def _start(self, request: events_pb2.WatchRequest) -> tuple[int, int]:
         """The epoch and the id after which to begin. Raises as :meth:`_resume_at` does."""
@@ -117,24 +110,24 @@ class EventsService:
             case "since":
                 return self._resume_at(request.since)
             case "since_time_ns":
-                cursor = await self._history.since(request.since_time_ns)
+                cursor = await self._hub.since(request.since_time_ns)
             case "oldest" if request.oldest:
-                cursor = self._history.oldest - 1
-        return self._history.epoch_of(cursor + 1), cursor
+                cursor = self._hub.oldest - 1
+        return self._hub.epoch_of(cursor + 1), cursor
 
     def _resume_at(self, since: blocks_pb2.Cursor) -> tuple[int, int]:
         """Raises INVALID_ARGUMENT for the future and for an id of another epoch, OUT_OF_RANGE for what is not held."""
-        history, present = self._history, self._hub.epoch
+        hub, present = self._hub, self._hub.epoch
         if since.epoch > present:
             raise bad_argument("since.epoch", since.epoch, f"at most {present}, the present epoch")
-        end = history.end_of(since.epoch) if since.epoch else None
-        most = self._hub.last if end is None else end
+        end = hub.end_of(since.epoch) if since.epoch else None
+        most = hub.last if end is None else end
         if since.id > most:
             raise bad_argument("since.id", since.id, f"at most {most}, the last id of the epoch")
-        least = history.begins_after(since.epoch)
+        least = hub.begins_after(since.epoch)
         if least is not None and since.id < least:
             raise bad_argument("since.id", since.id, f"at least {least}, after which the epoch begins")
-        oldest = history.oldest
+        oldest = hub.oldest
         # Of an epoch that was lost whole, that is told as a loss, as long as all that followed is held.
         if since.id + 1 < oldest and (end is None or oldest > end + 1):
             detail = common_pb2.ErrorDetail(
@@ -142,7 +135,7 @@ class EventsService:
             )
             message = f"the events after {since.epoch}:{since.id} are no longer held; the oldest is {oldest}"
             raise CallRefused(grpc.StatusCode.OUT_OF_RANGE, message, detail)
-        return since.epoch if end is not None else history.epoch_of(since.id + 1), since.id
+        return since.epoch if end is not None else hub.epoch_of(since.id + 1), since.id
 
     async def _slices(self, epoch: int, cursor: int, watcher: Watcher) -> AsyncGenerator[bytes, None]:
         """All blocks of the caches wanted, as they are while it goes over them; no batch covers any ids."""
@@ -159,7 +152,7 @@ class EventsService:
         following: int | None = 0
         while following is not None:
             page, batch = following, b""
-            while not await self._history.turn(watcher.quiet_until):
+            while not await self._hub.turn(watcher.quiet_until):
                 yield watcher.heartbeat()
             if not watcher.wanted.wants_cache(cache.name):
                 return  # it was forbidden
@@ -180,11 +173,11 @@ class EventsService:
     def _slice(
         self, epoch: int, cursor: int, cache: Cache, group: GroupId, rows: Sequence[ListingRow], watcher: Watcher
     ) -> bytes:
-        private = watcher.wanted.may_see_tokens_of(cache.name)
+        private = watcher.wanted.private(cache.name)
         return events_pb2.WatchBatch(
             epoch=epoch,
             first_id=cursor + 1,
             last_id=cursor,
-            slice=wire.slice_of(cache.face, group, rows, private=private),
+            slice=wire.slice_of(cache.header, group, rows, private=private),
             newest_id=self._hub.last,
         ).SerializeToString()

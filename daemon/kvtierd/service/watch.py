@@ -1,39 +1,177 @@
-"""One watcher: where it is in the event stream, what it wants to see, and when it must hear something."""
+"""One watcher: what it wants to see and may, where it is in the stream, and the batches that it is sent."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvtier.v1 import events_pb2
+from kvtier.abi.spec import MAX_GROUPS
+from kvtier.v1 import common_pb2, events_pb2
+from kvtierd.core.ids import KEY_BYTES
+from kvtierd.core.verbs import ListingRow
 from kvtierd.event_log import Run
-from kvtierd.service.errors import CallRefused, shutting_down
-from kvtierd.service.event_filter import EventFilter
-from kvtierd.service.history import History, Loss
+from kvtierd.event_log.run import without_tokens
+from kvtierd.service import validate
+from kvtierd.service.errors import CallRefused, bad_argument, shutting_down
+from kvtierd.service.hub import EventHub, Loss
+
+MAX_PREFIXES: Final = 64
+"""Of keys, in a filter."""
+MAX_VALUES: Final = 4096
+"""Of each other kind in a filter."""
 
 COVER_S: Final = 0.1
 COVER_SHARE_S: Final = 0.02
-"""Ids that were filtered away are covered once it is quiet for so long, and so long for each watcher: a message to one
-costs some 0.1 ms, so where hidden events trickle in, all of these together take half a percent of the loop."""
+"""Ids that were filtered away are covered once it is quiet for so long, and so long for each watcher."""
+
+Caches = Callable[[str], bool]
+"""Some caches, by name."""
+
+
+def every_cache(_: str) -> bool:
+    return True
+
+
+def no_cache(_: str) -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class _Latest:
+    """The last run that was looked at, and what of it passed."""
+
+    run: Run | None = None
+    passed: bytes = b""
+
+
+@dataclass(slots=True, frozen=True)
+class EventFilter:
+    """What to let through; an empty set lets everything through.
+
+    ``tiers``: numbers of the wire. ``keys``: prefixes. ``visible``: the caches whose events the watcher may see.
+    ``private``: those whose token ids it may see. Watchers that want the same share one filter, so that each run is
+    looked at once for all of them.
+    """
+
+    types: frozenset[int] = frozenset()
+    causes: frozenset[int] = frozenset()
+    caches: frozenset[str] = frozenset()
+    tiers: frozenset[int] = frozenset()
+    groups: frozenset[int] = frozenset()
+    keys: tuple[bytes, ...] = ()
+    visible: Caches = every_cache
+    private: Caches = no_cache
+    _latest: _Latest = field(default_factory=_Latest, init=False, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, message: events_pb2.WatchFilter) -> EventFilter:
+        """As asked for, of all caches, without token ids. Raises INVALID_ARGUMENT that names the field."""
+        for name in ("types", "causes", "tiers", "caches", "groups", "key_prefixes"):
+            most = MAX_PREFIXES if name == "key_prefixes" else MAX_VALUES
+            validate.count(f"filter.{name}", len(getattr(message, name)), 0, most)
+        for name, known in (("types", events_pb2.EventType), ("causes", common_pb2.Cause), ("tiers", common_pb2.Tier)):
+            for index, value in enumerate(getattr(message, name)):
+                if not value or value not in known.values():
+                    raise bad_argument(f"filter.{name}[{index}]", value, f"1 to {max(known.values())}")
+        for index, cache in enumerate(message.caches):
+            validate.cache_name(cache, f"filter.caches[{index}]")
+        for index, group in enumerate(message.groups):
+            validate.count(f"filter.groups[{index}]", group, 0, MAX_GROUPS - 1)
+        for index, prefix in enumerate(message.key_prefixes):
+            if not 1 <= len(prefix) <= KEY_BYTES:
+                raise bad_argument(f"filter.key_prefixes[{index}]", f"{len(prefix)} bytes", f"1 to {KEY_BYTES} bytes")
+        return cls(
+            types=frozenset(message.types),
+            causes=frozenset(message.causes),
+            caches=frozenset(message.caches),
+            tiers=frozenset(message.tiers),
+            groups=frozenset(message.groups),
+            keys=tuple(sorted(set(message.key_prefixes))),
+        )
+
+    def allowed(self, visible: Caches, private: Caches) -> EventFilter:
+        """The same for a watcher with other rights."""
+        return replace(self, visible=visible, private=private)
+
+    def wants_cache(self, name: str) -> bool:
+        return (not self.caches or name in self.caches) and self.visible(name)
+
+    def wants_group(self, group: int) -> bool:
+        return not self.groups or group in self.groups
+
+    def wanted_rows(self, rows: Sequence[ListingRow]) -> Sequence[ListingRow]:
+        return [row for row in rows if row.key.startswith(self.keys)] if self.keys else rows
+
+    def look_at(self, run: Run) -> bytes:
+        """What of ``run`` passes: a serialised ``WatchBatch`` with just these events, cut down to the blocks wanted."""
+        if self._lets_all_through and (run.private is run.body or self.private in (every_cache, no_cache)):
+            return run.body if self.private is no_cache else run.private
+        if self._latest.run is not run:
+            self._latest.run, self._latest.passed = run, self._passed(run)
+        return self._latest.passed
+
+    @property
+    def _lets_all_through(self) -> bool:
+        some = self.types or self.causes or self.caches or self.tiers or self.groups or self.keys
+        return not some and self.visible is every_cache
+
+    def _passed(self, run: Run) -> bytes:
+        events = events_pb2.WatchBatch.FromString(run.body if self.private is no_cache else run.private).events
+        wanted = [event for event in events if self._wants(event)]
+        without_tokens(wanted, self.private)
+        return events_pb2.WatchBatch(events=wanted).SerializeToString()
+
+    def _wants(self, event: events_pb2.Event) -> bool:
+        """Cuts the event down to the blocks wanted."""
+        return (
+            (not self.types or event.type in self.types)
+            and (not self.causes or event.cause in self.causes)
+            and self.wants_cache(event.cache)
+            and self.wants_group(event.group)
+            and (not self.keys or not event.keys or _keep(event, self.keys))
+            and (not self.tiers or self._touches_tiers(event))
+        )
+
+    def _touches_tiers(self, event: events_pb2.Event) -> bool:
+        if event.moved_from in self.tiers or event.moved_to in self.tiers:
+            return True
+        bits = sum(1 << (tier - 1) for tier in self.tiers)
+        return event.type == events_pb2.EVENT_TYPE_STORED and any(residency & bits for residency in event.residency)
+
+
+def _keep(event: events_pb2.Event, prefixes: tuple[bytes, ...]) -> bool:
+    """Leaves the blocks whose keys begin with one of the prefixes. Returns whether there are any."""
+    count = len(event.keys) // KEY_BYTES
+    places = [place for place in range(count) if event.keys.startswith(prefixes, place * KEY_BYTES)]
+    if not places or len(places) == count:
+        return bool(places)
+    for name in ("keys", "parents", "residency", "priorities", "event_hashes", "parent_hashes"):
+        packed = getattr(event, name)
+        width = len(packed) // count
+        setattr(event, name, b"".join(packed[place * width : (place + 1) * width] for place in places))
+    event.moved_bytes = event.moved_bytes * len(places) // count
+    if event.tokens:
+        tokens = [event.tokens[place] for place in places]
+        event.ClearField("tokens")
+        event.tokens.extend(tokens)
+    return True
 
 
 class Watcher:
-    """Follows the events from a place on. ``cursor``: the last id that this watcher has been told of, or need not be;
-    ``epoch``: what it is of, or what begins after it.
+    """Follows the events from a place on.
 
-    ``wanted`` may be replaced at any time: it holds for what is sent from then on.
-
-    ``covered``: everything up to it stands in batches that were sent; ids between it and the cursor were looked at and
-    filtered away, and the next batch will cover them.
+    ``cursor``: the last id that this watcher has been told of, or need not be. ``epoch``: that of the cursor, or the
+    one that begins after it. ``wanted`` may be replaced at any time: it holds for what is sent from then on.
     """
 
-    def __init__(self, history: History, epoch: int, cursor: int, wanted: EventFilter, heartbeat_s: float) -> None:
-        self._history = history
-        self._hub = history.hub
+    def __init__(self, hub: EventHub, epoch: int, cursor: int, wanted: EventFilter, heartbeat_s: float) -> None:
+        self._hub = hub
         self._epoch = epoch
         self._cursor = cursor
         self._covered = cursor
+        """Ids between it and the cursor were filtered away; the next batch will cover them."""
         self.wanted = wanted
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
@@ -54,8 +192,7 @@ class Watcher:
         return self._hub.last - self._cursor
 
     async def follow(self, snapshot_end: int | None = None) -> AsyncGenerator[bytes, None]:
-        """Batches without end, serialised; the first comes at once and, if it has no events, says where this starts. An
-        epoch that begins while nothing happens is told by one without events.
+        """Batches without end, serialised. The first comes at once and, if it has no events, says where this starts.
 
         ``snapshot_end``: the first batch to reach this id is marked as such. Raises UNAVAILABLE once the hub is closed
         and everything in it was sent.
@@ -67,27 +204,24 @@ class Watcher:
             snapshot_end = None
         while True:
             behind = self._hub.readable
-            found = await self._history.after(self._epoch, self._cursor)
-            if found is None:
-                if self._hub.has_begun(self._cursor, self._epoch):
-                    if self._covered < self._cursor:
-                        yield self._batch()
-                    self._epoch = self._hub.epoch
-                    yield self.heartbeat()
-                elif not await self._news(self._cover_at(self.quiet_until)):
-                    yield self.heartbeat()
-                continue
-            if found.epoch != self._epoch or (isinstance(found, Loss) and found.then != found.epoch):
+            found = await self._hub.after(self._epoch, self._cursor)
+            epoch = self._hub.epoch if found is None else found.epoch
+            if epoch != self._epoch or (isinstance(found, Loss) and found.then != epoch):
                 if self._covered < self._cursor:
                     yield self._batch()
-                self._epoch = found.epoch
+                self._epoch = epoch
+            if found is None:
+                if not await self._news():
+                    yield self.heartbeat()
+                continue
             if isinstance(found, Loss):
                 yield self._gap(found)
                 continue
             past = found.last < behind
-            while past and not await self._history.turn(self.quiet_until):
+            while past and not await self._hub.turn(self.quiet_until):
                 yield self.heartbeat()
-            body = self._look_at(found)
+            self._cursor = found.last
+            body = self.wanted.look_at(found)
             ends = snapshot_end is not None and snapshot_end <= self._cursor
             if body or ends or self.is_due:
                 yield self._batch(snapshot_end=ends) + body
@@ -110,24 +244,17 @@ class Watcher:
         """It has just been sent something."""
         self.quiet_until = self._loop.time() + self._heartbeat_s
 
-    def _cover_at(self, quiet_until: float) -> float:
-        """When a batch without events is due: earlier where it tells that events were filtered away, for which somebody
-        may wait."""
-        if self._covered == self._cursor:
-            return quiet_until
-        apart = max(COVER_S, COVER_SHARE_S * len(self._hub.watchers))
-        return min(quiet_until, self._loop.time() + apart)
+    async def _news(self) -> bool:
+        """False when it stays quiet until a batch without events is due.
 
-    async def _news(self, until: float) -> bool:
-        """False when it stays quiet until then."""
+        That is earlier where it tells that events were filtered away, for which somebody may wait.
+        """
         if self._hub.closed:
             raise shutting_down()
-        return await self._hub.news(self._cursor, self._epoch, until)
-
-    def _look_at(self, run: Run) -> bytes:
-        """Moves on over ``run``; what of it this watcher wants."""
-        self._cursor = run.last
-        return self.wanted.look_at(run)
+        until = self.quiet_until
+        if self._covered < self._cursor:
+            until = min(until, self._loop.time() + max(COVER_S, COVER_SHARE_S * len(self._hub.watchers)))
+        return await self._hub.news(self._cursor, until)
 
     def _batch(self, *, snapshot_end: bool = False) -> bytes:
         """A batch without events that covers all ids up to the cursor; events may be appended to its bytes."""

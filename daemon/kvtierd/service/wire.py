@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Self
 
 from google.protobuf.message import DecodeError, Message
 
+from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, events_pb2
 from kvtierd.core.events import Changes, Event, EventType
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, LeaseId, Tier
 from kvtierd.core.traits import Label
 from kvtierd.core.verbs import ListingRow
-from kvtierd.service.faces import CacheFace
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
 """On the wire: the parent of a chain's first block."""
@@ -89,27 +90,54 @@ def spec_from_wire(value: caches_pb2.CacheSpec) -> CacheSpec:
     )
 
 
-def event(value: Event, face: CacheFace) -> events_pb2.Event:
+@dataclass(slots=True, frozen=True)
+class CacheHeader:
+    """What events say of their cache.
+
+    ``event_hash``: how its blocks are named besides their keys; "" = not at all. ``windows``: tokens, by group. Only
+    the name of a cache of an earlier life is known.
+    """
+
+    name: str
+    event_hash: str = ""
+    windows: tuple[int, ...] = ()
+    tokens_per_block: int = 0
+
+    @classmethod
+    def of(cls, name: str, spec: CacheSpec, event_hash: str) -> Self:
+        return cls(name, event_hash, tuple(group.window_tokens for group in spec.groups), spec.tokens_per_block)
+
+    @property
+    def hash_bytes(self) -> int:
+        """Of one event hash; 0 = it has none."""
+        return HASH_BYTES[self.event_hash] if self.event_hash else 0
+
+    def window(self, group: GroupId) -> int:
+        """0 = full attention, or not known."""
+        return self.windows[group] if group < len(self.windows) else 0
+
+
+def event(value: Event, header: CacheHeader) -> events_pb2.Event:
     """Which fields an event carries follows from its type; see ``events.proto``. Private ones included."""
     message = events_pb2.Event(
         id=value.id,
         type=events_pb2.EventType.ValueType(value.type),
         cause=common_pb2.Cause.ValueType(value.cause),
-        cache=face.name,
+        cache=header.name,
         group=value.group,
         time_ns=value.time_ns,
         num_blocks_per_cache_level=[slots for _, slots in value.capacity],
-        event_hash=face.event_hash,
-        window_tokens=face.window(value.group),
+        event_hash=header.event_hash,
+        window_tokens=header.window(value.group),
     )
     blocks = value.blocks
     if blocks.keys:
         stored = value.type is EventType.STORED
         _add_blocks(message, value.type, blocks)
-        _add_labels(message, blocks.labels, blocks.parent_labels, face.hash_bytes, stored=stored)
+        _add_labels(message, blocks.labels, blocks.parent_labels, header.hash_bytes, stored=stored)
     if value.type is EventType.CREATED:
-        message.tokens_per_block = face.tokens_per_block
-        message.all_window_tokens.extend(face.windows)
+        message.tokens_per_block = header.tokens_per_block
+        message.all_window_tokens.extend(header.windows)
     if value.moved_from is not None:
         message.moved_from = TIER_TO_WIRE[value.moved_from]
     if value.moved_to is not None:
@@ -128,22 +156,24 @@ def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: Changes) -> 
         message.parents = parents(blocks.parents)
 
 
-def slice_of(face: CacheFace, group: GroupId, rows: Sequence[ListingRow], *, private: bool) -> events_pb2.SnapshotSlice:
+def slice_of(
+    header: CacheHeader, group: GroupId, rows: Sequence[ListingRow], *, private: bool
+) -> events_pb2.SnapshotSlice:
     """``private``: with token ids, where there are any."""
     message = events_pb2.SnapshotSlice(
-        cache=face.name,
+        cache=header.name,
         group=group,
         keys=b"".join(row.key for row in rows),
         parents=parents(row.parent for row in rows),
         residency=bytes(row.residency for row in rows),
         priorities=bytes(row.priority for row in rows),
-        event_hash=face.event_hash,
-        window_tokens=face.window(group),
-        tokens_per_block=face.tokens_per_block,
-        all_window_tokens=face.windows,
+        event_hash=header.event_hash,
+        window_tokens=header.window(group),
+        tokens_per_block=header.tokens_per_block,
+        all_window_tokens=header.windows,
     )
     labels, parent_labels = [row.label for row in rows], [row.parent_label for row in rows]
-    _add_labels(message, labels, parent_labels, face.hash_bytes, stored=True)
+    _add_labels(message, labels, parent_labels, header.hash_bytes, stored=True)
     if not private:
         message.ClearField("tokens")
     return message

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from kvtier.v1 import common_pb2, events_pb2
 from kvtierd.event_log import Run
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.event_filter import MAX_PREFIXES, MAX_VALUES, EventFilter, filter_from_wire
-from kvtierd.service.key_prefixes import KeyPrefixes
+from kvtierd.service.watch import MAX_PREFIXES, MAX_VALUES, EventFilter, every_cache, no_cache
 
 T = TypeVar("T")
 
@@ -102,8 +101,8 @@ def expected(
     return seen
 
 
-def passed(wanted: EventFilter, events: Sequence[events_pb2.Event], *, keyless: bool = True) -> list[events_pb2.Event]:
-    run = Run.of(1, 1, 1, events_pb2.WatchBatch(events=events), keyless=keyless)
+def passed(wanted: EventFilter, events: Sequence[events_pb2.Event]) -> list[events_pb2.Event]:
+    run = Run.of(1, 1, 1, events_pb2.WatchBatch(events=events))
     return list(events_pb2.WatchBatch.FromString(wanted.look_at(run)).events)
 
 
@@ -113,7 +112,7 @@ def mostly_all(some: list[T]) -> st.SearchStrategy[list[T]]:
 
 
 def asked(message: events_pb2.WatchFilter, *, private: bool = True) -> EventFilter:
-    return filter_from_wire(message).as_allowed(None, private)
+    return EventFilter.of(message).allowed(every_cache, every_cache if private else no_cache)
 
 
 @given(
@@ -132,31 +131,7 @@ def test_what_passes_is_what_the_model_lets_through(
     happened: list[tuple[events_pb2.Event, list[Block]]], message: events_pb2.WatchFilter
 ) -> None:
     events = [event for event, _ in happened]
-    keyless = any(not rows for _, rows in happened)
-    assert passed(asked(message), events, keyless=keyless) == expected(message, happened)
-
-
-@given(prefixes, st.lists(keys, max_size=40))
-def test_places_are_those_of_a_search_key_by_key(some: list[bytes], listed: list[bytes]) -> None:
-    wanted = KeyPrefixes.of(some)
-    there = [place for place, key in enumerate(listed) if any(key.startswith(prefix) for prefix in some)]
-    assert wanted.places(b"".join(listed)) == there
-    assert [place for place, key in enumerate(listed) if wanted.match(key)] == there
-    if wanted.absent_from(b"".join(listed)):
-        assert there == []
-
-
-def test_many_prefixes_are_found_as_well_as_few() -> None:
-    listed = [number.to_bytes(2, "big") * 16 for number in range(2000)]
-    wanted = KeyPrefixes.of(listed[place][: 1 + place % 32] for place in range(1, 2000, 40))
-    found = wanted.places(b"".join(listed))
-    assert found == [place for place, key in enumerate(listed) if wanted.match(key)]
-    assert 50 <= len(found) < 2000
-
-
-def test_a_run_without_the_prefix_is_not_even_parsed() -> None:
-    wanted = asked(events_pb2.WatchFilter(key_prefixes=[b"k" * 32]))
-    assert wanted.look_at(Run(1, 1, 1, b"no protobuf at all", b"no protobuf at all", keyless=False)) == b""
+    assert passed(asked(message), events) == expected(message, happened)
 
 
 def test_what_a_run_gave_is_not_given_for_another() -> None:
@@ -169,13 +144,13 @@ def test_what_a_run_gave_is_not_given_for_another() -> None:
 
 def test_filters_are_equal_where_they_let_the_same_through() -> None:
     def message() -> events_pb2.WatchFilter:
-        return events_pb2.WatchFilter(caches=["one", "two"], key_prefixes=[b"b", b"a", b"ab"])
+        return events_pb2.WatchFilter(caches=["one", "two"], key_prefixes=[b"b", b"a", b"b"])
 
     assert asked(message()) == asked(message())
     assert asked(message()) == asked(events_pb2.WatchFilter(caches=["two", "one"], key_prefixes=[b"a", b"b"]))
     assert asked(message()) != asked(events_pb2.WatchFilter(caches=["two", "one"], key_prefixes=[b"a", b"c"]))
     assert asked(message()) != asked(message(), private=False)
-    assert asked(message()) != filter_from_wire(message()).as_allowed(lambda name: True, True)
+    assert asked(message()) != EventFilter.of(message()).allowed(lambda name: True, every_cache)
 
 
 def test_tokens_are_cut_with_their_blocks_and_kept_from_those_who_may_not_see_them() -> None:

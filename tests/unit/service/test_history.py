@@ -16,14 +16,12 @@ from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.core.traits import Label
 from kvtierd.event_log import EventLog, Run
 from kvtierd.event_log.segments import Segments
-from kvtierd.service.event_filter import EventFilter
-from kvtierd.service.faces import CacheFace
-from kvtierd.service.history import History, Loss
-from kvtierd.service.hub import EventHub
-from kvtierd.service.watch import Watcher
+from kvtierd.service.hub import EventHub, Loss
+from kvtierd.service.watch import EventFilter, Watcher, every_cache, no_cache
+from kvtierd.service.wire import CacheHeader
 from tests.unit.event_log.runs import MB
 
-FACES = {CacheId(1): CacheFace("one"), CacheId(2): CacheFace("two")}
+HEADERS = {CacheId(1): CacheHeader("one"), CacheId(2): CacheHeader("two")}
 RING_BYTES = 5000
 """For some fifty events."""
 LONG = Label(b"", events_pb2.BlockTokens(token_ids=bytes(400)).SerializeToString())
@@ -53,12 +51,7 @@ class Life:
         self.log = Forgetful.open(path, max_bytes, MB)
         self.log.begin_epoch(epoch, epoch_first)
         self.log.start()
-        self.hub = EventHub(epoch, last, epoch_first, FACES, RING_BYTES, self.log)
-        self.history = History(self.hub, self.log)
-
-    def begin_epoch(self, epoch: int) -> None:
-        self.log.begin_epoch(epoch, self.hub.last + 1)
-        self.hub.begin_epoch(epoch)
+        self.hub = EventHub(epoch, last, epoch_first, HEADERS, RING_BYTES, self.log)
 
     async def publish(self, count: int, make: Callable[[int], Event] = event) -> None:
         first = self.hub.last + 1
@@ -76,7 +69,7 @@ class Life:
         """All ids that are told from there to the last, and the losses; each joins what was before."""
         seen: list[int] = []
         losses: list[Loss] = []
-        while (found := await self.history.after(epoch, cursor)) is not None:
+        while (found := await self.hub.after(epoch, cursor)) is not None:
             if isinstance(found, Loss):
                 assert found.first == cursor + 1 <= found.last + 1
                 losses.append(found)
@@ -113,35 +106,12 @@ async def test_what_left_the_ring_is_told_by_the_log(tmp_path: Path) -> None:
         await now.publish(499)
         await now.logged()
         await now.publish(1)
-        assert now.hub.oldest > 400
+        assert now.hub._oldest_in_memory > 400
         for cursor in (0, 1, 123, 440, 499, 500):
             assert await now.told(1, cursor) == (first_to_last(cursor + 1, 500), [])
         await now.logged()
-        assert now.history.oldest == 1
+        assert now.hub.oldest == 1
         assert await now.told(1, 77) == (first_to_last(78, 500), [])
-
-
-async def test_an_event_that_cannot_be_told_is_a_loss_and_takes_no_other_along(tmp_path: Path) -> None:
-    """From the ring, and once it has left that, from the log; at the end of an epoch, too."""
-
-    def some(number: int) -> Event:
-        return event(number, cache=9 if number in (13, 14, 20) else 1)  # a cache of which the hub knows nothing
-
-    async with life(tmp_path / "log") as now:
-        await now.publish(12)
-        now.hub.publish([some(number) for number in range(13, 21)])
-        now.begin_epoch(2)
-        await now.publish(10)
-        lost = [Loss(1, 13, 14, "unexplained", 1), Loss(1, 20, 20, "unexplained", 2)]
-        assert await now.told(1, 0) == ([*range(1, 13), *range(15, 20), *range(21, 31)], lost)
-        assert await now.told(1, 13) == ([*range(15, 20), *range(21, 31)], [Loss(1, 14, 14, "unexplained", 1), lost[1]])
-        await now.publish(79)
-        await now.logged()
-        await now.publish(1)
-        assert now.hub.oldest > 20
-        seen, losses = await now.told(1, 0)
-        assert seen == [*range(1, 13), *range(15, 20), *range(21, 111)]
-        assert [(loss.first, loss.last, loss.then) for loss in losses] == [(13, 14, 1), (20, 20, 2)]
 
 
 async def test_a_clean_restart_is_nothing_to_tell_of(tmp_path: Path) -> None:
@@ -151,8 +121,8 @@ async def test_a_clean_restart_is_nothing_to_tell_of(tmp_path: Path) -> None:
         assert await now.told(1, 30) == (first_to_last(31, 100), [])
         await now.publish(100)
         assert await now.told(1, 30) == (first_to_last(31, 200), [])
-        assert now.history.epoch_of(50) == 1
-        assert now.history.end_of(1) is None
+        assert now.hub.epoch_of(50) == 1
+        assert now.hub.end_of(1) is None
 
 
 async def test_each_epoch_is_told_up_to_what_was_logged_of_it(tmp_path: Path) -> None:
@@ -174,8 +144,8 @@ async def test_each_epoch_is_told_up_to_what_was_logged_of_it(tmp_path: Path) ->
         assert await now.told(2, 1049) == ([1050, *first_to_last(3001, 3120)], losses[1:])
         assert await now.told(2, 1055) == (first_to_last(3001, 3120), [Loss(2, 1056, 3000, "unclean-stop", 4)])
         assert await now.told(2, 3000) == (first_to_last(3001, 3120), [])
-        assert [now.history.end_of(epoch) for epoch in (1, 2, 3, 4)] == [1000, 3000, 3000, None]
-        assert [now.history.epoch_of(number) for number in (1, 1000, 1001, 3000, 3001)] == [1, 1, 2, 2, 4]
+        assert [now.hub.end_of(epoch) for epoch in (1, 2, 3, 4)] == [1000, 3000, 3000, None]
+        assert [now.hub.epoch_of(number) for number in (1, 1000, 1001, 3000, 3001)] == [1, 1, 2, 2, 4]
 
 
 async def test_what_was_not_logged_is_a_loss_once_the_ring_has_it_no_more(tmp_path: Path) -> None:
@@ -195,7 +165,7 @@ async def test_what_was_not_logged_is_a_loss_once_the_ring_has_it_no_more(tmp_pa
         now.log.logs = False
         await now.publish(100)
         ids, losses = await now.told(1, 250)
-        assert losses == [Loss(1, 301, now.hub.oldest - 1, "not-logged", 1)]
+        assert losses == [Loss(1, 301, now.hub._oldest_in_memory - 1, "not-logged", 1)]
 
 
 async def test_what_was_deleted_is_told_to_be(tmp_path: Path) -> None:
@@ -204,14 +174,14 @@ async def test_what_was_deleted_is_told_to_be(tmp_path: Path) -> None:
     async with life(tmp_path / "log", 2, 1001, 1000, max_bytes=MB) as now:
         await now.publish(3000, lambda number: event(number, time_ns=number, label=LONG))
         await now.logged()
-        oldest = now.history.oldest
+        oldest = now.hub.oldest
         assert 1001 < oldest < 3900
         ids, losses = await now.told(1, 50)
         assert ids == first_to_last(oldest, 4000)
         assert losses == [Loss(1, 51, 1000, "compacted", 2), Loss(2, 1001, oldest - 1, "compacted", 2)]
         # A time before what is left: it begins with the loss. A later one does not.
-        assert await now.history.since(oldest - 10) == 1000
-        assert await now.history.since(oldest + 10) == oldest + 9
+        assert await now.hub.since(oldest - 10) == 1000
+        assert await now.hub.since(oldest + 10) == oldest + 9
 
 
 async def test_a_time_is_found_wherever_its_event_is(tmp_path: Path) -> None:
@@ -221,10 +191,10 @@ async def test_a_time_is_found_wherever_its_event_is(tmp_path: Path) -> None:
         now.log.logs = False
         await now.publish(20, lambda number: event(number, time_ns=number * 10))
         for number in (1, 55, 180, 200, 201, 219, 220):
-            assert await now.history.since(number * 10) == number - 1
-            assert await now.history.since(number * 10 - 9) == number - 1
-        assert await now.history.since(2201) == 220
-        assert await now.history.since(0) == 0
+            assert await now.hub.since(number * 10) == number - 1
+            assert await now.hub.since(number * 10 - 9) == number - 1
+        assert await now.hub.since(2201) == 220
+        assert await now.hub.since(0) == 0
 
 
 async def test_a_time_is_found_before_its_event_can_be_read(tmp_path: Path) -> None:
@@ -233,8 +203,8 @@ async def test_a_time_is_found_before_its_event_can_be_read(tmp_path: Path) -> N
         await now.publish(20, lambda number: event(number, time_ns=number * 10))
         now.hub.publish([event(number, time_ns=number * 10) for number in range(21, 31)])
         assert now.hub.readable == 20
-        assert await now.history.since(250) == 24
-        assert await now.history.since(301) == 30
+        assert await now.hub.since(250) == 24
+        assert await now.hub.since(301) == 30
 
 
 async def test_readers_at_random_while_it_goes_on(tmp_path: Path) -> None:
@@ -271,8 +241,8 @@ async def test_a_hundred_that_catch_up_get_all_of_it_and_keep_nobody_waiting(tmp
         await now.publish(1)
         catching_up = [asyncio.create_task(now.told(1, 10 * number)) for number in range(100)]
         await asyncio.sleep(0)
-        keeping_up = await now.told(1, now.hub.oldest - 1)
-        assert len(keeping_up[0]) == now.hub.last - now.hub.oldest + 1
+        keeping_up = await now.told(1, now.hub._oldest_in_memory - 1)
+        assert len(keeping_up[0]) == now.hub.last - now.hub._oldest_in_memory + 1
         assert not any(task.done() for task in catching_up), "who needs no log waited for those who do"
         for number, (ids, losses) in enumerate(await asyncio.gather(*catching_up)):
             assert (ids, losses) == (first_to_last(10 * number + 1, 2000), [])
@@ -289,13 +259,13 @@ async def test_what_cannot_be_read_is_a_loss_and_not_the_end(tmp_path: Path, mon
 
         monkeypatch.setattr(Segments, "read", fails)
         ids, losses = await now.told(1, 0)
-        assert losses == [Loss(1, 1, now.hub.oldest - 1, "not-logged", 1)]
-        assert ids == first_to_last(now.hub.oldest, 200)
+        assert losses == [Loss(1, 1, now.hub._oldest_in_memory - 1, "not-logged", 1)]
+        assert ids == first_to_last(now.hub._oldest_in_memory, 200)
 
 
 async def batches(now: Life, wanted: EventFilter, until: int) -> list[events_pb2.WatchBatch]:
     got = []
-    async for raw in Watcher(now.history, 1, 0, wanted, heartbeat_s=0.01).follow():
+    async for raw in Watcher(now.hub, 1, 0, wanted, heartbeat_s=0.01).follow():
         got.append(events_pb2.WatchBatch.FromString(raw))
         if got[-1].last_id >= until:
             break
@@ -308,16 +278,16 @@ async def test_filters_and_rights_hold_for_what_the_log_tells(tmp_path: Path) ->
     async with life(tmp_path / "log") as now:
         await now.publish(300, lambda number: event(number, cache=1 + number % 2, label=label))
         await now.logged()
-        allowed = EventFilter.of(events_pb2.WatchFilter(), [], private=True)
+        allowed = EventFilter().allowed(every_cache, every_cache)
         told = [each for batch in await batches(now, allowed, 300) for each in batch.events]
         assert [each.tokens[0].token_ids for each in told] == [b"secret!!"] * 300
-        other = EventFilter.of(events_pb2.WatchFilter(caches=["two"]), [], visible=lambda cache: True)
+        other = EventFilter.of(events_pb2.WatchFilter(caches=["two"])).allowed(lambda cache: True, no_cache)
         got = await batches(now, other, 300)
         assert [each.id for batch in got for each in batch.events] == first_to_last(1, 300)[::2]
         assert b"secret" not in b"".join(batch.SerializeToString() for batch in got)
         covered = [number for batch in got for number in range(batch.first_id, batch.last_id + 1)]
         assert covered == first_to_last(1, 300)
-        one_key = EventFilter.of(events_pb2.WatchFilter(key_prefixes=[(77).to_bytes(32, "big")]), [])
+        one_key = EventFilter.of(events_pb2.WatchFilter(key_prefixes=[(77).to_bytes(32, "big")]))
         assert [each.id for batch in await batches(now, one_key, 300) for each in batch.events] == [77]
 
 
@@ -326,9 +296,9 @@ async def test_a_watcher_covers_the_end_of_an_epoch_before_it_tells_of_the_next(
         await one.publish(100)
     async with life(tmp_path / "log", 2, 1001, 1000) as now:
         await now.publish(10, lambda number: event(number, cache=2))
-        wanted = EventFilter.of(events_pb2.WatchFilter(caches=["two"]), [])
+        wanted = EventFilter.of(events_pb2.WatchFilter(caches=["two"]))
         got = []
-        async for raw in Watcher(now.history, 1, 0, wanted, heartbeat_s=3600).follow():
+        async for raw in Watcher(now.hub, 1, 0, wanted, heartbeat_s=3600).follow():
             got.append(events_pb2.WatchBatch.FromString(raw))
             if got[-1].last_id == 1010:
                 break
@@ -339,51 +309,3 @@ async def test_a_watcher_covers_the_end_of_an_epoch_before_it_tells_of_the_next(
     (gap,) = [batch for batch in got if batch.HasField("gap")]
     assert (gap.epoch, gap.first_id, gap.last_id) == (2, 1001, 1000)
     assert (gap.gap.epoch, gap.gap.first_id, gap.gap.last_id) == (1, 101, 1000)
-
-
-@pytest.mark.parametrize("logs", [True, False])
-async def test_an_epoch_that_begins_in_a_life_loses_nothing_and_no_run_is_of_two(tmp_path: Path, logs: bool) -> None:
-    """``logs``: beyond the ring."""
-    async with life(tmp_path / "log") as now:
-        await now.publish(7)
-        now.begin_epoch(2)
-        now.begin_epoch(3)
-        await now.publish(20)
-        now.hub.publish([event(28), event(29)])  # not packed yet
-        now.begin_epoch(4)
-        now.hub.publish([event(30)])
-        if logs:
-            await now.publish(79)
-        await now.logged()
-        await now.publish(1)
-        last = now.hub.last
-        assert (now.hub.oldest > 7) is logs
-        for epoch, cursor in ((1, 0), (1, 7), (3, 7), (3, 20), (3, 29), (4, 29), (4, last)):
-            assert await now.told(epoch, cursor) == (first_to_last(cursor + 1, last), [])
-        assert [await epoch_after(now.history, 1, cursor) for cursor in (0, 6, 7, 28, 29)] == [1, 1, 3, 3, 4]
-        assert [now.history.epoch_of(number) for number in (1, 7, 8, 29, 30, last + 1)] == [1, 1, 3, 3, 4, 4]
-        assert [now.history.end_of(epoch) for epoch in (1, 3, 4)] == [7, 29, None]
-    async with life(tmp_path / "log", 4, 30, last) as again:
-        assert await again.told(1, 0) == (first_to_last(1, last), [])
-        assert [again.history.epoch_of(number) for number in (7, 8, 29, 30)] == [1, 3, 3, 4]
-    async with life(tmp_path / "log", 5, 1001, 1000) as crashed:
-        assert await crashed.told(3, 20) == (first_to_last(21, last), [Loss(4, last + 1, 1000, "unclean-stop", 5)])
-
-
-async def test_who_is_too_slow_for_the_end_of_an_epoch_is_told_so_and_not_of_a_stop() -> None:
-    hub = EventHub(1, 0, 1, FACES, RING_BYTES)
-    hub.publish([event(number) for number in range(1, 11)])
-    hub.begin_epoch(2)
-    hub.publish([event(number) for number in range(11, 200)])
-    while hub.readable < hub.last:
-        await hub.news(hub.readable)
-    history = History(hub, None)
-    assert hub.oldest > 12
-    assert await history.after(1, 3) == Loss(1, 4, 10, "slow", 2)
-    assert await history.after(2, 10) == Loss(2, 11, hub.oldest - 1, "slow", 2)
-
-
-async def epoch_after(history: History, epoch: int, cursor: int) -> int:
-    found = await history.after(epoch, cursor)
-    assert found is not None
-    return found.epoch

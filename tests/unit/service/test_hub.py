@@ -11,10 +11,10 @@ from kvtierd.core.ids import CacheId, EventId, GroupId, Key
 from kvtierd.core.traits import Label
 from kvtierd.event_log import Run
 from kvtierd.service import hub as hub_module
-from kvtierd.service.faces import CacheFace
-from kvtierd.service.hub import BUSY_S, MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, SHARE_S, EventHub
+from kvtierd.service.hub import BUSY_S, MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, SHARE_S, EventHub, Loss
+from kvtierd.service.wire import CacheHeader
 
-FACES = {CacheId(1): CacheFace("cache")}
+HEADERS = {CacheId(1): CacheHeader("cache")}
 
 
 def event(number: int, blocks: int = 1, label: Label | None = None) -> Event:
@@ -31,7 +31,7 @@ def event(number: int, blocks: int = 1, label: Label | None = None) -> Event:
 
 
 def hub(last: int = 0, max_bytes: int = 1 << 20) -> EventHub:
-    return EventHub(1, last, 1, FACES, max_bytes)
+    return EventHub(1, last, 1, HEADERS, max_bytes)
 
 
 def ids(run: Run | None) -> list[int]:
@@ -55,7 +55,7 @@ async def test_every_event_is_read_once_and_in_order() -> None:
         publish(ring, first, 3)
     await readable(ring, 2001)
     cursor, seen = 0, []
-    while (run := ring.after(cursor)) is not None:
+    while (run := ring._in_memory(cursor)) is not None:
         assert run.first == cursor + 1
         assert ids(run) == list(range(run.first, run.last + 1))
         assert run.last - run.first < MESSAGE_EVENTS
@@ -64,19 +64,19 @@ async def test_every_event_is_read_once_and_in_order() -> None:
     assert seen == list(range(1, 2002))
 
 
-async def test_an_event_that_cannot_be_told_takes_no_other_along(caplog: pytest.LogCaptureFixture) -> None:
+async def test_events_that_cannot_be_told_are_a_hole_and_keep_no_other_from_being_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ring = hub()
-    events = [event(number) for number in range(1, 9)]
-    for number in (3, 4, 8):
-        events[number - 1] = replace(events[number - 1], cache=CacheId(9))  # of which the hub knows nothing
-    ring.publish(events)
-    await readable(ring, 7)
-    assert [ids(ring.after(cursor)) for cursor in (0, 1, 2, 3, 6)] == [[1, 2], [2], [5, 6, 7], [5, 6, 7], [7]]
-    assert (ring.last, ring.after(7)) == (8, None)
-    publish(ring, 9, 1)
-    await readable(ring, 9)
-    assert ids(ring.after(7)) == [9]
-    assert [record.args for record in caplog.records] == [(3,), (4,), (8,)]
+    publish(ring, 1, 2)
+    await readable(ring, 2)
+    ring.publish([replace(event(3), cache=CacheId(9))])  # of which the hub knows nothing
+    await asyncio.sleep(4 * BUSY_S)
+    publish(ring, 4, 2)
+    await readable(ring, 5)
+    assert [ids(ring._in_memory(cursor)) for cursor in (0, 1, 2, 3)] == [[1, 2], [2], [4, 5], [4, 5]]
+    assert await ring.after(1, 2) == Loss(1, 3, 3, "unexplained", 1)
+    assert [record.args for record in caplog.records] == [(3, 3)]
 
 
 async def test_of_tokens_that_are_damaged_only_they_are_left_out() -> None:
@@ -84,7 +84,7 @@ async def test_of_tokens_that_are_damaged_only_they_are_left_out() -> None:
     ring = hub()
     ring.publish([event(1, 2, Label(b"", b"\xff\xff")), event(2)])
     await readable(ring, 2)
-    run = ring.after(0)
+    run = ring._in_memory(0)
     assert run is not None
     damaged, whole = events_pb2.WatchBatch.FromString(run.private).events
     assert (len(damaged.keys), list(damaged.tokens)) == (64, [events_pb2.BlockTokens()] * 2)
@@ -95,9 +95,9 @@ async def test_published_ids_are_known_at_once_and_readable_a_little_later() -> 
     ring = hub(last=40)
     publish(ring, 41, 2)
     assert (ring.last, ring.readable, ring.oldest) == (42, 40, 41)
-    assert ring.after(40) is None
+    assert ring._in_memory(40) is None
     await readable(ring, 42)
-    assert ids(ring.after(40)) == [41, 42]
+    assert ids(ring._in_memory(40)) == [41, 42]
 
 
 @pytest.mark.parametrize(("watchers", "apart_s"), [(1, BUSY_S), (20, 20 * SHARE_S)])
@@ -138,8 +138,8 @@ async def test_small_runs_are_sent_together() -> None:
     for number in range(1, 6):
         publish(ring, number, 1)
         await readable(ring, number)
-    assert ids(ring.after(0)) == [1, 2, 3, 4, 5]
-    assert ids(ring.after(2)) == [3, 4, 5]
+    assert ids(ring._in_memory(0)) == [1, 2, 3, 4, 5]
+    assert ids(ring._in_memory(2)) == [3, 4, 5]
 
 
 async def test_who_asks_the_same_gets_the_same_until_there_is_more() -> None:
@@ -148,18 +148,18 @@ async def test_who_asks_the_same_gets_the_same_until_there_is_more() -> None:
     await readable(ring, 2)
     publish(ring, 3, 1)
     await readable(ring, 3)
-    assert ring.after(0) is ring.after(0)
-    assert ids(ring.after(1)) == [2, 3]
+    assert ring._in_memory(0) is ring._in_memory(0)
+    assert ids(ring._in_memory(1)) == [2, 3]
     publish(ring, 4, 1)
     await readable(ring, 4)
-    assert ids(ring.after(1)) == [2, 3, 4]
+    assert ids(ring._in_memory(1)) == [2, 3, 4]
 
 
 async def test_a_cursor_inside_a_run_skips_what_it_has_seen() -> None:
     ring = hub()
     publish(ring, 1, 10)
     await readable(ring, 10)
-    run = ring.after(6)
+    run = ring._in_memory(6)
     assert run is not None
     assert (run.first, run.last, ids(run)) == (7, 10, [7, 8, 9, 10])
 
@@ -169,7 +169,7 @@ async def test_the_oldest_events_go_when_they_are_too_large() -> None:
     for number in range(1, 101):
         ring.publish([event(number, blocks=10)])
         await readable(ring, number)
-    run = ring.after(0)
+    run = ring._in_memory(0)
     assert run is not None
     assert len(run.body) <= 10_000
     assert run.first == ring.oldest > 1
@@ -180,14 +180,14 @@ async def test_one_event_larger_than_the_ring_is_still_held() -> None:
     ring = hub(max_bytes=100)
     ring.publish([event(1, blocks=50)])
     await readable(ring, 1)
-    assert ids(ring.after(0)) == [1]
+    assert ids(ring._in_memory(0)) == [1]
 
 
 async def test_events_of_many_blocks_make_shorter_runs() -> None:
     ring = hub()
     ring.publish([event(number, blocks=RUN_BLOCKS // 4) for number in range(1, 11)])
     ring.close()
-    first = ring.after(0)
+    first = ring._in_memory(0)
     assert first is not None
     assert len(events_pb2.WatchBatch.FromString(first.body).events) <= 10
     assert ring.readable == 10
@@ -237,7 +237,7 @@ async def test_no_event_is_lost_when_more_come_while_a_backlog_is_packed() -> No
         last += 100
     await readable(ring, last)
     cursor, seen = 0, 0
-    while (run := ring.after(cursor)) is not None:
+    while (run := ring._in_memory(cursor)) is not None:
         seen += len(ids(run))
         cursor = run.last
     assert seen == last
@@ -248,7 +248,7 @@ async def test_tokens_are_kept_apart() -> None:
     told, count = hub(), 5
     told.publish([event(number, 128, Label(b"", tokens.SerializeToString())) for number in range(1, count + 1)])
     await readable(told, count)
-    first = told.after(0)
+    first = told._in_memory(0)
     assert first is not None
     assert not any(each.tokens for each in events_pb2.WatchBatch.FromString(first.body).events)
     private = events_pb2.WatchBatch.FromString(first.private).events
@@ -259,6 +259,6 @@ async def test_without_tokens_a_run_is_held_once() -> None:
     told = hub()
     publish(told, 1, 3)
     await readable(told, 3)
-    run = told.after(0)
+    run = told._in_memory(0)
     assert run is not None
     assert run.private is run.body

@@ -11,25 +11,22 @@ from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.service import watch as watch_module
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.event_filter import EventFilter
-from kvtierd.service.faces import CacheFace
-from kvtierd.service.history import History
 from kvtierd.service.hub import EventHub
-from kvtierd.service.watch import Watcher
-from kvtierd.service.wire import TIER_TO_WIRE
+from kvtierd.service.watch import EventFilter, Watcher
+from kvtierd.service.wire import TIER_TO_WIRE, CacheHeader
 
-FACES = {CacheId(1): CacheFace("one"), CacheId(2): CacheFace("two")}
+HEADERS = {CacheId(1): CacheHeader("one"), CacheId(2): CacheHeader("two")}
 BLOCK = BlockChange(Key(b"k" * 32), None, Tier.HOST.bit, 35)
 QUIET_S = 3600.0
 
 
 def hub(last: int = 0, max_bytes: int = 1 << 30, epoch: int = 1, epoch_first: int = 1) -> EventHub:
-    return EventHub(epoch, last, epoch_first, FACES, max_bytes)
+    return EventHub(epoch, last, epoch_first, HEADERS, max_bytes)
 
 
 def watcher(ring: EventHub, cursor: int, wanted: EventFilter, heartbeat_s: float, epoch: int | None = None) -> Watcher:
     """Of a daemon without a log."""
-    return Watcher(History(ring, None), epoch or ring.epoch, cursor, wanted, heartbeat_s)
+    return Watcher(ring, epoch or ring.epoch, cursor, wanted, heartbeat_s)
 
 
 def stored(number: int, cache: int = 1, cause: Cause = Cause.COMMIT) -> Event:
@@ -57,7 +54,7 @@ def removed(number: int) -> Event:
 
 def wants(tiers: tuple[Tier, ...] = (), **fields: object) -> EventFilter:
     message = events_pb2.WatchFilter(tiers=[TIER_TO_WIRE[tier] for tier in tiers], **fields)  # type: ignore[arg-type]
-    return EventFilter.of(message, list(tiers))
+    return EventFilter.of(message)
 
 
 async def batches(follow: AsyncIterator[bytes], until: int) -> list[events_pb2.WatchBatch]:
@@ -259,32 +256,14 @@ async def test_of_an_epoch_that_was_seen_to_its_end_nothing_is_lost() -> None:
     assert (batch.epoch, batch.first_id, batch.HasField("gap")) == (3, 100, False)
 
 
-async def test_an_epoch_that_begins_while_it_is_quiet_is_told_at_once() -> None:
-    ring = hub()
-    ring.publish([stored(1)])
-    follow = watcher(ring, 0, wants(caches=["one"]), QUIET_S).follow()
-    await batches(follow, 1)
-    waiting = asyncio.ensure_future(anext(follow))
-    ring.publish([stored(2, cache=2)])
-    ring.begin_epoch(2)
-    async with asyncio.timeout(5):
-        told = [await waiting, await anext(follow)]
-    ranges = [(b.epoch, b.first_id, b.last_id) for b in map(events_pb2.WatchBatch.FromString, told)]
-    assert ranges == [(1, 2, 2), (2, 3, 2)]
-    ring.publish([stored(3)])
-    (got,) = await batches(follow, 3)
-    assert (got.epoch, got.first_id, got.last_id) == (2, 3, 3)
-
-
 async def test_who_waits_for_a_turn_to_catch_up_hears_that_the_daemon_is_there() -> None:
     ring = hub()
     ring.publish([stored(number) for number in range(1, 4097)])
     ring.close()
-    history = History(ring, None)
-    one = Watcher(history, ring.epoch, 0, wants(), 0.01)
+    one = Watcher(ring, ring.epoch, 0, wants(), 0.01)
     got: list[events_pb2.WatchBatch] = []
     async with aclosing(one.follow()) as follow, asyncio.timeout(10):
-        async with history.reading:  # another watcher reads
+        async with ring.reading:  # another watcher reads
             got += [events_pb2.WatchBatch.FromString(await anext(follow)) for _ in range(5)]
         assert not any(batch.events for batch in got)
         assert one.lag == 4096

@@ -15,7 +15,7 @@ from kvtierd.event_log.segments import Segments
 from kvtierd.rights import Rights
 from kvtierd.service import wire
 from kvtierd.service.daemon import Daemon
-from kvtierd.service.history import History
+from kvtierd.service.hub import EventHub
 from tests.unit.service.rig import DEVICE, HOST, Client, attached, chain, config, eventually, refusal, running
 
 Code = grpc.StatusCode
@@ -208,14 +208,14 @@ async def test_rights_that_change_while_a_watch_looks_for_its_start_hold_for_it(
     daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch, caches: list[str]
 ) -> None:
     looking, go_on = asyncio.Event(), asyncio.Event()
-    since = History.since
+    since = EventHub.since
 
-    async def slow(history: History, time_ns: int) -> int:
+    async def slow(hub: EventHub, time_ns: int) -> int:
         looking.set()
         await go_on.wait()
-        return await since(history, time_ns)
+        return await since(hub, time_ns)
 
-    monkeypatch.setattr(History, "since", slow)
+    monkeypatch.setattr(EventHub, "since", slow)
     await client.put(await client.open(), chain(2))
     watch = Watch(client, since_time_ns=1, filter=events_pb2.WatchFilter(caches=caches))
     first = asyncio.ensure_future(watch.next())
