@@ -6,10 +6,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from kvtier.abi.block_tokens import BlockTokens
+import numpy as np
+
+from kvtier.abi.keys import DIGEST_BYTES
 from kvtier.types import ROOT_PARENT, Cause, Cursor, EventType, Tier, fastest, tiers_of
 from kvtier.v1 import events_pb2
 from kvtier.wire import split_keys, tier_from_wire, tier_to_wire
+
+
+@dataclass(slots=True, frozen=True)
+class BlockTokens:
+    """What a block holds of its prompt. ``extra_ids``: one a token; None = no token has one.
+
+    ``items``: of each multimodal item that covers the block, the 32-byte digest and the place in the item of its first
+    token in the block.
+    """
+
+    token_ids: tuple[int, ...]
+    extra_ids: tuple[int, ...] | None = None
+    lora_id: int | None = None
+    cache_salt: str | None = None
+    items: tuple[tuple[bytes, int], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -240,15 +257,17 @@ def slice_from_wire(message: events_pb2.SnapshotSlice) -> SnapshotSlice:
 
 def _tokens(messages: Iterable[events_pb2.BlockTokens]) -> tuple[BlockTokens, ...]:
     return tuple(
-        BlockTokens.unpacked(
-            each.token_ids,
-            each.extra_ids,
-            each.lora_id if each.HasField("lora_id") else None,
-            each.cache_salt if each.HasField("cache_salt") else None,
-            each.mm_digests,
-            each.mm_offsets,
+        BlockTokens(
+            token_ids=tuple(np.frombuffer(message.token_ids, "<u4").tolist()),
+            extra_ids=tuple(np.frombuffer(message.extra_ids, "<u8").tolist()) if message.extra_ids else None,
+            lora_id=message.lora_id if message.HasField("lora_id") else None,
+            cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+            items=tuple(
+                (message.mm_digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES], offset)
+                for place, offset in enumerate(message.mm_offsets)
+            ),
         )
-        for each in messages
+        for message in messages
     )
 
 

@@ -1,45 +1,193 @@
-"""kvtier's events as TensorRT-LLM's, for a watcher. What differs, and how it is bridged: :mod:`kvtier.abi.trtllm`."""
+"""kvtier's events as TensorRT-LLM's: the JSON that its routers read.
+
+What differs, and how it is bridged:
+
+- An ``updated`` of theirs is of one block, a ``stored`` of one chain; kvtier's events are cut up.
+- They have no ``cleared``: it comes as ``removed`` of all blocks that were known.
+- ``event_id`` counts from 0. Lost events leave a hole as large as they were.
+- ``updated`` has old values, which are remembered. Null stands where nothing is known of a block; begin with a snapshot
+  to know all of them.
+- A block may be in several tiers. ``cache_level`` is the fastest one (0 device, 1 host, 2 disk), and a change in slower
+  tiers alone is no event.
+- Full attention has no window: ``window_size`` is then the largest there can be, 2147483647.
+- Blocks are named by the cache's ``event_hash``; those without one are left out. A cache without that option has its
+  keys, in hex, under the name ``kvtier_key``.
+
+Shapes: TensorRT-LLM's ``KVCacheEventSerializer`` of 2026.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from kvtier.abi.trtllm import WHOLE_WINDOW, Json, TrtllmTeller
-from kvtier.events import Event, Gap, SnapshotSlice, SnapshotStart, WatchItem
-from kvtier.types import EventType
+from kvtier.events import BlockTokens, Event, Gap, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.types import ROOT_PARENT, EventType, fastest
+from kvtier.wire import split_keys
 
-__all__ = ["WHOLE_WINDOW", "TrtllmEvents"]
+KEYS_ALONE: Final = "kvtier_key"
+WHOLE_WINDOW: Final = 2**31 - 1
+
+_NO_TOKENS: Final = BlockTokens(())
+_NUMBER_BYTES: Final = 8
+
+Hash = int | str
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Known:
+    """A block that was told of."""
+
+    hash: Hash
+    level: int | None
+    priority: int
+
+
+@dataclass(slots=True)
+class _Group:
+    """``algorithm`` and ``window``: as told last."""
+
+    number: int
+    blocks: dict[bytes, _Known] = field(default_factory=dict)
+    algorithm: str = ""
+    window: int = 0
 
 
 class TrtllmEvents:
-    """Of one cache, with nothing filtered away: what it is not shown, it does not know of."""
+    """The events of one cache. Nothing of it may be filtered away: blocks that are not shown are not known."""
 
     def __init__(self) -> None:
-        self._teller = TrtllmTeller()
+        self._groups: dict[int, _Group] = {}
+        self._next_id = 0
 
     def of(self, item: WatchItem) -> Iterator[Json]:
-        """An item in TensorRT-LLM's words: some events, in order, or nothing."""
+        """An item as TensorRT-LLM's events, in order."""
         match item:
-            case Event():
-                yield from self._event(item)
-            case SnapshotSlice():
-                yield from self._teller.stored(item)
+            case Event() | SnapshotSlice():
+                group = self._groups.setdefault(item.group, _Group(item.group))
+                group.algorithm, group.window = item.event_hash, item.window_tokens
+                yield from self._applied(group, item)
             case SnapshotStart():
-                yield from self._teller.begin()
+                for group in self._groups.values():
+                    yield from self._forget(group)
             case Gap():
-                self._teller.lost(item.last_id - item.first_id + 1)
+                self._next_id += item.last_id - item.first_id + 1
             case _:
                 pass
 
-    def _event(self, event: Event) -> Iterator[Json]:
-        match event.type:
-            case EventType.CREATED:
-                return self._teller.created(event, event.num_blocks_per_cache_level)
-            case EventType.STORED:
-                return self._teller.stored(event)
-            case EventType.UPDATED:
-                return self._teller.updated(event, event.moved_from)
-            case EventType.REMOVED:
-                return self._teller.removed(event)
-            case EventType.CLEARED:
-                return self._teller.cleared(event)
+    def _applied(self, group: _Group, item: Event | SnapshotSlice) -> Iterator[Json]:
+        if isinstance(item, SnapshotSlice) or item.type is EventType.STORED:
+            yield from self._stored(group, item)
+        elif item.type is EventType.UPDATED:
+            yield from self._updated(group, item)
+        elif item.type is EventType.REMOVED:
+            for key in item.keys:
+                group.blocks.pop(key, None)
+            yield from self._removed(group, [hash for hash in _hashes(item) if hash is not None])
+        else:
+            yield from self._forget(group)
+            if item.type is EventType.CREATED:
+                levels = list(item.num_blocks_per_cache_level)
+                yield self._envelope(group, {"type": "created", "num_blocks_per_cache_level": levels})
+
+    def _stored(self, group: _Group, item: Event | SnapshotSlice) -> Iterator[Json]:
+        """One event a chain. A block that is known is at most updated: slices and events of a snapshot overlap."""
+        parents = split_keys(item.packed_parents)
+        above = _names(item.event_hash, item.packed_parent_hashes, parents)
+        tokens = item.tokens or (_NO_TOKENS,) * len(parents)
+        chain: list[Json] = []
+        last, parent_hash = b"", None
+        rows = zip(item.keys, parents, _hashes(item), above, item.residency, item.priorities, tokens, strict=True)
+        for key, parent, hash, parent_name, residency, priority, of_prompt in rows:
+            if hash is None:
+                continue
+            level = fastest(residency)
+            if key in group.blocks:
+                yield from self._change(group, key, hash, level, priority)
+                continue
+            group.blocks[key] = _Known(hash, level, priority)
+            if chain and parent != last:
+                yield self._envelope(group, {"type": "stored", "parent_hash": parent_hash, "blocks": chain})
+                chain = []
+            if not chain:
+                parent_hash = None if parent == ROOT_PARENT else parent_name
+            chain.append(_block_json(hash, level, priority, of_prompt))
+            last = key
+        if chain:
+            yield self._envelope(group, {"type": "stored", "parent_hash": parent_hash, "blocks": chain})
+
+    def _updated(self, group: _Group, event: Event) -> Iterator[Json]:
+        moved_from = event.moved_from
+        for key, hash, residency, priority in zip(
+            event.keys, _hashes(event), event.residency, event.priorities, strict=True
+        ):
+            if hash is None:
+                continue
+            level = fastest(residency)
+            if key not in group.blocks:
+                # Where an unknown block was is known only if it moved, and nothing faster is left of it.
+                left = moved_from is not None and not residency & moved_from.bit
+                group.blocks[key] = _Known(hash, moved_from if left else level, priority)
+            yield from self._change(group, key, hash, level, priority)
+
+    def _forget(self, group: _Group) -> Iterator[Json]:
+        blocks, group.blocks = group.blocks, {}
+        yield from self._removed(group, [known.hash for known in blocks.values()])
+
+    def _removed(self, group: _Group, hashes: Sequence[Hash]) -> Iterator[Json]:
+        if hashes:
+            yield self._envelope(group, {"type": "removed", "block_hashes": hashes})
+
+    def _change(self, group: _Group, key: bytes, hash: Hash, level: int | None, priority: int) -> Iterator[Json]:
+        known = group.blocks[key]
+        levels, priorities = _diff(known.level, level), _diff(known.priority, priority)
+        group.blocks[key] = _Known(hash, level, priority)
+        if levels or priorities:
+            body = {"type": "updated", "block_hash": hash, "cache_level": levels, "priority": priorities}
+            yield self._envelope(group, body)
+
+    def _envelope(self, group: _Group, data: Json) -> Json:
+        number, self._next_id = self._next_id, self._next_id + 1
+        return {
+            "event_id": number,
+            "data": data,
+            "window_size": group.window or WHOLE_WINDOW,
+            "hash_algo": group.algorithm or KEYS_ALONE,
+            "layer_group_id": group.number,
+        }
+
+
+def _hashes(item: Event | SnapshotSlice) -> list[Hash | None]:
+    return _names(item.event_hash, item.packed_hashes, item.keys)
+
+
+def _names(algorithm: str, packed: bytes, keys: Sequence[bytes]) -> list[Hash | None]:
+    """One hash a key; None for those that have none. 64 bits are a number, digests are in hex."""
+    if not algorithm:
+        return [key.hex() for key in keys]
+    size = len(packed) // max(1, len(keys))
+    raw = [packed[place * size : (place + 1) * size] for place in range(len(keys))]
+    as_shown = (int.from_bytes(each, "big") if size == _NUMBER_BYTES else each.hex() for each in raw)
+    return [name if any(each) else None for each, name in zip(raw, as_shown, strict=True)]
+
+
+def _diff(old: int | None, new: int | None) -> Json | None:
+    return None if old == new else {"type": "event_diff", "new_value": new, "old_value": old}
+
+
+def _block_json(hash: Hash, level: int | None, priority: int, tokens: BlockTokens) -> Json:
+    extra = tokens.extra_ids or (0,) * len(tokens.token_ids)
+    body = {
+        "type": "stored_block",
+        "block_hash": hash,
+        "tokens": [
+            {"type": "unique_token", "token_id": token, "token_extra_id": extra_id}
+            for token, extra_id in zip(tokens.token_ids, extra, strict=True)
+        ],
+        "cache_level": level,
+        "priority": priority,
+        "mm_keys": [{"type": "mm_key", "hash": digest.hex(), "start_offset": place} for digest, place in tokens.items],
+    }
+    return body if tokens.cache_salt is None else body | {"cache_salt": tokens.cache_salt}

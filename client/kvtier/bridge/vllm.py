@@ -18,9 +18,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvtier.abi.block_tokens import BlockTokens
 from kvtier.bridge import Encoding, Options
-from kvtier.events import Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.events import BlockTokens, Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.types import ROOT_PARENT, EventType, Tier, tiers_of
 from kvtier.wire import split_keys
 

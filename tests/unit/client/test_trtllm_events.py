@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvtier.abi.block_tokens import BlockTokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from kvtier.cli.watch_lines import trtllm_lines
-from kvtier.events import Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.events import BlockTokens, Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.trtllm import WHOLE_WINDOW, TrtllmEvents
 from kvtier.types import Cause, Cursor, EventType, Tier
 
@@ -227,3 +230,84 @@ def test_each_window_group_has_blocks_of_its_own() -> None:
     other = replace(stored(0, parents=[None]), group=0, window_tokens=0)
     said = [each for item in (stored(0, parents=[None]), other) for each in events.of(item)]
     assert [(each["layer_group_id"], each["data"]["type"]) for each in said] == [(2, "stored"), (0, "stored")]
+
+
+class Router:
+    """Level and priority of each block, and what must be so of every event."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[int, int]] = {}
+        self.next_id = 0
+
+    def apply(self, events: Iterable[dict[str, Any]]) -> None:
+        for each in events:
+            assert each["event_id"] == self.next_id
+            self.next_id += 1
+            self._apply(json.loads(json.dumps(each["data"])))
+
+    def _apply(self, body: dict[str, Any]) -> None:
+        match body["type"]:
+            case "stored":
+                assert body["parent_hash"] is None or body["parent_hash"] in self.known
+                for block in body["blocks"]:
+                    assert block["block_hash"] not in self.known
+                    self.known[block["block_hash"]] = block["cache_level"], block["priority"]
+            case "updated":
+                level, priority = self.known[body["block_hash"]]
+                assert body["cache_level"] or body["priority"], "an update of nothing"
+                for name, old in (("cache_level", level), ("priority", priority)):
+                    assert body[name] is None or (body[name]["old_value"] == old != body[name]["new_value"])
+                self.known[body["block_hash"]] = (
+                    body["cache_level"]["new_value"] if body["cache_level"] else level,
+                    body["priority"]["new_value"] if body["priority"] else priority,
+                )
+            case "removed":
+                for each in body["block_hashes"]:
+                    del self.known[each]
+
+
+BLOCKS = st.integers(0, len(KEYS) - 1)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), BLOCKS, BLOCKS, st.integers(1, 7)),
+        st.tuples(st.just("update"), BLOCKS, st.integers(1, 7), st.integers(0, 100)),
+        st.tuples(st.just("remove"), BLOCKS),
+        st.tuples(st.just("clear")),
+        st.tuples(st.just("begin anew")),
+    ),
+    max_size=40,
+)
+
+
+@given(ACTIONS)
+@settings(max_examples=300)
+def test_a_router_knows_the_fastest_level_and_the_priority_of_each_block(actions: list[tuple[Any, ...]]) -> None:
+    """Old values are those that it knew, stored is what it did not know, and removed what it did."""
+    events, router = TrtllmEvents(), Router()
+    there: dict[int, tuple[int, int]] = {}
+    for verb, *arguments in actions:
+        match verb:
+            case "store":
+                block, above, residency = arguments
+                parent = above if above in there and above != block else None
+                there[block] = residency, 35
+                router.apply(events.of(stored(block, parents=[parent], residency=residency)))
+            case "update" if arguments[0] in there:
+                block, residency, priority = arguments
+                there[block] = residency, priority
+                router.apply(events.of(updated(block, residency, priority)))
+            case "remove" if arguments[0] in there:
+                del there[arguments[0]]
+                router.apply(events.of(event(EventType.REMOVED, arguments[0])))
+            case "clear":
+                there.clear()
+                router.apply(events.of(event(EventType.CLEARED)))
+            case "begin anew":
+                router.apply(events.of(SnapshotStart()))
+                for block, (residency, priority) in there.items():
+                    again = stored(block, parents=[None], residency=residency)
+                    router.apply(events.of(replace(again, priorities=bytes([priority]))))
+        assert router.known == {
+            NUMBERS[block]: ((residency & -residency).bit_length() - 1, priority)
+            for block, (residency, priority) in there.items()
+        }

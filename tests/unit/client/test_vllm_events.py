@@ -12,10 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtier.abi.block_tokens import BlockTokens
 from kvtier.bridge import Encoding, Options
 from kvtier.bridge.vllm import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, VllmEvent, VllmEvents, batch_of
-from kvtier.events import Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
+from kvtier.events import BlockTokens, Event, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier, tiers_of
 from tests import vllm_reader as vllm
 from tests.vllm_reader import Router
