@@ -42,7 +42,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.control import UNINDEXED_OFFSET, Header, Shown, read_shown, read_unindexed, words_of
+from kvtier.abi.control import Header, Shown, read_shown, read_unindexed, words_of
 from kvtier.abi.key_mix import I64, U32, U64, KeyMix
 from kvtier.abi.layout import BUCKET_BYTES, BUCKET_ENTRIES, ArenaLayout
 
@@ -55,20 +55,16 @@ ENTRY: Final = struct.Struct("<32sQQII")
 """Key, host_generation, device_generation, host_slot, device_slot."""
 TAGS: Final = struct.Struct("<8I")
 
-_KEY: Final = struct.Struct("<32s")
 _ENTRY_WORDS: Final = ENTRY.size // 8
 _BUCKET_WORDS: Final = BUCKET_BYTES // 8
 _BUCKET_LINES: Final = BUCKET_BYTES // ENTRIES_OFFSET
-_UNINDEXED_WORD: Final = UNINDEXED_OFFSET // 8
 
 _TRIES: Final = 100
 """Some 10 us where a bucket stays odd: a daemon that has not been interrupted is done with its buckets by then."""
 _FEW: Final = 12
 """Below so many keys the overhead of numpy's calls is more than what they save."""
-_MANY: Final = 2048
-"""Keys looked up at a time: what is in hand stays in the processor's caches."""
-_BOTH_AT_ONCE: Final = 256
-"""Up to so many keys, numpy's calls cost more than looking into two buckets where one would do."""
+_MANY: Final = 1024
+"""Keys looked up at a time: their buckets stay in the processor's caches."""
 
 
 class Entry(NamedTuple):
@@ -184,110 +180,50 @@ class IndexReader:
             return None
         return found
 
-    def residency(self, key: bytes, group: int) -> int | None:
-        """The tiers where the block is READY, as bits; 0: absent, None: unsure. As :meth:`entry`, with fewer steps."""
-        words = self._words
-        unindexed = words[_UNINDEXED_WORD]
-        first, second, tag = self._mix.one(key, group)
-        for bucket in (first, second):
-            start = self._base + bucket * BUCKET_BYTES
-            before = words[start // 8]
-            tags = TAGS.unpack_from(self._bytes, start + TAGS_OFFSET)
-            residency = self._tiers_of(start, tags, tag, key, group) if tag in tags else 0
-            if before % 2 or words[start // 8] != before:
-                found = self.entry(key, group)
-                return None if found is None else found.residency
-            if residency:
-                return residency
-        return None if unindexed else 0
-
     def prefix_length(self, keys: bytes | memoryview, group: int) -> int | None:
-        """How many blocks of a declared chain there are, from its first on, by bisection. None: unsure.
+        """Counts the blocks of a declared chain that there are, from its first on, by bisection.
 
-        ``keys``: packed, each standing under the one before; in a full-attention group no block is there without what
-        it stands on.
+        Args:
+            keys: packed, each standing under the one before. In a full-attention group no block is there without its
+                ancestors.
+        Returns: None where the index cannot tell.
         """
-        count = len(keys) // KEY_BYTES
-        last = self._there(keys, count - 1, group) if count else 0
-        if last:  # all of them, or none, is what there mostly is
-            return count
-        first = self._there(keys, 0, group) if count > 1 else last
-        if not first:
-            return first
-        length = self._likely_length(keys, group)
-        following = self._there(keys, length, group)
-        if following is None or (following == 0 and self._there(keys, length - 1, group)):
-            return None if following is None else length
-        return self._sure_length(keys, group)
-
-    def _there(self, keys: bytes | memoryview, at: int, group: int) -> int | None:
-        return self.residency(bytes(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]), group)
-
-    def _likely_length(self, keys: bytes | memoryview, group: int) -> int:
-        """The same of a chain whose first block is there, and whose last is not or is unsure: by tags alone, so that it
-        may be wrong."""
-        present, absent = 1, len(keys) // KEY_BYTES - 1
-        homes, base, data, tags_at = self._mix.one, self._base, self._bytes, TAGS.unpack_from
-        while present < absent:
-            at = (present + absent) // 2
-            first, second, tag = homes(keys, group, at * KEY_BYTES)
-            start = base + first * BUCKET_BYTES
-            tags = tags_at(data, start + TAGS_OFFSET)
-            if tag not in tags:
-                start = base + second * BUCKET_BYTES
-                tags = tags_at(data, start + TAGS_OFFSET)
-            if tag in tags and (data[start + TIERS_OFFSET + tags.index(tag)] or self._there(keys, at, group)):
-                present = at + 1
-            else:
-                absent = at
-        return present
-
-    def _sure_length(self, keys: bytes | memoryview, group: int) -> int | None:
         present, absent, sure = 0, len(keys) // KEY_BYTES, True
         while present < absent:
             at = (present + absent) // 2
-            residency = self._there(keys, at, group)
-            if residency:
+            entry = self.entry(bytes(keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]), group)
+            if entry is not None and entry.residency:
                 present = at + 1
             else:
-                absent, sure = at, residency is not None
+                absent, sure = at, entry is not None
         return present if sure else None
 
     def find(self, keys: bytes | memoryview, group: int) -> Found:
-        """Where many blocks are; ``keys``: packed."""
+        """Where many blocks are. ``keys``: packed."""
         count = len(keys) // KEY_BYTES
         found = Found.nothing(count, sure=read_unindexed(self._words) == 0)
-        if count < _FEW:
-            unstable: Iterable[int] = range(count)
-        else:
+        unstable: Iterable[int] = range(count)
+        if count >= _FEW:
             words = np.frombuffer(keys, "<u8").reshape(count, KEY_BYTES // 8)
-            unstable = (self._find_some if count <= _BOTH_AT_ONCE else self._find_many)(found, words, group)
+            starts = range(0, count, _MANY)
+            unstable = [row for start in starts for row in self._find_some(found, words, group, start)]
         for row in unstable:
             found.put(row, self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group))
         return found
 
-    def _find_some(self, found: Found, keys: U64, group: int) -> list[int]:
-        """Returns the rows that were being written."""
-        both, tags = self._mix.buckets_and_tags(keys, group)
-        rows = np.arange(len(keys))
-        rows, keys, tags = np.concatenate((rows, rows)), np.concatenate((keys, keys)), np.concatenate((tags, tags))
-        return self._probe_many(found, rows, keys, tags, both, group)
+    def _find_some(self, found: Found, words: U64, group: int, start: int) -> list[int]:
+        """Looks for the keys from ``start`` on, in their second bucket only where they are not in the first.
 
-    def _find_many(self, found: Found, keys: U64, group: int) -> list[int]:
-        """The same, looking into the second bucket only for what is not in the first."""
-        unstable: list[int] = []
-        left: list[tuple[NDArray[np.intp], I64, U32]] = []
-        for start in range(0, len(keys), _MANY):
-            some = keys[start : start + _MANY]
-            both, tags = self._mix.buckets_and_tags(some, group)
-            rows = np.arange(start, start + len(some))
-            unstable += self._probe_many(found, rows, some, tags, both[: len(some)], group)
-            (missing,) = (found.residency[start : start + len(some)] == 0).nonzero()
-            left.append((rows[missing], both[len(some) :][missing], tags[missing]))
-        rows, seconds, tags = (np.concatenate(column) for column in zip(*left, strict=True))
-        for start in range(0, len(rows), _MANY):
-            part = slice(start, start + _MANY)
-            unstable += self._probe_many(found, rows[part], keys[rows[part]], tags[part], seconds[part], group)
+        Returns: rows whose bucket was being written.
+        """
+        keys = words[start : start + _MANY]
+        both, tags = self._mix.buckets_and_tags(keys, group)
+        first, second = both[: len(keys)], both[len(keys) :]
+        rows = np.arange(start, start + len(keys))
+        unstable = self._probe_many(found, rows, keys, tags, first, group)
+        (missing,) = (found.residency[rows] == 0).nonzero()
+        if missing.size:
+            unstable += self._probe_many(found, rows[missing], keys[missing], tags[missing], second[missing], group)
         return unstable
 
     def _probe_many(self, found: Found, rows: NDArray[np.intp], keys: U64, tags: U32, at: I64, group: int) -> list[int]:
@@ -295,7 +231,7 @@ class IndexReader:
         starts = at * _BUCKET_WORDS
         # What first touches a line of memory does nothing else: so many of these wait for memory at once.
         before = self._whole[starts]
-        heads = self._lines.take(at * _BUCKET_LINES) if len(at) > 2 * _BOTH_AT_ONCE else self._lines[at * _BUCKET_LINES]
+        heads = self._lines.take(at * _BUCKET_LINES)
         (hits,) = (heads.view("<u4").reshape(-1, 16)[:, _TAGS] == tags[:, None]).reshape(-1).nonzero()
         some, numbers = hits >> 3, hits & 7
         tiers = heads.view("u1")[some * ENTRIES_OFFSET + TIERS_OFFSET + numbers]
@@ -341,18 +277,6 @@ class IndexReader:
             if words[word] == before:
                 return found
         return None
-
-    def _tiers_of(self, start: int, tags: tuple[int, ...], tag: int, key: bytes, group: int) -> int:
-        """The block's tier bits, in the bucket that starts there and has its tag; 0: it is not there."""
-        for place in range(tags.index(tag), BUCKET_ENTRIES):
-            at = start + ENTRIES_OFFSET + place * ENTRY.size
-            if tags[place] != tag or _KEY.unpack_from(self._bytes, at)[0] != key:
-                continue
-            if self._halves[(start + GROUPS_OFFSET) // 2 + place] == group:
-                residency = self._bytes[start + TIERS_OFFSET + place]
-                if residency:
-                    return residency
-        return 0
 
     def _entry(self, start: int, tags: tuple[int, ...], tag: int, key: bytes, group: int) -> Entry:
         for place in range(BUCKET_ENTRIES):

@@ -20,18 +20,18 @@ from kvtier.abi.control import INDEX_SEED_BYTES, ArenaIdentity, ArenaState, Head
 from kvtier.abi.errors import AbiError
 from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
-from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.manager import Recovered
 from kvtierd.core.outcome import Content
 from kvtierd.tiers.base import Bytes, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment
-from kvtierd.tiers.index_rebuild import Many
-from kvtierd.tiers.key_index import KeyIndex
+from kvtierd.tiers.key_index import NOWHERE, At, Blocks, KeyIndex
 from kvtierd.tiers.memfd import Memfd
 from kvtierd.tiers.memory import require_memory
 
 SEGMENT_NAMES: Final = {Tier.HOST: attach.HOST, Tier.DEVICE: attach.DEVICE}
 """Of data segments in shared memory."""
+_INDEXED_AT_ONCE: Final = 4096
 
 
 @dataclass(slots=True, frozen=True)
@@ -167,11 +167,6 @@ class Arena:
         generation: int = self._generation_words[tier, group][slot]
         return generation
 
-    def generations(self, tier: Tier, group: GroupId) -> memoryview:
-        """Of all slots of a group in a memory tier, as words: to be read, for :meth:`begin_write` and :meth:`end_write`
-        change them."""
-        return self._generation_words[tier, group]
-
     def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> bool:
         """Before a slot is granted to a writer or a copy into it is issued. False: one was open already, and nothing
         has changed."""
@@ -266,9 +261,26 @@ class Arena:
             words[slot] = session or 0
 
     def rebuild_index(self, recovered: Mapping[GroupId, Sequence[Recovered]]) -> None:
-        """These are all the blocks there are. Takes about a second for a million; for any one thread."""
+        """Makes the key index hold just these blocks."""
         if self.index is not None:
-            self.index.rebuild(Many.of(recovered, self._generations))
+            self.index.rebuild(
+                self._indexed(group, blocks[start : start + _INDEXED_AT_ONCE])
+                for group, blocks in recovered.items()
+                for start in range(0, len(blocks), _INDEXED_AT_ONCE)
+            )
+
+    def _indexed(self, group: GroupId, blocks: Sequence[Recovered]) -> Blocks:
+        residencies = {block.key: sum(tier.bit for tier in block.places) for block in blocks}
+        host = {block.key: block.host for block in blocks if block.host is not None}
+        device = {block.key: block.device for block in blocks if block.device is not None}
+        return Blocks(group, residencies, self.at(Tier.HOST, group, host), self.at(Tier.DEVICE, group, device))
+
+    def at(self, tier: Tier, group: GroupId, slots: Mapping[Key, SlotId]) -> Mapping[Key, At]:
+        """The slots of blocks with their generations."""
+        if not slots:
+            return NOWHERE
+        generations = self._generation_words[tier, group]
+        return {key: (slot, generations[slot]) for key, slot in slots.items()}
 
     def set_state(self, state: ArenaState) -> None:
         write_state(self._control.array, state)

@@ -19,7 +19,7 @@ from kvtier.answers import Locations
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.types import Cursor
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
-from kvtierd.tiers.key_index import KeyIndex
+from kvtierd.tiers.key_index import Blocks, KeyIndex
 
 POOLS: Final = (PoolSpec(1, 1, 8),)
 TOKENS: Final = 4
@@ -49,8 +49,9 @@ class Index:
         self.chains = Chains(IndexReader(layout, self.control), SPEC)
 
     def put(self, group: int, place: int, residency: int) -> None:
-        at = (SlotId(place), 2 * place + 2) if residency else None
-        self.writer.put(GroupId(group), KEYS[place], residency, host=at)
+        key = KEYS[place]
+        at = {key: (SlotId(place), 2 * place + 2)}
+        self.writer.put(Blocks(GroupId(group), {key: residency}, at if residency else {}))
 
     @property
     def unindexed(self) -> int:

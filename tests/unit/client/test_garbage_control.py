@@ -30,6 +30,7 @@ from kvtier.types import Tier
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.ids import Tier as DaemonTier
 from kvtierd.tiers.arena import Arena as DaemonArena
+from kvtierd.tiers.key_index import Blocks
 
 SPEC: Final = CacheSpec(
     "m",
@@ -66,13 +67,13 @@ def ours() -> Iterator[Given]:
     assert arena.index is not None
     for group in map(GroupId, GROUPS):
         for number in range(SLOTS):
-            places = {}
-            for tier in (DaemonTier.HOST, DaemonTier.DEVICE)[: 1 + (number % 3 == 0)]:
+            key, at = KEYS[number], {KEYS[number]: SlotId(number)}
+            tiers = (DaemonTier.HOST, DaemonTier.DEVICE)[: 1 + (number % 3 == 0)]
+            for tier in tiers:
                 arena.begin_write(tier, group, SlotId(number))
                 arena.end_write(tier, group, SlotId(number))
-                places[str(tier)] = (SlotId(number), arena.generation(tier, group, SlotId(number)))
-            residency = Tier.HOST.bit | (Tier.DEVICE.bit if number % 3 == 0 else 0)
-            arena.index.put(group, KEYS[number], residency, host=places.get("host"), device=places.get("device"))
+            places = (arena.at(tier, group, at) for tier in tiers)
+            arena.index.put(Blocks(group, {key: sum(tier.bit for tier in tiers)}, *places))
     arena.set_state(ArenaState.SERVING)
     yield Given(arena)
     arena.close()

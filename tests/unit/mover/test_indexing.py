@@ -12,6 +12,7 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SlotId, Tier
 from kvtierd.mover.indexing import check_index
 from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.tiers.key_index import Blocks
 from tests.unit.mover.rig import GROUP, SPEC, House, key
 
 pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this processor")
@@ -58,12 +59,14 @@ async def test_the_checker_sees_what_is_wrong(residency: int, host: tuple[SlotId
         index = runtime.arena.index
         assert index is not None
         entry = index.contents()[GROUP, key(1)]
-        index.put(GROUP, key(1), residency, host)
+        index.put(Blocks(GROUP, {key(1): residency}, {} if host is None else {key(1): host}))
         with pytest.raises(InvariantViolation, match="key index"):
             check_index(runtime.manager, runtime.arena)
-        index.put(GROUP, key(1), Tier.HOST.bit, (SlotId(entry.host_slot), entry.host_generation))
+        assert entry is not None
+        at = SlotId(entry.host_slot), entry.host_generation
+        index.put(Blocks(GROUP, {key(1): Tier.HOST.bit}, {key(1): at}))
         check_index(runtime.manager, runtime.arena)
-        index.put(GROUP, key(9), Tier.DISK.bit)
+        index.put(Blocks(GROUP, {key(9): Tier.DISK.bit}))
         with pytest.raises(InvariantViolation, match="key index"):
             check_index(runtime.manager, runtime.arena)
-        index.put(GROUP, key(9), 0)
+        index.put(Blocks(GROUP, {key(9): 0}))
