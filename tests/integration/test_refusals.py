@@ -150,7 +150,6 @@ CLIENT_CASES: dict[str, tuple[Callable[[Cache], Any], str]] = {
     "half a packed key": (lambda cache: cache.match(PACKED[:40]), "keys"),
     "fewer blocks than keys": (lambda cache: cache.put(KEYS, blocks(KEYS[:2])), "blocks"),
     "a block of another size": (lambda cache: cache.put(KEYS[:1], [blocks(KEYS[:1])[0][:-1]]), "blocks[0]"),
-    "something else for a block": (lambda cache: cache.put(KEYS[:1], [b"x" * BLOCK_BYTES]), "blocks[0]"),  # type: ignore[arg-type]
     "a priority of 101": (lambda cache: cache.put(KEYS[:1], blocks(KEYS[:1]), priorities=101), "priorities"),
     "a priority of -1": (lambda cache: cache.put(KEYS[:1], blocks(KEYS[:1]), priorities=[-1]), "priorities[0]"),
     "more min_blocks than keys": (lambda cache: cache.acquire(KEYS, min_blocks=4), "min_blocks"),

@@ -460,7 +460,7 @@ async def test_descriptors_that_do_not_fit_the_message_are_closed(daemon: FakeDa
 
 async def test_an_arena_of_another_specification_is_refused(daemon: FakeDaemon, client: Any) -> None:
     other = kvtier.CacheSpec.single("other", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
-    with pytest.raises(kvtier.DaemonError, match="another specification"):
+    with pytest.raises(kvtier.DaemonError, match="must be that of the specification"):
         await client.open_cache("c", other)
 
 
