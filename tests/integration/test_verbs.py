@@ -320,7 +320,7 @@ async def test_a_reader_maps_nothing_writable(client: AsyncClient, cache: Cache)
         reader.arena.pools(Tier.DEVICE, 0)[0][:] = 1
 
 
-@pytest.mark.parametrize("count", [0, -1, 2**32, 1.5])
+@pytest.mark.parametrize("count", [0, -1, 2**32])
 async def test_the_client_refuses_counts_that_no_wire_carries(cache: Cache, count: int) -> None:
     with pytest.raises(InvalidArgument) as refused:
         await cache.reserve(count)

@@ -7,6 +7,7 @@ from typing import Final
 
 import pytest
 
+from tests.limits import LONG
 from tests.simulation.faults import FAULTS
 from tests.simulation.walk import WalkFailed, walk
 
@@ -14,7 +15,7 @@ STEPS_A_WALK: Final = 1_000
 MOST_STEPS: Final = 40_000
 RARE: Final = {"stuck_parents_kept": 80_000}
 """More steps, where what the fault breaks is done in one walk of some sixty: here, a whole subtree that has to go."""
-SILENT_WALKS: Final = 20
+SILENT_WALKS: Final = 20 if LONG else 5
 
 
 def steps_until_caught(name: str, *, inspect: bool) -> int:
