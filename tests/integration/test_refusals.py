@@ -18,7 +18,7 @@ from kvtier.rpc_errors import Fault
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
 from tests.forking import is_own_command
-from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import RawClient
 from tests.integration.seeing import state, state_seen_by, tier_stats
 from tests.integration.waiting import eventually
