@@ -230,7 +230,7 @@ async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir:
 
 @pytest.mark.parametrize(
     "gpu",
-    [{"memory": GPU_BYTES - 1}, {"fail": [{"call": "cuMemCreate", "code": "CUDA_ERROR_UNKNOWN", "times": 0}]}],
+    [{"memory": GPU_BYTES - 1}, {"fail": [{"call": "cuMemCreate", "code": "CUDA_ERROR_INVALID_DEVICE", "times": 0}]}],
     ids=["taken", "fails"],
 )
 async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_dir: Path, gpu: dict[str, Any]) -> None:
