@@ -51,7 +51,7 @@ async def end_again_and_again(home: Path, times: int, seed: int) -> None:
             counts = await eventually(
                 lambda: cache_stats(client, "c"), lambda counts: not any(t.orphaned or t.held for t in counts.tiers)
             )
-            adopted = daemon.log.count('"memory adopted" cache=c')
+            adopted = daemon.log.count("memory adopted cache=c")
             assert adopted == times, f"adopted {adopted} times of {times}\n{daemon.log}"
             assert sum(tier.capacity for tier in counts.tiers if tier.tier is not Tier.DISK) == 56
         assert await asyncio.to_thread(daemon.stop) == 0

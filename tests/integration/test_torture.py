@@ -102,7 +102,7 @@ def supervised(
     try:
         report = torture(daemon.address, kill, seed, parts=parts, turns=turns, ends=ends, seconds=seconds)
         assert_right(report)
-        assert daemon.log.count('"memory adopted" cache=c') == report.restarts
+        assert daemon.log.count("memory adopted cache=c") == report.restarts
         settle(daemon.address)
         pids = (daemon.pid, daemon.supervisor)
         assert daemon.stop() == 0
