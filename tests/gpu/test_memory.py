@@ -146,7 +146,7 @@ async def test_a_host_tier_is_page_locked_in_the_background(short_dir: Path, tel
                 rounds += 1
                 return daemon.log
 
-            await eventually(work, lambda log: '"host memory is page-locked"' in log, within=9 * PATIENCE_S)
+            await eventually(work, lambda log: "host memory is page-locked" in log, within=9 * PATIENCE_S)
             took = asyncio.get_running_loop().time() - began
             await swap(client, cache)
             tell.append(f"{nbytes >> 20} MiB within {took:.1f} s, {rounds} rounds of swaps meanwhile")
