@@ -14,12 +14,27 @@ from typing import Final
 
 from kvtierd.core.ids import CacheId, MoveId, Tier
 from kvtierd.core.outcome import Move, MoveResult
-from kvtierd.mover import diskio, ways
-from kvtierd.mover.lanes import Lane
-from kvtierd.mover.mailbox import Mailbox
-from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Edge, Piece, Report
-from kvtierd.mover.worker import Crew
+from kvtierd.mover import disk_io
+from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
+from kvtierd.mover.work import Edge, Mailbox, Report, copy
+from kvtierd.mover.worker import Crew, Lane
+
+
+def _copy(batch: Batch) -> Faults | Finish:
+    """Between memory tiers, by the processor or the copy engines of the cache's GPU."""
+    cuda = batch[0].runtime.cuda
+    return copy(batch) if cuda is None else cuda.copy(batch)
+
+
+def _write(batch: Batch) -> Finish:
+    cuda = batch[0].runtime.cuda
+    return disk_io.write(batch) if cuda is None else cuda.write(batch)
+
+
+def _read(batch: Batch) -> Faults | Finish:
+    cuda = batch[0].runtime.cuda
+    return disk_io.read(batch) if cuda is None else cuda.read(batch)
+
 
 LANES: Final = (
     Lane(
@@ -27,7 +42,7 @@ LANES: Final = (
         ((Tier.DEVICE, Tier.HOST),),
         threads=1,
         batch_blocks=256,
-        carry_out=ways.copy,
+        carry_out=_copy,
         halves=True,
         in_turn=True,
     ),
@@ -36,7 +51,7 @@ LANES: Final = (
         ((Tier.HOST, Tier.DEVICE),),
         threads=1,
         batch_blocks=256,
-        carry_out=ways.copy,
+        carry_out=_copy,
         halves=True,
         in_turn=True,
     ),
@@ -46,17 +61,17 @@ LANES: Final = (
         threads=1,  # what is queued first is committed first: ancestors before descendants, deletions before reuse
         batch_blocks=32,
         batch_bytes=8 << 20,
-        carry_out=ways.write,
-        concerns=diskio.concerns,
+        carry_out=_write,
+        concerns=disk_io.concerns,
         halves=True,
-        finish_all=diskio.finish,
+        finish_all=disk_io.finish,
     ),
     Lane(
         "disk-reader",
         ((Tier.DISK, Tier.HOST), (Tier.DISK, Tier.DEVICE)),
         threads=2,  # two reach what the disk can give
         batch_blocks=32,
-        carry_out=ways.read,
+        carry_out=_read,
         halves=True,
     ),
 )

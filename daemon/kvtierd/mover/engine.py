@@ -1,7 +1,6 @@
-"""The loop's side of the mover: the calls of the service, passed to the core of the cache that they are about.
+"""The calls of the service: each is passed to the core of its cache, and waits for the core's answer.
 
-Loop thread only. What the core says is carried out by ``carrying.py``; who has to wait for more does so in
-``requests.py``.
+Loop thread only. The executor carries out what the core decides.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
+from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.explain import BlockNow
-from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, Tier
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.manager import (
     BlockManager,
     BlockResult,
@@ -33,12 +33,9 @@ from kvtierd.core.manager import (
 from kvtierd.core.outcome import Grant, Outcome, Refusal
 from kvtierd.core.tickets import LeaseRecord, LeftLease
 from kvtierd.core.verbs import AcrossMatch
-from kvtierd.mover.carrying import Carrier, EventSink, OpenCache
-from kvtierd.mover.doing import Doing
-from kvtierd.mover.errors import ShuttingDown, UnknownCache
-from kvtierd.mover.requests import Requests, granted
+from kvtierd.mover.executor import EventSink, Executor, OpenCache, SlotThreads
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.tickets import Waiting, cancelled
+from kvtierd.mover.tickets import Answer, Refused, ShuttingDown, UnknownCache, Waiting, cancelled
 from kvtierd.mover.work import Edge
 
 MOVE_SLICE: Final = 256
@@ -70,9 +67,8 @@ class Engine:
         self._hub = hub
         self._sequencer = sequencer
         self._clock = clock
-        self._carrier = Carrier(loop, hub, clock, debug_checks=debug_checks)
-        self._requests = Requests(self._carrier, clock)
-        self._doing = Doing(loop)
+        self._executor = Executor(loop, hub, clock, debug_checks=debug_checks)
+        self._threads = SlotThreads(loop)
         self._closing = False
 
     # caches
@@ -82,12 +78,12 @@ class Engine:
         restart."""
         if self._closing:
             raise ShuttingDown
-        if runtime.id in self._carrier.caches:
+        if runtime.id in self._executor.caches:
             raise ValueError(f"cache {runtime.id} is open already")
-        cache = self._carrier.open(runtime)
-        self._carrier.apply(cache, runtime.manager.announce(self._clock()))
+        cache = self._executor.open(runtime)
+        self._executor.apply(cache, runtime.manager.announce(self._clock()))
         for lease in left:
-            self._carrier.apply(cache, runtime.manager.restore_lease(lease, self._clock()))
+            self._executor.apply(cache, runtime.manager.restore_lease(lease, self._clock()))
 
     def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
         """The event of a cache that is not here any more: none of its blocks is."""
@@ -101,17 +97,17 @@ class Engine:
         """
         cache = self._find(cache_id)
         cache.closing = True
-        self._requests.refuse_waiting(cache)
-        await self._carrier.rest(cache)
+        self._refuse_waiting(cache)
+        await self._executor.rest(cache)
         await cache.uses.finish()
-        await self._carrier.rest(cache)  # a session's end, or time itself, may have begun more while that was written
+        await self._executor.rest(cache)  # a session's end, or time itself, may have begun more while that was written
         cache.removed = True
-        self._carrier.caches.pop(cache_id, None)  # two callers may have waited
+        self._executor.caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime
 
     def caches(self) -> tuple[CacheId, ...]:
         """Those open, in the order in which they were added."""
-        return tuple(self._carrier.caches)
+        return tuple(self._executor.caches)
 
     def runtime(self, cache_id: CacheId) -> CacheRuntime:
         return self._find(cache_id).runtime
@@ -125,8 +121,8 @@ class Engine:
         cache = self._accepting(cache_id)
         ticket, outcome = cache.manager.reserve(session, group, tier, count, self._clock())
         waiting = cache.tickets.open(ticket, session, tier, count)
-        await self._requests.answers(cache, [waiting], outcome, timeout_s)
-        return granted(waiting)
+        await self._answers(cache, [waiting], outcome, timeout_s)
+        return _granted(waiting)
 
     async def acquire(
         self,
@@ -140,7 +136,7 @@ class Engine:
         """One answer a chain, in order: the longest prefix READY in ``tier`` and held."""
         cache = self._accepting(cache_id)
         tickets, outcome = cache.manager.acquire(session, group, tier, chains, self._clock())
-        return await self._requests.acquired(cache, session, tier, chains, tickets, outcome, timeout_s)
+        return await self._acquired(cache, session, tier, chains, tickets, outcome, timeout_s)
 
     async def acquire_across(
         self,
@@ -153,7 +149,7 @@ class Engine:
         """The same over all window groups: the longest prefix that every one can serve."""
         cache = self._accepting(cache_id)
         tickets, outcome = cache.manager.acquire_across(session, tier, chains, self._clock())
-        return await self._requests.acquired(cache, session, tier, chains, tickets, outcome, timeout_s)
+        return await self._acquired(cache, session, tier, chains, tickets, outcome, timeout_s)
 
     async def move(
         self,
@@ -182,7 +178,7 @@ class Engine:
                     on_the_way.append(self._begin_move(cache_id, session, group, to, part, ends))
                     await asyncio.sleep(0)  # others have their turn in between
                 await on_the_way[0][1].wake
-                grant = granted(on_the_way.popleft()[1])
+                grant = _granted(on_the_way.popleft()[1])
                 failed |= {len(results) + place for place in grant.failed}
                 results += grant.results
                 if ends is not None and self._loop.time() >= ends:
@@ -192,7 +188,7 @@ class Engine:
                     return replace(grant, results=tuple(results), failed=frozenset(failed))
         except BaseException:
             for cache, waiting in on_the_way:
-                self._requests.withdraw(cache, [waiting])
+                self._withdraw(cache, [waiting])
             raise
 
     def _begin_move(
@@ -208,7 +204,7 @@ class Engine:
         ticket, outcome = cache.manager.move(session, group, to, keys, self._clock())
         waiting = cache.tickets.open(ticket, session, to, len(keys))
         left = None if ends is None else max(0.0, ends - self._loop.time())
-        self._requests.begin(cache, [waiting], outcome, left)
+        self._begin(cache, [waiting], outcome, left)
         return cache, waiting
 
     # requests that are answered at once
@@ -225,7 +221,7 @@ class Engine:
         """``release``: the lease ends with it."""
         cache = self._find(cache_id)
         results, outcome = cache.manager.commit(session, lease, items, self._clock(), release=release)
-        self._carrier.apply(cache, outcome)
+        self._executor.apply(cache, outcome)
         return results
 
     def release(
@@ -233,19 +229,19 @@ class Engine:
     ) -> None:
         """``first_blocks``, one a lease: gives back only so many of its first blocks; 0 = all of it."""
         cache = self._find(cache_id)
-        self._carrier.apply(cache, cache.manager.release(session, leases, self._clock(), first_blocks))
+        self._executor.apply(cache, cache.manager.release(session, leases, self._clock(), first_blocks))
 
     def touch(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key], misses: int) -> None:
         """Blocks were read without a call, and ``misses`` others were asked for in vain."""
         cache = self._find(cache_id)
-        self._carrier.apply(cache, cache.manager.touch(group, keys, misses, self._clock()))
+        self._executor.apply(cache, cache.manager.touch(group, keys, misses, self._clock()))
 
     def drop(
         self, cache_id: CacheId, session: SessionId, group: GroupId, keys: Sequence[Key], *, dry_run: bool = False
     ) -> DropReport:
         cache = self._find(cache_id)
         report, outcome = cache.manager.drop(session, group, keys, self._clock(), dry_run=dry_run)
-        self._carrier.apply(cache, outcome)
+        self._executor.apply(cache, outcome)
         return report
 
     def set_retention(
@@ -259,7 +255,7 @@ class Engine:
     ) -> tuple[BlockResult, ...]:
         cache = self._find(cache_id)
         results, outcome = cache.manager.set_retention(session, group, keys, priorities, durations_ms, self._clock())
-        self._carrier.apply(cache, outcome)
+        self._executor.apply(cache, outcome)
         return results
 
     def pin(
@@ -267,7 +263,7 @@ class Engine:
     ) -> tuple[BlockResult, ...]:
         cache = self._find(cache_id)
         results, outcome = cache.manager.pin(session, group, tier, keys, self._clock(), unpin=unpin)
-        self._carrier.apply(cache, outcome)
+        self._executor.apply(cache, outcome)
         return results
 
     async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetReport:
@@ -277,7 +273,7 @@ class Engine:
         following = None
         while True:
             step, outcome = cache.manager.reset(session, self._clock(), force=force, following=following)
-            self._carrier.apply(cache, outcome)
+            self._executor.apply(cache, outcome)
             dropped, kept, following = dropped + step.dropped, kept + step.kept, step.following
             if following is None:
                 await self.forgotten(cache_id)
@@ -290,8 +286,8 @@ class Engine:
         """Returns when what was removed by now cannot come back from disk, whatever becomes of the daemon and of the
         system: its records are deleted, and those that were still being written have been deleted after that."""
         for _ in range(2):
-            await self._carrier.edges.written(cache_id)
-        cache = self._carrier.caches.get(cache_id)
+            await self._executor.edges.written(cache_id)
+        cache = self._executor.caches.get(cache_id)
         if cache is not None and cache.runtime.disk is not None:
             await asyncio.to_thread(cache.runtime.disk.sync)
 
@@ -308,17 +304,17 @@ class Engine:
 
     def _lose_slice(self, cache: OpenCache, following: DiskLoss | None) -> DiskLoss | None:
         following, outcome = cache.manager.lose_disk(self._clock(), following)
-        self._carrier.apply(cache, outcome)
+        self._executor.apply(cache, outcome)
         return following
 
     def restore_disk(self, cache_id: CacheId) -> None:
         """The disk works again; its store has been emptied, with no move of it in flight (:meth:`touches`)."""
         cache = self._find(cache_id)
-        self._carrier.apply(cache, cache.manager.restore_disk(self._clock()))
+        self._executor.apply(cache, cache.manager.restore_disk(self._clock()))
 
     def touches(self, cache_id: CacheId, tier: Tier) -> bool:
         """Whether a move of the cache to or from the tier is in flight."""
-        return self._carrier.edges.touches(cache_id, tier)
+        return self._executor.edges.touches(cache_id, tier)
 
     def reset_plan(self, cache_id: CacheId) -> ResetReport:
         return self._find(cache_id).manager.reset_plan()
@@ -354,39 +350,39 @@ class Engine:
         self._withdraw_session(session, BlockManager.orphan_session)
 
     def reattach_session(self, session: SessionId) -> None:
-        for cache in list(self._carrier.caches.values()):
-            self._carrier.apply(cache, cache.manager.reattach_session(session, self._clock()))
+        for cache in list(self._executor.caches.values()):
+            self._executor.apply(cache, cache.manager.reattach_session(session, self._clock()))
 
     def end_session(self, session: SessionId) -> None:
         """It said goodbye, or its process is gone: all that it held is given back, what threads are at
         (:meth:`while_held`) once they are done."""
         end = partial(self._withdraw_session, session, BlockManager.end_session)
-        if not self._doing.after(session, end):
+        if not self._threads.after(session, end):
             self._withdraw_session(session, BlockManager.orphan_session)
 
     async def while_held(self, cache_id: CacheId, session: SessionId, lease: LeaseId, work: Callable[[], T]) -> T:
         """Has a thread do ``work`` on slots of a lease. Whatever becomes of the session and of the caller, they are not
         given to others before it is done; if it is :class:`Unaccounted`, never. Whoever gives the lease up itself does
         so :meth:`afterwards`."""
-        return await self._doing.run((session, (cache_id, lease)), work)
+        return await self._threads.run((session, (cache_id, lease)), work)
 
     async def beside(self, work: Callable[[], T]) -> T:
         """Has one of the same threads do ``work`` on slots that nobody holds. It goes on whatever becomes of the
         caller."""
         if self._closing:
             raise ShuttingDown
-        return await self._doing.run((), work)
+        return await self._threads.run((), work)
 
     def afterwards(self, cache_id: CacheId, lease: LeaseId, action: Callable[[], None]) -> None:
         """At once, if no thread is at the lease's slots."""
-        self._doing.after((cache_id, lease), action)
+        self._threads.after((cache_id, lease), action)
 
     def session_leases(self, session: SessionId) -> int:
-        return sum(cache.manager.session_leases(session) for cache in self._carrier.caches.values())
+        return sum(cache.manager.session_leases(session) for cache in self._executor.caches.values())
 
     def held_by(self, session: SessionId) -> int:
         """Slots under its leases, over all caches."""
-        return sum(cache.manager.held_by(session) for cache in self._carrier.caches.values())
+        return sum(cache.manager.held_by(session) for cache in self._executor.caches.values())
 
     # how it goes
 
@@ -397,22 +393,22 @@ class Engine:
 
     def queues(self) -> dict[Edge, int]:
         """Blocks planned on each edge and not yet reported."""
-        return dict(self._carrier.edges.queued)
+        return dict(self._executor.edges.queued)
 
     def problems(self) -> list[str]:
         """What health should show; empty when all is well."""
-        return self._carrier.problems()
+        return self._executor.problems()
 
     def stalled_s(self) -> float:
         """The movers' heartbeat: for how long the slowest of their threads has been in one call."""
-        return self._carrier.edges.stalled_s()
+        return self._executor.edges.stalled_s()
 
     async def settle(self) -> None:
         """Returns when no move is in flight and no completion undelivered."""
-        while self._carrier.edges.in_flight():
-            await self._carrier.edges.idle()  # of all caches: one that is forgotten has none, or else we must not spin
-            for cache in list(self._carrier.caches.values()):
-                await self._carrier.rest(cache)
+        while self._executor.edges.in_flight():
+            await self._executor.edges.idle()  # of all caches: one that is forgotten has none, or else we must not spin
+            for cache in list(self._executor.caches.values()):
+                await self._executor.rest(cache)
 
     async def shutdown(self, deadline_s: float) -> bool:
         """Refuses new and waiting tickets, lets moves end for ``deadline_s``, ends the threads.
@@ -420,29 +416,29 @@ class Engine:
         False if moves had to be abandoned or a thread hangs in a call. The stores are the caller's to close afterwards.
         """
         self._closing = True
-        self._carrier.stop()
-        for cache in self._carrier.caches.values():
-            self._requests.refuse_waiting(cache)
+        self._executor.stop()
+        for cache in self._executor.caches.values():
+            self._refuse_waiting(cache)
         try:
             async with asyncio.timeout(deadline_s):
                 await self.settle()
-                await self._doing.idle()
-                for cache in self._carrier.caches.values():
+                await self._threads.idle()
+                for cache in self._executor.caches.values():
                     await cache.uses.finish()
             settled = True
         except TimeoutError:
             settled = False
-        self._doing.close()
-        stopped = await self._carrier.edges.stop()
-        for cache in self._carrier.caches.values():
+        self._threads.close()
+        stopped = await self._executor.edges.stop()
+        for cache in self._executor.caches.values():
             cache.removed = True
-        self._carrier.caches.clear()
+        self._executor.caches.clear()
         return settled and stopped
 
     # inside
 
     def _find(self, cache_id: CacheId) -> OpenCache:
-        cache = self._carrier.caches.get(cache_id)
+        cache = self._executor.caches.get(cache_id)
         if cache is None:
             raise ShuttingDown if self._closing else UnknownCache(cache_id)
         return cache
@@ -457,7 +453,90 @@ class Engine:
 
     def _withdraw_session(self, session: SessionId, step: Callable[[BlockManager, SessionId, int], Outcome]) -> None:
         """The core forgets the session's tickets without a word, so their callers are told here."""
-        for cache in list(self._carrier.caches.values()):
-            self._carrier.apply(cache, step(cache.manager, session, self._clock()))
+        for cache in list(self._executor.caches.values()):
+            self._executor.apply(cache, step(cache.manager, session, self._clock()))
             for waiting in cache.tickets.unanswered(session):
                 cache.tickets.answer(cancelled(waiting))
+
+    async def _answers(
+        self,
+        cache: OpenCache,
+        waiting: Sequence[Waiting],
+        outcome: Outcome,
+        timeout_s: float | None,
+    ) -> list[Answer]:
+        """Of all that wait, in order; ``outcome`` may hold some of them."""
+        self._begin(cache, waiting, outcome, timeout_s)
+        try:
+            for one in waiting:
+                await one.wake
+        except BaseException:
+            self._withdraw(cache, waiting)
+            raise
+        return [one.answer for one in waiting if one.answer is not None]
+
+    async def _acquired(
+        self,
+        cache: OpenCache,
+        session: SessionId,
+        tier: Tier,
+        chains: Sequence[ChainRequest],
+        tickets: Sequence[TicketId],
+        outcome: Outcome,
+        timeout_s: float | None,
+    ) -> list[Answer]:
+        """Of the tickets of an acquire, one a chain."""
+        waiting = [
+            cache.tickets.open(ticket, session, tier, len(wanted.keys))
+            for ticket, wanted in zip(tickets, chains, strict=True)
+        ]
+        return await self._answers(cache, waiting, outcome, timeout_s)
+
+    def _begin(self, cache: OpenCache, waiting: Sequence[Waiting], outcome: Outcome, timeout_s: float | None) -> None:
+        """Applies the outcome that the tickets came with. They are answered within ``timeout_s``."""
+        self._executor.apply(cache, outcome)
+        if timeout_s is not None:
+            for one in waiting:
+                cache.tickets.set_deadline(one, timeout_s, lambda one: self._expire(cache, one))
+
+    def _withdraw(self, cache: OpenCache, waiting: Sequence[Waiting]) -> None:
+        """Nobody will hear the answers. Those given already are undone, the others prevented.
+
+        One ticket's withdrawal may answer the next: each is looked at when its turn has come.
+        """
+        for one in waiting:
+            if cache.removed:
+                return
+            match one.answer:
+                case None:
+                    cache.tickets.forget(one)
+                    self._executor.apply(cache, cache.manager.cancel(one.ticket, self._clock()))
+                case Grant() as grant:
+                    for lease in grant.leases:
+                        self._return(cache, one.session, lease)
+
+    def _refuse_waiting(self, cache: OpenCache) -> None:
+        """Whoever waits for the cache is told that it is over."""
+        for waiting in cache.tickets.unanswered():
+            if waiting.answer is None:
+                cache.tickets.answer(cancelled(waiting))
+                self._executor.apply(cache, cache.manager.cancel(waiting.ticket, self._clock()))
+
+    def _return(self, cache: OpenCache, session: SessionId, lease: LeaseId) -> None:
+        try:
+            outcome = cache.manager.release(session, [lease], self._clock())
+        except UnknownLease:
+            return  # it ended with its session: a killed client's call is cancelled too
+        self._executor.apply(cache, outcome)
+
+    def _expire(self, cache: OpenCache, waiting: Waiting) -> None:
+        self._executor.advance(cache, lambda now: cache.manager.expire(waiting.ticket, now))
+
+
+def _granted(waiting: Waiting) -> Grant:
+    """What a request that is answered got. Raises :class:`Refused`."""
+    if not isinstance(waiting.answer, Grant):
+        if waiting.answer is None:
+            raise InvariantViolation(f"ticket {waiting.ticket} woke its waiter without an answer")
+        raise Refused(waiting.answer)
+    return waiting.answer

@@ -1,34 +1,100 @@
-"""What belongs to one open cache."""
+"""One open cache, and the pieces of work on its slots that worker threads are given."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple, Protocol
 
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core.ids import DEVICE, CacheId, GroupId, Tier
+from kvtierd.core.ids import DEVICE, CacheId, GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import Content, SlotChanges, SlotRef
+from kvtierd.core.outcome import Content, Move, MoveItem, SlotChanges, SlotRef
 from kvtierd.core.traits import Traits
+from kvtierd.mover.cuda.pagelocks import PageLocks
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import MemoryStore
+from kvtierd.tiers.base import Bytes, MemoryStore
 from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.device import Chaos, StandInDevice
 from kvtierd.tiers.disk import DiskStore
 from kvtierd.tiers.host import HostStore
 
-if TYPE_CHECKING:
-    from kvtierd.mover.cuda.copies import CudaCopies  # whose batches have this module's runtimes
-
-
 _NONE: Final = Traits(0)
-"""Of a slot whose bytes nobody should find again."""
+"""Of a slot without a block."""
+
+
+class Unaccounted(Exception):
+    """Nobody can say whether hardware still works on a batch. It is never reported: its slots are never used again."""
+
+
+class Stretch(NamedTuple):
+    """Bytes [``start``, ``stop``) of the block in a slot."""
+
+    slot: SlotId
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True, frozen=True)
+class Faults:
+    """Items that failed, as indices into the items of a batch, its pieces laid end to end.
+
+    ``unaccounted``: nobody can say whether hardware still works on them; their pieces are never reported.
+    """
+
+    failed: frozenset[int] = frozenset()
+    corrupt: frozenset[int] = frozenset()
+    unaccounted: frozenset[int] = frozenset()
+
+
+Finish = Callable[[], Faults]
+"""The second half of a batch's work, for another thread."""
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Piece:
+    """Consecutive items of one move, small enough to stand in one batch. ``first`` is their place in ``move.items``."""
+
+    runtime: CacheRuntime
+    move: Move
+    first: int
+    items: tuple[MoveItem, ...]
+    submitted_ns: int
+
+
+Batch = Sequence[Piece]
+"""Pieces of one cache and one lane, in the order they were queued. Never empty."""
+
+
+class GpuCopies(Protocol):
+    """Copies for a cache whose device tier is a GPU's memory; see :class:`kvtierd.mover.cuda.copies.CudaCopies`."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """The most that one batch copies to or from the device, unless a single block is more."""
+        ...
+
+    @property
+    def locks(self) -> PageLocks: ...
+
+    def copy(self, batch: Batch) -> Faults | Finish: ...
+
+    def write(self, batch: Batch) -> Finish: ...
+
+    def read(self, batch: Batch) -> Faults | Finish: ...
+
+    def fetch(self, group: GroupId, stretches: Sequence[Stretch]) -> Bytes: ...
+
+    def put(self, group: GroupId, stretches: Sequence[Stretch], data: Bytes) -> Bytes: ...
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class CacheRuntime:
-    """One cache's core, shared memory and stores. A store is None where the cache has no such tier. ``cuda``: who
-    copies where the device tier is a GPU's memory.
+    """One cache's core, shared memory and stores. A store is None where the cache has no such tier.
 
     Only the loop thread touches ``manager`` and ``arena``; worker threads touch the stores.
     """
@@ -41,7 +107,7 @@ class CacheRuntime:
     host: HostStore | None = None
     device: StandInDevice | CudaDevice | None = None
     disk: DiskStore | None = None
-    cuda: CudaCopies | None = None
+    cuda: GpuCopies | None = None
 
     @property
     def chaos(self) -> Chaos | None:
@@ -60,37 +126,31 @@ class CacheRuntime:
             raise LookupError(f"cache {self.name} has no {tier} memory that can be mapped")
         return store
 
-    def begin_write(self, changes: SlotChanges) -> None:
-        """Before the slots' bytes may change. A stand-in's slot that had a block's is poisoned, so that who still reads
-        it finds out; on a GPU that would take a copy of its own."""
+    def begin(self, changes: SlotChanges) -> None:
+        """Opens slots whose bytes may change from now on, and notes who leases them.
+
+        A stand-in's slot that held a block is poisoned, so that a late reader finds out.
+        """
         tier, group, device = changes.tier, changes.group, self.device
         began = self.arena.begin_writes(tier, group, changes.begun)
         if tier is DEVICE and isinstance(device, StandInDevice):
             for slot in began:
                 device.poison(group, slot)
+        self.arena.set_owners(tier, group, changes.owners)
 
-    def set_owners(self, changes: SlotChanges) -> None:
-        self.arena.set_owners(changes.tier, changes.group, changes.owners)
-
-    def note(self, changes: SlotChanges) -> None:
-        """What slots hold from now on; before :meth:`end_write`."""
-        if self.arena.keeps_records:
-            group, tier = changes.group, changes.tier
-            for slot, block in changes.filled.items():
-                self.arena.note(Content(SlotRef(group, tier, slot), block.key, block.parent_key, block.traits))
-            for slot in changes.disowned:
-                self.arena.note(Content(SlotRef(group, tier, slot), None, None, _NONE))
-
-    def end_write(self, changes: SlotChanges) -> None:
-        """The slots' bytes are READY."""
-        self.arena.end_writes(changes.tier, changes.group, changes.filled)
-
-    def restate(self, changes: SlotChanges) -> None:
-        """What slots hold has other traits from now on."""
-        if self.arena.keeps_records:
-            group, tier = changes.group, changes.tier
-            for slot, block in changes.restated.items():
-                self.arena.restate(Content(SlotRef(group, tier, slot), block.key, block.parent_key, block.traits))
+    def end(self, changes: SlotChanges) -> None:
+        """Records the blocks that slots hold from now on, and says that their bytes are READY."""
+        tier, group, arena = changes.tier, changes.group, self.arena
+        if not arena.keeps_records:
+            arena.end_writes(tier, group, changes.filled)
+            return
+        for slot, block in changes.filled.items():
+            arena.note(Content(SlotRef(group, tier, slot), block.key, block.parent_key, block.traits))
+        for slot in changes.disowned:
+            arena.note(Content(SlotRef(group, tier, slot), None, None, _NONE))
+        arena.end_writes(tier, group, changes.filled)
+        for slot, block in changes.restated.items():
+            arena.restate(Content(SlotRef(group, tier, slot), block.key, block.parent_key, block.traits))
 
     def pools(self, group: GroupId) -> int:
         return len(self.spec.groups[group].pools)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.ids import SessionId, TicketId, Tier
+from kvtierd.core.ids import CacheId, SessionId, TicketId, Tier
 from kvtierd.core.outcome import Grant, Refusal, RefusalReason
 
 Answer = Grant | Refusal
@@ -76,3 +76,27 @@ class Tickets:
 def cancelled(waiting: Waiting) -> Refusal:
     """The answer to a ticket that is withdrawn while somebody still waits for it."""
     return Refusal(waiting.ticket, RefusalReason.CANCELLED, waiting.tier, waiting.wanted, free=0)
+
+
+class MoverError(Exception):
+    """Everything the mover raises on its own account; the core's errors pass through it."""
+
+
+class Refused(MoverError):
+    """The core's answer to a ticket was no."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(f"{refusal.tier}: {refusal.reason.value} ({refusal.wanted} wanted, {refusal.free} free)")
+        self.refusal = refusal
+
+
+class UnknownCache(MoverError):
+    """No such cache is open, or it is being closed."""
+
+    def __init__(self, cache: CacheId) -> None:
+        super().__init__(f"cache {cache} is not open")
+        self.cache = cache
+
+
+class ShuttingDown(MoverError):
+    """The daemon takes no new requests."""

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from itertools import chain
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.core.outcome import Move, MoveItem
-from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.runtime import Batch, Faults, Finish, Piece
 
 Edge = tuple[Tier, Tier | None]
 """(source, destination). A destination of None retires disk slots: their records are deleted, nothing is copied."""
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class Piece:
-    """Consecutive items of one move, small enough to stand in one batch. ``first`` is their place in ``move.items``."""
-
-    runtime: CacheRuntime
-    move: Move
-    first: int
-    items: tuple[MoveItem, ...]
-    submitted_ns: int
-
-
 Concerns = tuple[GroupId, Set[SlotId | Key]]
 """What of one group's a piece is about."""
-
-
-@dataclass(slots=True, frozen=True)
-class Faults:
-    """What did not work, as indices into the items of a batch, its pieces laid end to end. ``unaccounted``: items of
-    which nobody can say whether hardware still works on them; the pieces that they are in are never reported."""
-
-    failed: frozenset[int] = frozenset()
-    corrupt: frozenset[int] = frozenset()
-    unaccounted: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, frozen=True)
@@ -54,19 +38,9 @@ class Report:
     copy_ns: int
 
 
-Batch = Sequence[Piece]
-"""Pieces of one cache and one lane, in the order they were queued. Never empty."""
-
-Finish = Callable[[], Faults]
-"""The rest of a batch's work, for another thread."""
-
 CarryOut = Callable[[Batch], Faults | Finish]
 """Does a batch's work, in a worker thread; or only its first half, and returns the rest. An exception means that every
 item failed, unless it is :class:`Unaccounted`."""
-
-
-class Unaccounted(Exception):
-    """Nobody can say whether hardware still works on a batch. It is never reported: its slots are never used again."""
 
 
 def items_of(batch: Batch) -> Iterator[tuple[Move, MoveItem]]:
@@ -112,3 +86,96 @@ def _within(indices: frozenset[int], base: int, piece: Piece) -> frozenset[int]:
         if indices
         else indices
     )
+
+
+@dataclass(slots=True, frozen=True)
+class Run:
+    """``count`` consecutive slots of a group, copied to as many consecutive slots."""
+
+    group: GroupId
+    src: SlotId
+    dst: SlotId
+    count: int
+
+
+def runs(copies: Iterable[tuple[GroupId, SlotId, SlotId]]) -> Iterator[Run]:
+    """Joins (group, source, destination) copies where both sides are adjacent.
+
+    The copies of a batch touch no slot twice, so their order is free to choose.
+    """
+    run: Run | None = None
+    for group, src, dst in sorted(copies):
+        if run is not None and (group, src, dst) == (run.group, run.src + run.count, run.dst + run.count):
+            run = Run(group, run.src, run.dst, run.count + 1)
+            continue
+        if run is not None:
+            yield run
+        run = Run(group, src, dst, 1)
+    if run is not None:
+        yield run
+
+
+def copy(batch: Batch) -> Faults:
+    """Copies every item's bytes from the source tier's slot to the destination's.
+
+    One ``np.copyto`` a run and pool: it releases the GIL, and many small ones beside a busy thread are 7 to 80 times
+    slower.
+    """
+    runtime = batch[0].runtime
+    edge = batch[0].move
+    if edge.dst is None:
+        raise ValueError("a copy stream cannot retire slots")
+    source, target = runtime.memory(edge.src), runtime.memory(edge.dst)
+    for run in runs((move.group, item.src, destination(item)) for move, item in items_of(batch)):
+        for pool in range(runtime.pools(run.group)):
+            np.copyto(
+                target.pool_array(run.group, pool)[run.dst : run.dst + run.count],
+                source.pool_array(run.group, pool)[run.src : run.src + run.count],
+            )
+    return Faults()
+
+
+T = TypeVar("T")
+
+
+class Mailbox(Generic[T]):
+    """Values posted by any thread, taken by the loop thread.
+
+    The flag is cleared before the values are taken, and set after they are appended: a value is either seen by the
+    drain that is due, or schedules the next one. Two drains for one burst are possible and harmless.
+    """
+
+    __slots__ = ("_closed", "_drain", "_due", "_loop", "_values")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, drain: Callable[[], None]) -> None:
+        self._loop = loop
+        self._drain = drain
+        self._values: deque[T] = deque()
+        self._due = False
+        self._closed = False
+
+    def post(self, values: Iterable[T]) -> None:
+        """Any thread."""
+        self._values.extend(values)
+        if not self._due and not self._closed:
+            self._due = True
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def take(self, budget: int, size: Callable[[T], int]) -> list[T]:
+        """Loop thread: values until their sizes reach ``budget``, none after :meth:`close`.
+
+        If more are left, the drain is called again.
+        """
+        self._due = False
+        taken: list[T] = []
+        while self._values and not self._closed and budget > 0:
+            taken.append(self._values.popleft())
+            budget -= size(taken[-1])
+        if self._values and not self._due and not self._closed:
+            self._due = True
+            self._loop.call_soon(self._drain)
+        return taken
+
+    def close(self) -> None:
+        """Loop thread: nobody listens any more, and the loop itself may go. What was not taken is forgotten."""
+        self._closed = True

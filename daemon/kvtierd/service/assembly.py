@@ -39,7 +39,9 @@ from kvtierd.tiers.base import DeviceIOError, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment, Gpu
 from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.device import Chaos, StandInDevice
-from kvtierd.tiers.disk import DiskRecord, DiskRoot, DiskStore, Recovery
+from kvtierd.tiers.disk.root import DiskRoot
+from kvtierd.tiers.disk.store import DiskStore
+from kvtierd.tiers.disk.values import DiskRecord, Recovery
 from kvtierd.tiers.host import HostStore
 
 MANAGER_LETS_GO_S: Final = 5.0

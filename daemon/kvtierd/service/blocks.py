@@ -14,7 +14,7 @@ from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
 from kvtierd.core.manager import BlockResult, ChainRequest, CommitItem
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.errors import Refused, UnknownCache
+from kvtierd.mover.tickets import Refused, UnknownCache
 from kvtierd.service import validate, wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.caches import opened

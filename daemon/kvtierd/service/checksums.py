@@ -11,10 +11,8 @@ import xxhash
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, SlotId, Tier
 from kvtierd.core.verbs import Location
-from kvtierd.mover.cuda.copies import CudaCopies
-from kvtierd.mover.cuda.sites import Stretch
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
 from kvtierd.tiers.base import Bytes, TierError
 
 UNKNOWN: Final = bytes(CHECKSUM_BYTES)
@@ -55,7 +53,7 @@ def _source(runtime: CacheRuntime, group: GroupId, place: _Place) -> Callable[[]
     return lambda: parts
 
 
-def _fetch(copies: CudaCopies, group: GroupId, stretch: Stretch) -> Sequence[Bytes]:
+def _fetch(copies: GpuCopies, group: GroupId, stretch: Stretch) -> Sequence[Bytes]:
     return [copies.fetch(group, [stretch])]
 
 

@@ -49,7 +49,7 @@ from kvtierd.service.wire import CacheHeader
 from kvtierd.state import EVENT_LOG, StateDir
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.device import Chaos
-from kvtierd.tiers.disk import DiskRoot
+from kvtierd.tiers.disk.root import DiskRoot
 
 if TYPE_CHECKING:
     from kvtierd.service.metrics import Metrics

@@ -15,7 +15,7 @@ from typing import Final
 
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.errors import MoverError
+from kvtierd.mover.tickets import MoverError
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.entries import Cache
 from kvtierd.tiers.base import TierIOError

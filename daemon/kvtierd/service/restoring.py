@@ -13,7 +13,7 @@ from kvtierd.service.budgets import Budgets, Slots, share_of, tier_bytes
 from kvtierd.service.keeping import About, Keeper
 from kvtierd.service.options import CacheOptions, Wanted
 from kvtierd.tiers.base import TierConfigError
-from kvtierd.tiers.disk import StoredCache
+from kvtierd.tiers.disk.root import StoredCache
 
 _log = logging.getLogger(__name__)
 

@@ -9,10 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from kvtierd.core.ids import DEVICE, GroupId, LeaseId, SessionId, Tier
-from kvtierd.mover.cuda.copies import CudaCopies
-from kvtierd.mover.cuda.sites import Stretch
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
 from kvtierd.tiers.base import Bytes, MemoryStore
 
 
@@ -72,7 +70,7 @@ class _OnGpu:
     """In a thread. The slots stay held until the copy has ended, whatever becomes of those who hold them."""
 
     def __init__(
-        self, in_thread: Callable[[Callable[[], Bytes]], Awaitable[Bytes]], copies: CudaCopies, group: GroupId
+        self, in_thread: Callable[[Callable[[], Bytes]], Awaitable[Bytes]], copies: GpuCopies, group: GroupId
     ) -> None:
         self._in_thread = in_thread
         self._copies = copies

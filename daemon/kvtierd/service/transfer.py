@@ -24,10 +24,9 @@ from kvtier.abi.stream import CHECKSUM_BYTES, Progress, Span
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import GroupId, LeaseId, SlotId, Tier
-from kvtierd.mover.cuda.sites import Stretch
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.errors import UnknownCache
-from kvtierd.mover.work import Unaccounted
+from kvtierd.mover.runtime import Stretch, Unaccounted
+from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validate
 from kvtierd.service.access import Access

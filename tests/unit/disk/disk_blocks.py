@@ -15,9 +15,10 @@ from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.disk import DiskRead, DiskRoot, DiskStore, DiskWrite, Recovery, SlabShape
 from kvtierd.tiers.disk.index import index_bytes
-from kvtierd.tiers.disk.store import create_files
+from kvtierd.tiers.disk.root import DiskRoot
+from kvtierd.tiers.disk.store import DiskStore, create_files
+from kvtierd.tiers.disk.values import DiskRead, DiskWrite, Recovery, SlabShape
 from kvtierd.tiers.parts import Part
 
 Name = TypeVar("Name", bound=int | str)

@@ -16,9 +16,8 @@ import pytest
 
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierIOError
-from kvtierd.tiers.disk import DiskStore
 from kvtierd.tiers.disk.index import Index
-from kvtierd.tiers.disk.store import create_files
+from kvtierd.tiers.disk.store import DiskStore, create_files
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,
     GROUP,

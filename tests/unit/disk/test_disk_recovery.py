@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.traits import Traits
-from kvtierd.tiers.disk import DiskRecord, SlabShape
 from kvtierd.tiers.disk.index import Stored
 from kvtierd.tiers.disk.records import Place, encode_recency, encode_record, encode_touches
 from kvtierd.tiers.disk.recovery import Recovered, recover_group
+from kvtierd.tiers.disk.values import DiskRecord, SlabShape
 from tests.unit.disk.disk_blocks import GROUP, block, key, names, new_store, open_store, reopened, verdicts
 
 SHAPE = SlabShape(record_bytes=4096, slots=16)

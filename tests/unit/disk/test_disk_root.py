@@ -26,8 +26,8 @@ from kvtierd.tiers.base import (
     TierError,
     TierIOError,
 )
-from kvtierd.tiers.disk import DiskRoot, StoredCache
 from kvtierd.tiers.disk import root as root_module
+from kvtierd.tiers.disk.root import DiskRoot, StoredCache
 from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
 from tests.unit.disk.disk_blocks import GROUP, block, names, open_root, spec, verdicts
 

@@ -14,10 +14,10 @@ from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes, TierConfigError, TierError
-from kvtierd.tiers.disk import DiskStore, DiskWrite, SlabShape
 from kvtierd.tiers.disk.index import Index, index_bytes
 from kvtierd.tiers.disk.slab import Slab
-from kvtierd.tiers.disk.store import create_files
+from kvtierd.tiers.disk.store import DiskStore, create_files
+from kvtierd.tiers.disk.values import DiskWrite, SlabShape
 from kvtierd.tiers.parts import Part
 from tests.unit.disk.disk_blocks import (
     FINGERPRINT,

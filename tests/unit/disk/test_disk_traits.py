@@ -9,7 +9,8 @@ import pytest
 from kvtierd.core.ids import SlotId
 from kvtierd.core.traits import MAX_TOKEN_BYTES, Label, Traits
 from kvtierd.tiers.base import TierConfigError
-from kvtierd.tiers.disk import DiskStore, Recovery
+from kvtierd.tiers.disk.store import DiskStore
+from kvtierd.tiers.disk.values import Recovery
 from tests.unit.disk.disk_blocks import (
     GROUP,
     block,

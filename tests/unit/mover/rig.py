@@ -26,7 +26,9 @@ from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.device import Chaos, StandInDevice
-from kvtierd.tiers.disk import Begun, DiskRead, DiskRoot, DiskStore, DiskWrite, ReadReport, Restatement
+from kvtierd.tiers.disk.root import DiskRoot
+from kvtierd.tiers.disk.store import DiskStore
+from kvtierd.tiers.disk.values import Begun, DiskRead, DiskWrite, ReadReport, Restatement
 from kvtierd.tiers.host import HostStore
 
 GROUP = GroupId(0)

@@ -13,7 +13,7 @@ from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.manager import ChainRequest
 from kvtierd.core.outcome import Grant, Refusal, RefusalReason
 from kvtierd.mover.engine import MOVE_SLICE
-from kvtierd.mover.errors import Refused, UnknownCache
+from kvtierd.mover.tickets import Refused, UnknownCache
 from kvtierd.tiers.disk.index import Index
 from tests.unit.mover.rig import CACHE, GROUP, House, key
 
@@ -197,7 +197,7 @@ async def test_moves_that_outlive_their_cache_are_waited_for_and_shown(house: Ho
     shown: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: shown.append(context["message"]))
     task = await waiting_reserve(house, 4, session=2)
-    name = house.engine._carrier.caches.pop(CACHE).runtime.name
+    name = house.engine._executor.caches.pop(CACHE).runtime.name
     settled = asyncio.create_task(house.engine.settle())
     await asyncio.sleep(0)
     await asyncio.sleep(0)  # the loop turns on

@@ -11,11 +11,11 @@ import pytest
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.core.outcome import Move, MoveResult
-from kvtierd.mover.diskio import concerns
+from kvtierd.mover.disk_io import concerns
 from kvtierd.mover.edges import LANES, Edges
-from kvtierd.mover.lanes import Lane
-from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Batch, CarryOut, Concerns, Faults, Finish, Piece, items_of
+from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
+from kvtierd.mover.work import CarryOut, Concerns, items_of
+from kvtierd.mover.worker import Lane
 from tests.unit.mover.rig import GROUP, fill, holds, key, make_runtime, move, mover_threads
 
 DOWN = (Tier.DEVICE, Tier.HOST)

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from kvtierd.mover.mailbox import Mailbox
+from kvtierd.mover.work import Mailbox
 
 
 async def test_values_of_many_threads_all_arrive_in_their_threads_order() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd.core.ids import Key, Tier
-from kvtierd.mover.errors import Refused
+from kvtierd.mover.tickets import Refused
 from kvtierd.tiers.device import Chaos
 from tests.unit.mover.rig import CACHE, GROUP, Client, House, key, ready
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.streams import Run, copy, runs
-from kvtierd.mover.work import Faults, Piece
+from kvtierd.mover.runtime import Faults, Piece
+from kvtierd.mover.work import Run, copy, runs
 from tests.unit.mover.rig import fill, holds, key, make_runtime, move
 
 SLOTS = st.integers(0, 40)

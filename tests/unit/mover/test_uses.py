@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvtierd.core.ids import Key, Tier
-from kvtierd.mover import uses
-from kvtierd.tiers.disk import DiskRoot
+from kvtierd.mover import disk_io
+from kvtierd.tiers.disk.root import DiskRoot
 from tests.unit.mover.rig import CACHE, GROUP, House, key
 
 DEVICE, DISK = Tier.DEVICE, Tier.DISK
@@ -46,7 +46,7 @@ async def test_the_disk_remembers_the_order_of_use(tmp_path: Path) -> None:
 
 
 async def test_uses_are_written_while_the_daemon_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "NOTED_EVERY_S", 0.0)
+    monkeypatch.setattr(disk_io, "NOTED_EVERY_S", 0.0)
     async with House(tmp_path) as house:
         house.open({DEVICE: 8, DISK: 8})
         await store_on_disk(house)
@@ -60,7 +60,7 @@ async def test_uses_are_written_while_the_daemon_runs(tmp_path: Path, monkeypatc
 async def test_uses_that_cannot_be_written_are_a_problem_until_others_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uses, "NOTED_EVERY_S", 0.0)
+    monkeypatch.setattr(disk_io, "NOTED_EVERY_S", 0.0)
     async with House(tmp_path) as house:
         house.open({DEVICE: 8, DISK: 8})
         await store_on_disk(house)

@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.abi import attach
 from kvtierd.core.ids import GroupId
-from kvtierd.tiers.disk import DiskRoot
+from kvtierd.tiers.disk.root import DiskRoot
 from tests.unit.service.rig import SPEC
 
 Spawn = Callable[..., subprocess.Popen[str]]

@@ -15,15 +15,16 @@ from kvtier.abi.cuda.driver import Direction
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, GroupId
-from kvtierd.mover import diskio
+from kvtierd.mover import disk_io
 from kvtierd.mover.cuda.hazards import Passage, Spot, spot
 from kvtierd.mover.cuda.loads import Load
 from kvtierd.mover.cuda.pagelocks import PageLocks
 from kvtierd.mover.cuda.plan import Rows, plan
-from kvtierd.mover.cuda.sites import DevicePool, Sites, Stretch
+from kvtierd.mover.cuda.sites import DevicePool, Sites
 from kvtierd.mover.cuda.staging import Buffer, Staging
 from kvtierd.mover.cuda.traffic import Losable, Traffic
-from kvtierd.mover.work import Batch, Faults, Finish, Unaccounted, destination, items_of
+from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
+from kvtierd.mover.work import destination, items_of
 from kvtierd.tiers.base import Bytes, TierError, TierIOError
 from kvtierd.tiers.host import HostStore
 
@@ -85,8 +86,8 @@ class CudaCopies:
         return finish() if self._traffic.ends_soon(passage) else finish
 
     def write(self, batch: Batch) -> Finish:
-        """See :func:`kvtierd.mover.diskio.write`. What cannot be fetched from the device fails alone, also where nobody
-        can say whether it is still being copied: to staging memory then that nobody uses again."""
+        """See :func:`kvtierd.mover.disk_io.write`. A block that cannot be fetched from the device fails alone, even if
+        nobody can say whether it is still being copied: to staging memory then that nobody uses again."""
         copied = [(place, move, item) for place, (move, item) in enumerate(items_of(batch)) if item.dst is not None]
         parts = {
             place: self._on_host.padded_parts(move.group, item.src)
@@ -95,7 +96,7 @@ class CudaCopies:
         }
         wanted = {place: (move.group, item.src) for place, move, item in copied if move.src is DEVICE}
         if not wanted:
-            return diskio.store(batch, parts)
+            return disk_io.store(batch, parts)
         with ExitStack() as holding:
             try:
                 with ExitStack() as fetching:
@@ -106,10 +107,10 @@ class CudaCopies:
                 _log.warning("blocks could not be fetched from the device cache=%s why=%r", self._name, str(error))
             else:
                 parts |= load.records()
-            return diskio.store(batch, parts, lent=True)
+            return disk_io.store(batch, parts, lent=True)
 
     def read(self, batch: Batch) -> Faults | Finish:
-        """See :func:`kvtierd.mover.diskio.read`. Only what has been verified goes on to the device; where nobody can
+        """See :func:`kvtierd.mover.disk_io.read`. Only what has been verified goes on to the device; where nobody can
         say whether that is still being written, the rest of the batch is reported all the same."""
         wanted = {
             place: (move.group, destination(item))
@@ -117,11 +118,11 @@ class CudaCopies:
             if move.dst is DEVICE
         }
         if not wanted:
-            return diskio.read(batch)
+            return disk_io.read(batch)
         with ExitStack() as holding:
             load = Load(self._sites.layout, holding.enter_context(self._buffer()), wanted)
             records = load.records()
-            faults = diskio.fetch(
+            faults = disk_io.fetch(
                 batch,
                 [
                     records[place] if place in records else self._on_host.padded_parts(move.group, destination(item))

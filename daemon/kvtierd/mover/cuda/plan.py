@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvtierd.core.ids import GroupId, SlotId
-from kvtierd.mover.streams import Run, runs
+from kvtierd.mover.work import Run, runs
 
 EVERYWHERE: Final = 1 << 62
 """``Place.together`` where all slots lie in one allocation."""

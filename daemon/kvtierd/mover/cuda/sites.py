@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from kvtier.abi.cuda.driver import Address, Direction, Driver
 from kvtier.abi.layout import ArenaLayout
@@ -11,6 +11,7 @@ from kvtierd.core.ids import DEVICE, HOST, GroupId, SlotId
 from kvtierd.mover.cuda.loads import Load
 from kvtierd.mover.cuda.pagelocks import Chunk, chunks_of, in_turn, slots_together
 from kvtierd.mover.cuda.plan import Path, Paths, Place
+from kvtierd.mover.runtime import Stretch
 
 
 class DevicePool(Protocol):
@@ -24,18 +25,6 @@ class DevicePool(Protocol):
     def stride(self, group: GroupId, pool: int) -> int:
         """Bytes from a slot's part to the next one's."""
         ...
-
-
-class Stretch(NamedTuple):
-    """Bytes [``start``, ``stop``) of the block in a slot."""
-
-    slot: SlotId
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
 
 
 class Sites:

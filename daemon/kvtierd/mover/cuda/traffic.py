@@ -17,7 +17,7 @@ from kvtierd.mover.cuda.hazards import Hazards, Passage, Spot
 from kvtierd.mover.cuda.pagelocks import PageLocks
 from kvtierd.mover.cuda.plan import Rows
 from kvtierd.mover.cuda.polling import soon, wait_until
-from kvtierd.mover.work import Unaccounted
+from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
 
 _log = logging.getLogger(__name__)

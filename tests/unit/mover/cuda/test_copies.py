@@ -13,9 +13,8 @@ import pytest
 from kvtier.abi.cuda.driver import Direction, Driver
 from kvtierd.core.ids import SlotId, Tier
 from kvtierd.mover.cuda.loads import Load
-from kvtierd.mover.cuda.sites import Stretch
 from kvtierd.mover.cuda.staging import BUFFERS, Buffer, Staging
-from kvtierd.mover.work import Unaccounted
+from kvtierd.mover.runtime import Stretch, Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure

@@ -16,10 +16,10 @@ from kvtierd.core.ids import Tier
 from kvtierd.core.outcome import MoveResult
 from kvtierd.mover.cuda.copies import BATCH_BYTES
 from kvtierd.mover.edges import LANES, Edges
-from kvtierd.mover.lanes import Gathering
-from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Faults, Piece, reports_of
-from kvtierd.tiers.disk import DiskRoot
+from kvtierd.mover.runtime import CacheRuntime, Faults, Piece
+from kvtierd.mover.work import reports_of
+from kvtierd.mover.worker import Gathering
+from kvtierd.tiers.disk.root import DiskRoot
 from tests.fakes.cuda.bindings._settings import Failure
 from tests.integration.waiting import eventually
 from tests.unit.mover.cuda.rigs import Rig

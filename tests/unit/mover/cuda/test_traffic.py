@@ -18,7 +18,7 @@ from kvtierd.mover.cuda.hazards import Hazards, Spot, spot
 from kvtierd.mover.cuda.pagelocks import Chunk, PageLocks
 from kvtierd.mover.cuda.plan import Rows
 from kvtierd.mover.cuda.traffic import Traffic
-from kvtierd.mover.work import Unaccounted
+from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure

@@ -9,10 +9,10 @@ import pytest
 
 from kvtierd.core.ids import Key, Tier
 from kvtierd.core.outcome import Move
-from kvtierd.mover import diskio
-from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Faults, Piece, Report, reports_of
-from kvtierd.tiers.disk import Begun, DiskWrite
+from kvtierd.mover import disk_io
+from kvtierd.mover.runtime import CacheRuntime, Faults, Piece
+from kvtierd.mover.work import Report, reports_of
+from kvtierd.tiers.disk.values import Begun, DiskWrite
 from tests.unit.mover.rig import House, StubbornDisk, fill, holds, key, move
 
 HOST, DISK = Tier.HOST, Tier.DISK
@@ -43,7 +43,7 @@ def batch(runtime: CacheRuntime, *moves: Move) -> list[Piece]:
 def test_a_failure_beside_deletions_is_the_right_items(runtime: CacheRuntime) -> None:
     for slot in range(6):
         fill(runtime, HOST, slot, key(slot))
-    assert diskio.write(batch(runtime, move(1, HOST, DISK, [(0, 0, 0), (1, 1, 1)])))() == Faults()
+    assert disk_io.write(batch(runtime, move(1, HOST, DISK, [(0, 0, 0), (1, 1, 1)])))() == Faults()
     assert isinstance(runtime.disk, PickyDisk)
     runtime.disk.refuses = frozenset([key(3)])
 
@@ -54,10 +54,10 @@ def test_a_failure_beside_deletions_is_the_right_items(runtime: CacheRuntime) ->
         move(4, DISK, None, [(1, 1, None)]),
         move(5, HOST, DISK, [(4, 4, 4)]),
     )
-    assert diskio.write(mixed)() == Faults(failed=frozenset([2]))
+    assert disk_io.write(mixed)() == Faults(failed=frozenset([2]))
 
     back = move(6, DISK, HOST, [(0, 0, 6), (2, 2, 7), (3, 3, 5), (4, 4, 1)])
-    assert diskio.read(batch(runtime, back)) == Faults(corrupt=frozenset([0, 2]))  # deleted, and never stored
+    assert disk_io.read(batch(runtime, back)) == Faults(corrupt=frozenset([0, 2]))  # deleted, and never stored
     assert holds(runtime, HOST, 7, key(2))
     assert holds(runtime, HOST, 1, key(4))
 

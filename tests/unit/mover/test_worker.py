@@ -9,9 +9,8 @@ import pytest
 
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import Tier
-from kvtierd.mover.queues import WorkQueue
-from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.work import Piece
+from kvtierd.mover.runtime import CacheRuntime, Piece
+from kvtierd.mover.worker import WorkQueue
 from tests.unit.mover.rig import make_runtime, move
 
 

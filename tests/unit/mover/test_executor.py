@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvtierd.core.ids import CacheId, LeaseId, SessionId
-from kvtierd.mover.doing import Doing, Holder
-from kvtierd.mover.work import Unaccounted
+from kvtierd.mover.executor import Holder, SlotThreads
+from kvtierd.mover.runtime import Unaccounted
 
 SESSION: Holder = SessionId(1)
 LEASE: Holder = (CacheId(1), LeaseId(7))
@@ -32,19 +32,19 @@ class Work:
 
 
 @pytest.fixture
-async def doing() -> AsyncIterator[Doing]:
-    doing = Doing(asyncio.get_running_loop())
+async def doing() -> AsyncIterator[SlotThreads]:
+    doing = SlotThreads(asyncio.get_running_loop())
     yield doing
     doing.close()
 
 
-async def test_what_nobody_works_on_ends_at_once(doing: Doing) -> None:
+async def test_what_nobody_works_on_ends_at_once(doing: SlotThreads) -> None:
     ended: list[str] = []
     assert doing.after(LEASE, lambda: ended.append("lease"))
     assert ended == ["lease"]
 
 
-async def test_lease_and_session_end_after_the_last_thread(doing: Doing) -> None:
+async def test_lease_and_session_end_after_the_last_thread(doing: SlotThreads) -> None:
     ended: list[str] = []
     first, second = Work(), Work()
     tasks = [asyncio.create_task(doing.run((SESSION, LEASE), work)) for work in (first, second)]
@@ -61,7 +61,7 @@ async def test_lease_and_session_end_after_the_last_thread(doing: Doing) -> None
 
 
 @pytest.mark.parametrize("error", [None, OSError("broken")])
-async def test_a_caller_that_goes_away_ends_nothing_early(doing: Doing, error: Exception | None) -> None:
+async def test_a_caller_that_goes_away_ends_nothing_early(doing: SlotThreads, error: Exception | None) -> None:
     work, ended = Work(error), list[str]()
     task = asyncio.create_task(doing.run((SESSION, LEASE), work))
     await asyncio.sleep(0)
@@ -73,7 +73,7 @@ async def test_a_caller_that_goes_away_ends_nothing_early(doing: Doing, error: E
     assert ended == ["lease"]
 
 
-async def test_what_may_never_end_is_waited_for_for_ever(doing: Doing) -> None:
+async def test_what_may_never_end_is_waited_for_for_ever(doing: SlotThreads) -> None:
     work = Work(Unaccounted("nobody knows"))
     work.go_on.set()
     with pytest.raises(Unaccounted):

@@ -1,33 +1,42 @@
-"""The open caches, and what the core says of each, carried out: in steps that are whole, and shown where they fail.
+"""Carries out what the core of each open cache decides.
 
-Loop thread only. Between a call of the core and the last of its outcome there is never an ``await``: whoever else
-runs on the loop sees the core, the arena and the events agree.
+Loop thread only. There is never an ``await`` between a call of the core and the last step of its outcome: other code on
+the loop sees the core, the arena and the events agree.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from kvtierd.core.check import check
 from kvtierd.core.events import Event
-from kvtierd.core.ids import CacheId
+from kvtierd.core.ids import CacheId, LeaseId, SessionId
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import MoveResult, Outcome
+from kvtierd.mover.disk_io import UseLog
 from kvtierd.mover.edges import Edges
 from kvtierd.mover.indexing import check_index, follow
-from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.runtime import CacheRuntime, Unaccounted
 from kvtierd.mover.tickets import Answer, Tickets
-from kvtierd.mover.uses import UseLog
+
+T = TypeVar("T")
+
+Holder = SessionId | tuple[CacheId, LeaseId]
+"""A session or a lease whose slots a thread works on."""
 
 TICK_S: Final = 0.25
 """How often the core is told the time: degraded edges come back, and what waits for that goes on."""
 BROKEN_SHOWN: Final = 8
 """Steps of the core that raised, the latest, kept for health."""
+THREADS: Final = 4
+"""For slots of sessions only: if the device hangs, and these threads with it, the daemon's other threads go on."""
 
 
 class EventSink(Protocol):
@@ -51,8 +60,8 @@ class OpenCache:
         return self.runtime.manager
 
 
-class Carrier:
-    """Of one engine. ``caches``: those open, in the order in which they were added.
+class Executor:
+    """Carries out what the cores of one engine decide. ``caches``: those open, in the order in which they were added.
 
     Tells each core the time, until :meth:`stop`.
     """
@@ -83,18 +92,13 @@ class Carrier:
         """Carries out all of an outcome, in the order that ``core/outcome.py`` lays down."""
         runtime = cache.runtime
         for changes in outcome.slots:
-            runtime.begin_write(changes)
-        for changes in outcome.slots:
-            runtime.set_owners(changes)
+            runtime.begin(changes)
         if outcome.events:
             self._hub.publish(outcome.events)
         for move in outcome.moves:
             self.edges.submit(runtime, move)
         for changes in outcome.slots:
-            runtime.note(changes)
-        for changes in outcome.slots:
-            runtime.end_write(changes)
-            runtime.restate(changes)
+            runtime.end(changes)
         follow(runtime.arena, outcome)
         for answer in chain[Answer](outcome.grants, outcome.refusals):
             cache.tickets.answer(answer)
@@ -139,3 +143,50 @@ class Carrier:
         for cache in list(self.caches.values()):
             self.advance(cache, cache.manager.tick)
             cache.uses.note()
+
+
+class SlotThreads:
+    """Threads that read or write slots for a session, and what has to wait for them. Loop thread only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvtierd-slot-bytes")
+        self._under_way: Counter[Holder] = Counter()
+        self._afterwards: defaultdict[Holder, list[Callable[[], None]]] = defaultdict(list)
+        self._threads: set[asyncio.Future[Any]] = set()
+
+    async def run(self, holders: Sequence[Holder], work: Callable[[], T]) -> T:
+        """``work`` in a thread. It goes on whatever becomes of the caller; if it is :class:`Unaccounted`, for ever."""
+        self._under_way.update(holders)
+        doing = self._loop.run_in_executor(self._pool, work)
+        self._threads.add(doing)
+        doing.add_done_callback(partial(self._done, holders))
+        return await asyncio.shield(doing)
+
+    def after(self, holder: Holder, action: Callable[[], None]) -> bool:
+        """Does it once nothing is under way for the holder. Whether that was now."""
+        if self._under_way[holder]:
+            self._afterwards[holder].append(action)
+            return False
+        action()
+        return True
+
+    async def idle(self) -> None:
+        """Returns when no thread is at anything."""
+        while self._threads:
+            await asyncio.wait(self._threads)
+
+    def close(self) -> None:
+        """No thread is begun any more; those that are there end with what they do."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, holders: Sequence[Holder], doing: asyncio.Future[Any]) -> None:
+        self._threads.discard(doing)
+        if doing.cancelled() or isinstance(doing.exception(), Unaccounted):
+            return
+        self._under_way.subtract(holders)
+        for holder in holders:
+            if not self._under_way[holder]:
+                del self._under_way[holder]
+                for action in self._afterwards.pop(holder, ()):
+                    action()
