@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from kvtier.abi.event_hashes import event_hashes
     from kvtier.abi.keys import MultimodalItem, Scope, chain_keys
     from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-    from kvtier.across import AcrossBlocks, AcrossLease
-    from kvtier.aio import AsyncClient, connect
-    from kvtier.answers import AcrossMatch, Location, Locations, Match, ReadCounts
     from kvtier.cache import Cache
+    from kvtier.chains import Prompt
+    from kvtier.client import AsyncClient, Explanation, connect
     from kvtier.errors import (
         CallerError,
         ClientClosed,
@@ -59,24 +58,23 @@ if TYPE_CHECKING:
         SnapshotSlice,
         SnapshotStart,
     )
-    from kvtier.explaining import Explanation
+    from kvtier.groups import AcrossBlocks, AcrossLease
     from kvtier.lease import ReadLease, WriteLease
     from kvtier.mirror import Mirror, MirroredBlock, MirrorState, Standing, rank_mirrors
-    from kvtier.options import CacheOptions, WritePolicy
-    from kvtier.prompt import Prompt
-    from kvtier.retention import Retention, TokenRange
+    from kvtier.retention import CacheOptions, Retention, TokenRange, WritePolicy
     from kvtier.sync import Client
     from kvtier.transport import TlsFiles
     from kvtier.types import BlockResult, Cause, Cursor, EventType, Tier
     from kvtier.watch import Watch
+    from kvtier.wire import AcrossMatch, Location, Locations, Match, ReadCounts
 
 _HOMES = {
     "kvtier.abi.event_hashes": ("event_hashes",),
     "kvtier.abi.keys": ("MultimodalItem", "Scope", "chain_keys"),
     "kvtier.abi.spec": ("CacheSpec", "PoolSpec", "WindowGroupSpec"),
-    "kvtier.across": ("AcrossBlocks", "AcrossLease"),
-    "kvtier.answers": ("AcrossMatch", "Location", "Locations", "Match", "ReadCounts"),
-    "kvtier.aio": ("AsyncClient", "connect"),
+    "kvtier.groups": ("AcrossBlocks", "AcrossLease"),
+    "kvtier.wire": ("AcrossMatch", "Location", "Locations", "Match", "ReadCounts"),
+    "kvtier.client": ("AsyncClient", "Explanation", "connect"),
     "kvtier.cache": ("Cache",),
     "kvtier.errors": (
         "CallerError",
@@ -112,12 +110,10 @@ _HOMES = {
         "SnapshotSlice",
         "SnapshotStart",
     ),
-    "kvtier.explaining": ("Explanation",),
     "kvtier.lease": ("ReadLease", "WriteLease"),
     "kvtier.mirror": ("Mirror", "MirrorState", "MirroredBlock", "Standing", "rank_mirrors"),
-    "kvtier.options": ("CacheOptions", "WritePolicy"),
-    "kvtier.prompt": ("Prompt",),
-    "kvtier.retention": ("Retention", "TokenRange"),
+    "kvtier.chains": ("Prompt",),
+    "kvtier.retention": ("CacheOptions", "Retention", "TokenRange", "WritePolicy"),
     "kvtier.sync": ("Client",),
     "kvtier.transport": ("TlsFiles",),
     "kvtier.types": ("BlockResult", "Cause", "Cursor", "EventType", "Tier"),

@@ -1,20 +1,22 @@
-"""The arena of a cache, mapped: slots as numpy arrays or as views of a GPU's memory, generations beside them.
-
-Layout and rules: :mod:`kvtier.abi.layout`. A mapping stays readable after its daemon has gone, so an old view never
-faults; whether its bytes still are the block's is what generations, leases and :attr:`Arena.stale` are for.
-"""
+"""Mapped memory of one tier, whatever can address it: how slots are shown, filled and read."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import mmap
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
+from grpc.aio import UnaryUnaryMultiCallable
 from numpy.typing import NDArray
 
+from kvtier import transfer
 from kvtier.abi import attach
 from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.errors import AbiError
@@ -22,10 +24,99 @@ from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Bytes, Row, Rows
-from kvtier.errors import CallerError, DaemonError
-from kvtier.memory import CpuMemory, Memory, View
+from kvtier.errors import (
+    CallerError,
+    ClientClosed,
+    DaemonError,
+    DaemonUnavailable,
+    DeadlineExceeded,
+    KvtierError,
+    SpecMismatch,
+    TierFull,
+)
+from kvtier.gpu import PASSED, CannotMap, Fence, Gpu, Stream, map_device
+from kvtier.retention import CacheOptions
+from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
+from kvtier.stats import CacheInfo
 from kvtier.transfer import Slots
 from kvtier.types import MAPPED_TIERS, Tier
+from kvtier.v1 import blocks_pb2, caches_pb2
+from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
+
+if TYPE_CHECKING:
+    from kvtier.gpu import Gpu
+
+
+View: TypeAlias = "Bytes | Any"
+"""Bytes in place: a numpy array, or a :class:`kvtier.abi.cuda.views.DeviceView` of memory that only a GPU addresses."""
+
+
+class Memory(Protocol):
+    """The slots of one tier, by window group."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Whose memory it is; None: the CPU's. Rows may lie on that GPU, too."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether a copy waits for a device, so that no copy, however small, belongs on an event loop."""
+        ...
+
+    def pools(self, group: int) -> tuple[View, ...]:
+        """All slots, one view a pool: [slots, bytes of a block in that pool]."""
+        ...
+
+    def view(self, group: int, slot: int, *, write: bool) -> Sequence[View]:
+        """A slot's bytes in place, one 1-D view a pool."""
+        ...
+
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        """Copies blocks into slots; when it returns, or raises, nothing is being copied any more."""
+        ...
+
+    def read(self, group: int, slots: transfer.Slots, blocks: Rows) -> None:
+        """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
+        ...
+
+    def fence(self, stream: int | None) -> Fence:
+        """The point that a stream has reached: see :func:`kvtier.gpu.fence_of`."""
+        ...
+
+
+class CpuMemory:
+    """Shared memory, as numpy arrays. It is unmapped when the last array over it is gone."""
+
+    gpu: Final = None
+    waits: Final = False
+
+    def __init__(self, layout: ArenaLayout, tier: Tier, data: Bytes) -> None:
+        """``data``: the tier's whole segment."""
+        self._pools = [
+            tuple(layout.pool_view(data, tier, group, pool) for pool in range(len(place.pools)))
+            for group, place in enumerate(layout.groups)
+        ]
+
+    def pools(self, group: int) -> tuple[Bytes, ...]:
+        return self._pools[group]
+
+    def view(self, group: int, slot: int, *, write: bool) -> list[Bytes]:
+        views = [pool[slot] for pool in self._pools[group]]
+        if not write:
+            for view in views:
+                view.flags.writeable = False
+        return views
+
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        transfer.into_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
+
+    def read(self, group: int, slots: transfer.Slots, blocks: Rows) -> None:
+        transfer.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
+
+    def fence(self, stream: int | None) -> Fence:
+        return PASSED
+
 
 _SEGMENTS: Final[Mapping[Tier, str]] = {Tier.DEVICE: attach.DEVICE, Tier.HOST: attach.HOST}
 _STATE_WORD: Final = STATE_OFFSET // 4
@@ -145,3 +236,304 @@ def _mapped(fd: int, *, write: bool, at_least: int = HEADER_BYTES) -> Bytes:
         raise DaemonError(f"a segment of {size} bytes: the layout says {at_least}", reason="BAD_ARENA")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     return np.frombuffer(mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=protection), dtype=np.uint8)
+
+
+_GIVE_BACK_S: Final = 1.0
+"""For one attempt; while the daemon does not answer there is another."""
+UNHEARD: Final = (asyncio.CancelledError, DeadlineExceeded, DaemonUnavailable)
+"""After these the daemon may have answered and nobody have heard it."""
+_TIER_OF: Final = {str(tier): tier for tier in Tier}
+_FOLLOW_S: Final = 60.0
+"""How long a daemon that has started anew may take to open a cache before reads without calls end."""
+
+_TOUCHED_HERE: Final = 1 << 20
+"""An index and generations of so many bytes are mapped, page by page, in 0.1 ms, while the cache is opened; larger ones
+in a thread, beside whatever the caller does next."""
+
+_log = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Binding:
+    """A cache in one session. ``mapped``: None where its memory is not mapped."""
+
+    session: int
+    cache_id: int
+    mapped: Arena | None
+    info: CacheInfo
+
+    @property
+    def arena(self) -> Arena:
+        """Raises :class:`kvtier.errors.CallerError` (CANNOT_MAP) where the memory is not mapped."""
+        if self.mapped is None:
+            message = f"cache {self.info.name}: its memory is not mapped; put and get go without"
+            raise CallerError(message, reason="CANNOT_MAP")
+        return self.mapped
+
+
+class Binder:
+    """Opens a cache in whatever session the link has, and calls the daemon about it."""
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        spec: CacheSpec | None,
+        budgets: Budgets,
+        options: CacheOptions | None,
+        *,
+        write: bool,
+        mapped: bool,
+    ) -> None:
+        """``spec``: None opens what there is and never creates. ``write``: slots may be filled. ``mapped``: wanted,
+        where the session can."""
+        self.session: Final = session
+        self.write: Final = bool(write)  # numpy's flag is no JSON
+        self._name = name
+        self._asked = spec
+        self._spec = spec
+        self._budgets = dict(budgets)
+        self._options = options
+        self._mapped = mapped
+        self._binding: Binding | None = None
+        self._lock = asyncio.Lock()
+        self._closed = False
+        self.returning: Final[set[asyncio.Future[None]]] = set()
+        """What is being given back with nobody waiting for it."""
+        self.ahead: Callable[[], Awaitable[None]] = _nothing
+        """What goes to the daemon before any of these calls."""
+        session.followers.add(self)
+        self.work: Callable[[Stream | None], Fence] = lambda stream: PASSED
+        """Where this process's own work on what it leases is: see :class:`kvtier.session.Follower`."""
+
+    @property
+    def unmapped(self) -> Mapping[Tier, str]:
+        """By tier that clients can map, why its slots are not mapped here."""
+        binding = self.binding
+        if binding.mapped is not None:
+            return binding.mapped.unmapped
+        why = "the cache was opened without mapping" if self.session.can_map else "memory cannot be mapped over TCP"
+        tiers = {info.tier for group in binding.info.groups for info in group.tiers}
+        return {tier: why for tier in MAPPED_TIERS if tier in tiers}
+
+    @property
+    def maps(self) -> bool:
+        """Whether the cache's memory is mapped."""
+        return self._mapped and self.session.can_map
+
+    @property
+    def spec(self) -> CacheSpec:
+        """As asked for, else as the daemon told it. Raises :class:`ClientClosed` where the cache was never opened."""
+        return self._spec if self._spec is not None else self.binding.info.spec
+
+    def close(self) -> bool:
+        """No call goes through any more. False if that was so already."""
+        was, self._closed = self._closed, True
+        return not was
+
+    @property
+    def binding(self) -> Binding:
+        """The last one. Raises :class:`ClientClosed` where the cache was never opened."""
+        if self._binding is None:
+            raise ClientClosed(f"cache {self._name} is not open", reason="CLOSED")
+        return self._binding
+
+    @property
+    def readable(self) -> Binding | None:
+        """The last one, for reads without a call: with a daemon that is gone, too. None: nothing may be read so."""
+        return None if self._closed or self.session.closed else self._binding
+
+    def bound_to(self, link: Link | None) -> Binding | None:
+        """The last one, where it is in this link's session."""
+        binding = self._binding
+        return binding if link is not None and binding is not None and binding.session == link.session else None
+
+    def session_changed(self, session: int) -> None:
+        """What is mapped was another session's. It stays readable until the cache is open in this one, which is seen to
+        at once and may take a while, since a daemon that has just started may still be reading the cache: it is either
+        the memory that the daemon goes on with, or nobody's any more, and then no byte of it changes."""
+        binding = self._binding
+        if binding is not None and binding.mapped is not None and binding.session != session and not self._closed:
+            self.session.spawn(self._follow(binding.mapped))
+
+    async def _follow(self, mapped: Arena) -> None:
+        try:
+            await self.session.call(partial(self.bind, create=False), Deadline(_FOLLOW_S))
+        except (KvtierError, OSError) as error:  # OSError: there is no memory, or no descriptor, to map it with
+            _log.debug("cache %s is not opened again: %s", self._name, error)
+            mapped.stale = True  # whoever reads next calls, and is told why
+
+    async def bind(self, link: Link, seconds: float, *, create: bool = True) -> Binding:
+        """The cache in the link's session, opened there first if need be. ``create``: and made, where there is none.
+
+        Raises :class:`DeadlineExceeded` where the daemon, or another call that opens it, takes too long, and
+        :class:`ClientClosed`.
+        """
+        try:
+            async with asyncio.timeout(seconds + ANSWER_GRACE_S):
+                return await self._bind(link, seconds, create)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"cache {self._name} was not opened in time", reason="DEADLINE") from error
+
+    async def _bind(self, link: Link, seconds: float, create: bool) -> Binding:
+        async with self._lock:
+            if self._closed:
+                raise ClientClosed(f"cache {self._name} was closed", reason="CLOSED")
+            if self._binding is not None and self._binding.session == link.session:
+                return self._binding
+            request = caches_pb2.OpenRequest(name=self._name, seq=self.session.next_seq())
+            named = self._asked if create else None
+            if named is not None:
+                request.spec.CopyFrom(spec_to_wire(named))
+            if create:
+                request.budgets.extend(budgets_to_wire(self._budgets))
+                if self._options is not None:
+                    request.options.CopyFrom(options_to_wire(self._options))
+            reply = await send(link, lambda stubs: stubs.caches.Open, request, seconds)
+            info = cache_info(reply.info)
+            spec = self._spec or info.spec
+            if named is None and info.spec.fingerprint() != spec.fingerprint():
+                raise SpecMismatch("spec", info.spec, f"that of the cache {self._name} that was opened first")
+            mapped = await self._map(link, reply.cache_id, spec) if self.maps else None
+            before, self._binding = self._binding, Binding(link.session, reply.cache_id, mapped, info)
+            self._spec = spec
+            if before is not None and before.mapped is not None:
+                before.mapped.stale = True
+            return self._binding
+
+    async def _map(self, link: Link, cache_id: int, spec: CacheSpec) -> Arena:
+        segments = await link.attach.map(cache_id, write=self.write)
+        told = segments.told
+        unmapped = {_TIER_OF[name]: why for name, why in told.unmapped.items()}
+        try:
+            device = None
+            if told.cuda is not None:
+                try:
+                    device = await map_device(segments.fds[attach.CUDA], told.cuda)
+                except CannotMap as error:
+                    unmapped[Tier.DEVICE] = str(error)
+            arena = Arena(segments.fds, write=self.write, spec=spec, device=device, unmapped=unmapped)
+        finally:
+            segments.close()
+        if arena.lookup_bytes <= _TOUCHED_HERE:
+            arena.touch()
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.run_in_executor, None, arena.touch)  # once whoever opens it has been told
+        return arena
+
+    async def call(
+        self,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        build: Callable[[Binding], Request],
+        deadline: Deadline,
+    ) -> Response:
+        """A call that may run again in another session: a lookup, or one that leaves the same state when repeated."""
+
+        async def attempt(link: Link, seconds: float) -> Response:
+            binding = await self.bind(link, seconds)
+            return await send(link, method, build(binding), deadline.left())
+
+        await self.ahead()
+        return await self.session.call(attempt, deadline)
+
+    async def take(
+        self,
+        method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+        build: Callable[[Binding], Request],
+        seq: int,
+        deadline: Deadline,
+    ) -> tuple[Binding, Response]:
+        """A call, numbered ``seq``, that grants leases. Where its answer does not reach the caller, what it granted is
+        released.
+
+        Where it is refused for want of room, it is made again once what this client is giving back has been released.
+        """
+        sent: list[Binding] = []
+
+        async def attempt(link: Link, seconds: float) -> tuple[Binding, Response]:
+            binding = await self.bind(link, seconds)
+            sent[:] = [binding]
+            return binding, await send(link, method, build(binding), deadline.left())
+
+        await self.ahead()
+        try:
+            try:
+                return await self.session.call(attempt, deadline)
+            except TierFull:
+                if not await self.settle(deadline):
+                    raise
+                return await self.session.call(attempt, deadline)
+        except UNHEARD:
+            for binding in sent:
+                self.later(asyncio.ensure_future(self._give_up(binding, seq)))
+            raise
+
+    async def release(
+        self, binding: Binding, lease_ids: Sequence[int], deadline: Deadline, first_blocks: Sequence[int] = ()
+    ) -> None:
+        """Ends leases of a binding, in this order. In another session they have ended already.
+
+        ``first_blocks``: one a lease; only so many of its first blocks are given back.
+        """
+        if not lease_ids:
+            return
+        request = blocks_pb2.ReleaseRequest(
+            cache_id=binding.cache_id, lease_ids=lease_ids, seq=self.session.next_seq(), first_blocks=first_blocks
+        )
+        await self._release(binding, request, deadline)
+
+    async def _release(self, binding: Binding, request: blocks_pb2.ReleaseRequest, deadline: Deadline) -> None:
+        async def attempt(link: Link, seconds: float) -> None:
+            if link.session == binding.session:
+                await send(link, lambda stubs: stubs.blocks.Release, request, seconds)
+
+        await self.session.call(attempt, deadline)
+
+    def later(self, work: asyncio.Future[None], what: str = "giving back what nobody heard of") -> None:
+        """``work`` gives something back, and its caller does not wait for it."""
+        self.returning.add(work)
+        work.add_done_callback(self.returning.discard)
+        self.session.spawn(_logged(work, what))
+
+    async def settle(self, deadline: Deadline) -> bool:
+        """Waits for what is being given back. False if there was nothing."""
+        returning = list(self.returning)
+        if returning:
+            await asyncio.wait(returning, timeout=deadline.left())
+        return bool(returning)
+
+    async def _give_up(self, binding: Binding, seq: int) -> None:
+        """Has the daemon release what call ``seq`` granted. Tries until the daemon answers, or the session with all its
+        leases has ended: this process may live for weeks, and nobody else releases them."""
+        request = blocks_pb2.ReleaseRequest(cache_id=binding.cache_id, given_up=[seq], seq=self.session.next_seq())
+        while True:
+            try:
+                return await self._release(binding, request, Deadline(_GIVE_BACK_S))
+            except (DeadlineExceeded, DaemonUnavailable) as error:
+                _log.debug("not given back yet: %s", error)
+
+
+async def _logged(work: asyncio.Future[None], what: str) -> None:
+    try:
+        await work
+    except KvtierError as error:
+        _log.warning("%s: %s", what, error)
+
+
+async def send(
+    link: Link,
+    method: Callable[[Stubs], UnaryUnaryMultiCallable[Request, Response]],
+    request: Request,
+    seconds: float,
+) -> Response:
+    """One RPC with the session's token."""
+    return await method(link.stubs)(request, timeout=seconds + ANSWER_GRACE_S, metadata=link.metadata)
+
+
+async def _nothing() -> None:
+    pass

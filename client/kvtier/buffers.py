@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvtier.abi.cuda.views import DeviceView
-    from kvtier.fences import Fence
-    from kvtier.gpu import Gpu
+    from kvtier.gpu import Fence, Gpu
 
 Bytes = NDArray[np.uint8]
 

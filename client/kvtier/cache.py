@@ -1,6 +1,6 @@
 """A cache as one client sees it: every verb, and put and get of arrays on top of them.
 
-Leases are taken and given back by :mod:`kvtier.holdings`.
+Leases are taken and given back by :mod:`kvtier.lease`.
 """
 
 from __future__ import annotations
@@ -11,35 +11,36 @@ from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequen
 from functools import partial
 from typing import Any, Final
 
-from kvtier import arrays, buffers, transfer
+from kvtier import buffers, copies, transfer
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
-from kvtier.across import AcrossGroups
-from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
-from kvtier.arena import Arena
-from kvtier.binding import Binder, send
+from kvtier.arena import Arena, Binder, send
 from kvtier.buffers import Blocks, Row, Rows
+from kvtier.chains import Prompt
+from kvtier.copies import Streamed
 from kvtier.errors import CallerError, InvalidArgument, require_within
-from kvtier.fences import Fence, Stream
-from kvtier.gpu import Gpu
-from kvtier.holdings import Holdings
-from kvtier.lease import Held, Lease, ReadLease, WriteLease
+from kvtier.gpu import Fence, Gpu, Stream
+from kvtier.groups import AcrossGroups
+from kvtier.lease import Held, Holdings, Lease, ReadLease, WriteLease
 from kvtier.lookups import Lookups
-from kvtier.options import CacheOptions
-from kvtier.prompt import Prompt
-from kvtier.reading import Read, Reader
-from kvtier.retention import Retention, block_retention
+from kvtier.reading import Read, Reader, verified
+from kvtier.retention import CacheOptions, Retention, block_retention
 from kvtier.session import Deadline, Link, Session, require_timeout
 from kvtier.stats import CacheInfo
-from kvtier.streams import Streamed
 from kvtier.types import MAPPED_TIERS, BlockResult, Tier
 from kvtier.upkeep import Upkeep
 from kvtier.v1 import caches_pb2
-from kvtier.verifying import verified
 from kvtier.wire import (
     MAX_COUNT,
     Budgets,
+    DropReport,
     Keys,
+    ListedBlock,
+    Locations,
+    Match,
+    Page,
+    ReadCounts,
+    ResetReport,
     packed_chains,
     packed_keys,
     split_keys,
@@ -440,9 +441,9 @@ class Cache:
         """After :meth:`begin_get` and the copy: what the daemon has to make ready, and the check where it is wanted."""
         rows, place = read.rows, self.lease_tier(tier)
 
-        async def rest(first: int, way: arrays.Way) -> list[Row]:
+        async def rest(first: int, way: copies.Way) -> list[Row]:
             into = None if targets is None else targets[first:]
-            return await arrays.get(self, way, place, split_keys(read.keys)[first:], into, timeout)
+            return await copies.get(self, way, place, split_keys(read.keys)[first:], into, timeout)
 
         if not read.done:
             self.reader.count(calls=1)
@@ -468,7 +469,7 @@ class Cache:
         """
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else buffers.writable(out, len(chain), self.block_bytes)
-        rows = await arrays.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
+        rows = await copies.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
         return await _delivered(out, rows)
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
@@ -514,9 +515,9 @@ class Cache:
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._default_timeout if timeout is None else timeout)
 
-    def way(self, tier: Tier) -> arrays.Way:
+    def way(self, tier: Tier) -> copies.Way:
         """How bytes travel to and from slots of a tier."""
-        return arrays.Mapped(self, self._holdings) if tier not in self.unmapped else self._streamed
+        return copies.Mapped(self, self._holdings) if tier not in self.unmapped else self._streamed
 
     def gpu(self, tier: Tier) -> Gpu | None:
         """Whose memory the tier's mapped slots are; None: the CPU's, or not mapped."""
@@ -524,12 +525,12 @@ class Cache:
         return mapped.memory(tier).gpu if mapped is not None and tier in mapped.tiers else None
 
     @property
-    def _streamed(self) -> arrays.Way:
+    def _streamed(self) -> copies.Way:
         return Streamed(self, self._binder, self._deadline)
 
     async def _put(
         self,
-        way: arrays.Way,
+        way: copies.Way,
         gpu: Gpu | None,
         keys: Keys,
         blocks: Blocks,
@@ -544,8 +545,8 @@ class Cache:
         kept = block_retention(len(chain), self.spec.tokens_per_block, priorities, retention)
         self._require_writable()
         sources = buffers.readable(blocks, len(chain), self.block_bytes, gpu)
-        whole = arrays.Piece(chain, sources, parent, kept, prompt)
-        return await arrays.put(self, way, self.lease_tier(tier), whole, timeout)
+        whole = copies.Piece(chain, sources, parent, kept, prompt)
+        return await copies.put(self, way, self.lease_tier(tier), whole, timeout)
 
     def _require_writable(self) -> None:
         if not self._binder.write:

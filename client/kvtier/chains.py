@@ -1,18 +1,180 @@
-"""What the key index of a mapped cache says of chains of keys. None everywhere: it cannot tell, ask the daemon."""
+"""How long a prefix every window group can serve: the walk, whoever says which blocks are there.
+
+The largest n so that every full-attention group holds blocks [0, n) and every group of a sliding window of w tokens
+those covering tokens [max(0, n * tokens_per_block - w), n * tokens_per_block). It starts at the full groups' bound and
+goes down; it is never a minimum of separate matches, since a longer prefix may be there where a shorter one is not.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.abi.errors import FieldError
+from kvtier.abi.event_hashes import event_hashes
 from kvtier.abi.key_index import Found, IndexReader
-from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec
-from kvtier.answers import AcrossMatch, GroupSpan, Locations, Match
+from kvtier.errors import InvalidArgument
+from kvtier.retention import CacheOptions
 from kvtier.types import Cursor
-from kvtier.windows import LookUp, Window, longest, spans
+from kvtier.wire import AcrossMatch, GroupSpan, Locations, Match, split_keys
+
+_LEAST_LOOKED_UP: Final = 64
+"""Keys of a sliding group that are looked up at a time, or its window where that is longer."""
+
+LookUp: TypeAlias = Callable[[int, int], tuple[NDArray[np.uint8], NDArray[np.bool_]]]
+"""Of blocks [start, stop) of the chain: residency, 0 = absent, and whether an absence is sure."""
+
+
+def spans(windows: Sequence[int], tokens_per_block: int) -> tuple[int, ...]:
+    """By group: how many blocks cover its window of so many tokens; 0 = all, as with full attention."""
+    return tuple(-(-window // tokens_per_block) for window in windows)
+
+
+class Window:
+    """A sliding group's side of a match of at most ``bound`` blocks, of which it needs the last ``span``.
+
+    Looks up every key once, and no more than it must, from the end on.
+    """
+
+    def __init__(self, look_up: LookUp, span: int, bound: int) -> None:
+        self._find = look_up
+        self._span = span
+        self._low = bound
+        """From here up to ``bound`` all is looked up."""
+        self._residency: NDArray[np.uint8] = np.zeros(bound, np.uint8)
+        self._sure: NDArray[np.bool_] = np.ones(bound, np.bool_)
+
+    def first_block(self, length: int) -> int:
+        """The first block that a prefix of so many needs."""
+        return max(0, length - self._span)
+
+    def residency(self, length: int) -> bytes:
+        """Of the blocks that a prefix of so many needs; they have been looked up."""
+        return self._residency[self.first_block(length) : length].tobytes()
+
+    def unbroken(self, length: int) -> int | None:
+        """That length, where no block is missing of what it needs, else the greatest lower one that may do. None: that
+        cannot be told."""
+        while True:
+            first = self.first_block(length)
+            self._look_up(first)
+            holes = np.flatnonzero(self._residency[first:length] == 0)
+            if not len(holes):
+                return length
+            length = first + int(holes[-1])
+            if not self._sure[length]:
+                return None
+
+    def _look_up(self, first: int) -> None:
+        if first >= self._low:
+            return
+        start = max(0, min(first, self._low - max(self._span, _LEAST_LOOKED_UP)))
+        self._residency[start : self._low], self._sure[start : self._low] = self._find(start, self._low)
+        self._low = start
+
+
+def longest(bound: int, windows: Collection[Window]) -> int | None:
+    """The longest prefix of at most ``bound`` blocks, which is what the full groups have, that no window breaks. None:
+    that cannot be told."""
+    length: int | None = bound
+    before = None
+    while length != before:
+        before = length
+        for window in windows:
+            length = window.unbroken(length) if length is not None else None
+    return length
+
+
+class Prompt:
+    """The full blocks of a prompt; :attr:`keys` name them. Made by :meth:`kvtier.Cache.prompt`.
+
+    Handed to ``put`` or ``commit`` beside some or all of these keys, it gives the cache what its options keep: event
+    hashes, which are computed here, and token ids.
+    """
+
+    def __init__(
+        self,
+        token_ids: TokenIds,
+        tokens_per_block: int,
+        scope: Scope = PLAIN,
+        extra_ids: TokenIds | None = None,
+        *,
+        salt_id: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """See :meth:`kvtier.Cache.prompt`."""
+        try:
+            self.keys: Final = chain_keys(token_ids, tokens_per_block, scope, extra_ids)
+            self._tokens = token_array(token_ids)
+            self._extra_ids = None if extra_ids is None else extra_id_array(extra_ids, len(self._tokens))
+        except FieldError as error:
+            raise InvalidArgument(error.field, error.value, error.limit) from error
+        self._tokens_per_block = tokens_per_block
+        self._scope = scope
+        self._salt_id = salt_id
+        self._vocab_size = vocab_size
+        self._place_of = {key: place for place, key in enumerate(split_keys(self.keys))}
+        self._hashes: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        """The number of full blocks."""
+        return len(self._place_of)
+
+    def told(self, keys: bytes, options: CacheOptions) -> dict[str, Any]:
+        """Fields of a ``CommitRequest`` for packed keys of this prompt, as the options of the cache want them.
+
+        Raises :class:`InvalidArgument` for a key of another prompt, or if a hash needs an argument that is missing.
+        """
+        try:
+            places = [self._place_of[key] for key in split_keys(keys)]
+        except KeyError as error:
+            shown = f"without a block {error.args[0].hex()}"
+            raise InvalidArgument("prompt", shown, "the one that the keys are of") from error
+        fields: dict[str, Any] = {}
+        if options.event_hash:
+            packed = np.frombuffer(self._all_hashes(options.event_hash), np.uint8)
+            fields["event_hashes"] = packed.reshape(len(self), -1)[places].tobytes()
+        if options.keep_tokens:
+            fields |= self._token_fields(places)
+        return fields
+
+    def _all_hashes(self, algorithm: str) -> bytes:
+        if algorithm not in self._hashes:
+            try:
+                self._hashes[algorithm] = event_hashes(
+                    algorithm,
+                    self._tokens,
+                    self._tokens_per_block,
+                    self._scope,
+                    self._extra_ids,
+                    salt_id=self._salt_id,
+                    vocab_size=self._vocab_size,
+                )
+            except FieldError as error:
+                raise InvalidArgument(error.field, error.value, error.limit) from error
+        return self._hashes[algorithm]
+
+    def _token_fields(self, places: list[int]) -> dict[str, Any]:
+        blocks, width = len(self), self._tokens_per_block
+        fields: dict[str, Any] = {"tokens": self._tokens[: blocks * width].reshape(blocks, width)[places].tobytes()}
+        if self._extra_ids is not None:
+            fields["token_extra_ids"] = self._extra_ids[: blocks * width].reshape(blocks, width)[places].tobytes()
+        if self._scope.lora_id is not None:
+            fields["lora_id"] = self._scope.lora_id
+        if self._scope.salt is not None:
+            fields["cache_salt"] = self._scope.salt
+        covered = covered_blocks(self._scope, blocks, width)
+        items = [(number, item) for number, place in enumerate(places) for item in covered.get(place, ())]
+        fields["mm_digests"] = b"".join(item.digest for _, item in items)
+        fields["mm_blocks"] = [number for number, _ in items]
+        fields["mm_offsets"] = [item.offset for _, item in items]
+        return fields
+
 
 _TRIES: Final = 3
 """How often a match is made anew whose blocks leave while it is made."""
@@ -54,7 +216,7 @@ class Chains:
         return None if length is None else Match(length, found.residency[:length].tobytes(), as_of)
 
     def match_across(self, keys: bytes) -> AcrossMatch | None:
-        """See :meth:`kvtier.across.AcrossGroups.match`."""
+        """See :meth:`kvtier.groups.AcrossGroups.match`."""
         for _ in range(_TRIES):
             as_of = self._as_of()
             found = self._spans_of(keys)

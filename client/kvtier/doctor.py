@@ -19,9 +19,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier import aio
+from kvtier import client as aio
 from kvtier.errors import KvtierError
-from kvtier.words import size
+from kvtier.types import size
 
 USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
 """The configuration file of the systemd unit."""

@@ -1,29 +1,129 @@
-"""A GPU as this process's caches use it: copies that are over when they return, and fences in other streams' work.
+"""What of this process's own work on a GPU must be over before the daemon is told that slots may be read or reused.
 
-It is found by its uuid, whatever number it has here, opened once a process in the primary context, which torch and
-others of the process share, and kept open.
+A kernel runs on after the call that launched it has returned. A commit that overtakes it makes a block of bytes that
+are not there yet, a release gives away a slot that is still being read; neither shows as an error anywhere. So calls
+about leases on a GPU take a point in a stream's work, a :class:`Fence`, and are sent once the stream has passed it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, ClassVar, Final, TypeVar
+from functools import partial
+from itertools import chain, groupby
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from kvtier.abi.cuda.driver import Copy, Driver, Event, Stream
-from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost
+import numpy as np
+
+from kvtier.abi import attach
+from kvtier.abi.cuda.driver import Address, Copy, Driver, Event
+from kvtier.abi.cuda.driver import Stream as DriverStream
+from kvtier.abi.cuda.errors import CAPTURED_EVENT, CudaError, CudaLost, CudaUnavailable
+from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.opening import uuid_name
-from kvtier.errors import DeviceError
-from kvtier.fences import Fence
+from kvtier.abi.cuda.views import DeviceView
+from kvtier.abi.layout import DEVICE, ArenaLayout
+from kvtier.buffers import DeviceBytes, Row, Rows
+from kvtier.errors import DaemonError, DeviceError, InvalidArgument
+from kvtier.transfer import Slots
 
-_LEGACY: Final = Stream(1)
+if TYPE_CHECKING:
+    import torch
+
+
+class Fence(ABC):
+    """A point in the work of one stream or of several."""
+
+    @abstractmethod
+    def passed(self) -> bool:
+        """Whether all that was given to the stream before has completed. Does not wait.
+
+        Raises :class:`kvtier.errors.DeviceError` where the device cannot tell: then it never will.
+        """
+
+
+@runtime_checkable
+class StreamObject(Protocol):
+    """A stream of torch, or of whatever else says its handle so."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+
+Stream: TypeAlias = int | StreamObject | Fence
+"""A ``CUstream``, an object that has one, or a fence that :meth:`kvtier.Cache.fence` gave earlier."""
+
+
+class _Passed(Fence):
+    def passed(self) -> bool:
+        return True
+
+
+PASSED: Final[Fence] = _Passed()
+"""There is no work to wait for."""
+
+
+@dataclass(slots=True, frozen=True)
+class Unknown(Fence):
+    """A point that could not be marked."""
+
+    error: DeviceError
+
+    def passed(self) -> bool:
+        raise self.error
+
+
+@dataclass(slots=True, frozen=True)
+class _All(Fence):
+    fences: tuple[Fence, ...]
+
+    def passed(self) -> bool:
+        return all(fence.passed() for fence in self.fences)
+
+
+def handle_of(stream: int | StreamObject) -> int:
+    """The stream's ``CUstream``. Raises :class:`InvalidArgument`."""
+    handle = stream.cuda_stream if isinstance(stream, StreamObject) else stream
+    if not isinstance(handle, int) or isinstance(handle, bool) or not 0 <= handle < 2**64:
+        raise InvalidArgument("stream", stream, "a CUstream as a number, an object with cuda_stream, or a fence")
+    return handle
+
+
+class Fenced(Protocol):
+    """Mapped memory that a stream of this process may be working on."""
+
+    def fence(self, stream: int | None) -> Fence: ...
+
+
+def fence_over(memories: Iterable[Fenced], stream: Stream | None) -> Fence:
+    """The point that ``stream`` has reached, over all memories. None: torch's current stream of this thread, else the
+    legacy default stream.
+
+    Raises :class:`InvalidArgument`, :class:`DeviceError`.
+    """
+    if isinstance(stream, Fence):
+        return stream
+    handle = None if stream is None else handle_of(stream)
+    return all_of(memory.fence(handle) for memory in memories)
+
+
+def all_of(fences: Iterable[Fence]) -> Fence:
+    """Has passed when all have."""
+    waiting = tuple(fence for fence in fences if fence is not PASSED)
+    if len(waiting) > 1:
+        return _All(waiting)
+    return waiting[0] if waiting else PASSED
+
+
+_LEGACY: Final = DriverStream(1)
 """``CU_STREAM_LEGACY``. A 0 means the same to torch, but to the bindings whatever their environment says."""
 _LONGEST_PAUSE_S: Final = 0.001
 
@@ -34,7 +134,7 @@ Kept = TypeVar("Kept")
 class _Lane:
     """What a thread copies with."""
 
-    stream: Stream
+    stream: DriverStream
     event: Event
 
 
@@ -65,7 +165,7 @@ class Gpu:
 
     def fence(self, stream: int | None) -> Fence:
         """The point that a stream has reached. None: torch's current one of this thread, else the legacy default."""
-        place = Stream(self._current() if stream is None else stream) or _LEGACY
+        place = DriverStream(self._current() if stream is None else stream) or _LEGACY
         with failing("marking how far a stream has come"), self.driver.visit():
             if self.driver.capturing(place):
                 # An event recorded there belongs to the graph: to ask it would be an error, and spoil the graph.
@@ -195,3 +295,140 @@ def failing(doing: str) -> Iterator[None]:
     except CudaError as error:
         message = f"{doing}: {error}"
         raise DeviceError(message, call=error.call, code=error.code, reason="DEVICE_FAILED") from error
+
+
+class CannotMap(Exception):
+    """The message says why this process cannot have the memory."""
+
+
+async def map_device(fd: int, told: attach.CudaMemory) -> Callable[[ArenaLayout], CudaMemory]:
+    """Maps the memory behind a descriptor, which stays the caller's. Raises :class:`CannotMap`."""
+    kept = os.dup(fd)
+
+    def open_and_map() -> tuple[Gpu, DeviceMemory]:
+        try:
+            gpu = Gpu.of(told.uuid)
+            return gpu, DeviceMemory.from_fd(gpu.driver, kept, told.nbytes)
+        finally:
+            os.close(kept)
+
+    # In a thread, since CUDA takes seconds to start. Whoever is cancelled leaves it running: it has the descriptor.
+    opening = asyncio.get_running_loop().run_in_executor(None, open_and_map)
+    opening.add_done_callback(_heard)
+    try:
+        gpu, memory = await asyncio.shield(opening)
+    except (CudaUnavailable, CudaError) as error:
+        raise CannotMap(str(error)) from error
+    return partial(CudaMemory, gpu, memory)
+
+
+def _heard(opening: asyncio.Future[Any]) -> None:
+    """asyncio would say that nobody was told of a failure: its caller may have gone."""
+    if not opening.cancelled():
+        opening.exception()
+
+
+class CudaMemory:
+    """Implements :class:`kvtier.arena.Memory`. It is unmapped when the last view of it is gone."""
+
+    waits = True
+
+    def __init__(self, gpu: Gpu, memory: DeviceMemory, layout: ArenaLayout) -> None:
+        """Raises :class:`DaemonError` where it is shorter than the layout says."""
+        if memory.nbytes < layout.device_bytes:
+            message = f"device memory of {memory.nbytes} bytes: the layout says {layout.device_bytes}"
+            raise DaemonError(message, reason="BAD_ARENA")
+        self.gpu = gpu
+        self._pools = [
+            tuple(
+                DevicePool(memory, pool.device_offset, (group.slots[DEVICE], pool.block_bytes), pool.padded_bytes)
+                for pool in group.pools
+            )
+            for group in layout.groups
+        ]
+
+    def pools(self, group: int) -> tuple[DevicePool, ...]:
+        return self._pools[group]
+
+    def view(self, group: int, slot: int, *, write: bool) -> list[DeviceView]:
+        return [pool.slot(slot, readonly=not write) for pool in self._pools[group]]
+
+    def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
+        rows = list(blocks)
+        self._after(rows)
+        self.gpu.copy(self._parts(group, slots, rows))
+
+    def read(self, group: int, slots: Slots, blocks: Rows) -> None:
+        rows = list(blocks)
+        self._after(rows)
+        parts = self._parts(group, [int(slot) for slot in slots], rows)
+        self.gpu.copy([(part, slot, nbytes) for slot, part, nbytes in copies] for copies in parts)
+
+    def fence(self, stream: int | None) -> Fence:
+        return self.gpu.fence(stream)
+
+    def _after(self, blocks: Sequence[Row]) -> None:
+        """Returns when the blocks that lie on the GPU may be touched."""
+        for fence in {block.after for block in blocks if isinstance(block, DeviceBytes)}:
+            self.gpu.wait(fence.passed)
+
+    def _parts(self, group: int, slots: Sequence[int], blocks: Sequence[Row]) -> Iterator[list[Copy]]:
+        """Where each slot's part in each pool is, where that part of its block is, and its length; by pool, and by
+        the array that blocks are rows of."""
+        begun = 0
+        for pool in self._pools[group]:
+            nbytes = pool.shape[1]
+            for _, rows in groupby(zip(slots, blocks, strict=True), key=_array_of):
+                yield [(pool.address(slot), Address(_address_of(block) + begun), nbytes) for slot, block in rows]
+            begun += nbytes
+
+
+def _address_of(block: Row) -> int:
+    return block.address if isinstance(block, DeviceBytes) else block.ctypes.data
+
+
+def _array_of(row: tuple[int, Row]) -> int:
+    """Which array a block is in."""
+    block: Any = row[1]
+    while isinstance(block, np.ndarray) and isinstance(block.base, np.ndarray):
+        block = block.base
+    return id(block)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class DevicePool:
+    """All slots of a group in one pool: ``shape`` is [slots, bytes of a block], ``stride`` the bytes from one slot to
+    the next. Any bytes of it may be somebody else's."""
+
+    memory: DeviceMemory
+    offset: int
+    shape: tuple[int, int]
+    stride: int
+
+    def address(self, slot: int) -> Address:
+        """Raises :class:`IndexError` for a slot that there is not."""
+        if not 0 <= slot < self.shape[0]:
+            raise IndexError(f"slot {slot} of {self.shape[0]}")
+        return Address(self.memory.address + self.offset + slot * self.stride)
+
+    def slot(self, slot: int, *, readonly: bool) -> DeviceView:
+        """Raises :class:`IndexError`, likewise."""
+        return DeviceView(self.memory, self.address(slot) - self.memory.address, self.shape[1], readonly=readonly)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3, as of :class:`kvtier.abi.cuda.views.DeviceView`, in two dimensions."""
+        return {
+            "shape": self.shape,
+            "strides": (self.stride, 1),
+            "typestr": "|u1",
+            "data": (self.address(0) if self.shape[0] else self.memory.address, False),
+            "stream": None,
+            "version": 3,
+        }
+
+    def tensor(self) -> torch.Tensor:
+        """A uint8 tensor of the same shape, not copied."""
+        import torch
+
+        return torch.as_tensor(self, device=f"cuda:{self.memory.driver.ordinal}")

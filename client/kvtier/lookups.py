@@ -8,13 +8,12 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.answers import ListedBlock, Locations, Match, Page
-from kvtier.binding import Binder, Binding
+from kvtier.arena import Binder, Binding
 from kvtier.reading import Reader
 from kvtier.session import Deadline, require_timeout
 from kvtier.types import ROOT_PARENT
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Keys, cursor_from_wire, packed_keys, split_keys
+from kvtier.wire import Keys, ListedBlock, Locations, Match, Page, cursor_from_wire, packed_keys, split_keys
 
 DeadlineOf = Callable[[float | None], Deadline]
 

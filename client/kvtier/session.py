@@ -33,9 +33,11 @@ from kvtier.errors import (
     InvalidArgument,
     KvtierError,
     RetryableError,
+    error_of,
+    fault_of,
+    link_is_broken,
 )
-from kvtier.fences import PASSED, Fence, Stream, Unknown, all_of, passing
-from kvtier.rpc_errors import error_of, fault_of, link_is_broken
+from kvtier.gpu import PASSED, Fence, Stream, Unknown, all_of
 from kvtier.transport import Attached, Connection, TlsFiles, transport_to
 from kvtier.v1 import admin_pb2_grpc, blocks_pb2_grpc, caches_pb2_grpc, events_pb2_grpc, transfer_pb2_grpc
 
@@ -51,6 +53,11 @@ _HEAL_GRACE_S: Final = 0.5
 
 _WORK_GRACE_S: Final = 5.0
 """How long it waits for this process's own work on a GPU, so that it may say goodbye."""
+
+_TURNS: Final = 32
+"""Of the loop before it sleeps between them: most kernels are over by then, and epoll sleeps for 1 ms at least."""
+_FIRST_SLEEP_S: Final = 0.001
+_LONGEST_SLEEP_S: Final = 0.02
 
 _JITTER: Final = random.Random()
 
@@ -212,7 +219,7 @@ class Session:
         """Runs ``attempt(link, seconds)`` until it ends in an answer, repeating it over breaks of the link.
 
         ``seconds`` is what is left. An attempt must be safe to repeat: a lookup, a call under a sequence number, or
-        one that checks ``link.session``. Raises what :func:`kvtier.rpc_errors.error_of` makes of the daemon's answer.
+        one that checks ``link.session``. Raises what :func:`kvtier.errors.error_of` makes of the daemon's answer.
         """
         backoff = Backoff()
         while True:
@@ -416,3 +423,22 @@ async def _close_channel(channel: grpc.aio.Channel) -> None:
     # Calls still under way fail by themselves, with a status that their callers can retry on; closing at once would
     # cancel them instead, which looks like a cancelled task.
     await channel.close(grace=_CLOSE_GRACE_S)
+
+
+async def passing(fence: Fence, deadline: Deadline) -> None:
+    """Returns once the fence has passed.
+
+    Raises :class:`DeadlineExceeded` (WORK_UNFINISHED) where it has not by the deadline, :class:`DeviceError`.
+    """
+    turns, sleep = 0, _FIRST_SLEEP_S
+    while not fence.passed():
+        left = deadline.left()
+        if not left:
+            message = "this process's own work on the slots has not completed in time: nothing was sent, they are held"
+            raise DeadlineExceeded(message, reason="WORK_UNFINISHED")
+        turns += 1
+        if turns <= _TURNS:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.sleep(min(sleep, left))
+            sleep = min(sleep * 1.5, _LONGEST_SLEEP_S)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.abi.spec import CacheSpec
-from kvtier.options import CacheOptions
+from kvtier.retention import CacheOptions
 from kvtier.types import Tier
 
 

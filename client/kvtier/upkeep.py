@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.answers import DropReport, ResetReport
-from kvtier.binding import Binder
+from kvtier.arena import Binder
 from kvtier.lookups import DeadlineOf
 from kvtier.retention import each_duration_ms, each_priority
 from kvtier.session import Session
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Keys, packed_keys, tier_to_wire
+from kvtier.wire import DropReport, Keys, ResetReport, packed_keys, tier_to_wire
 
 
 class Upkeep:

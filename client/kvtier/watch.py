@@ -18,7 +18,15 @@ from grpc.aio import AioRpcError
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import MAX_GROUPS
-from kvtier.errors import CursorCompacted, DaemonError, InvalidArgument, require_within
+from kvtier.errors import (
+    CursorCompacted,
+    DaemonError,
+    InvalidArgument,
+    error_of,
+    fault_of,
+    link_is_broken,
+    require_within,
+)
 from kvtier.events import (
     Disconnected,
     Gap,
@@ -30,7 +38,6 @@ from kvtier.events import (
     event_from_wire,
     slice_from_wire,
 )
-from kvtier.rpc_errors import error_of, fault_of, link_is_broken
 from kvtier.session import Backoff, Deadline, Link, Session
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import common_pb2, events_pb2

@@ -28,7 +28,7 @@ import numpy as np
 from kvtier import AsyncClient, Cursor, Event, Gap, KvtierError, Tier, connect
 from kvtier.abi import attach
 from kvtier.arena import Arena
-from kvtier.rpc_errors import fault_of
+from kvtier.errors import fault_of
 from kvtier.session import Stubs
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire

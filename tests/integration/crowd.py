@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 
 from kvtier import AsyncClient, Cache, Cursor, Gap, SnapshotEnd, connect
-from kvtier.rpc_errors import fault_of
+from kvtier.errors import fault_of
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.raw import RawClient, attached
 from tests.integration.residency import ResidencyTable

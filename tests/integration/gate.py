@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvtier.fences import Fence
+from kvtier.gpu import Fence
 
 
 class Gate(Fence):

@@ -29,7 +29,7 @@ class Steering:
                 await steering.pass_(self)
                 return await super().__anext__()
 
-        monkeypatch.setattr("kvtier.aio.Watch", Steered)
+        monkeypatch.setattr("kvtier.client.Watch", Steered)
         return self
 
     async def pass_(self, watch: Watch) -> None:

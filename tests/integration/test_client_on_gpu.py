@@ -37,8 +37,7 @@ from kvtier import (
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
-from kvtier.fences import PASSED, Stream
-from kvtier.gpu import Gpu
+from kvtier.gpu import PASSED, Gpu, Stream
 from kvtier.lease import Lease
 from tests.fake_cuda import load_fake
 from tests.forking import in_child

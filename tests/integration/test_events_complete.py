@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import pytest
 
 from kvtier import AsyncClient, BlockResult, Cache, CacheOptions, Cause, EventType, Tier, WritePolicy, connect
-from kvtier.explaining import WHY_GONE
+from kvtier.client import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
 from tests.integration.books import Books, Told, moved
 from tests.integration.daemon import DaemonProcess, StartDaemon

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier import AsyncClient, Cache, Cause, Client, EventType, InvalidArgument, NotFound, Tier, connect
 from kvtier.cli.explain import GONE, UNKNOWN
-from kvtier.explaining import BlockExplained, CopyExplained, CopyState, Explanation, why_gone
+from kvtier.client import BlockExplained, CopyExplained, CopyState, Explanation, why_gone
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier import Cache, Tier, binding, connect
+from kvtier import Cache, Tier, arena, connect
 from kvtier.lease import ReadLease, WriteLease
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon
@@ -32,11 +32,11 @@ def daemon(start_daemon: StartDaemon) -> DaemonProcess:
 async def test_a_daemon_that_hangs_when_a_call_is_given_up(
     daemon: DaemonProcess, take: Take, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(binding, "_GIVE_BACK_S", 0.05)
+    monkeypatch.setattr(arena, "_GIVE_BACK_S", 0.05)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC, budgets=sizes(host=8))
         await cache.put(KEYS, blocks(KEYS))
-        granted, send = asyncio.Event(), binding.send
+        granted, send = asyncio.Event(), arena.send
 
         async def unheard(*call: Any) -> None:
             await send(*call)
@@ -44,14 +44,14 @@ async def test_a_daemon_that_hangs_when_a_call_is_given_up(
             await asyncio.Event().wait()
 
         with monkeypatch.context() as deaf:
-            deaf.setattr(binding, "send", unheard)
+            deaf.setattr(arena, "send", unheard)
             taking = asyncio.ensure_future(take(cache))
             await granted.wait()
             daemon.pause()
             taking.cancel()
             await asyncio.wait([taking])
         try:
-            with caplog.at_level(logging.DEBUG, "kvtier.binding"):
+            with caplog.at_level(logging.DEBUG, "kvtier.arena"):
                 await eventually(_records(caplog), lambda said: len(said) > 0)
         finally:
             daemon.resume()

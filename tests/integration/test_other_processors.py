@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier import Tier, connect
-from kvtier.answers import ReadCounts
+from kvtier.wire import ReadCounts
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.test_cli import kvtier

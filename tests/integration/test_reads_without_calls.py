@@ -12,9 +12,9 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, binding, connect, errors, transfer
-from kvtier.answers import ReadCounts
+from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, arena, connect, errors, transfer
 from kvtier.buffers import Bytes
+from kvtier.wire import ReadCounts
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
@@ -377,7 +377,7 @@ async def test_reads_go_on_without_a_daemon_and_with_the_next_one(
             assert await cache.prefix_length([*keys, bytes(32)]) == 6
             assert cache.lookups == "shared memory"
         assert [cache.reads.calls for cache in caches] == calls
-        with caplog.at_level(logging.DEBUG, "kvtier.recency"):
+        with caplog.at_level(logging.DEBUG, "kvtier.reading"):
             await caches[0].reader.recency.tell()
         assert "1 reads of group 0 are not told" in caplog.text
         await asyncio.to_thread(daemon.start)
@@ -435,7 +435,7 @@ async def test_a_kill_under_a_reader(short_dir: Path) -> None:
 async def test_the_first_lookup_has_no_page_of_the_index_to_map(
     start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, most_here: int
 ) -> None:
-    monkeypatch.setattr(binding, "_TOUCHED_HERE", most_here)
+    monkeypatch.setattr(arena, "_TOUCHED_HERE", most_here)
     async with await connect(start_daemon(host=4096).address) as client:
         cache = await client.open_cache("whole", SPEC)
         if most_here:

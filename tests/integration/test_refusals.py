@@ -14,7 +14,7 @@ import pytest
 from kvtier import AsyncClient, Cache, DeadlineExceeded, InvalidArgument, PoolSpec, SpecMismatch, Tier, WindowGroupSpec
 from kvtier.abi.control import MAX_SLOTS
 from kvtier.abi.spec import CacheSpec
-from kvtier.rpc_errors import Fault
+from kvtier.errors import Fault
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
 from tests.forking import is_own_command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvtier import AsyncClient, CacheOptions, Tier, connect
-from kvtier.options import WritePolicy
+from kvtier.retention import WritePolicy
 from kvtier.stats import TierStats
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import StartDaemon

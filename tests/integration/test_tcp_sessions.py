@@ -27,7 +27,7 @@ from kvtier import (
     connect,
 )
 from kvtier.abi.attach import SESSION_METADATA_KEY
-from kvtier.rpc_errors import fault_of
+from kvtier.errors import fault_of
 from kvtier.session import Link, Stubs
 from kvtier.transport import LocalTransport, TcpTransport
 from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2, session_pb2_grpc

@@ -14,7 +14,7 @@ import xxhash
 
 from kvtier import AsyncClient, Cache, CacheSpec, Client, PoolSpec, WindowGroupSpec, connect, errors
 from kvtier.abi.stream import MAX_CHUNK_BYTES
-from kvtier.rpc_errors import Fault
+from kvtier.errors import Fault
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire

@@ -32,10 +32,10 @@ from kvtier import (
     connect,
     transfer,
 )
-from kvtier.answers import ReadCounts
 from kvtier.buffers import Rows
 from kvtier.reading import Read
 from kvtier.types import Tier
+from kvtier.wire import ReadCounts
 from tests.integration.torture_blocks import CHAIN_BLOCKS, CHAINS, GARBAGE, SPEC, block, chain, fault_in
 from tests.integration.touching import bytes_in, scribble_into, write_into
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtierd.core.ids import Key, SlotId
-from kvtierd.core.manager import Recovered
+from kvtierd.core.recovery import Recovered
 from kvtierd.core.traits import Traits
 from tests.simulation.memory import POISON, ROT, Content, is_block
 from tests.simulation.violation import require

@@ -24,7 +24,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier import aio, sync
+from kvtier import client as aio
+from kvtier import sync
 from kvtier.abi.spec import CacheSpec
 from kvtier.buffers import Bytes
 from kvtier.cache import Cache

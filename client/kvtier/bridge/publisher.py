@@ -24,9 +24,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvtier.aio import AsyncClient
 from kvtier.bridge import Options
 from kvtier.bridge.vllm import AllBlocksCleared, Step, VllmEvent, VllmEvents, batch_of
+from kvtier.client import AsyncClient
 from kvtier.errors import InvalidArgument
 from kvtier.events import Gap
 

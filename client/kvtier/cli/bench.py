@@ -15,7 +15,7 @@ from kvtier.bench import gpu as gpu_bench
 from kvtier.bench import host
 from kvtier.bench.host import Result
 from kvtier.cli.common import console, json_option, run, slim_table
-from kvtier.words import size
+from kvtier.types import size
 
 _JSON: Final = json_option("One list of {name, params, value, unit, floor, ratio}.")
 _ROUNDS: Final = click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)

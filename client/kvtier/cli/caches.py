@@ -7,8 +7,6 @@ from typing import Any
 import click
 from rich.table import Table
 
-from kvtier.aio import AsyncClient
-from kvtier.answers import ResetReport
 from kvtier.cli.common import (
     DaemonAt,
     address_option,
@@ -19,8 +17,10 @@ from kvtier.cli.common import (
     slim_table,
     yes_option,
 )
+from kvtier.client import AsyncClient
 from kvtier.stats import CacheInfo, RemovalReport
-from kvtier.words import size
+from kvtier.types import size
+from kvtier.wire import ResetReport
 
 
 @click.group()

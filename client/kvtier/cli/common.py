@@ -22,9 +22,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from kvtier import aio
+from kvtier import client as aio
 from kvtier.abi import attach
-from kvtier.aio import AsyncClient
+from kvtier.client import AsyncClient
 from kvtier.errors import DaemonUnavailable, KvtierError, TierFull
 from kvtier.transport import TlsFiles, is_tcp
 from kvtier.types import Tier
@@ -45,7 +45,7 @@ class DaemonAt:
     insecure: bool = False
 
     async def connect(self) -> AsyncClient:
-        """See :func:`kvtier.aio.connect`."""
+        """See :func:`kvtier.client.connect`."""
         return await aio.connect(self.address, tls=self.tls, insecure=self.insecure, wait=CONNECT_WAIT_S)
 
     def ask(self, question: Callable[[AsyncClient], Awaitable[T]]) -> T:

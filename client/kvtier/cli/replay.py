@@ -18,7 +18,7 @@ from kvtier.private import PrivateDaemon, TierSlots
 from kvtier.replay.runner import Report
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import read, replay_spec
-from kvtier.words import size
+from kvtier.types import size
 
 
 @click.command()

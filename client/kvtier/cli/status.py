@@ -11,7 +11,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.aio import AsyncClient
 from kvtier.cli.common import (
     DaemonAt,
     address_option,
@@ -23,9 +22,10 @@ from kvtier.cli.common import (
     slim_table,
     yes_option,
 )
+from kvtier.client import AsyncClient
 from kvtier.errors import NotFound
 from kvtier.stats import CacheStats, DaemonStats, KickReport, LeaseInfo, SessionStats
-from kvtier.words import clean, duration, size
+from kvtier.types import clean, duration, size
 
 
 @click.command()

@@ -16,10 +16,10 @@ import click
 from rich.live import Live
 
 from kvtier.abi.spec import MAX_GROUPS
-from kvtier.aio import AsyncClient
 from kvtier.cli.blocks import KeyType
 from kvtier.cli.common import DaemonAt, Interrupts, address_option, console, json_option, run
 from kvtier.cli.watch_lines import Status, json_lines, plain_lines, text_lines, trtllm_lines, write
+from kvtier.client import AsyncClient
 from kvtier.events import Event, Gap, WatchItem
 from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.watch import Watch

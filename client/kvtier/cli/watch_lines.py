@@ -17,9 +17,8 @@ from rich.text import Text
 from kvtier.cli.common import Interrupts
 from kvtier.events import Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, WatchItem
 from kvtier.trtllm import TrtllmEvents
-from kvtier.types import EventType, tiers_of
+from kvtier.types import EventType, count, duration, size, tiers_of
 from kvtier.watch import Watch
-from kvtier.words import count, duration, size
 
 Lines = Callable[[WatchItem], Iterator[str]]
 """What an item is shown as."""

@@ -10,15 +10,14 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.aio import AsyncClient
-from kvtier.answers import AcrossMatch
+from kvtier.client import AsyncClient
 from kvtier.errors import ClientClosed, DeadlineExceeded, InvalidArgument, KvtierError
 from kvtier.events import Event, Gap, SnapshotEnd, SnapshotSlice, SnapshotStart
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.session import Backoff
 from kvtier.types import Cursor, Tier
 from kvtier.watch import Watch
-from kvtier.wire import Keys, packed_keys
+from kvtier.wire import AcrossMatch, Keys, packed_keys
 
 DEFAULT_MIRROR_HEARTBEAT_S: Final = 1.0
 DEFAULT_MIRROR_TIMEOUT_S: Final = 30.0
@@ -98,7 +97,7 @@ class MirrorView:
         return self.match(keys, cache, tiers=tiers).blocks
 
     def match(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> AcrossMatch:
-        """As :meth:`kvtier.across.AcrossGroups.match` at :attr:`cursor`, without a call.
+        """As :meth:`kvtier.groups.AcrossGroups.match` at :attr:`cursor`, without a call.
 
         Args:
             cache: not needed if only one is followed.

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.answers import GroupSpan
+from kvtier.chains import LookUp, Window, longest, spans
 from kvtier.errors import DaemonError
 from kvtier.events import Event, SnapshotSlice
 from kvtier.types import EventType
-from kvtier.windows import LookUp, Window, longest, spans
-from kvtier.wire import split_keys
+from kvtier.wire import GroupSpan, split_keys
 
 ALL_TIERS: Final = 0xFF
 _PRIORITY_SHIFT: Final = 8
@@ -83,7 +82,7 @@ class MirrorIndex:
         """The longest prefix of packed ``keys`` that every group can serve from ``tiers`` (bits), by group.
 
         Returns:
-            Nothing if there is no such cache. See :mod:`kvtier.windows`.
+            Nothing if there is no such cache. See :mod:`kvtier.chains`.
         """
         known = self._caches.get(cache)
         return known.match(keys, tiers) if known is not None else ()

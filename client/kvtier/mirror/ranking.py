@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from kvtier.answers import GroupSpan
 from kvtier.mirror.follower import MirrorState, MirrorView
 from kvtier.types import Tier, fastest
-from kvtier.wire import Keys, packed_keys
+from kvtier.wire import GroupSpan, Keys, packed_keys
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from kvtier.aio import AsyncClient
 from kvtier.cache import Cache
+from kvtier.client import AsyncClient
 from kvtier.errors import DeadlineExceeded, KvtierError, TierFull
 from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.mirror import Mirror

@@ -6,26 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-from kvtier import across as inner
+from kvtier import groups as inner
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.across import AcrossBlocks
-from kvtier.answers import AcrossMatch
 from kvtier.buffers import Blocks
+from kvtier.chains import Prompt
 from kvtier.errors import KvtierError
-from kvtier.fences import Stream
-from kvtier.prompt import Prompt
+from kvtier.gpu import Stream
+from kvtier.groups import AcrossBlocks
 from kvtier.retention import Retention
 from kvtier.sync.lease import ReadLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
-from kvtier.wire import Keys, packed_chains, packed_keys
+from kvtier.wire import AcrossMatch, Keys, packed_chains, packed_keys
 
 if TYPE_CHECKING:
     from kvtier.sync.cache import Cache
 
 
 class AcrossLease:
-    """A prefix held in every window group; see :class:`kvtier.across.AcrossLease`."""
+    """A prefix held in every window group; see :class:`kvtier.groups.AcrossLease`."""
 
     def __init__(self, thread: LoopThread, cache: Cache, lease: inner.AcrossLease) -> None:
         self._thread = thread
@@ -99,7 +98,7 @@ class AcrossLeases(list[AcrossLease]):
 
 
 class AcrossGroups:
-    """Made by :attr:`Cache.across`. Verbs, arguments and errors are those of :class:`kvtier.across.AcrossGroups`."""
+    """Made by :attr:`Cache.across`. Verbs, arguments and errors are those of :class:`kvtier.groups.AcrossGroups`."""
 
     def __init__(self, thread: LoopThread, cache: Cache, across: inner.AcrossGroups) -> None:
         self._thread = thread
@@ -107,7 +106,7 @@ class AcrossGroups:
         self._inner = across
 
     def match(self, keys: Keys, *, timeout: float | None = None) -> AcrossMatch:
-        """See :meth:`kvtier.across.AcrossGroups.match`."""
+        """See :meth:`kvtier.groups.AcrossGroups.match`."""
         packed = packed_keys(keys)
         self._thread.require_usable()
         found = self._inner.reader.match_across(packed)
@@ -124,7 +123,7 @@ class AcrossGroups:
         retention: Retention | None = None,
         timeout: float | None = None,
     ) -> AcrossLease:
-        """``with cache.across.acquire(keys) as lease``: see :meth:`kvtier.across.AcrossGroups.acquire`."""
+        """``with cache.across.acquire(keys) as lease``: see :meth:`kvtier.groups.AcrossGroups.acquire`."""
         held = self._inner.acquire(packed_keys(keys), tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
         return AcrossLease(self._thread, self._cache, self._thread.run(held.take, inner.AcrossLease.release))
 
@@ -137,7 +136,7 @@ class AcrossGroups:
         retention: Retention | None = None,
         timeout: float | None = None,
     ) -> AcrossLeases:
-        """One lease a chain, in order: see :meth:`kvtier.across.AcrossGroups.acquire_many`."""
+        """One lease a chain, in order: see :meth:`kvtier.groups.AcrossGroups.acquire_many`."""
         packed = packed_chains(chains)
         held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
         leases = self._thread.run(held.take, held.give_back)
@@ -155,7 +154,7 @@ class AcrossGroups:
         prompt: Prompt | None = None,
         timeout: float | None = None,
     ) -> dict[int, list[BlockResult]]:
-        """Stores a chain in several groups: see :meth:`kvtier.across.AcrossGroups.put`."""
+        """Stores a chain in several groups: see :meth:`kvtier.groups.AcrossGroups.put`."""
         packed = packed_keys(keys)
         sources = self._inner.sources(blocks, len(packed) // KEY_BYTES, self._cache.lease_tier(tier))
         return self._thread.run(
@@ -172,7 +171,7 @@ class AcrossGroups:
         )
 
     def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
-        """The longest prefix that all groups can serve, copied out: see :meth:`kvtier.across.AcrossGroups.get`."""
+        """The longest prefix that all groups can serve, copied out: see :meth:`kvtier.groups.AcrossGroups.get`."""
         packed = packed_keys(keys)
         self._thread.require_usable()
         read = self._inner.begin_get(packed, tier)

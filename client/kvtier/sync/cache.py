@@ -10,12 +10,11 @@ from kvtier import buffers
 from kvtier import cache as inner
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
-from kvtier.answers import DropReport, ListedBlock, Locations, Match, Page, ReadCounts, ResetReport
 from kvtier.arena import Arena
 from kvtier.buffers import Blocks
+from kvtier.chains import Prompt
 from kvtier.errors import ClientClosed
-from kvtier.fences import Fence, Stream
-from kvtier.prompt import Prompt
+from kvtier.gpu import Fence, Stream
 from kvtier.retention import Retention
 from kvtier.session import require_timeout
 from kvtier.stats import CacheInfo
@@ -23,7 +22,19 @@ from kvtier.sync.across import AcrossGroups
 from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier
-from kvtier.wire import Keys, packed_chains, packed_keys, split_keys
+from kvtier.wire import (
+    DropReport,
+    Keys,
+    ListedBlock,
+    Locations,
+    Match,
+    Page,
+    ReadCounts,
+    ResetReport,
+    packed_chains,
+    packed_keys,
+    split_keys,
+)
 
 T = TypeVar("T")
 

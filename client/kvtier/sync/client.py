@@ -10,11 +10,11 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Final, Self
 
-from kvtier import aio
+from kvtier import client as aio
 from kvtier.abi.spec import CacheSpec
-from kvtier.explaining import Explanation
-from kvtier.fences import Stream
-from kvtier.options import CacheOptions
+from kvtier.client import Explanation
+from kvtier.gpu import Stream
+from kvtier.retention import CacheOptions
 from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
 from kvtier.sync.cache import Cache
 from kvtier.sync.loop import LoopThread

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import lease as inner
-from kvtier.arena import Arena
+from kvtier.arena import Arena, Memory, View
+from kvtier.chains import Prompt
 from kvtier.errors import KvtierError
-from kvtier.fences import Stream
-from kvtier.memory import Memory, View
-from kvtier.prompt import Prompt
+from kvtier.gpu import Stream
 from kvtier.retention import BlockRetention, Retention
 from kvtier.sync.loop import LoopThread
 from kvtier.types import BlockResult, Tier

@@ -17,12 +17,14 @@ from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
-from kvtierd.core.manager import (
-    BlockManager,
+from kvtierd.core.manager import BlockManager, DiskLoss
+from kvtierd.core.outcome import Grant, Outcome, Refusal
+from kvtierd.core.tickets import LeaseRecord, LeftLease
+from kvtierd.core.verbs import (
+    AcrossMatch,
     BlockResult,
     ChainRequest,
     CommitItem,
-    DiskLoss,
     DropReport,
     Listing,
     Location,
@@ -30,9 +32,6 @@ from kvtierd.core.manager import (
     Match,
     ResetReport,
 )
-from kvtierd.core.outcome import Grant, Outcome, Refusal
-from kvtierd.core.tickets import LeaseRecord, LeftLease
-from kvtierd.core.verbs import AcrossMatch
 from kvtierd.mover.executor import EventSink, Executor, OpenCache, SlotThreads
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import Answer, Refused, ShuttingDown, UnknownCache, Waiting, cancelled

@@ -15,9 +15,8 @@ from typing import Final, Protocol
 
 from kvtier.abi.slot_records import SlotContents
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
-from kvtierd.core.manager import Recovered
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.recovery import reachable
+from kvtierd.core.recovery import Recovered, reachable
 from kvtierd.core.tickets import LeftLease
 from kvtierd.core.traits import Label, Traits
 

@@ -24,8 +24,9 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core import bulk
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
-from kvtierd.core.manager import BlockManager, Recovered
+from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape, Policy
+from kvtierd.core.recovery import Recovered
 from kvtierd.core.tickets import LeftLease
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.notify import Notifier

@@ -21,8 +21,8 @@ from kvtier.abi.errors import AbiError
 from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
-from kvtierd.core.manager import Recovered
 from kvtierd.core.outcome import Content
+from kvtierd.core.recovery import Recovered
 from kvtierd.tiers.base import Bytes, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment
 from kvtierd.tiers.key_index import NOWHERE, At, Blocks, KeyIndex

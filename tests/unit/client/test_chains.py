@@ -15,9 +15,9 @@ from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.answers import Locations
 from kvtier.chains import Chains, are_distinct, count_leading
 from kvtier.types import Cursor
+from kvtier.wire import Locations
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.tiers.key_index import Blocks, KeyIndex
 

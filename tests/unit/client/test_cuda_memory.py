@@ -33,10 +33,8 @@ from kvtier.abi.layout import DEVICE, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.arena import Arena
 from kvtier.buffers import DeviceBytes
-from kvtier.cuda_memory import CannotMap, CudaMemory, mapped
 from kvtier.errors import CallerError, DaemonError
-from kvtier.fences import PASSED, fence_over
-from kvtier.gpu import Gpu, joined
+from kvtier.gpu import PASSED, CannotMap, CudaMemory, Gpu, fence_over, joined, map_device
 from kvtier.types import Tier
 from kvtierd.tiers.arena import Arena as DaemonArena
 from tests.fake_cuda import load_fake
@@ -471,7 +469,7 @@ async def test_a_device_that_is_not_there_is_a_reason_and_no_descriptor_is_left(
     gc.collect()  # what earlier tests left has descriptors, too
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CannotMap, match=r".+"):
-        await mapped(fd, attach.CudaMemory("0" * 32, LAYOUT.device_bytes))
+        await map_device(fd, attach.CudaMemory("0" * 32, LAYOUT.device_bytes))
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(fd)
 
@@ -484,7 +482,7 @@ async def test_opening_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch
         raise DaemonError("opened", reason="")
 
     monkeypatch.setattr(Gpu, "of", slow)
-    opening = asyncio.create_task(mapped(fd, attach.CudaMemory("0" * 32, 1)))
+    opening = asyncio.create_task(map_device(fd, attach.CudaMemory("0" * 32, 1)))
     await asyncio.sleep(0)
     go.set()
     with pytest.raises(DaemonError, match="opened"):

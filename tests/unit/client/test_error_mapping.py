@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 from grpc.aio import AioRpcError, Metadata
 
 from kvtier import errors
-from kvtier.rpc_errors import error_of, fault_of, link_is_broken
+from kvtier.errors import error_of, fault_of, link_is_broken
 from kvtier.types import Tier
 from kvtier.v1 import common_pb2
 

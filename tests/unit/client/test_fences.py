@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvtier.errors import DeviceError
-from kvtier.fences import PASSED, Fence, Unknown, all_of
+from kvtier.gpu import PASSED, Fence, Unknown, all_of
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from kvtier import BlockResult, Cache, LeaseLost, Tier
-from kvtier.arrays import Piece, put
 from kvtier.buffers import Bytes, Row, Rows
+from kvtier.copies import Piece, put
 from kvtier.retention import BlockRetention
 
 OK, MISSING = BlockResult.OK, BlockResult.PARENT_MISSING

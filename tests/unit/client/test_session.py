@@ -16,9 +16,9 @@ import pytest
 from google.protobuf.message import Message
 
 import kvtier
-from kvtier import Cache, Tier, binding
+from kvtier import Cache, Tier, arena
 from kvtier.arena import Arena
-from kvtier.attach import attach_socket
+from kvtier.transport import attach_socket
 from kvtier.v1 import blocks_pb2
 from tests.unit.client.fake_daemon import SPEC, Context, FakeDaemon, failing
 
@@ -141,7 +141,7 @@ async def test_what_was_mapped_is_not_read_once_the_next_cannot_be_mapped(
     def out_of_memory(*args: object, **kwargs: object) -> Arena:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(binding, "Arena", out_of_memory)
+    monkeypatch.setattr(arena, "Arena", out_of_memory)
     daemon.known.clear()
     daemon.hang_up()
     await until(lambda: before.stale)
@@ -163,7 +163,7 @@ async def test_a_client_without_a_descriptor_left_attaches_again_when_it_has_one
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return attach_socket()
 
-    monkeypatch.setattr("kvtier.attach.attach_socket", scarce)
+    monkeypatch.setattr("kvtier.transport.attach_socket", scarce)
     daemon.answers["Match"] = match
     daemon.hang_up()
     await daemon.until(lambda: len(daemon.hellos) == 2)
@@ -188,7 +188,7 @@ async def test_a_client_that_fails_inside_when_it_attaches_again_says_so_and_hol
     if known:
         monkeypatch.setattr("kvtier.session.Stubs.over", broken)
     else:
-        monkeypatch.setattr("kvtier.binding.Binder.session_changed", broken)
+        monkeypatch.setattr("kvtier.arena.Binder.session_changed", broken)
         daemon.known.clear()
     daemon.hang_up()
     await until(lambda: client._session.live_link is None)
@@ -283,7 +283,7 @@ async def test_what_was_granted_to_a_cancelled_caller_is_given_back(
     daemon: FakeDaemon, cache: Cache, monkeypatch: pytest.MonkeyPatch, unheard: int
 ) -> None:
     """By the number of the call, as often as it takes to be heard."""
-    monkeypatch.setattr(binding, "_GIVE_BACK_S", 0.05)
+    monkeypatch.setattr(arena, "_GIVE_BACK_S", 0.05)
     arrived = asyncio.Event()
 
     async def slow(request: blocks_pb2.ReserveRequest, context: Context) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 import kvtier
-from kvtier import BlockResult, errors, streams
+from kvtier import BlockResult, copies, errors
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from tests.unit.client.fake_daemon import SPEC, FakeDaemon, failing
 
@@ -37,7 +37,7 @@ async def received(*chunks: transfer_pb2.GetChunk) -> list[Any]:
         for chunk in chunks:
             yield chunk
 
-    return await streams._download(stream(), None, BLOCK_BYTES)
+    return await copies._download(stream(), None, BLOCK_BYTES)
 
 
 async def test_blocks_are_put_together_from_chunks_cut_anywhere() -> None:
@@ -106,4 +106,4 @@ async def test_a_put_whose_call_ends_as_its_stream_is_closed_ends_as_the_call_sa
             return transfer_pb2.PutResponse(results=bytes(2))
 
     call: Any = Ended()
-    assert (await streams._upload(call, transfer_pb2.PutHeader(), [*DATA])).results == bytes(2)
+    assert (await copies._upload(call, transfer_pb2.PutHeader(), [*DATA])).results == bytes(2)

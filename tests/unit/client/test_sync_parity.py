@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvtier import across, aio, cache, lease, mirror, sync, watch
+from kvtier import cache, groups, lease, mirror, sync, watch
+from kvtier import client as aio
 
 TWINS: dict[type, type] = {
     aio.AsyncClient: sync.Client,
     cache.Cache: sync.Cache,
-    across.AcrossGroups: sync.AcrossGroups,
-    across.AcrossLease: sync.AcrossLease,
+    groups.AcrossGroups: sync.AcrossGroups,
+    groups.AcrossLease: sync.AcrossLease,
     lease.WriteLease: sync.WriteLease,
     lease.ReadLease: sync.ReadLease,
     watch.Watch: sync.Watch,
@@ -39,7 +40,7 @@ SEAMS = {
         "end_get",
     },  # of its client: the way to call the first is open_cache
     aio.AsyncClient: {"work"},
-    across.AcrossGroups: {"reader", "begin_get", "sources"},
+    groups.AcrossGroups: {"reader", "begin_get", "sources"},
     lease.WriteLease: {"binding"},
     lease.ReadLease: {"binding"},
 }

@@ -13,9 +13,9 @@ import xxhash
 
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.errors import DamagedTransfer
+from kvtier.reading import verified
 from kvtier.session import Deadline
 from kvtier.v1 import blocks_pb2
-from kvtier.verifying import verified
 from kvtierd.service import validate
 
 COUNT: Final = validate.MAX_KEYS + 3

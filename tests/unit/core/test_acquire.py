@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core.errors import BadArgument
-from kvtierd.core.manager import ChainRequest
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.policy import Policy
+from kvtierd.core.verbs import ChainRequest
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench, key
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from kvtierd.core.check import check
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId
-from kvtierd.core.manager import BlockManager, CommitItem
+from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape
+from kvtierd.core.verbs import CommitItem
 from tests.slot_rows import begun
 from tests.unit.core.bench import ALICE, DEVICE, key
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtierd.core.manager import ListingRow
+from kvtierd.core.verbs import ListingRow
 from tests.unit.core.bench import DEVICE, GROUP, HOST, Bench, key, name_of
 
 

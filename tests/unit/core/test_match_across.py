@@ -11,8 +11,9 @@ from hypothesis import example, given
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key
-from kvtierd.core.manager import AcrossMatch, BlockManager, CommitItem
+from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape
+from kvtierd.core.verbs import AcrossMatch, CommitItem
 from tests.unit.core.bench import ALICE, HOST, key
 
 CHAIN: list[Key] = [key(f"block {n}") for n in range(24)]

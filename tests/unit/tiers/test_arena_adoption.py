@@ -16,9 +16,9 @@ from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.slot_records import SlotContents
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
-from kvtierd.core.manager import Recovered
 from kvtierd.core.outcome import Content, SlotRef
 from kvtierd.core.policy import GroupShape
+from kvtierd.core.recovery import Recovered
 from kvtierd.core.traits import Label, Traits
 from kvtierd.service.adoption import NOBODY, OldLife, adopt
 from kvtierd.tiers.arena import Arena

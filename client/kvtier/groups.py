@@ -15,24 +15,30 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import arrays, buffers, transfer
+from kvtier import buffers, copies, transfer
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.answers import AcrossMatch, GroupSpan
-from kvtier.arrays import copied_out
-from kvtier.binding import Binder, Binding
+from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, Rows, of_cpu
-from kvtier.errors import InvalidArgument, KvtierError, TooShort
-from kvtier.fences import PASSED, Stream
-from kvtier.holdings import Holdings
-from kvtier.lease import Held, ReadLease
-from kvtier.prompt import Prompt
+from kvtier.chains import Prompt
+from kvtier.copies import copied_out
+from kvtier.errors import InvalidArgument, KvtierError, TooShort, chain_error
+from kvtier.gpu import PASSED, Stream
+from kvtier.lease import Held, Holdings, ReadLease
 from kvtier.reading import Read, Reader
 from kvtier.retention import Retention, block_retention, chain_message, each_priority
-from kvtier.rpc_errors import chain_error
 from kvtier.session import Deadline, require_timeout
 from kvtier.types import BlockResult, Tier
 from kvtier.v1 import blocks_pb2
-from kvtier.wire import Keys, cursor_from_wire, packed_chains, packed_keys, split_keys, tier_to_wire
+from kvtier.wire import (
+    AcrossMatch,
+    GroupSpan,
+    Keys,
+    cursor_from_wire,
+    packed_chains,
+    packed_keys,
+    split_keys,
+    tier_to_wire,
+)
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache
@@ -235,8 +241,8 @@ class AcrossGroups:
             first, step = len(chain) - len(rows), cache.spec.tokens_per_block
             later = retention and retention.after(first, step)
             kept = block_retention(len(rows), step, ranks and ranks[first:], later)
-            piece = arrays.Piece(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
-            results[group] = await arrays.put(cache, cache.way(place), place, piece, timeout)
+            piece = copies.Piece(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
+            results[group] = await copies.put(cache, cache.way(place), place, piece, timeout)
         return results
 
     def sources(self, blocks: Mapping[int, Blocks], count: int, tier: Tier) -> dict[int, Rows]:

@@ -1,13 +1,12 @@
-"""Blocks over gRPC, for caches that are not mapped: each piece of a chain in one stream, with checksums.
-
-The rules stand in ``proto/kvtier/v1/transfer.proto``.
-"""
+"""Chains of blocks in and out of a cache as arrays, piece by piece, through its mapped memory or through streams."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import xxhash
@@ -15,18 +14,134 @@ from grpc.aio import InternalError, StreamUnaryCall
 
 from kvtier import transfer
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
-from kvtier.binding import Binder, Binding
+from kvtier.arena import Binder, Binding
 from kvtier.buffers import Bytes, Row, Rows, of_cpu
-from kvtier.errors import DaemonError, DamagedTransfer
-from kvtier.rpc_errors import chain_error
+from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
+from kvtier.gpu import PASSED
+from kvtier.lease import ReadLease
+from kvtier.retention import BlockRetention
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, tier_to_wire
 
 if TYPE_CHECKING:
-    from kvtier.arrays import Piece
     from kvtier.cache import Cache
+    from kvtier.chains import Prompt
+    from kvtier.lease import Holdings
+
+
+MAX_PIECE: Final = 1_024
+"""Blocks that one call brings into the daemon's core."""
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """A chain, or consecutive keys of one, to be stored. ``blocks``: flat, one a key. ``parent``: the first one's."""
+
+    chain: Sequence[bytes]
+    blocks: Rows
+    parent: bytes | None
+    kept: BlockRetention
+    prompt: Prompt | None
+
+    def part(self, start: int, end: int) -> Piece:
+        parent = self.chain[start - 1] if start else self.parent
+        return Piece(self.chain[start:end], self.blocks[start:end], parent, self.kept[start:end], self.prompt)
+
+
+class Way(Protocol):
+    """How the bytes of one piece of a chain travel. ``max_blocks``: of a piece."""
+
+    @property
+    def max_blocks(self) -> int: ...
+
+    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        """Raises :class:`LeaseLost` where the daemon restarts meanwhile."""
+        ...
+
+    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> list[Row]:
+        """Raises :class:`TooShort` where none of it is stored."""
+        ...
+
+
+class Mapped:
+    """Through the cache's memory: reserve, copy, commit and release; acquire, copy, check, release."""
+
+    max_blocks: Final = MAX_PIECE
+
+    def __init__(self, cache: Cache, holdings: Holdings) -> None:
+        self._cache: Final = cache
+        self._holdings: Final = holdings
+
+    async def store(self, tier: Tier, piece: Piece, timeout: float | None) -> list[BlockResult]:
+        lease = await self._holdings.reserve(self._cache, tier, len(piece.chain), timeout)
+        try:
+            memory = lease.arena.memory(tier)
+            copy = partial(memory.write, self._cache.group, lease.slots, piece.blocks)
+            await transfer.run(copy, len(lease) * self._cache.block_bytes, waits=memory.waits)
+            return await self._holdings.store(lease, piece, timeout)
+        finally:
+            await self._cache.release(lease, stream=PASSED)
+
+    async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> list[Row]:
+        cache = self._cache
+        lease = await cache.acquire(chain, tier, min_blocks=1, timeout=timeout)
+        try:
+            fresh = np.empty((lease.blocks, cache.block_bytes), np.uint8) if targets is None else targets
+            rows = fresh[: lease.blocks]
+            await copied_out(lease, rows)
+            return list(rows)
+        finally:
+            await cache.release(lease, stream=PASSED)
+
+
+async def copied_out(lease: ReadLease, rows: Rows) -> None:
+    """Copies the blocks of a lease into arrays. Raises :class:`StaleRead` where one was not the block to the end."""
+    cache, memory = lease.cache, lease.arena.memory(lease.tier)
+    before = lease.unchanged()
+    nbytes = lease.blocks * cache.block_bytes
+    await transfer.run(lambda: memory.read(cache.group, lease.slots, rows), nbytes, waits=memory.waits)
+    if not (before and lease.unchanged()):
+        raise StaleRead("a slot changed under its lease", reason="STALE_READ")
+
+
+def pieces(cache: Cache, tier: Tier, way: Way) -> int:
+    """Blocks handled at a time: half a tier at most, so that two clients fit side by side."""
+    return max(1, min(cache.slots(tier) // 2, way.max_blocks))
+
+
+async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float | None) -> list[BlockResult]:
+    """See :meth:`kvtier.cache.Cache.put`."""
+    step, count = pieces(cache, tier, way), len(whole.chain)
+    results: list[BlockResult] = []
+    for start in range(0, count, step):
+        piece = whole.part(start, min(start + step, count))
+        try:
+            results += await way.store(tier, piece, timeout)
+        except LeaseLost:
+            results += await way.store(tier, piece, timeout)  # the caller's arrays are still good
+        if results[-1] is BlockResult.PARENT_MISSING:
+            break
+    return results + [BlockResult.PARENT_MISSING] * (count - len(results))
+
+
+async def get(
+    cache: Cache, way: Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
+) -> list[Row]:
+    """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat."""
+    step = pieces(cache, tier, way)
+    found: list[Row] = []
+    while len(found) < len(chain):
+        start = len(found)
+        end = min(start + step, len(chain))
+        into = None if targets is None else targets[start:end]
+        try:
+            found += await way.get(tier, chain[start:end], into, timeout)
+        except TooShort:
+            break
+    return found
+
 
 PutCall = StreamUnaryCall[transfer_pb2.PutChunk, transfer_pb2.PutResponse]
 
@@ -35,7 +150,7 @@ MAX_PIECE_BYTES: Final = 64 << 20
 
 
 class Streamed:
-    """Puts and gets pieces of chains through streams. Implements :class:`kvtier.arrays.Way`."""
+    """Puts and gets pieces of chains through streams. Implements :class:`kvtier.copies.Way`."""
 
     def __init__(self, cache: Cache, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
         self._cache: Final = cache
