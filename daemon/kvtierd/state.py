@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory
-from kvtierd.tiers.disk.files import DirectoryLock, io_errors, make_private_directory
-from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
+from kvtierd.tiers.disk.superblock import (
+    SUPERBLOCK,
+    DirectoryLock,
+    io_errors,
+    make_private_directory,
+    read_superblock,
+    write_superblock,
+)
 
 RESERVED_IDS: Final = 1 << 20
 """Ids reserved at a time; the next lot is asked for when half of one is left."""

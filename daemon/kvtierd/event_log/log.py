@@ -18,7 +18,7 @@ from typing import Final, Self, TypeVar
 
 from kvtierd.event_log.run import Run
 from kvtierd.event_log.segments import Segments
-from kvtierd.tiers.disk.files import io_errors
+from kvtierd.tiers.disk.superblock import io_errors
 
 LEAST_WAITING_BYTES: Final = 4 << 20
 LINGER_S: Final = 0.1

@@ -21,7 +21,7 @@ from typing import Final
 import xxhash
 
 from kvtierd.event_log.run import HEAD_BYTES, Head, Run, decode_head, encode, joined
-from kvtierd.tiers.disk.files import PRIVATE_FILE, make_private_directory, sync_directory
+from kvtierd.tiers.disk.superblock import PRIVATE_FILE, make_private_directory, sync_directory
 
 _HEADER: Final = struct.Struct("<8sQQQQQQ")
 _CHECK: Final = struct.Struct("<Q")

@@ -15,9 +15,8 @@ from kvtierd.core.traits import Traits
 from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
 from kvtierd.mover.work import Concerns, destination, items_of
 from kvtierd.tiers.base import TierError
-from kvtierd.tiers.disk.store import DiskStore
-from kvtierd.tiers.disk.values import Begun, DiskRead, DiskWrite, Retirement
-from kvtierd.tiers.parts import Part
+from kvtierd.tiers.disk.batch import DiskWrite, Retirement
+from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,7 +62,7 @@ def write(batch: Batch) -> Finish:
     return store(batch, parts)
 
 
-def store(batch: Batch, parts: Mapping[int, Sequence[Part]], *, lent: bool = False) -> Finish:
+def store(batch: Batch, parts: Mapping[int, Sequence[memoryview]], *, lent: bool = False) -> Finish:
     """The same with the records of the blocks, by their places in the batch; what has none fails.
 
     While one batch is made durable, the bytes of the next are written. ``lent``: the records are the caller's again
@@ -95,7 +94,7 @@ def read(batch: Batch) -> Faults:
     return fetch(batch, [runtime.memory(_target(m)).padded_parts(m.group, destination(item)) for m, item in items])
 
 
-def fetch(batch: Batch, parts: Sequence[Sequence[Part]]) -> Faults:
+def fetch(batch: Batch, parts: Sequence[Sequence[memoryview]]) -> Faults:
     """The same into these records, one an item."""
     reads = [
         DiskRead(move.group, item.src, item.key, into)

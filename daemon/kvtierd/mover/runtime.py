@@ -15,9 +15,8 @@ from kvtierd.mover.cuda.pagelocks import PageLocks
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, MemoryStore
 from kvtierd.tiers.cuda.store import CudaDevice
-from kvtierd.tiers.device import Chaos, StandInDevice
-from kvtierd.tiers.disk import DiskStore
-from kvtierd.tiers.host import HostStore
+from kvtierd.tiers.disk.store import DiskStore
+from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
 
 _NONE: Final = Traits(0)
 """Of a slot without a block."""

@@ -21,7 +21,7 @@ from kvtierd.core.ids import DEVICE, GroupId, Key, SlotId
 from kvtierd.core.outcome import Move
 from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece, Unaccounted
 from kvtierd.mover.work import CarryOut, Concerns, Edge, Report, reports_of
-from kvtierd.tiers.device import Chaos
+from kvtierd.tiers.mapped import Chaos
 
 RETIRES_PER_COPY: Final = 4
 """Deletions are cheap next to copies: a batch takes this many for each copy that it could take."""

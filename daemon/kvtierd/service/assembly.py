@@ -39,11 +39,10 @@ from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import DeviceIOError, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment, Gpu
 from kvtierd.tiers.cuda.store import CudaDevice
-from kvtierd.tiers.device import Chaos, StandInDevice
+from kvtierd.tiers.disk.recovery import DiskRecord, Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
-from kvtierd.tiers.disk.values import DiskRecord, Recovery
-from kvtierd.tiers.host import HostStore
+from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
 
 MANAGER_LETS_GO_S: Final = 5.0
 """How long GPU memory that a service manager has kept may still be taken after it was told to let go of it."""

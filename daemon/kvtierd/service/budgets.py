@@ -22,8 +22,7 @@ from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.split import least_bytes, most_bytes, split
 from kvtierd.tiers.base import DamagedDirectory
-from kvtierd.tiers.disk.files import io_errors, make_private_directory
-from kvtierd.tiers.disk.superblock import read_superblock, write_superblock
+from kvtierd.tiers.disk.superblock import io_errors, make_private_directory, read_superblock, write_superblock
 
 Slots = Mapping[Tier, tuple[int, ...]]
 """Slots by tier, one count a window group and none of them 0; tiers that the cache lacks are absent."""

@@ -48,8 +48,8 @@ from kvtierd.service.transfer import TransferService
 from kvtierd.service.wire import CacheHeader
 from kvtierd.state import EVENT_LOG, StateDir
 from kvtierd.tiers.cuda.pool import Gpu
-from kvtierd.tiers.device import Chaos
 from kvtierd.tiers.disk.root import DiskRoot
+from kvtierd.tiers.mapped import Chaos
 
 if TYPE_CHECKING:
     from kvtierd.service.metrics import Metrics

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvtierd.config import Config
 from kvtierd.core.ids import Tier
 from kvtierd.tiers.base import TierConfigError
-from kvtierd.tiers.memory import total_bytes
+from kvtierd.tiers.memfd import total_bytes
 
 
 def require_possible(config: Config) -> None:

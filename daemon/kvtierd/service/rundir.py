@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, AddressError, socket_path
 from kvtierd.tiers.base import TierConfigError
-from kvtierd.tiers.disk.files import DirectoryLock, io_errors
+from kvtierd.tiers.disk.superblock import DirectoryLock, io_errors
 
 LOCK: Final = "kvtierd.lock"
 _DIRECTORY_MODE: Final = 0o750

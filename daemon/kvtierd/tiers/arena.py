@@ -26,8 +26,7 @@ from kvtierd.core.recovery import Recovered
 from kvtierd.tiers.base import Bytes, NotAdoptable
 from kvtierd.tiers.cuda.pool import CudaSegment
 from kvtierd.tiers.key_index import NOWHERE, At, Blocks, KeyIndex
-from kvtierd.tiers.memfd import Memfd
-from kvtierd.tiers.memory import require_memory
+from kvtierd.tiers.memfd import Memfd, require_memory
 
 SEGMENT_NAMES: Final = {Tier.HOST: attach.HOST, Tier.DEVICE: attach.DEVICE}
 """Of data segments in shared memory."""

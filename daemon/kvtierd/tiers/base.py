@@ -1,51 +1,66 @@
-"""What every tier offers and how it fails.
+"""The contract of a tier: the slots of a memory tier, and the errors of all tiers.
 
-Errors are split by whose problem they are: the operator's configuration, the hardware, or a directory that is not ours
-to touch.
+An error says who can mend it: the operator (configuration), nobody (hardware), or the owner of a directory that is not
+kvtier's to touch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
 
-if TYPE_CHECKING:
-    from kvtierd.tiers.parts import Part  # which raises this module's errors
-
 Bytes = NDArray[np.uint8]
 """A view of raw bytes."""
 
 
 class MemoryStore(Protocol):
-    """Slots that are memory. Views stay valid while anyone holds them, even past :meth:`close`."""
+    """Slots of one tier that are memory of this process.
+
+    A slot holds one block: a part in each pool of its window group. Views stay valid while anyone holds them, even past
+    :meth:`close`. Every method raises IndexError for a slot that does not exist.
+    """
 
     @property
     def tier(self) -> Tier: ...
 
     def parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
-        """The slot's exact bytes: one 1-D array a pool."""
+        """The exact bytes of a slot.
+
+        Returns:
+            One 1-D array a pool, without padding.
+        """
         ...
 
-    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[Part]:
-        """The same with padding, in the order of the disk's record, in as many parts as it takes: address and length of
-        each are multiples of 4096, fit for direct I/O."""
+    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[memoryview]:
+        """The bytes of a slot as the disk stores them.
+
+        Returns:
+            The record in pool order, in one view or several. Address and length of each are multiples of 4096, as
+            direct I/O wants them.
+        """
         ...
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
-        """All slots' exact bytes in one pool: [slots, bytes]. Rows of consecutive slots can be copied as one piece."""
+        """The exact bytes of all slots in one pool.
+
+        Returns:
+            [slots, bytes]. One copy moves rows of consecutive slots.
+        """
         ...
 
     def poison(self, group: GroupId, slot: SlotId) -> None:
-        """Overwrites the first and last 4096 bytes of each part, so that nobody mistakes a freed slot for data."""
+        """Overwrites the first and last 4096 bytes of each part, so that a late reader finds out."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Lets go of the memory. No call follows."""
+        ...
 
 
 class TierError(Exception):
@@ -53,7 +68,7 @@ class TierError(Exception):
 
 
 class TierConfigError(TierError):
-    """What the configuration asks for cannot be had: ``field``, ``value``, ``limit``."""
+    """The configuration asks for more than there is."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         super().__init__(f"{field} = {value}: {limit}")
@@ -82,11 +97,11 @@ class DeviceIOError(TierIOError):
 
 
 class NotAdoptable(TierError):
-    """Shared memory of an earlier daemon that cannot be trusted, or is not what is wanted. It was not touched."""
+    """Shared memory of an earlier daemon does not fit this one. It was not touched."""
 
 
 class ForeignDirectory(TierError):
-    """The directory holds something that kvtier did not make. Nothing in it was touched."""
+    """The directory holds files that kvtier did not make. Nothing in it was touched."""
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(f"{path}: {message}")

@@ -1,71 +1,107 @@
-"""A memory tier as numpy views over its data segment."""
+"""Memory tiers that this process maps: the host tier, and the stand-in for a device tier without a GPU.
+
+A GPU completes copies late and, between streams, in any order, and a freed slot is overwritten at once. The stand-in
+does the same with :class:`Chaos`: a program that forgets to wait reads wrong bytes there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.parts import Part, Rows
 
-POISON = 0xA5
-POISONED = 4096
-_STAMP = bytes([POISON]) * POISONED
+POISON: Final = 0xA5
+POISONED: Final = 4096
+
+
+class Rows:
+    """Equal stretches of a piece of memory, as memoryviews: a row of an array takes five times as long to make."""
+
+    __slots__ = ("_memory", "_nbytes", "_slots", "_start", "_stride")
+
+    def __init__(self, data: Bytes, rows: Bytes) -> None:
+        """``rows``: [slots, bytes], a view of ``data``."""
+        self._memory = data.data
+        self._start = rows.ctypes.data - data.ctypes.data if rows.size else 0
+        self._stride = rows.strides[0]
+        self._slots, self._nbytes = rows.shape
+
+    def row(self, slot: SlotId) -> memoryview:
+        """Raises IndexError for a slot that does not exist."""
+        if not 0 <= slot < self._slots:
+            raise IndexError(f"slot {slot}")
+        first = self._start + slot * self._stride
+        return self._memory[first : first + self._nbytes]
 
 
 class MappedStore:
     """Slots of one tier of an arena. Implements :class:`kvtierd.tiers.base.MemoryStore`.
 
-    One 2-D array per pool is made at the start; a slot is a row of it, so that asking for one is an indexing operation.
+    On the host a slot's pools stand one after another, each padded to 4096 bytes: the disk's record, byte for byte. A
+    device tier has one region a pool.
     """
 
     def __init__(self, arena: Arena, tier: Tier) -> None:
-        self._tier = tier
+        self.tier: Final = tier
         layout, data = arena.layout, arena.data(tier)
         self._exact: list[list[Bytes]] = []
-        self._flat: list[list[Rows]] = []
         self._padded: list[list[Rows]] = []
         for index, group in enumerate(layout.groups):
             pools = range(len(group.pools))
             self._exact.append([layout.pool_view(data, tier, index, pool) for pool in pools])
-            self._flat.append([Rows(data, pool) for pool in self._exact[-1]])
-            whole = [layout.pool_view(data, tier, index, pool, padding=True) for pool in pools]
-            self._padded.append([Rows(data, pool) for pool in whole])
-
-    @property
-    def tier(self) -> Tier:
-        return self._tier
+            if tier is Tier.HOST:
+                padded = [layout.record_view(data, index)]
+            else:
+                padded = [layout.pool_view(data, tier, index, pool, padding=True) for pool in pools]
+            self._padded.append([Rows(data, rows) for rows in padded])
 
     def parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
-        """The slot's exact bytes: one 1-D array a pool. Raises IndexError for a slot that does not exist."""
-        return _rows(self._exact[group], slot)
+        if slot < 0:  # numpy would count from the end and hand out another slot's bytes
+            raise IndexError(f"slot {slot}")
+        return [pool[slot] for pool in self._exact[group]]
 
-    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[Part]:
-        """The same with padding: address and length of each are multiples of 4096."""
-        return [pool.part(slot) for pool in self._padded[group]]
+    def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[memoryview]:
+        return [rows.row(slot) for rows in self._padded[group]]
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
-        """All slots' exact bytes in one pool: [slots, bytes]."""
         return self._exact[group][pool]
 
     def poison(self, group: GroupId, slot: SlotId) -> None:
-        """Overwrites the first and last 4096 bytes of each part."""
-        for pool in self._flat[group]:
-            first = pool.start_of(slot)
-            end = first + pool.nbytes
-            stamp = _STAMP[: pool.nbytes]
-            pool.memory[first : first + len(stamp)] = stamp
-            pool.memory[end - len(stamp) : end] = stamp
+        for part in self.parts(group, slot):
+            part[:POISONED] = part[-POISONED:] = POISON
 
     def close(self) -> None:
-        """Lets go of the segment; views that others hold stay valid."""
         self._exact.clear()
         self._padded.clear()
-        self._flat.clear()
 
 
-def _rows(pools: list[Bytes], slot: SlotId) -> list[Bytes]:
-    if slot < 0:  # numpy would count from the end and hand out somebody else's bytes
-        raise IndexError(f"slot {slot}")
-    return [pool[slot] for pool in pools]
+class HostStore(MappedStore):
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena, Tier.HOST)
+
+
+@dataclass(slots=True, frozen=True)
+class Chaos:
+    """How late copies are. The same seed gives every stream the same delays again."""
+
+    seed: int
+    max_delay_s: float = 0.002
+
+    def delays(self, stream: str) -> Iterator[float]:
+        """Endless delays in seconds, one a copy. Streams differ, so their completions overtake each other."""
+        generator = random.Random(f"{self.seed}:{stream}")
+        while True:
+            yield generator.uniform(0.0, self.max_delay_s)
+
+
+class StandInDevice(MappedStore):
+    """``chaos`` is for the threads that run the copies."""
+
+    def __init__(self, arena: Arena, chaos: Chaos | None = None) -> None:
+        super().__init__(arena, Tier.DEVICE)
+        self.chaos: Final = chaos

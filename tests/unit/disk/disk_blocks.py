@@ -15,11 +15,12 @@ from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.index import index_bytes
+from kvtierd.tiers.disk.recovery import Recovery
 from kvtierd.tiers.disk.root import DiskRoot
-from kvtierd.tiers.disk.store import DiskStore, create_files
-from kvtierd.tiers.disk.values import DiskRead, DiskWrite, Recovery, SlabShape
-from kvtierd.tiers.parts import Part
+from kvtierd.tiers.disk.slab import SlabShape
+from kvtierd.tiers.disk.store import DiskRead, DiskStore, create_files
 
 Name = TypeVar("Name", bound=int | str)
 GROUP = GroupId(0)
@@ -38,8 +39,8 @@ def buffers(sizes: Sequence[int] = PARTS) -> list[Bytes]:
     return [np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8) for size in sizes]
 
 
-def parts_of(arrays: Iterable[Bytes]) -> list[Part]:
-    return [Part(array.data, array.__array_interface__["data"][0], array.nbytes) for array in arrays]
+def parts_of(arrays: Iterable[Bytes]) -> list[memoryview]:
+    return [array.data for array in arrays]
 
 
 def payload(block: Key, sizes: Sequence[int] = PARTS) -> list[Bytes]:
@@ -72,7 +73,7 @@ def fetch(name: int | str, slot: int, group: GroupId = GROUP) -> DiskRead:
 
 def holds_its_bytes(read: DiskRead) -> bool:
     sizes = [part.nbytes for part in read.parts]
-    return all(got.memory == want.data for got, want in zip(read.parts, payload(read.key, sizes), strict=True))
+    return all(got == want.data for got, want in zip(read.parts, payload(read.key, sizes), strict=True))
 
 
 def verdicts(store: DiskStore, places: Mapping[Name, int]) -> dict[Name, str]:

@@ -8,7 +8,7 @@ import pytest
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.traits import MAX_TOKEN_BYTES, Label, Traits
 from kvtierd.tiers.disk import records
-from kvtierd.tiers.disk.checksum import checksum
+from kvtierd.tiers.disk.records import checksum
 from tests.unit.disk.disk_blocks import FINGERPRINT, buffers, key, parts_of, payload
 
 PARENT = Key(bytes(range(32)))
@@ -25,7 +25,7 @@ FULL = (
     + b"\x11\x22\x33\x44\x55\x66\x77\x88"
     + b"three tokens"
 )
-PLACE = records.Place(SlotId(7), 5, 12288, b"\xaa" * 16)
+PLACE = (SlotId(7), 5, 12288, b"\xaa" * 16)
 TRAITS = Traits(90, 1000, 1_000_000_000_000, Label(bytes.fromhex("1122334455667788"), b"three tokens"))
 
 
@@ -34,12 +34,12 @@ def decoded(values: list[bytes]) -> list[Traits]:
 
 
 def test_a_record_has_the_documented_bytes() -> None:
-    assert records.encode_record(PLACE, PARENT, Traits(35)) == BARE
-    assert records.encode_record(PLACE, PARENT, TRAITS) == FULL
+    assert records.encode_record(*PLACE, PARENT, Traits(35)) == BARE
+    assert records.encode_record(*PLACE, PARENT, TRAITS) == FULL
 
 
 def test_records_decode_together() -> None:
-    root = records.encode_record(records.Place(SlotId(1), 2**40, 4096, bytes(16)), None, Traits(90))
+    root = records.encode_record(SlotId(1), 2**40, 4096, bytes(16), None, Traits(90))
     rows = records.decode_records([BARE, b"too short", root, FULL])
     assert rows["version"].tolist() == [1, 0, 1, 1]
     assert rows["slot"].tolist() == [7, 0, 1, 7]
@@ -55,7 +55,7 @@ def test_traits_come_back() -> None:
 
 def test_a_label_of_each_kind_comes_back() -> None:
     labels = [Label(bytes(range(32))), Label(tokens=b"tokens"), Label(bytes(range(8)), bytes(MAX_TOKEN_BYTES))]
-    values = [records.encode_record(PLACE, None, Traits(35, label=label)) for label in labels]
+    values = [records.encode_record(*PLACE, None, Traits(35, label=label)) for label in labels]
     assert [traits.label for traits in decoded(values)] == labels
 
 

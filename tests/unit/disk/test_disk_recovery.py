@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.traits import Traits
 from kvtierd.tiers.disk.index import Stored
-from kvtierd.tiers.disk.records import Place, encode_recency, encode_record, encode_touches
-from kvtierd.tiers.disk.recovery import Recovered, recover_group
-from kvtierd.tiers.disk.values import DiskRecord, SlabShape
+from kvtierd.tiers.disk.records import encode_recency, encode_record, encode_touches
+from kvtierd.tiers.disk.recovery import DiskRecord, Recovered, recover_group
+from kvtierd.tiers.disk.slab import SlabShape
 from tests.unit.disk.disk_blocks import GROUP, block, key, names, new_store, open_store, reopened, verdicts
 
 SHAPE = SlabShape(record_bytes=4096, slots=16)
@@ -34,7 +34,7 @@ class Row:
     @property
     def value(self) -> bytes:
         above = None if self.parent is None else key(self.parent)
-        return encode_record(Place(SlotId(self.slot), self.last_use, self.size, CHECKSUM), above, Traits(35))
+        return encode_record(SlotId(self.slot), self.last_use, self.size, CHECKSUM, above, Traits(35))
 
 
 def stored(
@@ -213,8 +213,7 @@ def test_keys_parents_and_checksums_that_end_in_zeros_are_whole() -> None:
     """numpy's fixed-width strings would cut them."""
     parent, child, digest = Key(b"\x01" + bytes(31)), Key(bytes(32)), b"\x02" + bytes(15)
     values = [
-        encode_record(Place(SlotId(slot), 1, 4096, digest), above, Traits(35))
-        for slot, above in ((3, None), (4, parent))
+        encode_record(SlotId(slot), 1, 4096, digest, above, Traits(35)) for slot, above in ((3, None), (4, parent))
     ]
     found = recover_group(Stored([parent, child], values, [], [], frozenset()), SHAPE)
     assert [(record.key, record.parent) for record in found.records] == [(parent, None), (child, parent)]

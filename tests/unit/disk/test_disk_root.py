@@ -34,7 +34,7 @@ from tests.unit.disk.disk_blocks import GROUP, block, names, open_root, spec, ve
 HOLDER = """
 import sys
 from pathlib import Path
-from kvtierd.tiers.disk import DiskRoot
+from kvtierd.tiers.disk.root import DiskRoot
 root = DiskRoot.open(Path(sys.argv[1]), floor_bytes=0)
 print("held", flush=True)
 sys.stdin.read()

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvtierd.core.ids import SlotId
-from kvtierd.core.traits import MAX_TOKEN_BYTES, Label, Traits
-from kvtierd.tiers.base import TierConfigError
+from kvtierd.core.traits import Label, Traits
+from kvtierd.tiers.disk.recovery import Recovery
 from kvtierd.tiers.disk.store import DiskStore
-from kvtierd.tiers.disk.values import Recovery
 from tests.unit.disk.disk_blocks import (
     GROUP,
     block,
@@ -57,22 +56,3 @@ def test_what_is_not_on_disk_is_not_restated_into_it(store: DiskStore, tmp_path:
     )
     with reopened(store, tmp_path / "store") as (_, found):
         assert traits(found) == {}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "field"),
-    [
-        (Traits(101), "priority"),
-        (Traits(-1), "priority"),
-        (Traits(35, 2**32), "duration_ms"),
-        (Traits(35, 0, -1), "deadline_ns"),
-        (Traits(35, label=Label(b"five!")), "event_hash"),
-        (Traits(35, label=Label(tokens=bytes(MAX_TOKEN_BYTES + 1))), "tokens"),
-    ],
-)
-def test_traits_out_of_range_are_refused_whole(store: DiskStore, wrong: Traits, field: str) -> None:
-    with pytest.raises(TierConfigError, match=field):
-        store.write([block("a", 0), block("b", 1, traits=wrong)])
-    with pytest.raises(TierConfigError, match=field):
-        store.write([block("a", 0)], restate=[(GROUP, key("a"), wrong)])
-    assert verdicts(store, {"a": 0}) == {"a": "corrupt"}

@@ -26,11 +26,10 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierIOError
-from kvtierd.tiers.device import Chaos, StandInDevice
+from kvtierd.tiers.disk.batch import DiskWrite, Restatement
 from kvtierd.tiers.disk.root import DiskRoot
-from kvtierd.tiers.disk.store import DiskStore
-from kvtierd.tiers.disk.values import Begun, DiskRead, DiskWrite, ReadReport, Restatement
-from kvtierd.tiers.host import HostStore
+from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore, ReadReport
+from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
 
 GROUP = GroupId(0)
 CACHE = CacheId(1)

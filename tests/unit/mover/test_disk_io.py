@@ -12,7 +12,8 @@ from kvtierd.core.outcome import Move
 from kvtierd.mover import disk_io
 from kvtierd.mover.runtime import CacheRuntime, Faults, Piece
 from kvtierd.mover.work import Report, reports_of
-from kvtierd.tiers.disk.values import Begun, DiskWrite
+from kvtierd.tiers.disk.batch import DiskWrite
+from kvtierd.tiers.disk.store import Begun
 from tests.unit.mover.rig import House, StubbornDisk, fill, holds, key, move
 
 HOST, DISK = Tier.HOST, Tier.DISK

@@ -9,7 +9,7 @@ import pytest
 
 from kvtierd.core.ids import Key, Tier
 from kvtierd.mover.tickets import Refused
-from kvtierd.tiers.device import Chaos
+from kvtierd.tiers.mapped import Chaos
 from tests.unit.mover.rig import CACHE, GROUP, Client, House, key, ready
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

@@ -24,9 +24,9 @@ from kvtierd.service.daemon import Daemon
 from kvtierd.state import StateDir
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError, TierIOError
+from kvtierd.tiers.disk.recovery import Recovery
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
-from kvtierd.tiers.disk.values import Recovery
 from tests.unit.service.rig import (
     DEVICE,
     DISK,

@@ -21,7 +21,7 @@ from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, events_pb2_grpc
 from kvtierd.service import calls, validate, wire
 from kvtierd.service.daemon import Daemon
-from kvtierd.tiers.device import Chaos
+from kvtierd.tiers.mapped import Chaos
 from tests.forking import is_own_command
 from tests.unit.service.relay import relay
 from tests.unit.service.rig import (

@@ -18,7 +18,7 @@ from kvtier.abi.control import ArenaIdentity, ArenaState, Header, read_state
 from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import SessionId, SlotId, Tier
-from kvtierd.tiers import memory
+from kvtierd.tiers import memfd
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.memfd import Memfd
@@ -357,13 +357,13 @@ def control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for group, limit in ((own, "max"), (own.parent, str(10 << 20))):
         (group / "memory.max").write_text(f"{limit}\n")
         (group / "memory.stat").write_text(f"anon {1 << 20}\nfile {8 << 20}\nshmem {2 << 20}\n")
-    monkeypatch.setattr(memory, "_OWN_CGROUP", tmp_path / "self")
-    monkeypatch.setattr(memory, "_CGROUP_ROOT", tmp_path / "fs")
+    monkeypatch.setattr(memfd, "_OWN_CGROUP", tmp_path / "self")
+    monkeypatch.setattr(memfd, "_CGROUP_ROOT", tmp_path / "fs")
     return own.parent
 
 
 def test_a_control_group_above_limits_what_is_available(control_group: Path) -> None:
-    assert memory.available_bytes() == 7 << 20  # page cache gives way, anonymous and shared memory do not
+    assert memfd.available_bytes() == 7 << 20  # page cache gives way, anonymous and shared memory do not
     with pytest.raises(TierConfigError, match=str(7 << 20)):
         Memfd.create("kvtier:unit:group", 8 << 20)
     (control_group / "memory.max").write_text("max\n")

@@ -26,7 +26,7 @@ from kvtierd.mover.cuda.traffic import Losable, Traffic
 from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
 from kvtierd.mover.work import destination, items_of
 from kvtierd.tiers.base import Bytes, TierError, TierIOError
-from kvtierd.tiers.host import HostStore
+from kvtierd.tiers.mapped import HostStore
 
 BATCH_BYTES: Final = 16 << 20
 """Most that one batch copies to or from the device, unless a single block is more: a third of a millisecond on a fast

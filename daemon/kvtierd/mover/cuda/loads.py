@@ -11,7 +11,7 @@ from kvtierd.core.ids import GroupId, SlotId
 from kvtierd.mover.cuda.plan import Place
 from kvtierd.mover.cuda.staging import Buffer
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.parts import Part, Rows
+from kvtierd.tiers.mapped import Rows
 
 Wanted = Mapping[int, tuple[GroupId, SlotId]]
 """The device slot of each of some items, which are named by their places in a batch, in that order."""
@@ -65,10 +65,10 @@ class Load:
             for number, place in enumerate(places)
         ]
 
-    def records(self) -> dict[int, Sequence[Part]]:
+    def records(self) -> dict[int, Sequence[memoryview]]:
         """The bytes of each, in the buffer."""
         rows = {group: Rows(self.buffer.memory, self._rows(group)) for group in self._starts}
-        return {one.place: (rows[one.group].part(one.number),) for one in self.numbered()}
+        return {one.place: (rows[one.group].row(one.number),) for one in self.numbered()}
 
     def blank_padding(self) -> None:
         """Zeroes what lies between the parts: the buffer had other records before."""

@@ -1,38 +1,129 @@
-"""One transaction in the making."""
+"""One transaction in the making, and the committed blocks that it is planned against."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.core.traits import Traits
-from kvtierd.tiers.disk.changes import Changes
-from kvtierd.tiers.disk.records import Place, encode_record, encode_touches
-from kvtierd.tiers.disk.table import GroupTable
-from kvtierd.tiers.disk.values import DiskWrite, Retirement, SlabShape
+from kvtierd.tiers.disk.index import Changes
+from kvtierd.tiers.disk.records import CHECKSUM_BYTES, Counters, encode_record, encode_touches
+from kvtierd.tiers.disk.slab import SlabShape
+
+
+class GroupTable:
+    """One group's committed blocks and the order of their use, in memory.
+
+    The writer changes it after its transaction has committed, never before. Other threads may look up slots meanwhile
+    and verify by checksum.
+    """
+
+    __slots__ = ("_checksums", "_keys", "_slots", "counter", "last_use", "shape")
+
+    def __init__(self, shape: SlabShape) -> None:
+        self.shape = shape
+        self._keys: list[Key | None] = [None] * shape.slots
+        self._slots: dict[Key, SlotId] = {}
+        self._checksums = bytearray(shape.slots * CHECKSUM_BYTES)
+        self.last_use: Counters = np.zeros(shape.slots, np.uint64)
+        self.counter = 1
+        """The next use's place in the order. Counters of transactions that failed are never given out again."""
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slot_of(self, key: Key) -> SlotId | None:
+        return self._slots.get(key)
+
+    def key_at(self, slot: SlotId) -> Key | None:
+        return self._keys[slot]
+
+    def checksum_at(self, slot: SlotId) -> bytes:
+        start = slot * CHECKSUM_BYTES
+        return bytes(self._checksums[start : start + CHECKSUM_BYTES])
+
+    def put(self, key: Key, slot: SlotId, checksum: bytes, use: int) -> None:
+        """Moves a key that has another slot. A key that stands in ``slot`` is gone."""
+        self.discard(key)
+        if (there := self._keys[slot]) is not None:
+            del self._slots[there]
+        self._slots[key] = slot
+        self._checksums[slot * CHECKSUM_BYTES : (slot + 1) * CHECKSUM_BYTES] = checksum
+        self._keys[slot] = key
+        self.last_use[slot] = use
+
+    def discard(self, key: Key) -> None:
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._keys[slot] = None
+
+    def fill(
+        self, keys: Sequence[Key], slots: NDArray[np.uint32], checksums: NDArray[np.void], last_use: Counters
+    ) -> None:
+        """Everything at once, into an empty table. ``last_use``: one a slot of the table, the rest one a key."""
+        self._slots = dict(zip(keys, slots.tolist(), strict=True))
+        for key, slot in self._slots.items():
+            self._keys[slot] = key
+        np.frombuffer(self._checksums, checksums.dtype)[slots] = checksums
+        self.last_use = last_use
+        self.counter = 1 + int(last_use.max(initial=0))
+
+    def take_counters(self, count: int) -> int:
+        """The first of ``count`` fresh counters."""
+        first = self.counter
+        self.counter += count
+        return first
+
+    def use(self, slots: Sequence[SlotId], first: int) -> None:
+        """``slots`` were used in this order, from counter ``first`` on."""
+        # Of a slot that stands there twice the later counter stays: numpy stores one after another.
+        self.last_use[np.array(slots, np.intp)] = np.arange(first, first + len(slots), dtype=np.uint64)
+
+
+class DiskWrite(NamedTuple):
+    """One block to store. ``parts``: page-aligned, padded, in pool order, together exactly one record of the group."""
+
+    group: GroupId
+    slot: SlotId
+    key: Key
+    parent: Key | None
+    traits: Traits
+    parts: Sequence[memoryview]
+
+
+Retirement = tuple[GroupId, Key, SlotId]
+"""A block to forget, if that is the slot it is in."""
+
+Restatement = tuple[GroupId, Key, Traits]
+"""A block whose priority, duration and deadline are others now. Its label stays as it was written."""
 
 
 class Batch:
-    """What a transaction is to do to the index, and to the tables once it has committed."""
+    """What a transaction does to the index, and to the tables once it has committed."""
 
     def __init__(self, tables: Mapping[GroupId, GroupTable]) -> None:
         self.changes: defaultdict[GroupId, Changes] = defaultdict(Changes)
         self._tables = tables
-        self.discarded: list[tuple[GroupId, Key]] = []
-        self._puts: defaultdict[GroupId, dict[Key, tuple[SlotId, bytes]]] = defaultdict(dict)
-        self._uses: list[tuple[GroupId, Sequence[SlotId], int]] = []
+        self._discarded: set[tuple[GroupId, Key]] = set()
+        self._puts: dict[tuple[GroupId, Key], tuple[SlotId, bytes, int]] = {}
+        """Slot, checksum and counter of each block."""
+        self._touches: list[tuple[GroupId, Sequence[SlotId], int]] = []
         """Slots in the order of their use, and the first one's counter."""
 
     @property
     def stored(self) -> Collection[tuple[GroupId, Key]]:
         """The blocks it puts."""
-        return [(group, key) for group, puts in self._puts.items() for key in puts]
+        return self._puts.keys()
 
     def discard(self, group: GroupId, key: Key) -> None:
         """Forgets a block; one that is put as well is forgotten first."""
         self.changes[group].deletes.append(key)
-        self.discarded.append((group, key))
+        self._discarded.add((group, key))
 
     def retire(self, retirements: Sequence[Retirement]) -> None:
         """Forgets those blocks that really are where they are to be retired from."""
@@ -40,35 +131,33 @@ class Batch:
             if self._tables[group].slot_of(key) == slot:
                 self.discard(group, key)
 
-    def put(self, writes: Sequence[DiskWrite], checksums: Sequence[bytes], failed: Set[int]) -> None:
-        """All but the ``failed``. ``checksums``: one a write."""
-        numbers: defaultdict[GroupId, list[int]] = defaultdict(list)
-        for number, write in enumerate(writes):
-            if number not in failed:
-                numbers[write.group].append(number)
-        for group, some in numbers.items():
-            self._put(group, some, writes, checksums)
+    def put(
+        self,
+        writes: Sequence[DiskWrite],
+        checksums: Sequence[bytes],
+        lost: Set[int],
+        doubtful: Set[tuple[GroupId, Key]],
+    ) -> frozenset[int]:
+        """Stores blocks, after all that is retired.
 
-    def _put(
-        self, group: GroupId, numbers: Sequence[int], writes: Sequence[DiskWrite], checksums: Sequence[bytes]
-    ) -> None:
-        """Those of one group."""
-        table = self._tables[group]
-        changes, puts = self.changes[group], self._puts[group]
-        counter = first = table.take_counters(len(numbers))
-        slots: list[SlotId] = []
-        for number in numbers:
-            _, slot, key, parent, traits, parts = writes[number]
-            size = 0
-            for part in parts:
-                size += part.nbytes
-            checksum = checksums[number]
-            changes.puts.append((key, encode_record(Place(slot, counter, size, checksum), parent, traits)))
-            puts[key] = (slot, checksum)
-            slots.append(slot)
-            counter += 1
-        changes.lift += slots
-        self._uses.append((group, slots, first))
+        Args:
+            checksums: one a write.
+            lost: indices of writes whose bytes did not reach the disk.
+            doubtful: blocks in the tables that the transaction will delete.
+
+        Returns:
+            Indices of the writes that are not stored: the lost ones, and those whose parent will not be on disk.
+        """
+        failed = lost | self._without_parent(writes, lost, doubtful | self._discarded)
+        for number, (group, slot, key, parent, traits, parts) in enumerate(writes):
+            if number in failed:
+                continue
+            changes, counter, checksum = self.changes[group], self._tables[group].take_counters(1), checksums[number]
+            size = sum([part.nbytes for part in parts])
+            changes.puts.append((key, encode_record(slot, counter, size, checksum, parent, traits)))
+            changes.lift.append(slot)
+            self._puts[group, key] = (slot, checksum, counter)
+        return frozenset(failed)
 
     def restate(self, group: GroupId, key: Key, traits: Traits) -> None:
         """Gives a stored block, or one that is put, another priority, duration and deadline."""
@@ -82,7 +171,7 @@ class Batch:
         if slots:
             first = self._tables[group].take_counters(len(slots))
             self.changes[group].touches += encode_touches(slots, first)
-            self._uses.append((group, slots, first))
+            self._touches.append((group, slots, first))
 
     def fold(self, group: GroupId) -> None:
         """Replaces the log of touches by the order that it led to; touches of this batch follow."""
@@ -94,43 +183,42 @@ class Batch:
 
     def apply(self) -> None:
         """Brings the tables to the committed state."""
-        for group, key in self.discarded:
+        for group, key in self._discarded:
             self._tables[group].discard(key)
-        for group, puts in self._puts.items():
-            table = self._tables[group]
-            for key, (slot, checksum) in puts.items():
-                table.put(key, slot, checksum)
-        for group, slots, first in self._uses:
+        for (group, key), (slot, checksum, counter) in self._puts.items():
+            self._tables[group].put(key, slot, checksum, counter)
+        for group, slots, first in self._touches:
             self._tables[group].use(slots, first)
 
     def _slot_of(self, group: GroupId, key: Key) -> SlotId | None:
         """Where a block will be."""
-        put = self._puts[group].get(key) if group in self._puts else None
-        return put[0] if put else self._tables[group].slot_of(key)
+        put = self._puts.get((group, key))
+        return put[0] if put is not None else self._tables[group].slot_of(key)
 
+    def _without_parent(
+        self, writes: Sequence[DiskWrite], lost: Set[int], leaving: Set[tuple[GroupId, Key]]
+    ) -> set[int]:
+        """Indices of writes that no reader could reach: their parent is not on disk, nor will it be after this batch.
 
-def without_parent(
-    writes: Sequence[DiskWrite],
-    failed: Set[int],
-    leaving: Set[tuple[GroupId, Key]],
-    tables: Mapping[GroupId, GroupTable],
-    shapes: Mapping[GroupId, SlabShape],
-) -> set[int]:
-    """Indices of writes, besides those that ``failed``, that nobody could reach: their parent is not on disk, nor will
-    it be after this batch. ``leaving``: blocks that are on disk and will not be, unless they are written."""
-    arriving: set[tuple[GroupId, Key]] = set()
-    waiting = [number for number in range(len(writes)) if number not in failed]
-    while waiting:  # once, where parents stand before their children
-        still: list[int] = []
-        for number in waiting:
-            group, _, key, parent, _, _ = writes[number]
-            if parent is not None and not shapes[group].sliding and (group, parent) not in arriving:
-                there = tables[group].slot_of(parent) is not None
-                if not there or (group, parent) in leaving:
+        ``leaving``: blocks that are on disk and will not be, unless they are written.
+        """
+        arriving: set[tuple[GroupId, Key]] = set()
+        waiting = [number for number in range(len(writes)) if number not in lost]
+        while waiting:  # once, where parents stand before their children
+            still: list[int] = []
+            for number in waiting:
+                group, _, key, parent, _, _ = writes[number]
+                table = self._tables[group]
+                if (
+                    parent is None
+                    or table.shape.sliding
+                    or (group, parent) in arriving
+                    or (table.slot_of(parent) is not None and (group, parent) not in leaving)
+                ):
+                    arriving.add((group, key))
+                else:
                     still.append(number)
-                    continue
-            arriving.add((group, key))
-        if len(still) == len(waiting):
-            break
-        waiting = still
-    return set(waiting)
+            if len(still) == len(waiting):
+                break
+            waiting = still
+        return set(waiting)

@@ -20,12 +20,13 @@ import lmdb
 
 from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import DamagedDirectory, TierIOError
-from kvtierd.tiers.disk.changes import Changes
-from kvtierd.tiers.disk.files import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
 from kvtierd.tiers.disk.records import HEAD_BYTES, encode_recency, restated, sequence_key, slot_key
+from kvtierd.tiers.disk.superblock import PRIVATE_DIR, PRIVATE_FILE, io_errors, sync_directory
 
 if TYPE_CHECKING:
     from lmdb import _Database
+from kvtierd.core.traits import Traits
+from kvtierd.tiers.disk.records import Counters
 
 ENGINE: Final = 0
 """LMDB 0.9. Its files and those of 1.0 are unreadable to each other, so it is never left to the library's default."""
@@ -336,3 +337,18 @@ def _tier_error(error: lmdb.Error, what: str) -> TierIOError:
     own = errno.ENOSPC if isinstance(error, lmdb.MapFullError) else errno.EIO
     code: int = getattr(error, "code", 0)  # errors made by the binding itself have none
     return TierIOError(code if code > 0 else own, f"{what}: {error}")
+
+
+@dataclass(slots=True)
+class Changes:
+    """What one transaction does to one group, deletes first."""
+
+    deletes: list[Key] = field(default_factory=list)
+    puts: list[tuple[Key, bytes]] = field(default_factory=list)
+    restate: list[tuple[Key, Traits]] = field(default_factory=list)
+    touches: list[bytes] = field(default_factory=list)
+    recency: Counters | None = None
+    """Replaces the recency and all touches so far; ``touches`` come after it."""
+    quarantine: list[SlotId] = field(default_factory=list)
+    lift: list[SlotId] = field(default_factory=list)
+    """Slots that hold a new block now, whatever was found in them before."""

@@ -27,14 +27,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvtierd.core import bulk
 from kvtierd.core.ids import KEY_BYTES, Key, SlotId
 from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label, Traits
-from kvtierd.tiers.disk.checksum import CHECKSUM_BYTES
 
 VERSION: Final = 1
+CHECKSUM_BYTES: Final = 16
 RECENCY_SLOTS: Final = 240
 TOUCHES_PER_VALUE: Final = 470
 
@@ -42,7 +43,6 @@ Counters = NDArray[np.uint64]
 Slots = NDArray[np.uint32]
 
 _HAS_PARENT: Final = 1
-_NO_LABEL: Final = Label()
 _HEAD: Final = struct.Struct(f"<BBBBIQQ{CHECKSUM_BYTES}s{KEY_BYTES}sIIQ")
 HEAD_BYTES: Final = _HEAD.size
 _TOUCHES_VERSION: Final = 1
@@ -67,38 +67,25 @@ RECORD_DTYPE: Final = np.dtype(
 """The head of ``record`` as a numpy row, to decode a whole index at once."""
 
 
-class Place:
-    """Where a block's bytes lie: ``size`` of them in ``slot``, last used at counter ``last_use`` when written."""
-
-    __slots__ = ("checksum", "last_use", "size", "slot")
-
-    def __init__(self, slot: SlotId, last_use: int, size: int, checksum: bytes) -> None:
-        self.slot = slot
-        self.last_use = last_use
-        self.size = size
-        self.checksum = checksum
-
-
-def encode_record(place: Place, parent: Key | None, traits: Traits) -> bytes:
+def encode_record(slot: SlotId, last_use: int, size: int, checksum: bytes, parent: Key | None, traits: Traits) -> bytes:
+    """The record of a block: ``size`` bytes in ``slot``, last used at counter ``last_use`` when written."""
     priority, duration_ms, deadline_ns, label = traits
-    if label is None:
-        label = _NO_LABEL
-    event_hash, tokens = label.event_hash, label.tokens
+    event_hash, tokens = (b"", b"") if label is None else (label.event_hash, label.tokens)
     head = _HEAD.pack(
         VERSION,
         0 if parent is None else _HAS_PARENT,
         priority,
         len(event_hash),
-        place.slot,
-        place.last_use,
-        place.size,
-        place.checksum,
-        b"" if parent is None else parent,
+        slot,
+        last_use,
+        size,
+        checksum,
+        parent or b"",
         len(tokens),
         duration_ms,
         deadline_ns,
     )
-    return head + event_hash + tokens if label is not _NO_LABEL else head
+    return head + event_hash + tokens
 
 
 def restated(value: bytes, traits: Traits) -> bytes:
@@ -169,3 +156,15 @@ def slot_key(slot: int) -> bytes:
 
 def sequence_key(sequence: int) -> bytes:
     return sequence.to_bytes(8, "big")
+
+
+def checksum(parts: Sequence[memoryview], key: Key, fingerprint: bytes) -> bytes:
+    """xxh3-128 over the padded record, the key and the cache's fingerprint: 16 bytes.
+
+    Key and fingerprint are in it so that intact bytes of another block, or of another model, do not pass.
+    """
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    digest.update(key + fingerprint)
+    return digest.digest()

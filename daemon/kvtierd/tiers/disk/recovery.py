@@ -5,22 +5,47 @@ Vectorised where it can be: a daemon is to serve within half a second per 100,00
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.core import bulk
-from kvtierd.core.ids import KEY_BYTES, Key
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
 from kvtierd.core.recovery import reachable
+from kvtierd.core.traits import Traits
+from kvtierd.tiers.disk.batch import GroupTable
 from kvtierd.tiers.disk.index import Stored
 from kvtierd.tiers.disk.records import Counters, decode_recency, decode_records, decode_touches, parents_of, traits_of
-from kvtierd.tiers.disk.table import GroupTable
-from kvtierd.tiers.disk.values import DiskRecord, SlabShape
+from kvtierd.tiers.disk.slab import SlabShape
 
 _KEY: Final = np.dtype(f"V{KEY_BYTES}")
+
+
+class DiskRecord(NamedTuple):
+    """One recovered block. ``last_use`` counts uses in its group, not time: greater is later."""
+
+    slot: SlotId
+    key: Key
+    parent: Key | None
+    traits: Traits
+    last_use: int
+
+
+@dataclass(slots=True, frozen=True)
+class Recovery:
+    """What a store held when it was opened.
+
+    ``records``: per group, parents before children and, among those free to choose, the least recently used first.
+    ``quarantined``: slots whose bytes were found corrupt; they hold no block. ``dropped``: records deleted because
+    they could not be trusted or reached.
+    """
+
+    records: Mapping[GroupId, Sequence[DiskRecord]]
+    quarantined: Mapping[GroupId, frozenset[SlotId]]
+    dropped: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +77,7 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
     traits = traits_of(rows, stored.records, by_use)
     uses = last_use[rows["slot"]].tolist()
     records = list(bulk.rows(DiskRecord, rows["slot"].tolist(), keys, parents, traits, uses))
-    table = GroupTable(shape.slots)
+    table = GroupTable(shape)
     table.fill(keys, rows["slot"], rows["checksum"], last_use)
     return Recovered(records, _others(stored.keys, keys), table)
 

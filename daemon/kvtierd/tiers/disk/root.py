@@ -28,11 +28,18 @@ from typing import Any, Final, Self
 from kvtier.abi.spec import CacheSpec, SpecError
 from kvtierd.core.ids import GroupId
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, TierConfigError, TierError, TierIOError
-from kvtierd.tiers.disk.files import DirectoryLock, io_errors, make_private_directory, sync_directory
 from kvtierd.tiers.disk.index import index_bytes
+from kvtierd.tiers.disk.slab import SlabShape
 from kvtierd.tiers.disk.store import DiskStore, create_files
-from kvtierd.tiers.disk.superblock import SUPERBLOCK, read_superblock, write_superblock
-from kvtierd.tiers.disk.values import SlabShape
+from kvtierd.tiers.disk.superblock import (
+    SUPERBLOCK,
+    DirectoryLock,
+    io_errors,
+    make_private_directory,
+    read_superblock,
+    sync_directory,
+    write_superblock,
+)
 
 LOCK: Final = "LOCK"
 CACHES: Final = "caches"

@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple, Self
@@ -15,9 +16,7 @@ from typing import Final, NamedTuple, Self
 from kvtier.abi.spec import PAGE
 from kvtierd.core.ids import SlotId
 from kvtierd.tiers.base import DamagedDirectory
-from kvtierd.tiers.disk.files import PRIVATE_FILE, io_errors
-from kvtierd.tiers.disk.values import SlabShape
-from kvtierd.tiers.parts import Part
+from kvtierd.tiers.disk.superblock import PRIVATE_FILE, io_errors
 
 MAX_PARTS: Final = 1024
 """Most buffers that Linux takes in one vectored call (IOV_MAX)."""
@@ -28,12 +27,29 @@ _threads: Final = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvtier-slab")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, frozen=True)
+class SlabShape:
+    """One group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each.
+
+    ``sliding``: of a sliding window, whose blocks are of use without their ancestors. Elsewhere no block is stored, or
+    recovered, whose parent is not.
+    """
+
+    record_bytes: int
+    slots: int
+    sliding: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.record_bytes * self.slots
+
+
 class Piece(NamedTuple):
     """One record to move. ``number`` is the caller's name for it."""
 
     number: int
     slot: SlotId
-    parts: Sequence[Part]
+    parts: Sequence[memoryview]
 
 
 Run = Sequence[Piece]
@@ -140,7 +156,7 @@ class Slab:
         for run in runs:
             wanted = len(run) * self.shape.record_bytes
             try:
-                buffers = [part.memory for piece in run for part in piece.parts]
+                buffers = [part for piece in run for part in piece.parts]
                 moved = call(self._fd, buffers, run[0].slot * self.shape.record_bytes)
                 fault = f"{moved} of {wanted} bytes" if moved != wanted else None
             except OSError as error:

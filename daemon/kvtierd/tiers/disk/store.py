@@ -6,32 +6,21 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
-from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
+from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierConfigError, TierError, TierIOError
-from kvtierd.tiers.disk.batch import Batch, without_parent
-from kvtierd.tiers.disk.changes import Changes
-from kvtierd.tiers.disk.checks import check_read, check_traits, check_writes
-from kvtierd.tiers.disk.checksum import checksum, checksums_of
-from kvtierd.tiers.disk.files import io_errors, sync_directory
-from kvtierd.tiers.disk.index import Index
-from kvtierd.tiers.disk.recovery import recover_group
-from kvtierd.tiers.disk.slab import Piece, Slab, create_slab
-from kvtierd.tiers.disk.table import GroupTable
-from kvtierd.tiers.disk.values import (
-    Begun,
-    DiskRead,
-    DiskWrite,
-    ReadReport,
-    Recovery,
-    Restatement,
-    Retirement,
-    SlabShape,
-)
+from kvtierd.tiers.disk.batch import Batch, DiskWrite, GroupTable, Restatement, Retirement
+from kvtierd.tiers.disk.index import Changes, Index
+from kvtierd.tiers.disk.records import checksum
+from kvtierd.tiers.disk.recovery import Recovery, recover_group
+from kvtierd.tiers.disk.slab import Piece, Slab, SlabShape, create_slab
+from kvtierd.tiers.disk.superblock import io_errors, sync_directory
 
 INDEX: Final = "index"
 _MIN_TOUCH_BYTES: Final = 64 << 10
@@ -39,6 +28,41 @@ _TOUCH_BYTES_PER_SLOT: Final = 16
 _CLEARED_AT_ONCE: Final = 10_000
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class Begun:
+    """A batch whose bytes are on their way to the disk, as :meth:`DiskStore.begin` returns it.
+
+    ``moving``: threads that write; their results are indices into ``writes``. ``sync_failures``: how many there had
+    been when the batch began.
+    """
+
+    writes: Sequence[DiskWrite]
+    checksums: Sequence[bytes]
+    moving: Sequence[Future[list[int]]]
+    sync_failures: int
+
+
+class DiskRead(NamedTuple):
+    """One block to fetch into ``parts`` (writable, else as in :class:`DiskWrite`)."""
+
+    group: GroupId
+    slot: SlotId
+    key: Key
+    parts: Sequence[memoryview]
+
+
+@dataclass(slots=True, frozen=True)
+class ReadReport:
+    """Indices into the reads asked for; those in neither set hold their block's verified bytes, the others garbage.
+
+    ``failed``: the disk did not deliver. ``corrupt``: the slot does not hold this block, or its bytes are not what
+    was written.
+    """
+
+    failed: frozenset[int]
+    corrupt: frozenset[int]
 
 
 def slab_name(group: GroupId) -> str:
@@ -124,34 +148,31 @@ class DiskStore:
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
-        """Stores blocks, forgets others and notes uses, in one transaction, which no end of this process undoes when
-        this returns. Should the system go down, the last one may be undone, whole, unless :meth:`sync` came after it.
-
-        ``retire``: a block that is not (any more) in the slot given is left alone. A write of a block that has
-        another slot moves it. ``touches``: packed keys, 32 bytes each, in the order of their use and later than the
-        writes; those not on disk are ignored. ``restate``: what now holds of blocks on disk, those written included;
-        others are ignored. Returns the indices of writes that failed: their slots hold nothing. A block whose parent is
-        not on disk fails too. If the transaction fails, so do all writes; where there is
-        something to retire, or nothing to write, that is a :class:`TierIOError`, and what was to be retired is still
-        there. :class:`TierConfigError` for malformed arguments and :class:`InvariantViolation` for a slot that holds
-        a block are raised before anything has changed.
-        """
-        self._check_others(retire, touches, restate)
+        """Stores blocks, forgets others and notes uses, in one transaction: :meth:`begin` and :meth:`finish`."""
         return self.finish([self.begin(writes)], retire, touches, restate)
 
     def begin(self, writes: Sequence[DiskWrite]) -> Begun:
-        """The first half of :meth:`write`: the bytes are on their way. Nothing is stored before :meth:`finish`, which
-        may be called from another thread while the next batch begins; batches finish in the order in which they began.
-        Raises as :meth:`write` does for ``writes``.
+        """Begins to write the bytes of blocks. Nothing is stored before :meth:`finish`, which may be called from
+        another thread while the next batch begins; batches finish in the order in which they began.
+
+        Raises:
+            TierConfigError: a slot beyond the slab, or parts that are not one record. Nothing has changed.
+            InvariantViolation: a slot that holds a block, or two writes of one slot or block. Nothing has changed.
         """
-        check_writes(writes, {group: self._table(group) for group in {write.group for write in writes}}, self._shapes)
-        sync_failures = self._sync_failures
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
-        for number, write in enumerate(writes):
-            pieces[write.group].append(Piece(number, write.slot, write.parts))
+        taken: set[tuple[GroupId, SlotId | Key]] = set()
+        for number, (group, slot, key, _, _, parts) in enumerate(writes):
+            holder = self._place(group, slot, parts).key_at(slot)
+            if holder is not None:
+                raise InvariantViolation(f"disk slot {slot} still holds block {holder.hex()}")
+            pieces[group].append(Piece(number, slot, parts))
+            taken |= {(group, slot), (group, key)}
+        if len(taken) < 2 * len(writes):
+            raise InvariantViolation("two writes of one batch to the same disk slot or of the same block")
+        sync_failures = self._sync_failures
         moving = [each for group, wanted in pieces.items() for each in self._slabs[group].begin_write(wanted)]
         try:
-            checksums = checksums_of(writes, self._fingerprint)
+            checksums = [checksum(write.parts, write.key, self._fingerprint) for write in writes]
         except BaseException:
             wait(moving)  # nothing may be under way any more
             raise
@@ -164,8 +185,23 @@ class DiskStore:
         touches: Sequence[tuple[GroupId, bytes]] = (),
         restate: Sequence[Restatement] = (),
     ) -> frozenset[int]:
-        """The second half of :meth:`write`, for batches in the order in which they began, with one sync and one
-        transaction. Indices count through all of their writes."""
+        """Stores what has begun, with one sync and one transaction, which no end of this process undoes when this
+        returns. Should the system go down, the last transaction may be undone, whole, unless :meth:`sync` came after.
+
+        Args:
+            batches: in the order in which they began. A write of a block that has another slot moves it.
+            retire: blocks to forget. A block that is not (any more) in the slot given is left alone.
+            touches: packed keys, in the order of their use and later than the writes. Those not on disk are ignored.
+            restate: the retention of blocks on disk from now on, those written included. Others are ignored.
+
+        Returns:
+            Indices, through all writes, of those that failed: their slots hold nothing. A block whose parent is not on
+            disk fails too. If the transaction fails, all writes do.
+
+        Raises:
+            TierIOError: the transaction failed, and there was something to retire, or nothing to write. The blocks to
+                be retired are still there.
+        """
         writes = [write for begun in batches for write in begun.writes]
         checksums = [each for begun in batches for each in begun.checksums]
         with self._committing:
@@ -185,24 +221,23 @@ class DiskStore:
             return failed
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
-        """Fetches and verifies blocks. Raises :class:`TierConfigError` for malformed arguments, having read nothing."""
+        """Fetches and verifies blocks. Raises :class:`TierConfigError` as :meth:`begin` does, having read nothing."""
         pieces: defaultdict[GroupId, list[Piece]] = defaultdict(list)
         expected: dict[int, bytes] = {}
         corrupt: set[int] = set()
-        for number, read in enumerate(reads):
-            table = self._table(read.group)
-            check_read(read, self._shapes[read.group])
-            if table.key_at(read.slot) == read.key:
-                expected[number] = table.checksum_at(read.slot)
-                pieces[read.group].append(Piece(number, read.slot, read.parts))
+        for number, (group, slot, key, parts) in enumerate(reads):
+            table = self._place(group, slot, parts)
+            if table.key_at(slot) == key:
+                expected[number] = table.checksum_at(slot)
+                pieces[group].append(Piece(number, slot, parts))
             else:
                 corrupt.add(number)
         failed = {number for group, wanted in pieces.items() for number in self._slabs[group].read(wanted)}
         for number in expected.keys() - failed:
-            read = reads[number]
-            if checksum(read.parts, read.key, self._fingerprint) != expected[number]:
+            group, slot, key, parts = reads[number]
+            if checksum(parts, key, self._fingerprint) != expected[number]:
                 corrupt.add(number)
-                self._corrupt.add((read.group, read.slot))
+                self._corrupt.add((group, slot))
         return ReadReport(frozenset(failed), frozenset(corrupt))
 
     def sync(self) -> None:
@@ -247,28 +282,17 @@ class DiskStore:
                 for slab in self._slabs.values():
                     slab.close()
 
-    def _table(self, group: GroupId) -> GroupTable:
-        if group not in self._shapes:
-            raise TierConfigError("group", group, f"one of {sorted(self._shapes)}")
-        if group not in self._tables:
-            raise TierError("recover() comes before any read or write")
-        return self._tables[group]
-
-    def _check_others(
-        self,
-        retire: Sequence[Retirement],
-        touches: Sequence[tuple[GroupId, bytes]],
-        restate: Sequence[Restatement],
-    ) -> None:
-        for group, _, _ in retire:
-            self._table(group)
-        for group, packed in touches:
-            self._table(group)
-            if len(packed) % KEY_BYTES:
-                raise TierConfigError("touches", f"{len(packed)} bytes", f"a multiple of {KEY_BYTES}")
-        for group, _, traits in restate:
-            self._table(group)
-            check_traits(traits)
+    def _place(self, group: GroupId, slot: SlotId, parts: Sequence[memoryview]) -> GroupTable:
+        """The slot's table. Parts of more than one record would be written over the next slot."""
+        table = self._tables.get(group)
+        if table is None:
+            raise TierError(f"group {group} has not been recovered")
+        if not 0 <= slot < table.shape.slots:
+            raise TierConfigError("slot", slot, f"0 to {table.shape.slots - 1}")
+        nbytes = sum([part.nbytes for part in parts])
+        if nbytes != table.shape.record_bytes:
+            raise TierConfigError("parts", f"{nbytes} bytes", f"one record of {table.shape.record_bytes} bytes")
+        return table
 
     def _not_synced(self, batches: Sequence[Begun]) -> frozenset[int]:
         """Indices of writes whose bytes did not reach the medium. A sync that fails says nothing of which bytes were
@@ -299,9 +323,7 @@ class DiskStore:
         """Without those writes that are ``lost``; and which are not in it, the lost ones among them."""
         batch = Batch(self._tables)
         batch.retire(retire)
-        leaving = self._doubtful.union(batch.discarded)
-        failed = lost | without_parent(writes, lost, leaving, self._tables, self._shapes)
-        batch.put(writes, checksums, failed)
+        failed = batch.put(writes, checksums, lost, self._doubtful)
         for group, key, traits in restate:
             batch.restate(group, key, traits)
         for group, packed in touches:

@@ -7,13 +7,17 @@ line without it and the object's bytes, so that neither can be exchanged.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
+import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from kvtierd.tiers.base import DamagedDirectory, TierIOError
-from kvtierd.tiers.disk.files import io_errors, swap_in, write_atomically
+from kvtierd.tiers.base import DamagedDirectory, LockedDirectory, TierIOError
 
 SUPERBLOCK: Final = "SUPERBLOCK"
 FORMAT_VERSION: Final = 1
@@ -62,3 +66,115 @@ def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
 
 def _crc(head: str, body: bytes) -> str:
     return f"{zlib.crc32(body, zlib.crc32(head.encode())):08x}"
+
+
+PRIVATE_DIR: Final = 0o700
+PRIVATE_FILE: Final = 0o600
+
+_NAMED_WITHIN_S: Final = 1.0
+_LOOK_AGAIN_S: Final = 0.01
+
+
+@contextmanager
+def io_errors(what: str) -> Iterator[None]:
+    """Turns the system's errors into :class:`TierIOError`, saying what was being done."""
+    try:
+        yield
+    except OSError as error:
+        raise TierIOError(error.errno or 0, f"{what}: {error.strerror or error}") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Makes entries of ``path`` that were created, renamed or removed durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_private_directory(path: Path) -> None:
+    """Creates ``path`` and what is missing above it, whatever the umask; one that exists is left as it is."""
+    if path.is_dir():
+        return
+    make_private_directory(path.parent)
+    path.mkdir(PRIVATE_DIR)
+    path.chmod(PRIVATE_DIR)
+    sync_directory(path.parent)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """After a crash ``path`` holds either what it held before or all of ``content``."""
+    temporary = path.with_name(path.name + ".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(fd)
+    temporary.rename(path)
+    sync_directory(path.parent)
+
+
+def swap_in(path: Path, content: bytes) -> None:
+    """As :func:`write_atomically`, for a file that is written again and again: what it held before stays beside it, as
+    ``.new``, and is written over the next time. So that takes no more of the disk, and can be done on a full one."""
+    temporary, before = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
+    if os.fstat(fd).st_nlink > 1:  # a system that went down in between may have left it the same file as ``path``
+        os.close(fd)
+        temporary.unlink()
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+    with open(fd, "wb") as file:
+        file.write(content)
+        file.truncate()
+        file.flush()
+        os.fsync(fd)
+    before.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):  # the first time
+        os.link(path, before)
+    temporary.rename(path)
+    with suppress(FileNotFoundError):
+        before.rename(temporary)
+    sync_directory(path.parent)
+
+
+class DirectoryLock:
+    """An exclusive hold on a directory, for as long as the process lives: flock on a file that names the holder."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def take(cls, path: Path) -> Self:
+        """``path`` is the lock file. Raises :class:`LockedDirectory`; the file is then as it was."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = _holder(fd)
+            os.close(fd)
+            raise LockedDirectory(path.parent, pid) from None
+        written = os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        os.ftruncate(fd, written)  # after it: what the file has of a full disk it keeps
+        return cls(fd)
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
+def _holder(fd: int) -> int:
+    """Who holds it, 0 = not known. One that has only just taken it has yet to write itself in: until then the file is
+    empty, or names a process that is gone."""
+    until = time.monotonic() + _NAMED_WITHIN_S
+    while not _runs(pid := _read_pid(fd)) and time.monotonic() < until:
+        time.sleep(_LOOK_AGAIN_S)
+    return pid
+
+
+def _runs(pid: int) -> bool:
+    return pid > 0 and Path(f"/proc/{pid}").exists()
+
+
+def _read_pid(fd: int) -> int:
+    text = os.pread(fd, 32, 0).strip()
+    return int(text) if text.isdigit() else 0
