@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -22,32 +22,24 @@ from kvtier.errors import CallerError, InvalidArgument, require_within
 from kvtier.gpu import Fence, Gpu, Stream
 from kvtier.groups import AcrossGroups
 from kvtier.lease import Held, Holdings, Lease, ReadLease, WriteLease
-from kvtier.lookups import Lookups
-from kvtier.reading import Read, Reader, verified
+from kvtier.reading import Read, verified
 from kvtier.retention import CacheOptions, Retention, block_retention
-from kvtier.session import Deadline, Link, Session, require_timeout
+from kvtier.session import Link, Session, require_timeout
 from kvtier.stats import CacheInfo
 from kvtier.types import MAPPED_TIERS, BlockResult, Tier
-from kvtier.upkeep import Upkeep
 from kvtier.v1 import caches_pb2
+from kvtier.verbs import GroupVerbs
 from kvtier.wire import (
     MAX_COUNT,
     Budgets,
-    DropReport,
     Keys,
-    ListedBlock,
-    Locations,
-    Match,
-    Page,
-    ReadCounts,
-    ResetReport,
     packed_chains,
     packed_keys,
     split_keys,
 )
 
 
-class Cache:
+class Cache(GroupVerbs):
     """Made by :meth:`kvtier.AsyncClient.open_cache`.
 
     Every verb takes ``timeout`` in seconds (default: the client's) and raises, besides what it says itself:
@@ -69,15 +61,11 @@ class Cache:
         mapped: bool,
         default_timeout: float,
     ) -> None:
+        binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
+        super().__init__(binder, 0, default_timeout)
         self.name: Final = name
-        self.group = 0
-        """The window group whose verbs these are."""
         self._session = session
-        self._binder = Binder(session, name, spec, budgets or {}, options, write=write, mapped=mapped)
-        self._default_timeout = default_timeout
-        self._holdings = Holdings(self._binder, self._deadline)
-        self.reader: Final = Reader(self._binder)
-        """Reads without a call, of all window groups: for the synchronous client, which does not wait for a loop."""
+        self._holdings = Holdings(binder, self._deadline)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -170,45 +158,6 @@ class Cache:
         step = self.spec.tokens_per_block
         return Prompt(token_ids, step, scope, extra_ids, salt_id=salt_id, vocab_size=vocab_size)
 
-    # -- lookups ---------------------------------------------------------------------------------------------------
-
-    @property
-    def lookups(self) -> str:
-        """How lookups and gets find blocks now: ``shared memory``, or ``calls`` and why."""
-        return self.reader.way
-
-    @property
-    def reads(self) -> ReadCounts:
-        """How they went so far, whichever way."""
-        return self.reader.counts
-
-    async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
-        """How many blocks of a chain are stored, from its first on: :meth:`match` without the rest. No side effect."""
-        return await self._lookups.prefix_length(keys, timeout)
-
-    async def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
-        """The longest stored prefix of a chain. No side effect.
-
-        Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
-        one's block was, or would be, committed under the one before.
-        """
-        return await self._lookups.match(keys, timeout)
-
-    async def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
-        """Tier, slot and generation of each key. No side effect."""
-        return await self._lookups.locate(keys, timeout)
-
-    def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
-        """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
-        require_within("page_blocks", page_blocks, 0, MAX_COUNT, "0 or more")
-        return self._lookups.pages(page_blocks, timeout)
-
-    async def blocks(self, *, timeout: float | None = None) -> AsyncGenerator[ListedBlock, None]:
-        """All indexed blocks. Others may change the cache between the pages: see :meth:`pages`."""
-        async for page in self.pages(timeout=timeout):
-            for block in page.blocks:
-                yield block
-
     # -- leases ----------------------------------------------------------------------------------------------------
 
     def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> Held[WriteLease]:
@@ -236,7 +185,9 @@ class Cache:
 
         async def take() -> ReadLease:
             packed = packed_keys(keys, "chains[0].keys")
-            (lease,) = await self._holdings.acquire(self, [packed], tier, min_blocks, retention, timeout)
+            (lease,) = await self._holdings.acquire(
+                self, [packed], self.lease_tier(tier), min_blocks, retention, timeout
+            )
             if lease.error is not None:
                 raise lease.error
             return lease
@@ -263,7 +214,7 @@ class Cache:
 
         async def take() -> list[ReadLease]:
             packed = packed_chains(chains)
-            return await self._holdings.acquire(self, packed, tier, min_blocks, retention, timeout)
+            return await self._holdings.acquire(self, packed, self.lease_tier(tier), min_blocks, retention, timeout)
 
         return Held(take, release)
 
@@ -290,57 +241,6 @@ class Cache:
         :class:`InvalidArgument`, :class:`kvtier.errors.DeviceError`.
         """
         return self._holdings.fence(stream)
-
-    # -- placement -------------------------------------------------------------------------------------------------
-
-    async def move(
-        self, keys: Keys, to: Tier, *, dry_run: bool = False, timeout: float | None = None
-    ) -> list[BlockResult]:
-        """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above.
-
-        Some blocks at a time, so that a caller who gives up, or whose time is up, stops what has not begun.
-        ``dry_run``: only says what could be done at best.
-        """
-        return await self._upkeep.move(keys, to, dry_run, timeout)
-
-    async def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
-        """Forgets blocks and everything below them, in every tier. ``dry_run``: only says what would go."""
-        return await self._upkeep.drop(keys, dry_run, timeout)
-
-    # -- upkeep ----------------------------------------------------------------------------------------------------
-
-    async def set_retention(
-        self,
-        keys: Keys,
-        priorities: int | Sequence[int],
-        durations_s: float | Sequence[float | None] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> list[BlockResult]:
-        """New priorities, and for how long from now, or from the release of what is held; for all, or one a key.
-
-        ``durations_s``: None = for ever. At their end a block's priority is the default of 35 again.
-        """
-        return await self._upkeep.set_retention(keys, priorities, durations_s, timeout)
-
-    async def pin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
-        """Keeps copies that are READY in a tier there, whoever goes, until each pin is undone or the daemon ends.
-
-        Results: NOT_READY where there is no such copy, OVER_CAP where too much of the tier is pinned.
-        """
-        return await self._upkeep.pin(keys, tier, False, timeout)
-
-    async def unpin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
-        """Undoes one pin of each. Result NOT_READY where there is none."""
-        return await self._upkeep.pin(keys, tier, True, timeout)
-
-    async def reset(self, *, force: bool = False, dry_run: bool = False, timeout: float | None = None) -> ResetReport:
-        """Forgets all blocks of the cache, of every window group.
-
-        Raises :class:`kvtier.errors.StillHeld` while any is leased or pinned, unless forced: then the rest goes.
-        ``dry_run``: only counts what a forced one would do.
-        """
-        return await self._upkeep.reset(force, dry_run, timeout)
 
     # -- arrays ----------------------------------------------------------------------------------------------------
 
@@ -443,7 +343,7 @@ class Cache:
 
         async def rest(first: int, way: copies.Way) -> list[Row]:
             into = None if targets is None else targets[first:]
-            return await copies.get(self, way, place, split_keys(read.keys)[first:], into, timeout)
+            return await copies.get(self.slots(place), way, place, split_keys(read.keys)[first:], into, timeout)
 
         if not read.done:
             self.reader.count(calls=1)
@@ -469,7 +369,8 @@ class Cache:
         """
         chain = split_keys(packed_keys(keys))
         targets = None if out is None else buffers.writable(out, len(chain), self.block_bytes)
-        rows = await copies.get(self, self._streamed, self.lease_tier(tier), chain, targets, timeout)
+        place = self.lease_tier(tier)
+        rows = await copies.get(self.slots(place), self._streamed, place, chain, targets, timeout)
         return await _delivered(out, rows)
 
     async def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
@@ -504,17 +405,6 @@ class Cache:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _lookups(self) -> Lookups:
-        return Lookups(self._binder, self.reader, self.group, self._deadline)
-
-    @property
-    def _upkeep(self) -> Upkeep:
-        return Upkeep(self._session, self._binder, self.group, self._deadline)
-
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline(self._default_timeout if timeout is None else timeout)
-
     def way(self, tier: Tier) -> copies.Way:
         """How bytes travel to and from slots of a tier."""
         return copies.Mapped(self, self._holdings) if tier not in self.unmapped else self._streamed
@@ -546,7 +436,8 @@ class Cache:
         self._require_writable()
         sources = buffers.readable(blocks, len(chain), self.block_bytes, gpu)
         whole = copies.Piece(chain, sources, parent, kept, prompt)
-        return await copies.put(self, way, self.lease_tier(tier), whole, timeout)
+        place = self.lease_tier(tier)
+        return await copies.put(self.slots(place), way, place, whole, timeout)
 
     def _require_writable(self) -> None:
         if not self._binder.write:

@@ -18,7 +18,7 @@ from kvtier.arena import Binder, Binding
 from kvtier.buffers import Bytes, Row, Rows, of_cpu
 from kvtier.errors import DaemonError, DamagedTransfer, LeaseLost, StaleRead, TooShort, chain_error
 from kvtier.gpu import PASSED
-from kvtier.lease import ReadLease
+from kvtier.lease import Owner, ReadLease
 from kvtier.retention import BlockRetention
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
@@ -26,7 +26,6 @@ from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import packed_keys, tier_to_wire
 
 if TYPE_CHECKING:
-    from kvtier.cache import Cache
     from kvtier.chains import Prompt
     from kvtier.lease import Holdings
 
@@ -70,7 +69,7 @@ class Mapped:
 
     max_blocks: Final = MAX_PIECE
 
-    def __init__(self, cache: Cache, holdings: Holdings) -> None:
+    def __init__(self, cache: Owner, holdings: Holdings) -> None:
         self._cache: Final = cache
         self._holdings: Final = holdings
 
@@ -86,7 +85,9 @@ class Mapped:
 
     async def get(self, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None) -> list[Row]:
         cache = self._cache
-        lease = await cache.acquire(chain, tier, min_blocks=1, timeout=timeout)
+        (lease,) = await self._holdings.acquire(cache, [b"".join(chain)], tier, 1, None, timeout)
+        if lease.error is not None:
+            raise lease.error
         try:
             fresh = np.empty((lease.blocks, cache.block_bytes), np.uint8) if targets is None else targets
             rows = fresh[: lease.blocks]
@@ -106,14 +107,14 @@ async def copied_out(lease: ReadLease, rows: Rows) -> None:
         raise StaleRead("a slot changed under its lease", reason="STALE_READ")
 
 
-def pieces(cache: Cache, tier: Tier, way: Way) -> int:
-    """Blocks handled at a time: half a tier at most, so that two clients fit side by side."""
-    return max(1, min(cache.slots(tier) // 2, way.max_blocks))
+def pieces(slots: int, way: Way) -> int:
+    """Blocks handled at a time: half of a tier's slots at most, so that two clients fit side by side."""
+    return max(1, min(slots // 2, way.max_blocks))
 
 
-async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float | None) -> list[BlockResult]:
-    """See :meth:`kvtier.cache.Cache.put`."""
-    step, count = pieces(cache, tier, way), len(whole.chain)
+async def put(slots: int, way: Way, tier: Tier, whole: Piece, timeout: float | None) -> list[BlockResult]:
+    """See :meth:`kvtier.cache.Cache.put`; ``slots``: of the tier."""
+    step, count = pieces(slots, way), len(whole.chain)
     results: list[BlockResult] = []
     for start in range(0, count, step):
         piece = whole.part(start, min(start + step, count))
@@ -127,10 +128,10 @@ async def put(cache: Cache, way: Way, tier: Tier, whole: Piece, timeout: float |
 
 
 async def get(
-    cache: Cache, way: Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
+    slots: int, way: Way, tier: Tier, chain: Sequence[bytes], targets: Rows | None, timeout: float | None
 ) -> list[Row]:
     """See :meth:`kvtier.cache.Cache.get`; ``targets`` are flat."""
-    step = pieces(cache, tier, way)
+    step = pieces(slots, way)
     found: list[Row] = []
     while len(found) < len(chain):
         start = len(found)
@@ -152,7 +153,7 @@ MAX_PIECE_BYTES: Final = 64 << 20
 class Streamed:
     """Puts and gets pieces of chains through streams. Implements :class:`kvtier.copies.Way`."""
 
-    def __init__(self, cache: Cache, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
+    def __init__(self, cache: Owner, binder: Binder, deadline: Callable[[float | None], Deadline]) -> None:
         self._cache: Final = cache
         self._binder: Final = binder
         self._deadline: Final = deadline

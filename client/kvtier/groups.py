@@ -242,7 +242,7 @@ class AcrossGroups:
             later = retention and retention.after(first, step)
             kept = block_retention(len(rows), step, ranks and ranks[first:], later)
             piece = copies.Piece(chain[first:], rows, chain[first - 1] if first else parent, kept, prompt)
-            results[group] = await copies.put(cache, cache.way(place), place, piece, timeout)
+            results[group] = await copies.put(cache.slots(place), cache.way(place), place, piece, timeout)
         return results
 
     def sources(self, blocks: Mapping[int, Blocks], count: int, tier: Tier) -> dict[int, Rows]:
@@ -280,7 +280,8 @@ class AcrossGroups:
         except TooShort:
             return AcrossBlocks(0, {group.group: [] for group in self._groups})
         try:
-            return AcrossBlocks(lease.blocks, {part.cache.group: await _copied(part) for part in lease.groups})
+            copied = {part.cache.group: await _copied(self._groups[part.cache.group], part) for part in lease.groups}
+            return AcrossBlocks(lease.blocks, copied)
         finally:
             await lease.release(stream=PASSED)
 
@@ -355,8 +356,7 @@ class AcrossGroups:
         return lease
 
 
-async def _copied(lease: ReadLease) -> list[NDArray[Any]]:
-    cache = lease.cache
+async def _copied(cache: Cache, lease: ReadLease) -> list[NDArray[Any]]:
     if not lease.blocks:
         return []
     if lease.memory is None:

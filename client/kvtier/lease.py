@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
 from kvtier import buffers
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena, Binder, Binding, Memory, View, send
 from kvtier.chains import Prompt
 from kvtier.errors import (
@@ -34,13 +35,29 @@ from kvtier.wire import Keys, packed_keys, split_keys, tier_to_wire
 if TYPE_CHECKING:
     import torch
 
-    from kvtier.cache import Cache
     from kvtier.copies import Piece
 
 
 T = TypeVar("T")
 
 _STAYS_BLANK: Final = frozenset({BlockResult.PARENT_MISSING, BlockResult.PARENT_CONFLICT})
+
+
+class Owner(Protocol):
+    """The cache that a lease is of, in one window group."""
+
+    group: int
+
+    @property
+    def spec(self) -> CacheSpec: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def session_number(self) -> int: ...
+
+    async def release(self, *leases: Lease, stream: Stream | None = None, timeout: float | None = None) -> None: ...
 
 
 class Lease:
@@ -50,7 +67,7 @@ class Lease:
     """
 
     def __init__(
-        self, cache: Cache, holdings: Holdings, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
+        self, cache: Owner, holdings: Holdings, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
     ) -> None:
         self.cache = cache
         self.tier = tier
@@ -129,7 +146,7 @@ class WriteLease(Lease):
     """Reserved slots: fill their views, then :meth:`commit`."""
 
     def __init__(
-        self, cache: Cache, holdings: Holdings, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
+        self, cache: Owner, holdings: Holdings, binding: Binding, tier: Tier, lease_id: int, slots: Sequence[int]
     ) -> None:
         super().__init__(cache, holdings, binding, tier, lease_id, slots)
         self._blank = [True] * len(slots)
@@ -202,7 +219,7 @@ class ReadLease(Lease):
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Owner,
         holdings: Holdings,
         binding: Binding,
         tier: Tier,
@@ -315,7 +332,7 @@ class Holdings:
         """Whose memory may still be touched: until a release is asked for, whether or not the daemon can be told."""
         binder.work = lambda stream: fence_of(list(self._in_use), stream)
 
-    async def reserve(self, cache: Cache, tier: Tier, count: int, timeout: float | None) -> WriteLease:
+    async def reserve(self, cache: Owner, tier: Tier, count: int, timeout: float | None) -> WriteLease:
         """See :meth:`kvtier.Cache.reserve`."""
         seq = self._session.next_seq()
         deadline = self._deadline(timeout)
@@ -340,15 +357,15 @@ class Holdings:
 
     async def acquire(
         self,
-        cache: Cache,
+        cache: Owner,
         packed: Sequence[bytes],
-        tier: Tier | None,
+        tier: Tier,
         min_blocks: int,
         retention: Retention | None,
         timeout: float | None,
     ) -> list[ReadLease]:
         """See :meth:`kvtier.Cache.acquire_many`."""
-        place, seq = cache.lease_tier(tier), self._session.next_seq()
+        seq = self._session.next_seq()
         deadline = self._deadline(timeout)
         wait_ns = deadline.wait_ns()
         wanted = [chain_message(keys, min_blocks, retention, cache.spec.tokens_per_block) for keys in packed]
@@ -357,7 +374,7 @@ class Holdings:
             lambda binding: blocks_pb2.AcquireRequest(
                 cache_id=binding.cache_id,
                 group=cache.group,
-                tier=tier_to_wire(place),
+                tier=tier_to_wire(tier),
                 chains=wanted,
                 timeout_ns=wait_ns,
                 seq=seq,
@@ -370,7 +387,7 @@ class Holdings:
                 cache,
                 self,
                 binding,
-                place,
+                tier,
                 chain.lease_id,
                 chain.slots,
                 keys=split_keys(keys[: len(chain.slots) * KEY_BYTES]),

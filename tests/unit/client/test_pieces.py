@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import pytest
 
-from kvtier import BlockResult, Cache, LeaseLost, Tier
+from kvtier import BlockResult, LeaseLost, Tier
 from kvtier.buffers import Bytes, Row, Rows
 from kvtier.copies import Piece, put
 from kvtier.retention import BlockRetention
@@ -16,14 +15,6 @@ from kvtier.retention import BlockRetention
 OK, MISSING = BlockResult.OK, BlockResult.PARENT_MISSING
 KEYS = [bytes([number]) * 32 for number in range(10)]
 WHOLE = Piece(KEYS, [cast(Bytes, None)] * len(KEYS), None, BlockRetention(), None)
-
-
-@dataclass(slots=True, frozen=True)
-class SomeCache:
-    tier_slots: int
-
-    def slots(self, tier: Tier) -> int:
-        return self.tier_slots
 
 
 class Noted:
@@ -49,7 +40,7 @@ class Noted:
 
 
 async def putting(way: Noted, slots: int = 6) -> list[BlockResult]:
-    return await put(cast(Cache, SomeCache(slots)), way, Tier.HOST, WHOLE, None)
+    return await put(slots, way, Tier.HOST, WHOLE, None)
 
 
 @pytest.mark.parametrize(("slots", "stored"), [(6, [0, 3, 6, 9]), (100, [0, 5]), (1, list(range(10)))])

@@ -1,0 +1,259 @@
+"""Verbs of one window group that look blocks up, move, forget and keep them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvtier.abi.keys import KEY_BYTES
+from kvtier.arena import Binder, Binding
+from kvtier.errors import require_within
+from kvtier.reading import Reader
+from kvtier.retention import each_duration_ms, each_priority
+from kvtier.session import Deadline, require_timeout
+from kvtier.types import ROOT_PARENT, BlockResult, Tier
+from kvtier.v1 import blocks_pb2
+from kvtier.wire import (
+    MAX_COUNT,
+    DropReport,
+    Keys,
+    ListedBlock,
+    Locations,
+    Match,
+    Page,
+    ReadCounts,
+    ResetReport,
+    cursor_from_wire,
+    packed_keys,
+    split_keys,
+    tier_to_wire,
+)
+
+
+class GroupVerbs:
+    """What a :class:`kvtier.Cache` does without leases and arrays.
+
+    Args:
+        group: index of the window group.
+    """
+
+    def __init__(self, binder: Binder, group: int, default_timeout: float) -> None:
+        self.group = group
+        """The window group whose verbs these are."""
+        self.reader: Final = Reader(binder)
+        """Reads without a call, of all window groups: for the synchronous client, which does not wait for a loop."""
+        self._binder: Final = binder
+        self._default_timeout: Final = default_timeout
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._default_timeout if timeout is None else timeout)
+
+    @property
+    def lookups(self) -> str:
+        """How lookups and gets find blocks now: ``shared memory``, or ``calls`` and why."""
+        return self.reader.way
+
+    @property
+    def reads(self) -> ReadCounts:
+        """How they went so far, whichever way."""
+        return self.reader.counts
+
+    async def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
+        """How many blocks of a chain are stored, from its first on: :meth:`match` without the rest. No side effect."""
+        packed = await self._in_turn(packed_keys(keys), timeout)
+        length = self.reader.prefix_length(packed, self.group)
+        return length if length is not None else (await self._ask_match(packed, timeout)).blocks
+
+    async def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
+        """The longest stored prefix of a chain. No side effect.
+
+        Looked up in shared memory where the cache is mapped (see :attr:`lookups`). ``keys`` must be a chain then: each
+        one's block was, or would be, committed under the one before.
+        """
+        packed = await self._in_turn(packed_keys(keys), timeout)
+        found = self.reader.match(packed, self.group)
+        if found is not None:
+            return found
+        reply = await self._ask_match(packed, timeout)
+        return Match(reply.blocks, reply.residency, cursor_from_wire(reply.as_of_event))
+
+    async def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
+        """Tier, slot and generation of each key. No side effect."""
+        packed = await self._in_turn(packed_keys(keys), timeout)
+        found = self.reader.locate(packed, self.group)
+        if found is not None:
+            return found
+
+        def ask(binding: Binding) -> blocks_pb2.LocateRequest:
+            return blocks_pb2.LocateRequest(cache_id=binding.cache_id, group=self.group, keys=packed)
+
+        self.reader.count(calls=1)
+        reply = await self._binder.call(lambda stubs: stubs.blocks.Locate, ask, self._deadline(timeout))
+        return Locations(
+            np.frombuffer(reply.residency, dtype=np.uint8),
+            np.array(reply.device_slots, dtype=np.uint32),
+            np.array(reply.device_generations, dtype=np.uint64),
+            np.array(reply.host_slots, dtype=np.uint32),
+            np.array(reply.host_generations, dtype=np.uint64),
+        )
+
+    async def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> AsyncGenerator[Page, None]:
+        """All indexed blocks, parents before children, in pages of ``page_blocks`` (0: the daemon's choice)."""
+        require_within("page_blocks", page_blocks, 0, MAX_COUNT, "0 or more")
+        page = 0
+        while True:
+
+            def ask(binding: Binding, page: int = page) -> blocks_pb2.ListBlocksRequest:
+                return blocks_pb2.ListBlocksRequest(
+                    cache_id=binding.cache_id, group=self.group, page=page, limit=page_blocks
+                )
+
+            reply = await self._binder.call(lambda stubs: stubs.blocks.List, ask, self._deadline(timeout))
+            rows = zip(
+                split_keys(reply.keys),
+                split_keys(reply.parents),
+                reply.residency,
+                reply.priorities,
+                reply.pinned or bytes(len(reply.residency)),
+                strict=True,
+            )
+            yield Page(
+                tuple(
+                    ListedBlock(key, None if up == ROOT_PARENT else up, where, rank, pinned)
+                    for key, up, where, rank, pinned in rows
+                ),
+                cursor_from_wire(reply.as_of_event),
+            )
+            page = reply.next_page
+            if not page:
+                return
+
+    async def blocks(self, *, timeout: float | None = None) -> AsyncGenerator[ListedBlock, None]:
+        """All indexed blocks. Others may change the cache between the pages: see :meth:`pages`."""
+        async for page in self.pages(timeout=timeout):
+            for block in page.blocks:
+                yield block
+
+    async def move(
+        self, keys: Keys, to: Tier, *, dry_run: bool = False, timeout: float | None = None
+    ) -> list[BlockResult]:
+        """Makes blocks READY in a tier without holding them: up is a prefetch, down frees the copies above.
+
+        Some blocks at a time, so that a caller who gives up, or whose time is up, stops what has not begun.
+        ``dry_run``: only says what could be done at best.
+        """
+        packed, seq = packed_keys(keys), self._binder.session.next_seq()
+        deadline = self._deadline(timeout)
+        wait_ns = deadline.wait_ns()
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Move,
+            lambda binding: blocks_pb2.MoveRequest(
+                cache_id=binding.cache_id,
+                group=self.group,
+                to=tier_to_wire(to, "to"),
+                keys=packed,
+                timeout_ns=wait_ns,
+                seq=seq,
+                dry_run=dry_run,
+            ),
+            deadline,
+        )
+        return [BlockResult(result) for result in reply.results]
+
+    async def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
+        """Forgets blocks and everything below them, in every tier. ``dry_run``: only says what would go."""
+        packed, seq = packed_keys(keys), self._binder.session.next_seq()
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Drop,
+            lambda binding: blocks_pb2.DropRequest(
+                cache_id=binding.cache_id, group=self.group, keys=packed, seq=seq, dry_run=dry_run
+            ),
+            self._deadline(timeout),
+        )
+        return DropReport([BlockResult(result) for result in reply.results], reply.dropped)
+
+    async def set_retention(
+        self,
+        keys: Keys,
+        priorities: int | Sequence[int],
+        durations_s: float | Sequence[float | None] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> list[BlockResult]:
+        """New priorities, and for how long from now, or from the release of what is held; for all, or one a key.
+
+        ``durations_s``: None = for ever. At their end a block's priority is the default of 35 again.
+        """
+        packed, seq = packed_keys(keys), self._binder.session.next_seq()
+        count = len(packed) // KEY_BYTES
+        ranks, durations = each_priority(count, priorities), each_duration_ms(count, durations_s)
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.SetRetention,
+            lambda binding: blocks_pb2.SetRetentionRequest(
+                cache_id=binding.cache_id,
+                group=self.group,
+                keys=packed,
+                priorities=ranks,
+                durations_ms=durations,
+                seq=seq,
+            ),
+            self._deadline(timeout),
+        )
+        return [BlockResult(result) for result in reply.results]
+
+    async def pin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+        """Keeps copies that are READY in a tier there, whoever goes, until each pin is undone or the daemon ends.
+
+        Results: NOT_READY where there is no such copy, OVER_CAP where too much of the tier is pinned.
+        """
+        return await self._pin(keys, tier, False, timeout)
+
+    async def unpin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
+        """Undoes one pin of each. Result NOT_READY where there is none."""
+        return await self._pin(keys, tier, True, timeout)
+
+    async def reset(self, *, force: bool = False, dry_run: bool = False, timeout: float | None = None) -> ResetReport:
+        """Forgets all blocks of the cache, of every window group.
+
+        Raises :class:`kvtier.errors.StillHeld` while any is leased or pinned, unless forced: then the rest goes.
+        ``dry_run``: only counts what a forced one would do.
+        """
+        seq = self._binder.session.next_seq()
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Reset,
+            lambda binding: blocks_pb2.ResetRequest(cache_id=binding.cache_id, force=force, dry_run=dry_run, seq=seq),
+            self._deadline(timeout),
+        )
+        return ResetReport(reply.dropped, reply.kept)
+
+    async def _pin(self, keys: Keys, tier: Tier, unpin: bool, timeout: float | None) -> list[BlockResult]:
+        packed, seq = packed_keys(keys), self._binder.session.next_seq()
+        reply = await self._binder.call(
+            lambda stubs: stubs.blocks.Pin,
+            lambda binding: blocks_pb2.PinRequest(
+                cache_id=binding.cache_id,
+                group=self.group,
+                tier=tier_to_wire(tier),
+                keys=packed,
+                unpin=unpin,
+                seq=seq,
+            ),
+            self._deadline(timeout),
+        )
+        return [BlockResult(result) for result in reply.results]
+
+    async def _ask_match(self, packed: bytes, timeout: float | None) -> blocks_pb2.MatchResponse:
+        def ask(binding: Binding) -> blocks_pb2.MatchRequest:
+            return blocks_pb2.MatchRequest(cache_id=binding.cache_id, group=self.group, keys=packed)
+
+        self.reader.count(calls=1)
+        return await self._binder.call(lambda stubs: stubs.blocks.Match, ask, self._deadline(timeout))
+
+    async def _in_turn(self, packed: bytes, timeout: float | None) -> bytes:
+        if timeout is not None:
+            require_timeout(timeout)
+        await asyncio.sleep(0)  # who asks again and again lets others have their turn
+        return packed
