@@ -11,7 +11,7 @@ from kvtierd.core.ids import DEVICE, CacheId, GroupId, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Content, Move, MoveItem, SlotChanges, SlotRef
 from kvtierd.core.traits import Traits
-from kvtierd.mover.cuda.pagelocks import PageLocks
+from kvtierd.mover.cuda.page_locks import PageLocks
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, MemoryStore
 from kvtierd.tiers.cuda.store import CudaDevice

@@ -19,7 +19,7 @@ POISON: Final = 0xA5
 POISONED: Final = 4096
 
 
-class Rows:
+class SlotViews:
     """Equal stretches of a piece of memory, as memoryviews: a row of an array takes five times as long to make."""
 
     __slots__ = ("_memory", "_nbytes", "_slots", "_start", "_stride")
@@ -31,7 +31,7 @@ class Rows:
         self._stride = rows.strides[0]
         self._slots, self._nbytes = rows.shape
 
-    def row(self, slot: SlotId) -> memoryview:
+    def view(self, slot: SlotId) -> memoryview:
         """Raises IndexError for a slot that does not exist."""
         if not 0 <= slot < self._slots:
             raise IndexError(f"slot {slot}")
@@ -50,7 +50,7 @@ class MappedStore:
         self.tier: Final = tier
         layout, data = arena.layout, arena.data(tier)
         self._exact: list[list[Bytes]] = []
-        self._padded: list[list[Rows]] = []
+        self._padded: list[list[SlotViews]] = []
         for index, group in enumerate(layout.groups):
             pools = range(len(group.pools))
             self._exact.append([layout.pool_view(data, tier, index, pool) for pool in pools])
@@ -58,7 +58,7 @@ class MappedStore:
                 padded = [layout.record_view(data, index)]
             else:
                 padded = [layout.pool_view(data, tier, index, pool, padding=True) for pool in pools]
-            self._padded.append([Rows(data, rows) for rows in padded])
+            self._padded.append([SlotViews(data, rows) for rows in padded])
 
     def parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
         if slot < 0:  # numpy would count from the end and hand out another slot's bytes
@@ -66,7 +66,7 @@ class MappedStore:
         return [pool[slot] for pool in self._exact[group]]
 
     def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[memoryview]:
-        return [rows.row(slot) for rows in self._padded[group]]
+        return [rows.view(slot) for rows in self._padded[group]]
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
         return self._exact[group][pool]

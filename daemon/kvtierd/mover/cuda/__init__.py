@@ -1,4 +1,4 @@
 """The mover where the device tier is a GPU: streams, events, page-locked memory.
 
-Everything here is for threads; the loop never makes a CUDA call. ``plan`` and ``hazards`` are pure.
+Everything here is for threads; the loop never makes a CUDA call. ``plan`` is pure.
 """

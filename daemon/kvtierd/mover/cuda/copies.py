@@ -16,13 +16,10 @@ from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, GroupId
 from kvtierd.mover import disk_io
-from kvtierd.mover.cuda.hazards import Passage, Spot, spot
-from kvtierd.mover.cuda.loads import Load
-from kvtierd.mover.cuda.pagelocks import PageLocks
-from kvtierd.mover.cuda.plan import Rows, plan
-from kvtierd.mover.cuda.sites import DevicePool, Sites
+from kvtierd.mover.cuda.page_locks import PageLocks
+from kvtierd.mover.cuda.plan import DevicePool, Load, Rows, Sites, plan
 from kvtierd.mover.cuda.staging import Buffer, Staging
-from kvtierd.mover.cuda.traffic import Losable, Traffic
+from kvtierd.mover.cuda.traffic import Losable, Passage, Spot, Traffic, spot
 from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
 from kvtierd.mover.work import destination, items_of
 from kvtierd.tiers.base import Bytes, TierError, TierIOError

@@ -6,19 +6,122 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NewType, Protocol
 
 from kvtier.abi.cuda.driver import Address, Direction, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost
-from kvtierd.mover.cuda.hazards import Hazards, Passage, Spot
-from kvtierd.mover.cuda.pagelocks import PageLocks
+from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.mover.cuda.page_locks import PageLocks
 from kvtierd.mover.cuda.plan import Rows
-from kvtierd.mover.cuda.polling import soon, wait_until
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import TierIOError
+
+Spot = NewType("Spot", int)
+"""A tier-qualified slot."""
+
+_TIERS: Final = 2
+"""Bits of a spot for the tier."""
+_GROUPS: Final = 8
+
+
+def spot(tier: Tier, group: GroupId, slot: SlotId) -> Spot:
+    return Spot((slot << _GROUPS | group) << _TIERS | tier)
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """A batch from its first copy's issue until nothing of it runs any more. ``event`` says that, once it is recorded.
+
+    ``recorded`` is set when it is, or when it never will be. ``fault``: why not all of it was issued.
+    """
+
+    stream: Stream
+    event: Event
+    reads: frozenset[Spot]
+    writes: frozenset[Spot]
+    recorded: threading.Event = field(default_factory=threading.Event)
+    fault: Exception | None = None
+
+    def clashes(self, other: Passage) -> bool:
+        """Whether the order of the two matters: read after write, write after read, write after write."""
+        return not (
+            self.writes.isdisjoint(other.writes)
+            and self.writes.isdisjoint(other.reads)
+            and self.reads.isdisjoint(other.writes)
+        )
+
+
+class Hazards:
+    """Which batches under way touch which slots, and for which of them another batch has to wait.
+
+    The core never plans a slot that a move touches before that move has ended, and a slot read or written for a client
+    is under its lease, so no batch should ever have to wait. If one of them errs, one stream waits for the other, and
+    bytes are not mixed up. There is an entry a batch, not a slot: few batches are under way at a time.
+
+    Any thread. Passages of one stream are entered in the order in which they are issued to it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: dict[Passage, None] = {}
+
+    def __len__(self) -> int:
+        """Batches under way."""
+        return len(self._under_way)
+
+    def enter(self, passage: Passage) -> list[Passage]:
+        """A batch is about to be issued. Those that it has to wait for: what runs in its own stream is ordered."""
+        with self._lock:
+            clashing = [other for other in self._under_way if other.stream != passage.stream and other.clashes(passage)]
+            self._under_way[passage] = None
+        return clashing
+
+    def order(self, after: Iterable[Passage], wait: Callable[[Event], None]) -> None:
+        """Has ``wait`` called for the event of each of these that is still under way.
+
+        It waits until their events are recorded: before that there is nothing to wait for. No circle comes of it, since
+        each waits only for what was entered before. Nobody's event goes back to the pool during ``wait``.
+        """
+        for passage in after:
+            passage.recorded.wait()
+            with self._lock:
+                if passage in self._under_way:
+                    wait(passage.event)
+
+    def leave(self, passage: Passage) -> None:
+        """Nothing of it runs any more."""
+        with self._lock:
+            del self._under_way[passage]
+
+
+SPIN_S: Final = 100e-6
+"""A block of a megabyte is there before this, and a sleep would last as long as its copy."""
+SHORTEST_S: Final = 50e-6
+LONGEST_S: Final = 1e-3
+_SHARE: Final = 8
+
+
+def soon(done: Callable[[], bool]) -> bool:
+    """Asks all the time, for a moment. Whether it was done by then."""
+    end = time.perf_counter() + SPIN_S
+    while not done():
+        if time.perf_counter() > end:
+            return False
+    return True
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Asks all the time at first, then after sleeps of an eighth of the time waited so far, within bounds."""
+    began = time.perf_counter()
+    if soon(done):
+        return
+    while not done():
+        waited = time.perf_counter() - began
+        time.sleep(min(LONGEST_S, max(SHORTEST_S, waited / _SHARE)))
+
 
 _log = logging.getLogger(__name__)
 

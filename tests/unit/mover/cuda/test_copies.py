@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.abi.cuda.driver import Direction, Driver
 from kvtierd.core.ids import SlotId, Tier
-from kvtierd.mover.cuda.loads import Load
+from kvtierd.mover.cuda.plan import Load
 from kvtierd.mover.cuda.staging import BUFFERS, Buffer, Staging
 from kvtierd.mover.runtime import Stretch, Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.abi.cuda.driver import Event, Stream
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda.hazards import Hazards, Passage, Spot, spot
+from kvtierd.mover.cuda.traffic import Hazards, Passage, Spot, spot
 
 DOWN, UP = Stream(1), Stream(2)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvtier.abi.cuda.driver import Address, Driver
-from kvtierd.mover.cuda.pagelocks import CHUNK_BYTES, Chunk, PageLocks, chunks_of, in_turn, slots_together
+from kvtierd.mover.cuda.page_locks import CHUNK_BYTES, Chunk, PageLocks, chunks_of, in_turn, slots_together
 from tests.fake_cuda import load_fake
 
 PAGE = 4096

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtierd.mover.cuda import polling
-from kvtierd.mover.cuda.polling import LONGEST_S, SHORTEST_S, SPIN_S, soon, wait_until
+from kvtierd.mover.cuda import traffic
+from kvtierd.mover.cuda.traffic import LONGEST_S, SHORTEST_S, SPIN_S, soon, wait_until
 
 ASKING_S = 1e-6
 
@@ -34,7 +34,7 @@ class Clock:
 
 def clock(monkeypatch: pytest.MonkeyPatch, done_at: float) -> Clock:
     made = Clock(done_at)
-    monkeypatch.setattr(polling, "time", SimpleNamespace(perf_counter=made.perf_counter, sleep=made.sleep))
+    monkeypatch.setattr(traffic, "time", SimpleNamespace(perf_counter=made.perf_counter, sleep=made.sleep))
     return made
 
 

@@ -14,10 +14,9 @@ from kvtier.abi.cuda.driver import BATCH, Direction, Driver
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda.hazards import Hazards, Spot, spot
-from kvtierd.mover.cuda.pagelocks import Chunk, PageLocks
+from kvtierd.mover.cuda.page_locks import Chunk, PageLocks
 from kvtierd.mover.cuda.plan import Rows
-from kvtierd.mover.cuda.traffic import Traffic
+from kvtierd.mover.cuda.traffic import Hazards, Spot, Traffic, spot
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
 from tests.fake_cuda import load_fake
