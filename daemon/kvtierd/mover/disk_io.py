@@ -116,11 +116,10 @@ def concerns(piece: Piece) -> Concerns:
     A slot is written only after the transaction that deleted its old record, and a record deleted only after the one
     that put it there; inside a transaction payloads come first, then deletions, then records.
     """
-    about: set[SlotId | Key] = set()
+    group, about = piece.move.group, set[tuple[GroupId, SlotId | Key]]()
     for key, _, _, src, dst in piece.items:
-        about.add(src if dst is None else dst)
-        about.add(key)
-    return piece.move.group, about
+        about |= {(group, key), (group, src if dst is None else dst)}
+    return about
 
 
 NOTED_EVERY_S: Final = 1.0

@@ -50,14 +50,11 @@ class OpenCache:
     """An open cache. ``closing``: it takes no new tickets. ``removed``: nothing of it may be touched any more."""
 
     runtime: CacheRuntime
+    manager: BlockManager
     tickets: Tickets
     uses: UseLog
     closing: bool = False
     removed: bool = False
-
-    @property
-    def manager(self) -> BlockManager:
-        return self.runtime.manager
 
 
 class Executor:
@@ -84,7 +81,7 @@ class Executor:
         self._ticker = loop.call_later(TICK_S, self._tick)
 
     def open(self, runtime: CacheRuntime) -> OpenCache:
-        cache = OpenCache(runtime, Tickets(self._loop), UseLog(runtime))
+        cache = OpenCache(runtime, runtime.manager, Tickets(self._loop), UseLog(runtime))
         self.caches[runtime.id] = cache
         return cache
 

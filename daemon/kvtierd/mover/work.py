@@ -19,8 +19,8 @@ Edge = tuple[Tier, Tier | None]
 """(source, destination). A destination of None retires disk slots: their records are deleted, nothing is copied."""
 
 
-Concerns = tuple[GroupId, Set[SlotId | Key]]
-"""What of one group's a piece is about."""
+Concerns = Set[tuple[GroupId, SlotId | Key]]
+"""Slots and blocks that a piece changes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,11 +81,7 @@ def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> 
 
 
 def _within(indices: frozenset[int], base: int, piece: Piece) -> frozenset[int]:
-    return (
-        frozenset(i - base + piece.first for i in indices if base <= i < base + len(piece.items))
-        if indices
-        else indices
-    )
+    return frozenset(i - base + piece.first for i in indices if base <= i < base + len(piece.items))
 
 
 @dataclass(slots=True, frozen=True)

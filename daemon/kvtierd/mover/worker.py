@@ -17,7 +17,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
-from kvtierd.core.ids import DEVICE, GroupId, Key, SlotId
+from kvtierd.core.ids import DEVICE
 from kvtierd.core.outcome import Move
 from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece, Unaccounted
 from kvtierd.mover.work import CarryOut, Concerns, Edge, Report, reports_of
@@ -69,81 +69,44 @@ class Lane:
 
 
 class Gathering:
-    """Pieces that will be carried out together, one at least; what of them bounds a batch is counted as they come."""
+    """Pieces that are carried out together. What of them bounds a batch is counted as they come."""
 
     __slots__ = ("_about", "_copied_bytes", "_copies", "_device_bytes", "_lane", "_retires", "pieces")
 
-    def __init__(self, lane: Lane, first: Piece) -> None:
+    def __init__(self, lane: Lane, piece: Piece) -> None:
+        count, move = len(piece.items), piece.move
+        nbytes = count * piece.runtime.spec.record_bytes(move.group)
         self._lane = lane
-        self._copies = self._retires = self._copied_bytes = self._device_bytes = 0
-        self._about: dict[GroupId, set[SlotId | Key]] = {}
-        self.pieces: list[Piece] = []
-        self._take(first, self._concerns(first))
+        self._copies = count if move.dst is not None else 0
+        self._retires = count - self._copies
+        self._copied_bytes = nbytes if move.dst is not None else 0
+        self._device_bytes = nbytes if DEVICE in (move.src, move.dst) else 0
+        self._about = set(lane.concerns(piece)) if lane.concerns is not None else set()
+        self.pieces = [piece]
 
-    def add(self, piece: Piece) -> bool:
-        """``piece``, which comes next in the queue, joins, if it may."""
-        other = piece.runtime is not self.pieces[0].runtime
-        if other or not self._fits(*_sizes(piece), size=1):
-            return False
-        concerns = self._concerns(piece)
-        if not self._independent(concerns):
-            return False
-        self._take(piece, concerns)
-        return True
+    def join(self, more: Gathering, *, size: int = 1) -> bool:
+        """Adds ``more``, which comes next in the queue, if both together make up at most ``size`` batches.
 
-    def add_all(self, more: Gathering, *, size: int) -> bool:
-        """All of ``more``, which comes next, joins, if it may: as many as make up so many batches may."""
-        other = more.pieces[0].runtime is not self.pieces[0].runtime
-        if other or not self._fits(more._copies, more._retires, more._copied_bytes, more._device_bytes, size=size):
+        Returns:
+            Whether it was added.
+        """
+        lane, runtime = self._lane, self.pieces[0].runtime
+        if more.pieces[0].runtime is not runtime or not self._about.isdisjoint(more._about):
             return False
-        if not all(map(self._independent, more._about.items())):
+        copies, retires = self._copies + more._copies, self._retires + more._retires
+        copied_bytes, device_bytes = self._copied_bytes + more._copied_bytes, self._device_bytes + more._device_bytes
+        blocks = size * lane.batch_blocks
+        if copies > blocks and copied_bytes > size * lane.batch_bytes:
             return False
-        self._copies += more._copies
-        self._retires += more._retires
-        self._copied_bytes += more._copied_bytes
-        self._device_bytes += more._device_bytes
-        for group, about in more._about.items():
-            self._about.setdefault(group, set()).update(about)
+        if retires > blocks * RETIRES_PER_COPY:
+            return False
+        if runtime.cuda is not None and device_bytes > runtime.cuda.batch_bytes:
+            return False  # a GPU's part is small enough not to keep others waiting
+        self._copies, self._retires = copies, retires
+        self._copied_bytes, self._device_bytes = copied_bytes, device_bytes
+        self._about |= more._about
         self.pieces += more.pieces
         return True
-
-    def _fits(self, copies: int, retires: int, copied_bytes: int, device_bytes: int, *, size: int) -> bool:
-        lane = self._lane
-        blocks = size * lane.batch_blocks
-        small = self._copies + copies <= blocks or self._copied_bytes + copied_bytes <= size * lane.batch_bytes
-        cuda = self.pieces[0].runtime.cuda
-        # a GPU's part of it is small enough not to keep others waiting
-        fits_device = cuda is None or self._device_bytes + device_bytes <= cuda.batch_bytes
-        return small and fits_device and self._retires + retires <= blocks * RETIRES_PER_COPY
-
-    def _concerns(self, piece: Piece) -> Concerns | None:
-        return None if self._lane.concerns is None else self._lane.concerns(piece)
-
-    def _independent(self, concerns: Concerns | None) -> bool:
-        if concerns is None:
-            return True
-        group, about = concerns
-        return group not in self._about or self._about[group].isdisjoint(about)
-
-    def _take(self, piece: Piece, concerns: Concerns | None) -> None:
-        copies, retires, copied_bytes, device_bytes = _sizes(piece)
-        self._copies += copies
-        self._retires += retires
-        self._copied_bytes += copied_bytes
-        self._device_bytes += device_bytes
-        if concerns is not None:
-            group, about = concerns
-            self._about.setdefault(group, set()).update(about)
-        self.pieces.append(piece)
-
-
-def _sizes(piece: Piece) -> tuple[int, int, int, int]:
-    """Blocks that it copies and that it retires, bytes that it copies, and bytes of these from or to the device."""
-    count, move = len(piece.items), piece.move
-    nbytes = count * piece.runtime.spec.record_bytes(move.group)
-    copies = count if move.dst is not None else 0
-    on_device = nbytes if DEVICE in (move.src, move.dst) else 0
-    return copies, count - copies, nbytes if copies else 0, on_device
 
 
 class WorkQueue:
@@ -251,14 +214,13 @@ class Hand:
             self.busy_since_ns = None
             return
         ended_ns = time.monotonic_ns()
-        self._simulate_latency(batch[0].runtime.chaos)
+        if (chaos := batch[0].runtime.chaos) is not None:
+            self._simulate_latency(chaos)
         self.busy_since_ns = None
         self._post(reports_of(batch, faults, started_ns, ended_ns))
 
-    def _simulate_latency(self, chaos: Chaos | None) -> None:
+    def _simulate_latency(self, chaos: Chaos) -> None:
         """Before a copy: it happens late. After it: threads complete in any order among each other."""
-        if chaos is None:
-            return
         if chaos not in self._delays:
             self._delays[chaos] = chaos.delays(self.name)
         time.sleep(next(self._delays[chaos]))
@@ -293,7 +255,7 @@ class Finisher(Hand):
         is under way."""
         with self._changed:
             while (others := self._waiting) is not None:
-                if self._lane.finish_all is not None and others.gathered.add_all(gathered, size=TOGETHER):
+                if self._lane.finish_all is not None and others.gathered.join(gathered, size=TOGETHER):
                     others.finishes.append(finish)
                     return
                 self._changed.wait()
@@ -366,18 +328,20 @@ class Worker(Hand):
                     yield gathered
                 gathered = None
                 continue
-            if piece is not None and gathered is not None and gathered.add(piece):
-                continue
+            following = Gathering(self._lane, piece) if piece is not None else None
             if gathered is not None:
+                if following is not None and gathered.join(following):
+                    continue
                 yield gathered
-            if piece is None:
+            if following is None:
                 return
-            gathered = Gathering(self._lane, piece)
+            gathered = following
 
     def _carry_out(self, gathered: Gathering) -> None:
         batch = gathered.pieces
         started_ns = self.busy_since_ns = time.monotonic_ns()
-        self._simulate_latency(batch[0].runtime.chaos)
+        if (chaos := batch[0].runtime.chaos) is not None:
+            self._simulate_latency(chaos)
         done = self._attempt(batch, partial(self._lane.carry_out, batch))
         if self._finisher is None or done is None or isinstance(done, Faults):
             self._report(batch, self._attempt(batch, done) if callable(done) else done, started_ns)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtierd.core.ids import GroupId, SlotId, Tier
 from kvtierd.tiers.arena import Arena
@@ -19,24 +19,19 @@ POISON: Final = 0xA5
 POISONED: Final = 4096
 
 
-class SlotViews:
-    """Equal stretches of a piece of memory, as memoryviews: a row of an array takes five times as long to make."""
+class _Stretches(NamedTuple):
+    """Where the slots of a pool, or whole records, are in a segment."""
 
-    __slots__ = ("_memory", "_nbytes", "_slots", "_start", "_stride")
+    start: int
+    stride: int
+    nbytes: int
+    slots: int
 
-    def __init__(self, data: Bytes, rows: Bytes) -> None:
+    @classmethod
+    def of(cls, data: Bytes, rows: Bytes) -> _Stretches:
         """``rows``: [slots, bytes], a view of ``data``."""
-        self._memory = data.data
-        self._start = rows.ctypes.data - data.ctypes.data if rows.size else 0
-        self._stride = rows.strides[0]
-        self._slots, self._nbytes = rows.shape
-
-    def view(self, slot: SlotId) -> memoryview:
-        """Raises IndexError for a slot that does not exist."""
-        if not 0 <= slot < self._slots:
-            raise IndexError(f"slot {slot}")
-        first = self._start + slot * self._stride
-        return self._memory[first : first + self._nbytes]
+        start = rows.ctypes.data - data.ctypes.data if rows.size else 0
+        return cls(start, rows.strides[0], rows.shape[1], rows.shape[0])
 
 
 class MappedStore:
@@ -50,7 +45,8 @@ class MappedStore:
         self.tier: Final = tier
         layout, data = arena.layout, arena.data(tier)
         self._exact: list[list[Bytes]] = []
-        self._padded: list[list[SlotViews]] = []
+        self._padded: list[list[_Stretches]] = []
+        self._memory: memoryview = data.data
         for index, group in enumerate(layout.groups):
             pools = range(len(group.pools))
             self._exact.append([layout.pool_view(data, tier, index, pool) for pool in pools])
@@ -58,7 +54,7 @@ class MappedStore:
                 padded = [layout.record_view(data, index)]
             else:
                 padded = [layout.pool_view(data, tier, index, pool, padding=True) for pool in pools]
-            self._padded.append([SlotViews(data, rows) for rows in padded])
+            self._padded.append([_Stretches.of(data, rows) for rows in padded])
 
     def parts(self, group: GroupId, slot: SlotId) -> Sequence[Bytes]:
         if slot < 0:  # numpy would count from the end and hand out another slot's bytes
@@ -66,7 +62,14 @@ class MappedStore:
         return [pool[slot] for pool in self._exact[group]]
 
     def padded_parts(self, group: GroupId, slot: SlotId) -> Sequence[memoryview]:
-        return [rows.view(slot) for rows in self._padded[group]]
+        # Slices of one memoryview: a row of an array takes five times as long to make.
+        parts: list[memoryview] = []
+        for start, stride, nbytes, slots in self._padded[group]:
+            if not 0 <= slot < slots:
+                raise IndexError(f"slot {slot}")
+            first = start + slot * stride
+            parts.append(self._memory[first : first + nbytes])
+        return parts
 
     def pool_array(self, group: GroupId, pool: int) -> Bytes:
         return self._exact[group][pool]
@@ -78,6 +81,7 @@ class MappedStore:
     def close(self) -> None:
         self._exact.clear()
         self._padded.clear()
+        self._memory = memoryview(b"")
 
 
 class HostStore(MappedStore):

@@ -14,7 +14,6 @@ from kvtierd.mover.cuda.staging import Buffer
 from kvtierd.mover.runtime import Stretch
 from kvtierd.mover.work import Run, runs
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.mapped import SlotViews
 
 EVERYWHERE: Final = 1 << 62
 """``Place.together`` where all slots lie in one allocation."""
@@ -228,8 +227,8 @@ class Load:
 
     def records(self) -> dict[int, Sequence[memoryview]]:
         """The bytes of each, in the buffer."""
-        rows = {group: SlotViews(self.buffer.memory, self._rows(group)) for group in self._starts}
-        return {one.place: (rows[one.group].view(one.number),) for one in self.numbered()}
+        rows = {group: self._rows(group) for group in self._starts}
+        return {one.place: (rows[one.group][one.number].data,) for one in self.numbered()}
 
     def blank_padding(self) -> None:
         """Zeroes what lies between the parts: the buffer had other records before."""

@@ -49,7 +49,8 @@ class GroupTable:
 
     def put(self, key: Key, slot: SlotId, checksum: bytes, use: int) -> None:
         """Moves a key that has another slot. A key that stands in ``slot`` is gone."""
-        self.discard(key)
+        if key in self._slots:
+            self.discard(key)
         if (there := self._keys[slot]) is not None:
             del self._slots[there]
         self._slots[key] = slot
@@ -72,12 +73,6 @@ class GroupTable:
         np.frombuffer(self._checksums, checksums.dtype)[slots] = checksums
         self.last_use = last_use
         self.counter = 1 + int(last_use.max(initial=0))
-
-    def take_counters(self, count: int) -> int:
-        """The first of ``count`` fresh counters."""
-        first = self.counter
-        self.counter += count
-        return first
 
     def use(self, slots: Sequence[SlotId], first: int) -> None:
         """``slots`` were used in this order, from counter ``first`` on."""
@@ -152,9 +147,11 @@ class Batch:
         for number, (group, slot, key, parent, traits, parts) in enumerate(writes):
             if number in failed:
                 continue
-            changes, counter, checksum = self.changes[group], self._tables[group].take_counters(1), checksums[number]
-            size = sum([part.nbytes for part in parts])
-            changes.puts.append((key, encode_record(slot, counter, size, checksum, parent, traits)))
+            table, changes, checksum = self._tables[group], self.changes[group], checksums[number]
+            counter = table.counter
+            table.counter += 1
+            record = encode_record(slot, counter, sum(map(len, parts)), checksum, parent, traits)
+            changes.puts.append((key, record))
             changes.lift.append(slot)
             self._puts[group, key] = (slot, checksum, counter)
         return frozenset(failed)
@@ -169,7 +166,9 @@ class Batch:
         keys = (Key(packed[start : start + KEY_BYTES]) for start in range(0, len(packed), KEY_BYTES))
         slots = [slot for key in keys if (slot := self._slot_of(group, key)) is not None]
         if slots:
-            first = self._tables[group].take_counters(len(slots))
+            table = self._tables[group]
+            first = table.counter
+            table.counter += len(slots)
             self.changes[group].touches += encode_touches(slots, first)
             self._touches.append((group, slots, first))
 

@@ -289,7 +289,7 @@ class DiskStore:
             raise TierError(f"group {group} has not been recovered")
         if not 0 <= slot < table.shape.slots:
             raise TierConfigError("slot", slot, f"0 to {table.shape.slots - 1}")
-        nbytes = sum([part.nbytes for part in parts])
+        nbytes = sum(map(len, parts))
         if nbytes != table.shape.record_bytes:
             raise TierConfigError("parts", f"{nbytes} bytes", f"one record of {table.shape.record_bytes} bytes")
         return table
