@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvtier.abi.slot_records import SlotContents
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
@@ -58,10 +58,12 @@ class Remains:
         owners = enumerate(self._memories[group][tier].owners)
         return {SlotId(slot): session for slot, session in owners if session is not None}
 
-    def set_owner(self, tier: Tier, group: GroupId, slot: SlotId, session: SessionId | None) -> None:
-        self._store()
-        self._memories[group][tier].owners[slot] = session
+    def set_owners(self, tier: Tier, group: GroupId, owners: Mapping[SlotId, SessionId | None]) -> None:
+        for slot, session in owners.items():
+            self._store()
+            self._memories[group][tier].owners[slot] = session
 
-    def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> None:
-        self._store()
-        self._memories[group][tier].invalidate(slot)
+    def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> None:
+        for slot in slots:
+            self._store()
+            self._memories[group][tier].invalidate(slot)

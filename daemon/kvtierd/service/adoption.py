@@ -7,7 +7,7 @@ odd, so that whoever still looks at it finds out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import itemgetter
@@ -46,9 +46,9 @@ class KeptMemory(Protocol):
 
     def owned(self, tier: Tier, group: GroupId) -> dict[SlotId, SessionId]: ...
 
-    def set_owner(self, tier: Tier, group: GroupId, slot: SlotId, session: SessionId | None) -> None: ...
+    def set_owners(self, tier: Tier, group: GroupId, owners: Mapping[SlotId, SessionId | None]) -> None: ...
 
-    def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> object: ...
+    def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> object: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -141,15 +141,15 @@ def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, K
     read: list[Key] = []
     for slot, owner in arena.owned(tier, group).items():
         if not old.live:
-            arena.set_owner(tier, group, slot, None)
+            arena.set_owners(tier, group, {slot: None})
         elif slot in kept:
             read.append(kept[slot])
         elif arena.generation(tier, group, slot) % 2 == 0:
             # Several may read it, and its generation is about to be that of one writer's slot.
-            arena.set_owner(tier, group, slot, old.keeper)
+            arena.set_owners(tier, group, {slot: old.keeper})
             blank.setdefault(old.keeper, []).append(slot)
         elif owner in old.dead:
-            arena.set_owner(tier, group, slot, None)
+            arena.set_owners(tier, group, {slot: None})
         else:
             blank.setdefault(owner if owner in old.live else old.keeper, []).append(slot)
     leases = [LeftLease(session, group, tier, blank=tuple(slots)) for session, slots in blank.items()]
@@ -157,8 +157,7 @@ def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, K
 
 
 def _void_the_rest(arena: KeptMemory, tier: Tier, group: GroupId, kept: Collection[SlotId]) -> None:
-    for slot in set(arena.ready_slots(tier, group)).difference(kept):
-        arena.begin_write(tier, group, slot)
+    arena.begin_writes(tier, group, set(arena.ready_slots(tier, group)).difference(kept))
 
 
 NOBODY: Final = OldLife(frozenset(), frozenset(), SessionId(0))

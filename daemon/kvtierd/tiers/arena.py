@@ -166,13 +166,12 @@ class Arena:
         generation: int = self._generation_words[tier, group][slot]
         return generation
 
-    def begin_write(self, tier: Tier, group: GroupId, slot: SlotId) -> bool:
-        """Before a slot is granted to a writer or a copy into it is issued. False: one was open already, and nothing
-        has changed."""
-        return bool(self.begin_writes(tier, group, (slot,)))
-
     def begin_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> list[SlotId]:
-        """The same of many slots. Those of which it changed anything."""
+        """Before slots are granted to a writer or a copy into them is issued.
+
+        Returns:
+            The slots whose generation was even. For the others nothing has changed.
+        """
         generations = self._generation_words[tier, group]
         began: list[SlotId] = []
         for slot in slots:
@@ -182,18 +181,14 @@ class Arena:
                 began.append(slot)
         return began
 
-    def end_write(self, tier: Tier, group: GroupId, slot: SlotId) -> None:
-        """The slot's bytes are READY. Raises AssertionError where they already were: somebody wrote unannounced."""
-        self.end_writes(tier, group, (slot,))
-
     def end_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> None:
-        """The same of many slots."""
+        """The slots' bytes are READY. Raises AssertionError where they already were: somebody wrote unannounced."""
         generations = self._generation_words[tier, group]
         for slot in slots:
             value: int = generations[slot]
             if not value & 1:
                 where = f"{tier} group {group} slot {slot}"
-                raise AssertionError(f"end_write without begin_write: {where}, generation {value}")
+                raise AssertionError(f"end_writes without begin_writes: {where}, generation {value}")
             generations[slot] = value + 1
 
     def note(self, content: Content) -> None:
@@ -249,12 +244,8 @@ class Arena:
         owners = self._owners[tier, group]
         return {SlotId(slot): SessionId(int(owners[slot])) for slot in np.flatnonzero(owners).tolist()}
 
-    def set_owner(self, tier: Tier, group: GroupId, slot: SlotId, session: SessionId | None) -> None:
-        """Who leases the slot to write; None = nobody."""
-        self._owner_words[tier, group][slot] = session or 0
-
     def set_owners(self, tier: Tier, group: GroupId, owners: Mapping[SlotId, SessionId | None]) -> None:
-        """The same of many slots."""
+        """Who leases slots; None = nobody."""
         words = self._owner_words[tier, group]
         for slot, session in owners.items():
             words[slot] = session or 0

@@ -78,7 +78,7 @@ def test_generations_are_seen_as_the_daemon_moves_them() -> None:
     slots = np.array([0, 2])
     before = arena.generations(Tier.DEVICE, 0, slots)
     assert (before % 2 == 1).all()
-    daemon.end_write(DaemonTier.DEVICE, GroupId(0), SlotId(2))
+    daemon.end_writes(DaemonTier.DEVICE, GroupId(0), [SlotId(2)])
     after = arena.generations(Tier.DEVICE, 0, slots)
     assert after[0] == before[0]
     assert after[1] == before[1] + 1

@@ -70,8 +70,8 @@ def ours() -> Iterator[Given]:
             key, at = KEYS[number], {KEYS[number]: SlotId(number)}
             tiers = (DaemonTier.HOST, DaemonTier.DEVICE)[: 1 + (number % 3 == 0)]
             for tier in tiers:
-                arena.begin_write(tier, group, SlotId(number))
-                arena.end_write(tier, group, SlotId(number))
+                arena.begin_writes(tier, group, [SlotId(number)])
+                arena.end_writes(tier, group, [SlotId(number)])
             places = (arena.at(tier, group, at) for tier in tiers)
             arena.index.put(Blocks(group, {key: sum(tier.bit for tier in tiers)}, *places))
     arena.set_state(ArenaState.SERVING)

@@ -55,8 +55,8 @@ def test_a_client_needs_only_the_control_descriptor(arena: Arena) -> None:
     for tier in arena.tiers:
         for number, (start, size) in enumerate(parts(arena.layout, tier, GROUP, slot)):
             arena.data(tier)[start : start + size] = 10 * (tier + 1) + number
-    arena.end_write(Tier.HOST, GROUP, slot)
-    arena.set_owner(Tier.DEVICE, GROUP, slot, SessionId(99))
+    arena.end_writes(Tier.HOST, GROUP, [slot])
+    arena.set_owners(Tier.DEVICE, GROUP, {slot: SessionId(99)})
     arena.set_state(ArenaState.SERVING)
     fds = arena.fds(write=False)
     assert tuple(fds) == (attach.CONTROL, attach.HOST, attach.DEVICE)
@@ -92,29 +92,29 @@ def test_a_generation_is_odd_exactly_while_written(arena: Arena, tier: Tier) -> 
     assert not is_ready(arena.generation(tier, GROUP, slot))
     seen = [arena.generation(tier, GROUP, slot)]
     for _ in range(3):
-        arena.end_write(tier, GROUP, slot)
+        arena.end_writes(tier, GROUP, [slot])
         assert is_ready(arena.generation(tier, GROUP, slot))
-        arena.begin_write(tier, GROUP, slot)
+        arena.begin_writes(tier, GROUP, [slot])
         assert not is_ready(arena.generation(tier, GROUP, slot))
-        arena.begin_write(tier, GROUP, slot)  # a slot may be opened again before anything was written
+        arena.begin_writes(tier, GROUP, [slot])  # a slot may be opened again before anything was written
         seen.append(arena.generation(tier, GROUP, slot))
     assert seen == [seen[0] + 2 * n for n in range(4)]
     assert arena.generation(tier, GROUP, other) == first_generation(3)
 
 
 def test_ending_what_never_began_is_a_bug(arena: Arena) -> None:
-    arena.end_write(Tier.HOST, GROUP, SlotId(0))
+    arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
     with pytest.raises(AssertionError, match="host group 0 slot 0"):
-        arena.end_write(Tier.HOST, GROUP, SlotId(0))
+        arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
 
 
 def test_owner_goes_and_comes(arena: Arena) -> None:
     owners = arena.layout.owners(
         np.frombuffer(mmap.mmap(arena.fds(write=False)["control"], 0, prot=mmap.PROT_READ), np.uint8), Tier.HOST, GROUP
     )
-    arena.set_owner(Tier.HOST, GROUP, SlotId(5), SessionId(2**63))
+    arena.set_owners(Tier.HOST, GROUP, {SlotId(5): SessionId(2**63)})
     assert owners.tolist() == [0, 0, 0, 0, 0, 2**63]
-    arena.set_owner(Tier.HOST, GROUP, SlotId(5), None)
+    arena.set_owners(Tier.HOST, GROUP, {SlotId(5): None})
     assert owners.tolist() == [0] * 6
 
 
@@ -230,7 +230,7 @@ def test_a_writer_gets_the_data_but_never_control(arena: Arena) -> None:
 
 def test_a_writer_that_punches_holes_hurts_only_the_bytes(arena: Arena) -> None:
     arena.data(Tier.HOST)[:] = 9
-    arena.end_write(Tier.HOST, GROUP, SlotId(0))
+    arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
     fds = arena.fds(write=True)
     said = run_client(
         """
@@ -385,9 +385,9 @@ def test_a_reader_without_a_lease_never_accepts_torn_bytes() -> None:
     assert reader.stdout is not None
     assert reader.stdout.readline() == "reading\n"
     for value in range(5_000):
-        arena.begin_write(Tier.HOST, GROUP, slot)
+        arena.begin_writes(Tier.HOST, GROUP, [slot])
         bytes_of_slot.fill(value % 256)
-        arena.end_write(Tier.HOST, GROUP, slot)
+        arena.end_writes(Tier.HOST, GROUP, [slot])
     arena.set_state(ArenaState.CLOSED)
     accepted, torn = map(int, finish_client(reader).split())
     assert accepted > 0
@@ -423,8 +423,8 @@ print(accepted, torn)
 def test_two_boots_never_share_a_generation() -> None:
     earlier, later = make_arena("earlier", boot=3), make_arena("later", boot=4)
     for _ in range(1000):
-        earlier.end_write(Tier.HOST, GROUP, SlotId(0))
-        earlier.begin_write(Tier.HOST, GROUP, SlotId(0))
+        earlier.end_writes(Tier.HOST, GROUP, [SlotId(0)])
+        earlier.begin_writes(Tier.HOST, GROUP, [SlotId(0)])
     assert earlier.generation(Tier.HOST, GROUP, SlotId(0)) < later.generation(Tier.HOST, GROUP, SlotId(0))
     earlier.close()
     later.close()

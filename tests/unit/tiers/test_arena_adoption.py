@@ -56,7 +56,7 @@ def written(
     ref = SlotRef(GROUP, tier, SlotId(slot))
     traits = Traits(35, 9, 0, Label(b"\7" * 8))
     arena.note(Content(ref, key(number), None if parent is None else key(parent), traits))
-    arena.end_write(tier, GROUP, SlotId(slot))
+    arena.end_writes(tier, GROUP, [SlotId(slot)])
 
 
 def adopted(arena: Arena) -> Arena:
@@ -174,9 +174,9 @@ def test_only_slots_whose_record_is_whole_and_of_their_generation_count(earlier:
         written(earlier, slot, number=slot, parent=None)
     start = LAYOUT.groups[0].records[Tier.HOST]
     os.pwrite(earlier.kept_fds[attach.CONTROL], b"XX", start + 160)  # 1: torn
-    earlier.begin_write(Tier.HOST, GROUP, SlotId(2))  # 2: being written
-    earlier.begin_write(Tier.HOST, GROUP, SlotId(3))
-    earlier.end_write(Tier.HOST, GROUP, SlotId(3))  # 3: written anew, and the record is the old one
+    earlier.begin_writes(Tier.HOST, GROUP, [SlotId(2)])  # 2: being written
+    earlier.begin_writes(Tier.HOST, GROUP, [SlotId(3)])
+    earlier.end_writes(Tier.HOST, GROUP, [SlotId(3)])  # 3: written anew, and the record is the old one
     again = adopted(earlier)
     assert [(one.key, one.host) for one in found(again)] == [(key(0), 0), (key(4), 4)]
     odd = [again.generation(Tier.HOST, GROUP, SlotId(slot)) % 2 for slot in range(6)]
@@ -215,7 +215,7 @@ def test_what_live_processes_may_touch_is_left_to_them(earlier: Arena) -> None:
     written(earlier, 1, number=9, parent=8)  # unreachable
     written(earlier, 2, number=2, parent=None)
     for slot, owner in ((0, 5), (1, 6), (3, 5), (4, 6)):
-        earlier.set_owner(Tier.HOST, GROUP, SlotId(slot), SessionId(owner))
+        earlier.set_owners(Tier.HOST, GROUP, {SlotId(slot): SessionId(owner)})
     again = adopted(earlier)
     old = OldLife(live=frozenset({SessionId(5)}), dead=frozenset({SessionId(6)}), keeper=SessionId(99))
     left = adopt(again, [WINDOW], {}, old).left
@@ -231,7 +231,7 @@ def test_what_live_processes_may_touch_is_left_to_them(earlier: Arena) -> None:
 def test_a_life_that_dies_while_it_adopts_forgets_no_reader(earlier: Arena) -> None:
     """The owner table names the last of several readers: when that one has gone, the slot is not free yet."""
     written(earlier, 1, number=9, parent=8)  # unreachable
-    earlier.set_owner(Tier.HOST, GROUP, SlotId(1), SessionId(6))
+    earlier.set_owners(Tier.HOST, GROUP, {SlotId(1): SessionId(6)})
     again = adopted(earlier)
     both = frozenset({SessionId(5), SessionId(6)})
     adopt(again, [WINDOW], {}, OldLife(both, frozenset(), keeper=SessionId(99)))
@@ -243,12 +243,12 @@ def test_a_life_that_dies_while_it_adopts_forgets_no_reader(earlier: Arena) -> N
 
 def test_what_a_life_kept_for_readers_is_kept_by_the_next(earlier: Arena) -> None:
     written(earlier, 1, number=9, parent=8)  # unreachable, and perhaps looked at
-    earlier.set_owner(Tier.HOST, GROUP, SlotId(1), SessionId(5))
+    earlier.set_owners(Tier.HOST, GROUP, {SlotId(1): SessionId(5)})
     once = adopted(earlier)
     reader = frozenset({SessionId(5)})
     (lease,) = adopt(once, [WINDOW], {}, OldLife(reader, frozenset(), keeper=SessionId(99))).left
     assert (lease.session, lease.blank) == (99, (1,))
-    once.set_owner(Tier.HOST, GROUP, SlotId(1), lease.session)
+    once.set_owners(Tier.HOST, GROUP, {SlotId(1): lease.session})
     (lease,) = adopt(once, [WINDOW], {}, OldLife(reader, frozenset(), keeper=SessionId(100))).left
     assert (lease.session, lease.blank) == (100, (1,))
     once.close()
@@ -256,8 +256,8 @@ def test_what_a_life_kept_for_readers_is_kept_by_the_next(earlier: Arena) -> Non
 
 def test_nobody_alive_leaves_nothing_behind(earlier: Arena) -> None:
     written(earlier, 0, number=1, parent=None)
-    earlier.set_owner(Tier.HOST, GROUP, SlotId(0), SessionId(5))
-    earlier.set_owner(Tier.HOST, GROUP, SlotId(1), SessionId(5))
+    earlier.set_owners(Tier.HOST, GROUP, {SlotId(0): SessionId(5)})
+    earlier.set_owners(Tier.HOST, GROUP, {SlotId(1): SessionId(5)})
     again = adopted(earlier)
     assert adopt(again, [WINDOW], {}, NOBODY).left == []
     assert again.owned(Tier.HOST, GROUP) == {}

@@ -223,9 +223,9 @@ def test_closing_gives_everything_back(rig: Rig) -> None:
 def earlier(rig: Rig) -> Arena:
     """With a READY block in each tier, that of the device leased."""
     arena = Arena.create("c", LAYOUT, MADE, rig.gpu.create("c", LAYOUT.device_bytes))
-    arena.end_write(Tier.DEVICE, GROUP, SlotId(1))
-    arena.set_owner(Tier.DEVICE, GROUP, SlotId(1), SessionId(9))
-    arena.end_write(Tier.HOST, GROUP, SlotId(0))
+    arena.end_writes(Tier.DEVICE, GROUP, [SlotId(1)])
+    arena.set_owners(Tier.DEVICE, GROUP, {SlotId(1): SessionId(9)})
+    arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
     return arena
 
 

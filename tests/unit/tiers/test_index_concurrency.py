@@ -148,7 +148,7 @@ class Writer:
 
     def _forget(self, slot: SlotId) -> None:
         if not self._no_generation and not self._late_odd:
-            self._arena.begin_write(Tier.HOST, GROUP, slot)
+            self._arena.begin_writes(Tier.HOST, GROUP, [slot])
         self._put(self._holds.pop(slot), 0)
 
     def _store(self, slot: SlotId, number: int) -> None:
@@ -156,8 +156,8 @@ class Writer:
         generation = self._generation(slot) + (1 if fresh else 0 if self._no_generation else 2)
         self._bytes[slot].view("<u8")[:] = number << 48 | generation
         if not self._no_generation or fresh:
-            self._arena.begin_write(Tier.HOST, GROUP, slot)
-            self._arena.end_write(Tier.HOST, GROUP, slot)
+            self._arena.begin_writes(Tier.HOST, GROUP, [slot])
+            self._arena.end_writes(Tier.HOST, GROUP, [slot])
         if number < 100:
             self._holds[slot] = number
         self._put(number, HOST_BIT, host=(slot, self._generation(slot)))
