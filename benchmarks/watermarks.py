@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 
 from kvtier import AsyncClient, Cache, CacheSpec, Cause, Event, Tier, TooShort, connect
 from kvtier.lease import Lease
-from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import Request, key_of, read
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ import kvtier
 from kvtier.cli.replay import table
 from kvtier.cli.watch_lines import text_lines
 from kvtier.events import WatchItem
-from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.runner import Report, replay, wrong_blocks
 from kvtier.replay.trace import Payload, Request, key_of, read, replay_spec
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 import kvtier
-from kvtier.private import PrivateDaemon
+from kvtier.replay.private import PrivateDaemon
 
 SPEC = kvtier.CacheSpec.single("toy-7b", "float16", tokens_per_block=16, layers=4, kv_heads=8, head_size=64)
 SHAPE = (4, 2, 8, 16, 64)  # layers, keys and values, heads, tokens, head size: SPEC.block_bytes(0) bytes of float16

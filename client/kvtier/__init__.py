@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     from kvtier.groups import AcrossBlocks, AcrossLease
     from kvtier.lease import ReadLease, WriteLease
     from kvtier.mirror import Mirror, MirroredBlock, MirrorState, Standing, rank_mirrors
-    from kvtier.retention import CacheOptions, Retention, TokenRange, WritePolicy
+    from kvtier.retention import Retention, TokenRange
     from kvtier.sync import Client
     from kvtier.transport import TlsFiles
-    from kvtier.types import BlockResult, Cause, Cursor, EventType, Tier
+    from kvtier.types import BlockResult, CacheOptions, Cause, Cursor, EventType, Tier, WritePolicy
     from kvtier.watch import Watch
     from kvtier.wire import AcrossMatch, Location, Locations, Match, ReadCounts
 
@@ -113,10 +113,18 @@ _HOMES = {
     "kvtier.lease": ("ReadLease", "WriteLease"),
     "kvtier.mirror": ("Mirror", "MirrorState", "MirroredBlock", "Standing", "rank_mirrors"),
     "kvtier.chains": ("Prompt",),
-    "kvtier.retention": ("CacheOptions", "Retention", "TokenRange", "WritePolicy"),
+    "kvtier.retention": ("Retention", "TokenRange"),
     "kvtier.sync": ("Client",),
     "kvtier.transport": ("TlsFiles",),
-    "kvtier.types": ("BlockResult", "Cause", "Cursor", "EventType", "Tier"),
+    "kvtier.types": (
+        "BlockResult",
+        "CacheOptions",
+        "Cause",
+        "Cursor",
+        "EventType",
+        "Tier",
+        "WritePolicy",
+    ),
     "kvtier.watch": ("Watch",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

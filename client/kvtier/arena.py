@@ -16,14 +16,14 @@ import numpy as np
 from grpc.aio import UnaryUnaryMultiCallable
 from numpy.typing import NDArray
 
-from kvtier import transfer
+from kvtier import buffers
 from kvtier.abi import attach
 from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
 from kvtier.abi.errors import AbiError
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
-from kvtier.buffers import Bytes, Row, Rows
+from kvtier.buffers import Bytes, Row, Rows, Slots
 from kvtier.errors import (
     CallerError,
     ClientClosed,
@@ -35,11 +35,8 @@ from kvtier.errors import (
     TierFull,
 )
 from kvtier.gpu import PASSED, CannotMap, Fence, Gpu, Stream, map_device
-from kvtier.retention import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, Stubs
-from kvtier.stats import CacheInfo
-from kvtier.transfer import Slots
-from kvtier.types import MAPPED_TIERS, Tier
+from kvtier.types import MAPPED_TIERS, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import Budgets, budgets_to_wire, cache_info, options_to_wire, spec_to_wire
 
@@ -76,7 +73,7 @@ class Memory(Protocol):
         """Copies blocks into slots; when it returns, or raises, nothing is being copied any more."""
         ...
 
-    def read(self, group: int, slots: transfer.Slots, blocks: Rows) -> None:
+    def read(self, group: int, slots: buffers.Slots, blocks: Rows) -> None:
         """Copies slots into blocks, likewise. Raises :class:`IndexError` for a slot that there is not."""
         ...
 
@@ -109,10 +106,10 @@ class CpuMemory:
         return views
 
     def write(self, group: int, slots: Sequence[int], blocks: Rows) -> None:
-        transfer.into_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
+        buffers.into_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
 
-    def read(self, group: int, slots: transfer.Slots, blocks: Rows) -> None:
-        transfer.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
+    def read(self, group: int, slots: buffers.Slots, blocks: Rows) -> None:
+        buffers.out_of_slots(self._pools[group], slots, cast("Sequence[Bytes] | Bytes", blocks))
 
     def fence(self, stream: int | None) -> Fence:
         return PASSED

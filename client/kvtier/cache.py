@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from kvtier import buffers, copies, transfer
+from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
 from kvtier.abi.spec import CacheSpec
 from kvtier.arena import Arena, Binder, send
@@ -23,10 +23,9 @@ from kvtier.gpu import Fence, Gpu, Stream
 from kvtier.groups import AcrossGroups
 from kvtier.lease import Held, Holdings, Lease, ReadLease, WriteLease
 from kvtier.reading import Read, verified
-from kvtier.retention import CacheOptions, Retention, block_retention
+from kvtier.retention import Retention, block_retention
 from kvtier.session import Link, Session, require_timeout
-from kvtier.stats import CacheInfo
-from kvtier.types import MAPPED_TIERS, BlockResult, Tier
+from kvtier.types import MAPPED_TIERS, BlockResult, CacheInfo, CacheOptions, Tier
 from kvtier.v1 import caches_pb2
 from kvtier.verbs import GroupVerbs
 from kvtier.wire import (
@@ -322,7 +321,7 @@ class Cache(GroupVerbs):
             require_timeout(timeout)
         await asyncio.sleep(0)  # who asks again and again lets others have their turn
         read, targets = self.begin_get(packed_keys(keys), out, tier, in_cpu=verify)
-        await transfer.run(read.copy, read.nbytes, waits=read.waits)
+        await buffers.run_copy(read.copy, read.nbytes, waits=read.waits)
         return await _delivered(out, await self.end_get(read, targets, tier, verify, timeout))
 
     def begin_get(
@@ -463,5 +462,5 @@ async def _delivered(out: Blocks | None, rows: list[Row]) -> list[Any]:
         return rows
     late = buffers.late(out, rows)
     if late:
-        await transfer.run(partial(buffers.fill, late), sum(len(row) for _, row, _ in late))
+        await buffers.run_copy(partial(buffers.fill, late), sum(len(row) for _, row, _ in late))
     return list(out[: len(rows)])

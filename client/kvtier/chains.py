@@ -19,8 +19,7 @@ from kvtier.abi.key_index import Found, IndexReader
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import InvalidArgument
-from kvtier.retention import CacheOptions
-from kvtier.types import Cursor
+from kvtier.types import CacheOptions, Cursor
 from kvtier.wire import AcrossMatch, GroupSpan, Locations, Match, split_keys
 
 _LEAST_LOOKED_UP: Final = 64

@@ -20,17 +20,20 @@ from kvtier.cache import Cache
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
 from kvtier.events import Event, Gap
 from kvtier.gpu import Fence, Stream
-from kvtier.retention import CacheOptions
 from kvtier.session import ANSWER_GRACE_S, Deadline, Link, Session, require_timeout
-from kvtier.stats import (
+from kvtier.transport import TlsFiles
+from kvtier.types import (
     CacheInfo,
+    CacheOptions,
+    Cause,
+    Cursor,
     DaemonStats,
+    EventType,
     KickReport,
     LeaseInfo,
     RemovalReport,
+    Tier,
 )
-from kvtier.transport import TlsFiles
-from kvtier.types import Cause, Cursor, EventType, Tier
 from kvtier.v1 import admin_pb2, caches_pb2
 from kvtier.watch import DEFAULT_HEARTBEAT_S, Filter, Start, Watch
 from kvtier.wire import (

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from grpc.aio import InternalError, StreamUnaryCall
 
-from kvtier import transfer
+from kvtier import buffers
 from kvtier.abi.stream import CHECKSUM_BYTES, GO_AHEAD_KEY, Progress, Span, StreamError
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Bytes, Row, Rows, of_cpu
@@ -78,7 +78,7 @@ class Mapped:
         try:
             memory = lease.arena.memory(tier)
             copy = partial(memory.write, self._cache.group, lease.slots, piece.blocks)
-            await transfer.run(copy, len(lease) * self._cache.block_bytes, waits=memory.waits)
+            await buffers.run_copy(copy, len(lease) * self._cache.block_bytes, waits=memory.waits)
             return await self._holdings.store(lease, piece, timeout)
         finally:
             await self._cache.release(lease, stream=PASSED)
@@ -102,7 +102,7 @@ async def copied_out(lease: ReadLease, rows: Rows) -> None:
     cache, memory = lease.cache, lease.arena.memory(lease.tier)
     before = lease.unchanged()
     nbytes = lease.blocks * cache.block_bytes
-    await transfer.run(lambda: memory.read(cache.group, lease.slots, rows), nbytes, waits=memory.waits)
+    await buffers.run_copy(lambda: memory.read(cache.group, lease.slots, rows), nbytes, waits=memory.waits)
     if not (before and lease.unchanged()):
         raise StaleRead("a slot changed under its lease", reason="STALE_READ")
 
@@ -278,7 +278,7 @@ async def _cut(blocks: Sequence[Bytes], spans: Sequence[Span]) -> bytes:
     def copy() -> None:
         pieces.append(b"".join(blocks[span.block][span.start : span.stop].data for span in spans))
 
-    await transfer.run(copy, sum(span.stop - span.start for span in spans))
+    await buffers.run_copy(copy, sum(span.stop - span.start for span in spans))
     return pieces[0]
 
 
@@ -292,14 +292,14 @@ async def _paste(rows: Sequence[Bytes], spans: Sequence[Span], data: bytes) -> N
             np.copyto(rows[span.block][span.start : span.stop], source[start:end])
             start = end
 
-    await transfer.run(copy, len(data))
+    await buffers.run_copy(copy, len(data))
 
 
 async def _checksums(blocks: Sequence[Bytes]) -> bytes:
     """One a block, of the caller's memory: what is lost anywhere on the way is seen."""
     digests: list[bytes] = []
     work = lambda: digests.extend(xxhash.xxh3_128_digest(block.data) for block in blocks)  # noqa: E731
-    await transfer.run(work, sum(map(len, blocks)))
+    await buffers.run_copy(work, sum(map(len, blocks)))
     return b"".join(digests)
 
 

@@ -31,9 +31,8 @@ from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.opening import uuid_name
 from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, ArenaLayout
-from kvtier.buffers import DeviceBytes, Row, Rows
+from kvtier.buffers import DeviceBytes, Row, Rows, Slots
 from kvtier.errors import DaemonError, DeviceError, InvalidArgument
-from kvtier.transfer import Slots
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier import buffers, copies, transfer
+from kvtier import buffers, copies
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.arena import Binder, Binding
 from kvtier.buffers import Blocks, Rows, of_cpu
@@ -271,7 +271,7 @@ class AcrossGroups:
         found = self.begin_get(packed_keys(keys), tier)
         if found is not None:
             nbytes, waits = sum(read.nbytes for read in found.reads), any(read.waits for read in found.reads)
-            await transfer.run(found.copy, nbytes, waits=waits)
+            await buffers.run_copy(found.copy, nbytes, waits=waits)
             if (blocks := found.result()) is not None:
                 return blocks
         self.reader.count(calls=1)

@@ -21,7 +21,7 @@ import xxhash
 from grpc.aio import AioRpcError, UsageError
 from numpy.typing import NDArray
 
-from kvtier import transfer
+from kvtier import buffers
 from kvtier.abi.key_index import Found
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
@@ -392,7 +392,7 @@ async def _verified(
     reply = await binder.call(lambda stubs: stubs.blocks.Checksums, ask, deadline)
     ours: list[bytes] = []
     work = lambda: ours.extend(xxhash.xxh3_128_digest(rows[row].data) for row in some)  # noqa: E731
-    await transfer.run(work, sum(len(rows[row]) for row in some))
+    await buffers.run_copy(work, sum(len(rows[row]) for row in some))
     for place, (row, known, digest) in enumerate(zip(some, reply.known, ours, strict=True)):
         if not known:
             return row

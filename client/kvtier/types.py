@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
 from kvtier.abi.keys import KEY_BYTES
+from kvtier.abi.spec import CacheSpec
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
 """On the wire: the parent of a chain's first block."""
@@ -152,3 +153,260 @@ def duration(ns: float) -> str:
 def clean(text: str) -> str:
     """What another process calls itself, fit for a terminal: nothing in it moves a cursor or sets a colour."""
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+class WritePolicy(IntEnum):
+    """When blocks are copied down. Values as on the wire."""
+
+    DEFAULT = 0
+    """The daemon's, or of a cache that exists, its own."""
+    BACK = 1
+    """When the slot is wanted, or ahead of that to keep slots clean."""
+    THROUGH = 2
+    """To the lowest tier as soon as they are committed."""
+    SELECTIVE = 3
+    """At their second use; dropped instead of demoted before."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(slots=True, frozen=True)
+class CacheOptions:
+    """What a cache is opened with. What is left out is the cache's own where it exists, else the daemon's default."""
+
+    write_policy: WritePolicy = WritePolicy.DEFAULT
+    eviction: str = ""
+    """Name of an eviction policy, such as "lru"."""
+    event_hash: str = ""
+    """What blocks are named by in events besides their keys: v1_block_key, v2_sha256 or v2_sha256_64."""
+    keep_tokens: bool = False
+    """Token ids are kept, and sent to watchers that may see them."""
+    thresholds: Mapping[tuple[Tier, Tier], int] = field(default_factory=dict)
+    """By edge, the least priority at which a block goes down it: 0 to 101, 101 = never."""
+
+
+@dataclass(slots=True, frozen=True)
+class TierStats:
+    """Slots by state; ``free`` to ``quarantined`` sum to ``capacity``. ``held``: under a lease.
+
+    ``clean``: free, or with a block that is ready in a lower tier, too, so that reclaiming it takes no copy.
+    """
+
+    tier: Tier
+    capacity: int
+    free: int
+    blank: int
+    filling: int
+    ready: int
+    retiring: int
+    orphaned: int
+    quarantined: int
+    held: int
+    clean: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class EdgeStats:
+    """Everything that went along an edge since the cache was opened. Times are sums over blocks, in nanoseconds."""
+
+    edge: str
+    """``"device>host"``"""
+    blocks: int
+    bytes: int
+    failures: int
+    queued_blocks: int
+    queue_ns: int
+    copy_ns: int
+    degraded: bool
+
+
+@dataclass(slots=True, frozen=True)
+class GroupStats:
+    """One window group's part of its cache's numbers. ``window_tokens`` 0 = full attention."""
+
+    group: int
+    window_tokens: int
+    blocks: int
+    tiers: tuple[TierStats, ...]
+    hits_device: int
+    hits_host: int
+    hits_disk: int
+    misses: int
+    stored: int
+    removed: int
+
+
+@dataclass(slots=True, frozen=True)
+class CacheStats:
+    """One cache. Hits are blocks acquired, or read without a call, by the fastest tier they were found in at the moment
+    of the match."""
+
+    cache_id: int
+    name: str
+    blocks: int
+    tiers: tuple[TierStats, ...]
+    edges: tuple[EdgeStats, ...]
+    hits_device: int
+    hits_host: int
+    hits_disk: int
+    misses: int
+    stored: int
+    removed: int
+    waiting: int
+    """Calls waiting for room."""
+    groups: tuple[GroupStats, ...]
+    index_places: int = 0
+    """For blocks in the key index, where clients look them up; 0 = it has none, and clients call."""
+    unindexed: int = 0
+    """Blocks without a place there; unless 0, clients call for what they do not find."""
+
+
+@dataclass(slots=True, frozen=True)
+class SessionStats:
+    """One client process. ``attached`` is False where its connection broke and its process lives."""
+
+    session_id: int
+    pid: int
+    uid: int
+    command: str
+    attached: bool
+    leases: int
+    held_slots: int
+
+
+@dataclass(slots=True, frozen=True)
+class LeaseInfo:
+    """One lease and whose it is. ``age_ns``: since it was granted.
+
+    ``blank_slots`` are leased to write, ``held_blocks`` to read. ``orphaned``: the connection of its session broke and
+    its process lives.
+    """
+
+    lease_id: int
+    cache: str
+    group: int
+    tier: Tier
+    blank_slots: int
+    held_blocks: int
+    orphaned: bool
+    age_ns: int
+    session_id: int
+    pid: int
+    uid: int
+    command: str
+
+
+@dataclass(slots=True, frozen=True)
+class KickReport:
+    """What was given back, or would be."""
+
+    leases: int
+    slots: int
+
+
+@dataclass(slots=True, frozen=True)
+class RemovalReport:
+    """What went with a cache, or would go. ``freed``: bytes by tier that its budgets took."""
+
+    blocks: int
+    freed: Mapping[Tier, int]
+
+
+@dataclass(slots=True, frozen=True)
+class WatcherStats:
+    """One stream of events and whose it is. ``lag``: how many events it has not been sent yet."""
+
+    session_id: int
+    pid: int
+    uid: int
+    command: str
+    lag: int
+
+
+@dataclass(slots=True, frozen=True)
+class EventLogStats:
+    """Past events on disk. ``max_bytes``: of its file, 0 = there is no log; ``bytes``: that records take.
+
+    ``oldest_id``, ``newest_id``: first and last id in it, 0 = none. ``failures``: attempts to write that failed, and
+    ``lost_events``: that will never be in it, both of this life of the daemon. ``failing``: why it cannot be written at
+    present, empty where it can.
+    """
+
+    max_bytes: int = 0
+    bytes: int = 0
+    oldest_id: int = 0
+    newest_id: int = 0
+    oldest_age_ns: int = 0
+    failures: int = 0
+    lost_events: int = 0
+    failing: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceStats:
+    """What the device tiers are on. ``kind``: ``cuda``, or ``stand-in`` for shared memory in the place of a GPU's,
+    which has neither ``name`` nor ``uuid``. ``memory_bytes``: that the GPU has, whoever uses them."""
+
+    kind: str
+    name: str = ""
+    uuid: str = ""
+    memory_bytes: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class DaemonStats:
+    """``problems`` is empty on a healthy daemon. ``start_time_ns``: nanoseconds since the Unix epoch.
+
+    ``uptime_ns``: by a clock that never jumps, taken with the counters: rates are differences over its differences.
+    ``watcher_stats``: of the ``watchers``, those of the ``sessions``. ``device``: None where there is no device tier.
+    """
+
+    version: str
+    pid: int
+    epoch: int
+    boot: int
+    start_time_ns: int
+    last_event_id: int
+    watchers: int
+    caches: tuple[CacheStats, ...]
+    sessions: tuple[SessionStats, ...]
+    problems: tuple[str, ...]
+    uptime_ns: int = 0
+    watcher_stats: tuple[WatcherStats, ...] = ()
+    event_log: EventLogStats = EventLogStats()
+    device: DeviceStats | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class GroupTier:
+    """What a window group has of a tier: ``slots``, ``slot_bytes`` apart, in ``tokens`` and in ``bytes``."""
+
+    tier: Tier
+    slots: int
+    slot_bytes: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(slots=True, frozen=True)
+class GroupInfo:
+    """One window group. Only tiers that the cache has, the fastest first."""
+
+    group: int
+    window_tokens: int
+    tiers: tuple[GroupTier, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class CacheInfo:
+    """One cache: what its bytes mean and where they may live."""
+
+    cache_id: int
+    name: str
+    spec: CacheSpec
+    fingerprint: bytes
+    groups: tuple[GroupInfo, ...]
+    blocks: int
+    sessions: int
+    options: CacheOptions

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.errors import DaemonError, InvalidArgument, require_within
-from kvtier.retention import CacheOptions, WritePolicy
-from kvtier.stats import (
+from kvtier.types import (
+    BlockResult,
     CacheInfo,
+    CacheOptions,
     CacheStats,
+    Cursor,
     DaemonStats,
     DeviceStats,
     EdgeStats,
@@ -25,10 +27,11 @@ from kvtier.stats import (
     GroupTier,
     LeaseInfo,
     SessionStats,
+    Tier,
     TierStats,
     WatcherStats,
+    WritePolicy,
 )
-from kvtier.types import BlockResult, Cursor, Tier
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtier import AsyncClient, Tier
-from kvtier.stats import CacheStats, DaemonStats, EdgeStats, EventLogStats, SessionStats, TierStats
+from kvtier.types import CacheStats, DaemonStats, EdgeStats, EventLogStats, SessionStats, TierStats
 from kvtier.v1 import admin_pb2
 from tests.integration.raw import RawClient
 

@@ -24,7 +24,7 @@ from kvtier import (
     Tier,
     connect,
 )
-from kvtier.stats import CacheInfo
+from kvtier.types import CacheInfo
 from kvtier.v1 import caches_pb2
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess, StartDaemon

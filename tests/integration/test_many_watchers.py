@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvtier import AsyncClient, Tier, connect
-from kvtier.stats import DaemonStats
+from kvtier.types import DaemonStats
 from kvtier.v1 import blocks_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain

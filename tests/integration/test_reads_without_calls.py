@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, arena, connect, errors, transfer
+from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, arena, buffers, connect, errors
 from kvtier.buffers import Bytes
 from kvtier.wire import ReadCounts
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
@@ -100,13 +100,13 @@ async def test_what_was_copied_is_compared_with_the_daemons_memory(cache: Cache)
     assert_bytes(keys[:9], list(out))
     await cache.move(keys[:5], Tier.HOST)
     with pytest.MonkeyPatch.context() as damage:
-        right = transfer.out_of_slots
+        right = buffers.out_of_slots
 
         def flipping(pools: Sequence[Bytes], slots: Sequence[int], rows: Sequence[Bytes]) -> None:
             right(pools, slots, rows)
             rows[-1][0] ^= 1
 
-        damage.setattr(transfer, "out_of_slots", flipping)
+        damage.setattr(buffers, "out_of_slots", flipping)
         with pytest.raises(errors.DamagedTransfer, match="block 4"):
             await cache.get(keys[:5], tier=Tier.HOST, verify=True)
 

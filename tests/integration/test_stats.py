@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from kvtier import AsyncClient, CacheOptions, Tier, connect
-from kvtier.retention import WritePolicy
-from kvtier.stats import TierStats
+from kvtier.types import TierStats, WritePolicy
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import StartDaemon
 from tests.integration.seeing import tier_stats

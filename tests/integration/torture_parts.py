@@ -29,8 +29,8 @@ from kvtier import (
     LeaseLost,
     TierFull,
     TooShort,
+    buffers,
     connect,
-    transfer,
 )
 from kvtier.buffers import Rows
 from kvtier.reading import Read
@@ -182,7 +182,7 @@ class Part:
 def dawdle(rng: random.Random, most_s: float = _DAWDLE_S) -> None:
     """Copies of this process take their time now and then: before them, when their slots are known, and after them,
     before anybody has looked whether the slots still are those blocks'."""
-    copy = transfer.out_of_slots
+    copy = buffers.out_of_slots
 
     def slow(*arguments: Any) -> None:
         for step in (None, copy, None):
@@ -191,7 +191,7 @@ def dawdle(rng: random.Random, most_s: float = _DAWDLE_S) -> None:
             elif rng.random() < 0.5:
                 time.sleep(rng.uniform(0, most_s))
 
-    transfer.out_of_slots = slow  # type: ignore[assignment]
+    buffers.out_of_slots = slow  # type: ignore[assignment]
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

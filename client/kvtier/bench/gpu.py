@@ -17,7 +17,7 @@ from kvtier.abi.cuda.errors import CudaUnavailable
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.bench.host import CACHE, Place, Result, Work, chains, interleaved, place, timed
 from kvtier.errors import KvtierError
-from kvtier.private import TierSlots
+from kvtier.replay.private import TierSlots
 from kvtier.types import Tier
 
 SHAPES: Final = (*((1, size) for size in (64 << 10, 256 << 10, 1 << 20, 4 << 20)), (16, 16 << 10), (16, 64 << 10))

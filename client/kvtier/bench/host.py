@@ -31,7 +31,7 @@ from kvtier.buffers import Bytes
 from kvtier.cache import Cache
 from kvtier.errors import DaemonError
 from kvtier.events import Event
-from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.types import BlockResult, Cursor, Tier
 
 CACHE: Final = "kvtier-bench"

@@ -18,8 +18,7 @@ from kvtier.cli.common import (
     yes_option,
 )
 from kvtier.client import AsyncClient
-from kvtier.stats import CacheInfo, RemovalReport
-from kvtier.types import size
+from kvtier.types import CacheInfo, RemovalReport, size
 from kvtier.wire import ResetReport
 
 

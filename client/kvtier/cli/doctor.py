@@ -1,17 +1,265 @@
-"""``kvtier doctor``."""
+"""``kvtier doctor``: whether this machine gives the daemon what its configuration needs, and what to do about it.
+
+The checks read the machine as the user who runs them. A check that may not look is a warning, never a guess.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import fcntl
 import json
-from typing import Final
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
 
 import click
 from rich.table import Table
 from rich.text import Text
 
+from kvtier import client as aio
 from kvtier.cli.common import console, json_option
-from kvtier.doctor import Finding, Level, examine
+from kvtier.errors import KvtierError
+from kvtier.types import size
+
+USUAL_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
+"""The configuration file of the systemd unit."""
+
+DAEMON_BYTES: Final = 512 << 20
+"""Memory of the daemon besides its tiers: interpreter, index, events."""
+
+FLOOR_BYTES: Final = 1 << 30
+"""The daemon leaves this much free on the file system, or a twentieth of it where that is less."""
+
+_STAND_IN: Final = "stand-in"
+_PAGE: Final = 4096
+TIMEOUT_S: Final = 60.0
+_ASK_GPU: Final = """
+import json, sys
+from kvtier.abi.cuda.driver import Driver
+driver = Driver.open(sys.argv[1])
+print(json.dumps([driver.name, *driver.memory()]))
+"""
+
+
+class Level(StrEnum):
+    """``WARN``: it works worse than it could, or it could not be seen. ``FAIL``: it does not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(slots=True, frozen=True)
+class Finding:
+    """What a check found. ``advice``: what to do, empty where there is nothing to do."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class Needs:
+    """What the configuration asks of the machine. A tier of 0 bytes is not there, or is a share of what is free."""
+
+    runtime_dir: Path
+    disk_dir: Path
+    device: str
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the tiers in main memory."""
+        return self.host_bytes + (self.device_bytes if self.device == _STAND_IN else 0)
+
+
+class Refused(Exception):
+    """A program that was asked failed; the text is its last word."""
+
+
+def examine(flags: Sequence[str]) -> list[Finding]:
+    """Checks the machine against the configuration that ``kvtierd`` has with these options."""
+    if not any(flag.partition("=")[0] == "--config" for flag in flags) and "KVTIERD_CONFIG" not in os.environ:
+        flags = [*(["--config", str(USUAL_FILE)] if USUAL_FILE.is_file() else []), *flags]
+    try:
+        needs = read_needs(flags)
+    except Refused as refused:
+        advice = "correct it; or name the file with --config, or the sizes, such as --host-bytes 8GiB"
+        return [Finding("configuration", Level.FAIL, str(refused), advice)]
+    findings = [Finding("configuration", Level.OK, f"accepted; the address is {needs.runtime_dir}")]
+    running, pid = check_daemon(needs.runtime_dir)
+    findings.append(running)
+    checks: dict[str, Callable[[], Finding]] = {
+        "locked memory": lambda: check_locked_memory(Path(f"/proc/{pid or 'self'}/limits").read_text(), needs),
+        "memory": lambda: check_memory(pid, needs),
+        "shared memory": check_shared_memory,
+    }
+    if needs.disk_bytes:
+        checks["disk space"] = lambda: check_disk_space(needs.disk_dir, needs.disk_bytes)
+        checks["O_DIRECT"] = lambda: check_direct(needs.disk_dir)
+    if needs.device != _STAND_IN:
+        checks["driver"] = lambda: check_driver(needs, running=pid != 0)
+    for name, check in checks.items():
+        try:
+            findings.append(check())
+        except OSError as error:
+            advice = "run kvtier doctor as root or as the daemon's user"
+            findings.append(Finding(name, Level.WARN, f"could not be looked at: {error}", advice))
+    return findings
+
+
+def read_needs(flags: Sequence[str]) -> Needs:
+    """Asks ``kvtierd``, which alone knows its defaults and its units. Raises :class:`Refused`."""
+    answer = _asked("-m", "kvtierd.main", "--print-config", *flags)
+    keys: dict[str, Any] = {name: entry["value"] for name, entry in json.loads(answer).items()}
+    return Needs(
+        runtime_dir=Path(keys["runtime_dir"]),
+        disk_dir=Path(keys["disk_dir"] or Path(keys["state_dir"]) / "disk"),
+        device=keys["device"],
+        device_bytes=keys["device_bytes"] if isinstance(keys["device_bytes"], int) else 0,
+        host_bytes=keys["host_bytes"],
+        disk_bytes=keys["disk_bytes"],
+    )
+
+
+def _asked(*arguments: str) -> str:
+    """What a Python program prints. It runs in a process of its own. Raises :class:`Refused`."""
+    try:
+        command = [sys.executable, *arguments]
+        answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Refused(str(error)) from error
+    if answer.returncode != 0:
+        raise Refused(answer.stderr.strip() or f"exit status {answer.returncode}")
+    return answer.stdout
+
+
+def check_daemon(runtime_dir: Path) -> tuple[Finding, int]:
+    """The finding, and the daemon's pid, 0 where no daemon answers."""
+
+    async def ask() -> tuple[int, tuple[str, ...]]:
+        async with await aio.connect(str(runtime_dir)) as client:
+            stats = await client.stats()
+            return stats.pid, stats.problems
+
+    try:
+        pid, problems = asyncio.run(ask())
+    except KvtierError as error:
+        advice = "systemctl start kvtierd, or run kvtierd by hand and read what it says"
+        return Finding("daemon", Level.WARN, str(error), advice), 0
+    if problems:
+        return Finding("daemon", Level.WARN, "; ".join(problems), "kvtier status, and the daemon's log"), pid
+    return Finding("daemon", Level.OK, f"pid {pid}, healthy"), pid
+
+
+def check_locked_memory(limits: str, needs: Needs) -> Finding:
+    """``limits``: ``/proc/<pid>/limits`` of the daemon, or of this shell where none runs. The hard limit counts."""
+    limit = next(line for line in limits.splitlines() if line.startswith("Max locked memory")).split()[-2]
+    wanted = size(needs.memory_bytes)
+    if limit == "unlimited" or int(limit) >= needs.memory_bytes:
+        shown = limit if limit == "unlimited" else size(int(limit))
+        return Finding("locked memory", Level.OK, f"the limit is {shown}; the tiers in memory have {wanted}")
+    found = f"the limit is {size(int(limit))}, the tiers in memory have {wanted}: they may be swapped out"
+    advice = "systemctl edit kvtierd, [Service]: LimitMEMLOCK=infinity; or /etc/security/limits.d, memlock unlimited"
+    return Finding("locked memory", Level.WARN, found, advice)
+
+
+def check_memory(pid: int, needs: Needs) -> Finding:
+    """What the tiers of a daemon that runs (pid not 0) have already counts as room."""
+    available = _kilobytes(Path("/proc/meminfo"), "MemAvailable") << 10
+    taken = _kilobytes(Path(f"/proc/{pid}/status"), "RssShmem") << 10 if pid else 0
+    found = f"{size(available)} available; {size(needs.memory_bytes)} configured, {size(taken)} of it taken"
+    if available + taken >= needs.memory_bytes + DAEMON_BYTES:
+        return Finding("memory", Level.OK, found)
+    advice = "make host_bytes (or device_bytes, where there is no GPU) smaller, or end what uses the memory"
+    return Finding("memory", Level.FAIL, found, advice)
+
+
+def _kilobytes(file: Path, field: str) -> int:
+    return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(f"{field}:"))
+
+
+def check_shared_memory() -> Finding:
+    """Makes a sealed memfd, as the daemon does for each cache. The size of /dev/shm does not matter."""
+    try:
+        fd = os.memfd_create("kvtier-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with os.fdopen(fd, "wb"):
+            os.posix_fallocate(fd, 0, _PAGE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY))
+    except OSError as error:
+        advice = "allow memfd_create and F_ADD_SEALS in the sandbox's seccomp profile, and mount /proc"
+        return Finding("shared memory", Level.FAIL, f"no sealed memfd: {error}", advice)
+    return Finding("shared memory", Level.OK, "sealed memfds can be made")
+
+
+def check_disk_space(directory: Path, needed: int) -> Finding:
+    """Counts what the directory has already as room for the tier."""
+    status = os.statvfs(_nearest(directory))
+    free, floor = status.f_bavail * status.f_frsize, min(FLOOR_BYTES, status.f_blocks * status.f_frsize // 20)
+    taken = sum(
+        os.stat(os.path.join(path, name)).st_blocks * 512
+        for path, _, files in os.walk(directory, onerror=_raise_unless_missing)
+        for name in files
+    )
+    found = f"{directory}: {size(needed)} configured, {size(taken)} of it taken, {size(free)} free"
+    short = needed + floor - free - taken
+    if short <= 0:
+        return Finding("disk space", Level.OK, found)
+    advice = f"free {size(short)} there, make disk_bytes so much smaller, or set disk_dir to another file system"
+    return Finding("disk space", Level.FAIL, f"{found}; {size(floor)} must stay free", advice)
+
+
+def check_direct(directory: Path) -> Finding:
+    """Writes one page past the page cache, to a file of its own that it removes."""
+    place = _nearest(directory)
+    with tempfile.NamedTemporaryFile(prefix=".kvtier-doctor-", dir=place) as file, mmap.mmap(-1, _PAGE) as page:
+        try:
+            fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+            with os.fdopen(fd, "rb+", buffering=0):
+                os.pwritev(fd, [page], 0)
+                os.fdatasync(fd)
+        except OSError as error:
+            advice = "set disk_dir to a directory on a local ext4 or xfs; overlay and network file systems may refuse"
+            return Finding("O_DIRECT", Level.FAIL, f"{place} refuses it: {error.strerror}", advice)
+    return Finding("O_DIRECT", Level.OK, f"{place} takes aligned writes past the page cache")
+
+
+def check_driver(needs: Needs, *, running: bool) -> Finding:
+    """Opens the device in a process of its own, since a broken driver may crash or hang. A daemon that is ``running``
+    may have the device's memory already."""
+    advice = "nvidia-smi says whether the driver works; of a service see also systemd/kvtierd.service.d/gpu.conf"
+    try:
+        name, free, total = json.loads(_asked("-c", _ASK_GPU, needs.device).splitlines()[-1])
+    except Refused as refused:
+        return Finding("driver", Level.FAIL, str(refused).splitlines()[-1], advice)
+    found = f"{name}, {size(free)} of {size(total)} free"
+    if needs.device_bytes > (total if running else free):
+        advice = "make device_bytes smaller, or end what uses the memory: nvidia-smi lists it"
+        return Finding("driver", Level.FAIL, f"{found}; device_bytes is {size(needs.device_bytes)}", advice)
+    return Finding("driver", Level.OK, found)
+
+
+def _nearest(directory: Path) -> Path:
+    """The directory, or its nearest ancestor that exists."""
+    return next(each for each in (directory.absolute(), *directory.absolute().parents) if os.path.isdir(each))
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
 
 _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 

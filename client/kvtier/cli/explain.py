@@ -15,8 +15,7 @@ from kvtier.cli.common import DaemonAt, address_option, console, json_option
 from kvtier.cli.watch_lines import text_lines
 from kvtier.client import SHORTEST_PREFIX, BlockExplained, CopyExplained, CopyState, Explanation, why_gone
 from kvtier.events import Event, WatchItem
-from kvtier.stats import LeaseInfo
-from kvtier.types import clean, duration
+from kvtier.types import LeaseInfo, clean, duration
 
 GONE: Final = 3
 UNKNOWN: Final = 4

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvtier.cli.common import DaemonAt, address_option, console, json_option, run
-from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.runner import Report
 from kvtier.replay.runner import replay as run_replay
 from kvtier.replay.trace import read, replay_spec

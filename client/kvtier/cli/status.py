@@ -24,8 +24,7 @@ from kvtier.cli.common import (
 )
 from kvtier.client import AsyncClient
 from kvtier.errors import NotFound
-from kvtier.stats import CacheStats, DaemonStats, KickReport, LeaseInfo, SessionStats
-from kvtier.types import clean, duration, size
+from kvtier.types import CacheStats, DaemonStats, KickReport, LeaseInfo, SessionStats, clean, duration, size
 
 
 @click.command()

@@ -24,8 +24,7 @@ from rich.text import Text
 
 from kvtier.cli.common import DaemonAt, Interrupts, Seconds, address_option, console, run
 from kvtier.errors import KvtierError, PermissionDenied
-from kvtier.stats import CacheStats, DaemonStats, LeaseInfo
-from kvtier.types import Tier, clean, count, size
+from kvtier.types import CacheStats, DaemonStats, LeaseInfo, Tier, clean, count, size
 
 ROWS_SHOWN: Final = 8
 """Caches, and leases; the screen has no room for all."""

@@ -15,8 +15,8 @@ from typing import Any, Final
 from rich.text import Text
 
 from kvtier.cli.common import Interrupts
+from kvtier.cli.trtllm import TrtllmEvents
 from kvtier.events import Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, WatchItem
-from kvtier.trtllm import TrtllmEvents
 from kvtier.types import EventType, count, duration, size, tiers_of
 from kvtier.watch import Watch
 

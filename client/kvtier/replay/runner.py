@@ -15,8 +15,7 @@ from kvtier.lease import Lease, ReadLease, WriteLease
 from kvtier.mirror import Mirror
 from kvtier.replay.trace import Payload, Request, key_of
 from kvtier.session import Backoff
-from kvtier.stats import CacheStats
-from kvtier.types import BlockResult, Tier, fastest
+from kvtier.types import BlockResult, CacheStats, Tier, fastest
 
 _PATIENCE_S: Final = 60.0
 """How long a request tries to get room before the replay gives up."""

@@ -17,11 +17,10 @@ from kvtier.errors import ClientClosed
 from kvtier.gpu import Fence, Stream
 from kvtier.retention import Retention
 from kvtier.session import require_timeout
-from kvtier.stats import CacheInfo
 from kvtier.sync.across import AcrossGroups
 from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
 from kvtier.sync.loop import LoopThread
-from kvtier.types import BlockResult, Tier
+from kvtier.types import BlockResult, CacheInfo, Tier
 from kvtier.wire import (
     DropReport,
     Keys,

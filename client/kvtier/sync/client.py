@@ -14,13 +14,22 @@ from kvtier import client as aio
 from kvtier.abi.spec import CacheSpec
 from kvtier.client import Explanation
 from kvtier.gpu import Stream
-from kvtier.retention import CacheOptions
-from kvtier.stats import CacheInfo, DaemonStats, KickReport, LeaseInfo, RemovalReport
 from kvtier.sync.cache import Cache
 from kvtier.sync.loop import LoopThread
 from kvtier.sync.watch import Watch
 from kvtier.transport import TlsFiles
-from kvtier.types import Cause, Cursor, EventType, Tier
+from kvtier.types import (
+    CacheInfo,
+    CacheOptions,
+    Cause,
+    Cursor,
+    DaemonStats,
+    EventType,
+    KickReport,
+    LeaseInfo,
+    RemovalReport,
+    Tier,
+)
 from kvtier.watch import DEFAULT_HEARTBEAT_S
 from kvtier.wire import Budgets
 

@@ -18,8 +18,7 @@ from kvtier.cli.replay import table
 from kvtier.cli.status import report
 from kvtier.errors import Holder, TierFull
 from kvtier.replay.runner import Report
-from kvtier.stats import CacheStats, DaemonStats, EdgeStats, GroupStats, SessionStats, TierStats
-from kvtier.types import Tier, duration, size
+from kvtier.types import CacheStats, DaemonStats, EdgeStats, GroupStats, SessionStats, Tier, TierStats, duration, size
 
 DEVICE = TierStats(Tier.DEVICE, 200, 20, 5, 3, 150, 7, 11, 4, 16)
 STATS = DaemonStats(

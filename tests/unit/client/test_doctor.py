@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvtier import doctor
-from kvtier.doctor import Finding, Level, Needs
+from kvtier.cli import doctor
+from kvtier.cli.doctor import Finding, Level, Needs
 from tests.fake_cuda import fake_environment
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import DaemonUnavailable, KvtierError
-from kvtier.private import PrivateDaemon, TierSlots
+from kvtier.replay.private import PrivateDaemon, TierSlots
 from kvtier.replay.trace import replay_spec
 from kvtier.types import Tier
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from kvtier.cli.top import ROWS_SHOWN, Look, screen
-from kvtier.stats import CacheStats, LeaseInfo
-from kvtier.types import Tier, count
+from kvtier.types import CacheStats, LeaseInfo, Tier, count
 from tests.unit.client.test_commands import STATS
 
 CACHE = STATS.caches[0]

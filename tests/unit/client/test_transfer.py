@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvtier import buffers, transfer
+from kvtier import buffers
 from kvtier.errors import InvalidArgument
 
 POOLS = (48, 16)
@@ -32,11 +32,11 @@ def numbered(count: int) -> list[NDArray[np.uint8]]:
 
 def test_blocks_come_back_from_the_slots_they_went_to() -> None:
     memory, blocks = pools(), numbered(2)
-    transfer.into_slots(memory, [3, 1], blocks)
+    buffers.into_slots(memory, [3, 1], blocks)
     assert np.array_equal(memory[0][3], blocks[0][:48])
     assert np.array_equal(memory[1][1], blocks[1][48:])
     back = [np.empty(BLOCK_BYTES, np.uint8) for _ in range(2)]
-    transfer.out_of_slots(memory, [1, 3], back)
+    buffers.out_of_slots(memory, [1, 3], back)
     assert np.array_equal(back[0], blocks[1])
     assert np.array_equal(back[1], blocks[0])
     assert not memory[0][[0, 2]].any()
@@ -94,8 +94,8 @@ def test_an_output_is_written_through_its_own_shape() -> None:
 
 async def test_only_large_copies_leave_the_loop_s_thread() -> None:
     where: list[int] = []
-    await transfer.run(lambda: where.append(threading.get_ident()), transfer.INLINE_BYTES)
-    await transfer.run(lambda: where.append(threading.get_ident()), transfer.INLINE_BYTES + 1)
+    await buffers.run_copy(lambda: where.append(threading.get_ident()), buffers.INLINE_BYTES)
+    await buffers.run_copy(lambda: where.append(threading.get_ident()), buffers.INLINE_BYTES + 1)
     assert where[0] == threading.get_ident()
     assert where[1] != threading.get_ident()
 
@@ -109,7 +109,7 @@ async def test_a_copy_has_ended_when_its_caller_goes_on_however_often_it_is_canc
         go.wait(10)
         ended.set()
 
-    task = asyncio.create_task(transfer.run(copy, transfer.INLINE_BYTES + 1))
+    task = asyncio.create_task(buffers.run_copy(copy, buffers.INLINE_BYTES + 1))
     await asyncio.to_thread(started.wait, 10)
     for _ in range(times):
         task.cancel()
@@ -124,7 +124,7 @@ async def test_a_copy_has_ended_when_its_caller_goes_on_however_often_it_is_canc
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy is one of two threads."""
-    monkeypatch.setattr(transfer, "_SHARED_BYTES", 0)
+    monkeypatch.setattr(buffers, "_SHARED_BYTES", 0)
 
 
 @pytest.mark.usefixtures("shared")
@@ -132,11 +132,11 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_threads_copy_each_block_once(in_one: bool) -> None:
     pool, slots = np.zeros((64, 16), np.uint8), np.random.default_rng(2).permutation(64)[:37]
     whole = np.random.default_rng(1).integers(1, 256, (37, 16), dtype=np.uint8)
-    transfer.into_slots([pool], slots, whole if in_one else list(whole))
+    buffers.into_slots([pool], slots, whole if in_one else list(whole))
     assert np.array_equal(pool[slots], whole)
     assert np.count_nonzero(pool.any(axis=1)) == 37
     back = np.zeros_like(whole)
-    transfer.out_of_slots([pool], slots, back if in_one else list(back))
+    buffers.out_of_slots([pool], slots, back if in_one else list(back))
     assert np.array_equal(back, whole)
 
 
@@ -167,7 +167,7 @@ class Gated(list[NDArray[np.uint8]]):
 def test_a_copy_has_ended_in_both_threads_when_it_returns(error: Exception | None) -> None:
     pool, blocks = np.zeros((16, 16), np.uint8), Gated(list(np.ones((16, 16), np.uint8)), error)
     with nullcontext() if error is None else pytest.raises(ValueError, match="the other half"):
-        transfer.into_slots([pool], range(16), blocks)
+        buffers.into_slots([pool], range(16), blocks)
     assert blocks.ended.is_set()
     assert pool.all() == (error is None)
 
@@ -184,7 +184,7 @@ def test_a_loop_that_is_torn_down_waits_for_a_copy_before_the_slots_are_given_ba
 
     async def put() -> None:
         try:
-            await transfer.run(copy, transfer.INLINE_BYTES + 1)
+            await buffers.run_copy(copy, buffers.INLINE_BYTES + 1)
         finally:
             ended_at_release.append(ended.is_set())
 
@@ -205,8 +205,8 @@ def test_slots_are_read_into_the_rows_of_one_array_as_into_arrays(gaps: bool) ->
     slots = [8, 0, 3, 3]
     one = np.zeros((4, 16), np.uint8)
     several = [np.zeros(16, np.uint8) for _ in slots]
-    transfer.out_of_slots([pool], slots, one)
-    transfer.out_of_slots([pool], np.array(slots), several)
+    buffers.out_of_slots([pool], slots, one)
+    buffers.out_of_slots([pool], np.array(slots), several)
     assert np.array_equal(one, pool[slots])
     assert np.array_equal(one, several)
 
@@ -216,8 +216,8 @@ def test_a_slot_that_there_is_not_is_not_read(slot: int) -> None:
     pool, rows = np.zeros((9, 16), np.uint8), np.ones((2, 16), np.uint8)
     for targets in (rows, list(rows)):
         with pytest.raises(IndexError):
-            transfer.out_of_slots([pool], [0, slot], targets)
-    transfer.out_of_slots([pool], [], rows[:0])
+            buffers.out_of_slots([pool], [0, slot], targets)
+    buffers.out_of_slots([pool], [], rows[:0])
 
 
 def apart(whole: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
@@ -244,7 +244,7 @@ def test_slots_have_the_blocks_wherever_those_lie(
     whole = np.random.default_rng(1).integers(0, 256, (4, 16), dtype=np.uint8)
     pool = np.zeros((9, 16), np.uint8)
     rows = rows_of(whole)
-    transfer.into_slots([pool], [8, 0, 3, 5], rows)
+    buffers.into_slots([pool], [8, 0, 3, 5], rows)
     assert np.array_equal(pool[[8, 0, 3, 5]], rows)
     assert not pool[[1, 2, 4, 6, 7]].any()
 
@@ -255,7 +255,7 @@ def test_blocks_have_the_slots_wherever_they_lie(
 ) -> None:
     pool = np.random.default_rng(1).integers(0, 256, (9, 16), dtype=np.uint8)
     rows = rows_of(np.zeros((4, 16), np.uint8))
-    transfer.out_of_slots([pool], [8, 0, 3, 5], rows)
+    buffers.out_of_slots([pool], [8, 0, 3, 5], rows)
     assert np.array_equal(rows, pool[[8, 0, 3, 5]])
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.cli.trtllm import WHOLE_WINDOW, TrtllmEvents
 from kvtier.cli.watch_lines import trtllm_lines
 from kvtier.events import BlockTokens, Event, Gap, Heartbeat, SnapshotEnd, SnapshotSlice, SnapshotStart, WatchItem
-from kvtier.trtllm import WHOLE_WINDOW, TrtllmEvents
 from kvtier.types import Cause, Cursor, EventType, Tier
 
 KEYS = [bytes([n]) * 32 for n in range(1, 6)]
