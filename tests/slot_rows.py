@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvtierd.core.ids import SessionId
+from kvtierd.core.ids import SessionId, Traits
 from kvtierd.core.outcome import Content, Outcome, SlotRef
-from kvtierd.core.traits import Traits
 
 
 class Ownership(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvtierd.core.ids import Key, LeaseId, SessionId, SlotId, Tier
-from kvtierd.core.verbs import ChainRequest, CommitItem
+from kvtierd.core.transfers import ChainRequest, CommitItem
 from tests.simulation.chooser import Chooser
 from tests.simulation.forest import label_of
 from tests.simulation.remains import Died

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.leases import LeaseRecord, LeftLease
 from kvtierd.core.outcome import Grant, Refusal
-from kvtierd.core.tickets import LeaseRecord, LeftLease
 from tests.simulation.memory import Content, Memory
 from tests.simulation.setup import GroupPlan
 from tests.simulation.violation import Violation, require

@@ -9,9 +9,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvtierd.core.ids import Key, SlotId
+from kvtierd.core.ids import Key, SlotId, Traits
 from kvtierd.core.recovery import Recovered
-from kvtierd.core.traits import Traits
 from tests.simulation.memory import POISON, ROT, Content, is_block
 from tests.simulation.violation import require
 

@@ -13,26 +13,21 @@ from types import ModuleType
 from typing import Any, Final, cast
 from unittest.mock import patch
 
-from kvtierd.core import loss, upkeep
-from kvtierd.core.across import AcrossGroups, AcrossTicket
-from kvtierd.core.background import Background
+from kvtierd.core import reclaim, recovery
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.candidates import LEAF
 from kvtierd.core.events import Cause, EventSequencer, EventType
-from kvtierd.core.evict import TwoQueues
-from kvtierd.core.flights import Flight, Flights
+from kvtierd.core.eviction import LEAF, Priorities, TwoQueues
 from kvtierd.core.group import GroupState
-from kvtierd.core.holding import Holding
+from kvtierd.core.groups import AcrossGroups, AcrossTicket
+from kvtierd.core.holds import Holding
 from kvtierd.core.ids import Key, MoveId, SessionId, SlotId, Tier
-from kvtierd.core.ledger import Ledger
+from kvtierd.core.leases import FetchTicket, Lease, LeftLease, ReserveTicket
 from kvtierd.core.manager import BlockManager
-from kvtierd.core.outcome import MoveResult
+from kvtierd.core.outcome import Ledger, MoveResult, Recorder, Transfer
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.priorities import Priorities
-from kvtierd.core.recorder import Recorder, Transfer
+from kvtierd.core.reclaim import Background, Room
 from kvtierd.core.retention import Clocks
-from kvtierd.core.room import Room
-from kvtierd.core.tickets import FetchTicket, Lease, LeftLease, ReserveTicket
+from kvtierd.core.transfers import Flight, Flights
 from kvtierd.core.window import WindowManager
 from kvtierd.service import adoption
 
@@ -320,7 +315,7 @@ def _back_between_slices(right: Method) -> Method:
     def lose_disk(state: GroupState, before: int) -> int:
         following: int = right(state, before)
         if following:
-            loss.restore_disk(state)
+            recovery.restore_disk(state)
         return following
 
     return lose_disk
@@ -398,7 +393,7 @@ FAULTS: Final = {
         Fault("failed_copy_is_ready", ((Flights, "complete", _overlooks(failed=frozenset())),)),
         Fault("failed_copy_frees_source", ((Flights, "_source_stays", _detaches_the_source),)),
         Fault("corrupt_copy_is_ready", ((Flights, "complete", _overlooks(corrupt=frozenset())),)),
-        Fault("bad_slot_reused", ((loss, "lose_bytes", _forgets_the_bad_slot),)),
+        Fault("bad_slot_reused", ((recovery, "lose_bytes", _forgets_the_bad_slot),)),
         Fault("hit_during_demotion_ignored", ((GroupState, "stay", _does_nothing),)),
         Fault("leased_slot_reused", ((GroupState, "hold", _holds_nothing),)),
         Fault("orphaned_slot_reused", ((Holding, "orphan", _gives_back_orphans),)),
@@ -429,7 +424,7 @@ FAULTS: Final = {
         Fault("clock_runs_while_held", ((GroupState, "hold", _lets_the_clock_run),)),
         Fault("expiry_untold", ((Priorities, "give", _expires_untold),)),
         Fault("pin_holds_nothing", ((GroupState, "_keep", _is_no_pin), (GroupState, "unpin", _does_nothing))),
-        Fault("needed_blocks_dropped", ((upkeep, "needed", _nobody_needs),)),
+        Fault("needed_blocks_dropped", ((reclaim, "needed", _nobody_needs),)),
         Fault("label_left_behind", ((Block, "traits", _has_no_label),)),
         Fault("window_never_slides", ((Holding, "_slide", _does_nothing),)),
         Fault("window_too_short", ((GroupShape, "span", _too_short),)),
@@ -438,7 +433,7 @@ FAULTS: Final = {
         Fault("failed_part_granted", ((AcrossGroups, "_finish", _grants_what_failed),)),
         Fault("lost_block_waited_for", ((AcrossGroups, "refresh", _does_nothing),)),
         Fault("part_released_whole", ((Holding, "release_first", _lets_go_of_all),)),
-        Fault("disk_back_between_slices", ((loss, "lose_disk", _back_between_slices),)),
+        Fault("disk_back_between_slices", ((recovery, "lose_disk", _back_between_slices),)),
         Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
         Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
         Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),

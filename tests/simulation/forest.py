@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvtierd.core.ids import Key
-from kvtierd.core.traits import Label
+from kvtierd.core.ids import Key, Label
 from tests.simulation.chooser import Chooser
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvtierd.core.events import BlockChange, Cause, Event, EventType
-from kvtierd.core.ids import Key
-from kvtierd.core.traits import Label
+from kvtierd.core.ids import Key, Label
 from tests.events_page import told
 from tests.simulation.forest import hash_of, label_of
 from tests.simulation.violation import require

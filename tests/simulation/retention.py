@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtierd.core.ids import Key
+from kvtierd.core.ids import Key, Traits
 from kvtierd.core.policy import DEFAULT_PRIORITY
-from kvtierd.core.traits import Traits
 from tests.simulation.violation import Violation
 
 Kept = tuple[int, int]

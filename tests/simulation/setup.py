@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvtierd.core.evict import EVICTORS
+from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.policy import GroupShape, Policy, WritePolicy
 from tests.simulation.chooser import Chooser

@@ -11,7 +11,7 @@ from kvtierd.core.ids import Key, SlotId, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Move, SlotRef
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.verbs import BlockResult, CommitItem, ListingRow
+from kvtierd.core.transfers import BlockResult, CommitItem, ListingRow
 from tests.simulation.disk import Disk
 from tests.simulation.forest import Forest
 from tests.simulation.memory import ROT, Memory

@@ -15,11 +15,11 @@ from kvtierd.core.check import check
 from kvtierd.core.errors import StillHeld, TierOffline
 from kvtierd.core.events import BlockChange, Cause, Event, EventSequencer, EventType
 from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
+from kvtierd.core.leases import FetchTicket, LeftLease, Ticket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
 from kvtierd.core.policy import MAX_PRIORITY, GroupShape, WritePolicy
-from kvtierd.core.tickets import FetchTicket, LeftLease, Ticket
-from kvtierd.core.verbs import BlockResult, ChainRequest, CommitItem
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.service.adoption import Adopted, OldLife, adopt
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import (

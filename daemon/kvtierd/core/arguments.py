@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 from kvtierd.core.errors import BadArgument, TierOffline
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import DISK, KEY_BYTES, Key, Tier
+from kvtierd.core.ids import DISK, EVENT_HASH_BYTES, KEY_BYTES, MAX_TOKEN_BYTES, Key, Label, Tier
+from kvtierd.core.leases import Lease
 from kvtierd.core.retention import check_retention
-from kvtierd.core.tickets import Lease
-from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label
-from kvtierd.core.verbs import ChainRequest, CommitItem
+from kvtierd.core.transfers import ChainRequest, CommitItem
 
 
 def check_tier(state: GroupState, tier: Tier) -> None:

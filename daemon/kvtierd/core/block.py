@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Final
 
-from kvtierd.core.ids import DEVICE, HOST, Key, SlotId, Tier
-from kvtierd.core.traits import Traits, shared
+from kvtierd.core.ids import DEVICE, HOST, Key, SlotId, Tier, Traits, shared
 
 _ORDER_BITS: Final = 52
 """So that a rank, a priority above these, stays under 2^60, beyond which a Python integer takes 16 bytes more."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from kvtierd.core.across import AcrossTicket
 from kvtierd.core.block import DOWNWARDS, UPWARDS, Block, Copy, Phase
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.group import GroupState
+from kvtierd.core.groups import AcrossTicket
 from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.leases import FetchTicket, Lease, Ticket
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import DEFAULT_PRIORITY, WritePolicy
 from kvtierd.core.slots import SlotState
-from kvtierd.core.tickets import FetchTicket, Lease, Ticket
 from kvtierd.core.window import WindowManager
 
 LISTS: Final = ("redundant", "demotable", "clean", "leaf", "dirty")

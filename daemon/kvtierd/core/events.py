@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple, Self
 
-from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
-from kvtierd.core.traits import Label
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
 
 
 class EventType(IntEnum):

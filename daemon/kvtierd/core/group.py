@@ -11,17 +11,13 @@ from operator import attrgetter
 from typing import Final
 
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
-from kvtierd.core.candidates import CLEAN, DEMOTABLE, DIRTY, LEAF, REDUNDANT, Candidates
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
-from kvtierd.core.evict import EVICTORS
-from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, Key, MoveId, SessionId, SlotId, Tier
-from kvtierd.core.index import BlockIndex
-from kvtierd.core.pins import Pins
+from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, Candidates, Priorities
+from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, Key, MoveId, SessionId, SlotId, Tier, Traits
+from kvtierd.core.index import BlockIndex, Pins, Residencies
+from kvtierd.core.outcome import Recorder, Transfer
 from kvtierd.core.policy import DEFAULT_PRIORITY, NEVER, GroupShape, Policy, WritePolicy
-from kvtierd.core.priorities import Priorities
-from kvtierd.core.recorder import Recorder, Transfer
-from kvtierd.core.residencies import Residencies
 from kvtierd.core.retention import Clocks
 from kvtierd.core.slots import (
     SLOT_BLANK,
@@ -32,7 +28,6 @@ from kvtierd.core.slots import (
     SlotState,
     SlotTable,
 )
-from kvtierd.core.traits import Traits
 
 _DEPTH: Final = attrgetter("depth")
 

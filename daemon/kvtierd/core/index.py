@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import compress
+from typing import Final
 
-from kvtierd.core.block import Block
-from kvtierd.core.ids import Key
+from kvtierd.core.block import Block, Copy
+from kvtierd.core.ids import Key, Tier
 
 
 class BlockIndex:
@@ -75,3 +76,72 @@ class BlockIndex:
             found.append(block)
             last = self._numbers[position]
         return found, 0
+
+
+_SETS: Final = 1 << len(Tier)
+
+
+class Residencies:
+    """The only writer of :attr:`Block.residency`."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self) -> None:
+        self._blocks = [0] * _SETS
+
+    def change(self, block: Block, to: int) -> None:
+        """The block's copies are valid in just the tiers of ``to`` now."""
+        self._blocks[block.residency] -= 1
+        self._blocks[to] += 1
+        block.residency = to
+
+    def count(self, residency: int) -> int:
+        """Blocks with just this set, which is not empty."""
+        return self._blocks[residency]
+
+    def doubled(self, tier: Tier) -> int:
+        """Blocks that are in the tier and in a lower one as well."""
+        return sum(self._blocks[both] for both in range(2 * tier.bit, _SETS) if both & tier.bit)
+
+
+class Pins:
+    """How often which copies of a window group are pinned. Few are, so nothing is kept with the others."""
+
+    __slots__ = ("_of_tier",)
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self._of_tier: dict[Tier, dict[Copy, tuple[Block, int]]] = {tier: {} for tier in tiers}
+
+    def slots(self, tier: Tier) -> int:
+        """Pinned ones of the tier."""
+        return len(self._of_tier[tier])
+
+    def count(self, tier: Tier, copy: Copy) -> int:
+        return self._of_tier[tier][copy][1] if copy in self._of_tier[tier] else 0
+
+    def change(self, tier: Tier, block: Block, copy: Copy, by: int) -> int:
+        """Returns how often the copy is pinned now."""
+        count = self.count(tier, copy) + by
+        if count:
+            self._of_tier[tier][copy] = (block, count)
+        else:
+            del self._of_tier[tier][copy]
+        return count
+
+    def forget(self, tier: Tier, copy: Copy) -> bool:
+        """The copy is gone. Returns whether it was pinned."""
+        return self._of_tier[tier].pop(copy, None) is not None
+
+    def residency(self, block: Block) -> int:
+        """The tiers where the block is pinned, as a bit set."""
+        return sum(tier.bit for tier, pinned in self._of_tier.items() if block.copy(tier) in pinned)
+
+    def blocks(self) -> Iterator[Block]:
+        """Those pinned, once a tier."""
+        for pinned in self._of_tier.values():
+            for block, _ in pinned.values():
+                yield block
+
+    def copies(self, tier: Tier) -> Iterator[tuple[Block, Copy]]:
+        for copy, (block, _) in self._of_tier[tier].items():
+            yield block, copy

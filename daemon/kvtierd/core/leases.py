@@ -5,14 +5,16 @@ What leases hold is their groups' business (``core/group.py``); here only their 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Self
 
+from kvtierd.core.block import Block, Copy
 from kvtierd.core.errors import ForeignLease, UnknownLease
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import LeaseId, SessionId, Tier
+from kvtierd.core.ids import GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
 from kvtierd.core.outcome import Holder
-from kvtierd.core.tickets import Lease
 
 
 class Leases:
@@ -74,3 +76,118 @@ def holders_of(leases: Iterable[Lease]) -> tuple[Holder, ...]:
     for lease in leases:
         held[lease.session] = held.get(lease.session, 0) + lease.slots
     return tuple(sorted((Holder(s, n) for s, n in held.items() if n), key=lambda holder: -holder.slots))
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A session's hold on slots of one tier: blank ones to write, blocks to read.
+
+    ``held``: in the order it got them. ``trails``: of a sliding group, by the key of its last block what was committed
+    of a chain, as far back as its window goes. ``granted_at``: the ``now`` of the call that granted it.
+    """
+
+    id: LeaseId
+    session: SessionId
+    group: GroupId
+    tier: Tier
+    blank: dict[SlotId, None] = field(default_factory=dict)
+    held: dict[Block, Copy] = field(default_factory=dict)
+    trails: dict[Key, deque[Block]] = field(default_factory=dict)
+    orphaned: bool = False
+    granted_at: int = 0
+
+    @property
+    def slots(self) -> int:
+        """How many it holds."""
+        return len(self.blank) + len(self.held)
+
+
+@dataclass(slots=True, frozen=True)
+class LeaseRecord:
+    """A lease as others see it. ``granted_at``: wall clock, nanoseconds."""
+
+    id: LeaseId
+    session: SessionId
+    group: GroupId
+    tier: Tier
+    blank_slots: int
+    held_blocks: int
+    orphaned: bool
+    granted_at: int
+
+    @classmethod
+    def of(cls, lease: Lease) -> Self:
+        return cls(
+            id=lease.id,
+            session=lease.session,
+            group=lease.group,
+            tier=lease.tier,
+            blank_slots=len(lease.blank),
+            held_blocks=len(lease.held),
+            orphaned=lease.orphaned,
+            granted_at=lease.granted_at,
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class LeftLease:
+    """What a session of an earlier life had, and its process may still use: ``blank`` slots it may be writing, blocks
+    it may be reading (``keys``, READY in the tier)."""
+
+    session: SessionId
+    group: GroupId
+    tier: Tier
+    blank: tuple[SlotId, ...] = ()
+    keys: tuple[Key, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class ReserveTicket:
+    """Wants blank slots, all or nothing."""
+
+    id: TicketId
+    session: SessionId
+    tier: Tier
+    count: int
+
+
+@dataclass(slots=True)
+class Turn:
+    """How a part of a request over several groups stands in its group's queue; looked at where it is the head.
+
+    ``able``: its slots are free. ``room``: nothing can be waited for and so many slots are all it can have.
+    """
+
+    able: bool = False
+    room: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class FetchTicket:
+    """Wants blocks READY in a tier.
+
+    ``hold``: an acquire, whose blocks are a prefix that is shortened where it cannot be had whole; else a move, whose
+    blocks stand each for itself. ``waiting``: its blocks are claimed and it queues for room. After that ``copies`` are
+    the copies it got, held if ``hold``, and ``pending`` those of them still being filled. ``turn``: it is one
+    group's part of a request over several (``core/groups.py``), which takes, answers and ends all of them together.
+    """
+
+    id: TicketId
+    session: SessionId
+    tier: Tier
+    hold: bool
+    blocks: list[Block]
+    min_blocks: int = 0
+    found_in: tuple[int, ...] = ()
+    matched: int = 0
+    wanted: tuple[Block | None, ...] = ()
+    """A move's blocks in the order asked; None where the key is not indexed."""
+    waiting: bool = True
+    copies: list[Copy] = field(default_factory=list)
+    failed: set[Block] = field(default_factory=set)
+    """Blocks whose copies for it have failed."""
+    pending: int = 0
+    turn: Turn | None = None
+
+
+Ticket = ReserveTicket | FetchTicket

@@ -10,23 +10,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from kvtierd.core import counting, looking, loss, upkeep
-from kvtierd.core.across import AcrossGroups, AcrossTicket
+from kvtierd.core import explain, lookup, reclaim, recovery
 from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
 from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
-from kvtierd.core.explain import BlockNow, explain
-from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier
-from kvtierd.core.leases import Leases, holders_of
-from kvtierd.core.matching import Cover, indexed, match
-from kvtierd.core.outcome import MoveResult, Outcome, Refusal, RefusalReason
+from kvtierd.core.explain import BlockNow
+from kvtierd.core.groups import AcrossGroups, AcrossTicket
+from kvtierd.core.ids import DISK, CacheId, GroupId, Key, LeaseId, MoveId, SessionId, SlotId, TicketId, Tier, Traits
+from kvtierd.core.leases import FetchTicket, Lease, LeaseRecord, Leases, LeftLease, ReserveTicket, Ticket, holders_of
+from kvtierd.core.lookup import Cover, indexed, match
+from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
-from kvtierd.core.recorder import Recorder
 from kvtierd.core.recovery import Recovered
 from kvtierd.core.retention import check_retention, pairs
-from kvtierd.core.tickets import FetchTicket, Lease, LeaseRecord, LeftLease, ReserveTicket, Ticket
-from kvtierd.core.traits import Traits
-from kvtierd.core.verbs import (
+from kvtierd.core.transfers import (
     AcrossMatch,
     BlockResult,
     ChainRequest,
@@ -145,10 +142,10 @@ class BlockManager:
         window.holding.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- lookups -----------------------------------------------------------------------------------------------------
 
     def match(self, group: GroupId, keys: Sequence[Key]) -> Match:
-        residencies = looking.residencies(self._window(group).state, keys)
+        residencies = lookup.residencies(self._window(group).state, keys)
         return Match(len(residencies), residencies)
 
     def match_across(self, keys: Sequence[Key]) -> AcrossMatch:
@@ -161,18 +158,18 @@ class BlockManager:
         return GroupSpan(cover.state.group, cover.state.shape.first_block(length), residency)
 
     def locate(self, group: GroupId, keys: Sequence[Key]) -> list[Location]:
-        return looking.locate(self._window(group).state, keys)
+        return lookup.locate(self._window(group).state, keys)
 
     def listing(self, group: GroupId, page: int, limit: int) -> Listing:
         """Indexed blocks in the order of indexing, parents before children."""
-        return looking.listing(self._window(group).state, page, limit)
+        return lookup.listing(self._window(group).state, page, limit)
 
     def explain(self, group: GroupId, key: Key) -> BlockNow | None:
         """Where a block is and what holds it; None where the key is not indexed."""
-        return explain(self._window(group).state, self.leases.values(), key)
+        return explain.explain(self._window(group).state, self.leases.values(), key)
 
     def stats(self) -> ManagerStats:
-        return counting.stats(self.windows, self.leases.values(), self.across)
+        return explain.stats(self.windows, self.leases.values(), self.across)
 
     def session_leases(self, session: SessionId) -> int:
         return self._leases.count(session)
@@ -329,7 +326,7 @@ class BlockManager:
         """
         window = self._window(group)
         check_keys(keys, "keys")
-        report = upkeep.drop(window.state, keys, dry_run=dry_run)
+        report = reclaim.drop(window.state, keys, dry_run=dry_run)
         if not dry_run:
             self._pump(now, window)
         return report, self._take(now)
@@ -342,7 +339,7 @@ class BlockManager:
         window = self._window(group)
         check_tier(window.state, tier)
         check_keys(keys, "keys")
-        results = upkeep.pin(window.state, tier, keys, unpin=unpin)
+        results = reclaim.pin(window.state, tier, keys, unpin=unpin)
         self._pump(now, window)
         return results, self._take(now)
 
@@ -359,7 +356,7 @@ class BlockManager:
                 self._require_unheld()
             following = (min(self.windows), 1 << 62)
         group, before = following
-        dropped, kept, before = upkeep.reset(self.windows[group].state, before)
+        dropped, kept, before = reclaim.reset(self.windows[group].state, before)
         later = [other for other in self.windows if other > group]
         going_on = (group, before) if before else (min(later), 1 << 62) if later else None
         self._pump_all(now)
@@ -378,7 +375,7 @@ class BlockManager:
         waited = [b for _, t in self.tickets.values() if isinstance(t, FetchTicket) for b in t.blocks]
         across = [b for ticket in self.across.tickets.values() for part in ticket.parts for b in part.fetch.blocks]
         pinned = [block for window in self.windows.values() for block in window.state.pins.blocks()]
-        kept = upkeep.kept([*leased, *waited, *across, *pinned])
+        kept = reclaim.kept([*leased, *waited, *across, *pinned])
         return ResetReport(blocks - kept, kept)
 
     def _require_unheld(self) -> None:
@@ -498,13 +495,13 @@ class BlockManager:
             if ticket.tier is DISK:
                 window.refuse_offline(ticket)
         left = dict(following or {group: _NEWEST for group, w in self.windows.items() if DISK in w.state.slots})
-        left = {group: loss.lose_disk(self.windows[group].state, before) for group, before in left.items()}
+        left = {group: recovery.lose_disk(self.windows[group].state, before) for group, before in left.items()}
         self._pump_all(now)
         return {group: before for group, before in left.items() if before} or None, self._take(now)
 
     def carried(self, tier: Tier) -> tuple[int, int]:
         """Blocks that went to or from a tier so far, and those that failed to."""
-        edges = counting.edges(self.windows.values())
+        edges = explain.edges(self.windows.values())
         records = [record for edge, record in edges.items() if tier in edge]
         return sum(record.blocks for record in records), sum(record.failures for record in records)
 
@@ -512,7 +509,7 @@ class BlockManager:
         """The disk is back; its store has been emptied by the caller."""
         for window in self.windows.values():
             if window.state.disk_lost:
-                loss.restore_disk(window.state)
+                recovery.restore_disk(window.state)
         self._pump_all(now)
         return self._take(now)
 

@@ -71,7 +71,7 @@ class Policy:
     TensorRT-LLM's code, not its help); 0 = always, 101 = never, and 30 where none is given. Only a ``move`` by call
     goes down whatever the priority.
 
-    ``eviction``: who goes first inside a priority, by its name in ``core/evict.py``.
+    ``eviction``: who goes first inside a priority, by its name in ``core/eviction.py``.
 
     ``clean_low``, ``clean_high``: where fewer than the low share of a tier's slots are clean (free, or READY below,
     too), the background copies down, in the order of eviction, until the high share is; 0: never.

@@ -7,24 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, takewhile
 from typing import assert_never
 
-from kvtierd.core.background import Background
 from kvtierd.core.block import FILLING, Block, Copy
 from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
-from kvtierd.core.flights import Flights
 from kvtierd.core.group import GroupState
-from kvtierd.core.holding import Holding
+from kvtierd.core.holds import Holding, Uses
 from kvtierd.core.ids import BITS, DISK, Key, SessionId, SlotId, TicketId, Tier
-from kvtierd.core.looking import prefix
-from kvtierd.core.outcome import Grant, MoveResult, Refusal, RefusalReason
+from kvtierd.core.leases import FetchTicket, Lease, ReserveTicket, Ticket
+from kvtierd.core.lookup import prefix
+from kvtierd.core.outcome import Grant, MoveResult, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import UNCHANGED, GroupShape, Policy
-from kvtierd.core.recorder import Recorder
+from kvtierd.core.reclaim import COMING, LAST, NEVER, NOW, Background, Room
 from kvtierd.core.recovery import Recovered, recover
 from kvtierd.core.retention import pairs
-from kvtierd.core.room import COMING, LAST, NEVER, NOW, Room
 from kvtierd.core.slots import SLOT_BLANK, SLOT_ORPHANED, SLOT_QUARANTINED
-from kvtierd.core.tickets import FetchTicket, Lease, ReserveTicket, Ticket
-from kvtierd.core.uses import Uses
-from kvtierd.core.verbs import BlockResult, ChainRequest
+from kvtierd.core.transfers import BlockResult, ChainRequest, Flights
 
 
 class WindowManager:

@@ -9,9 +9,8 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Final
 
-from kvtierd.core.ids import GroupId, Key, SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, SlotId, Tier, Traits
 from kvtierd.core.outcome import Move
-from kvtierd.core.traits import Traits
 from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
 from kvtierd.mover.work import Concerns, destination, items_of
 from kvtierd.tiers.base import TierError

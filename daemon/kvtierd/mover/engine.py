@@ -17,10 +17,10 @@ from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
+from kvtierd.core.leases import LeaseRecord, LeftLease
 from kvtierd.core.manager import BlockManager, DiskLoss
 from kvtierd.core.outcome import Grant, Outcome, Refusal
-from kvtierd.core.tickets import LeaseRecord, LeftLease
-from kvtierd.core.verbs import (
+from kvtierd.core.transfers import (
     AcrossMatch,
     BlockResult,
     ChainRequest,

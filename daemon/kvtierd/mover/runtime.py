@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core.ids import DEVICE, CacheId, GroupId, SlotId, Tier
+from kvtierd.core.ids import DEVICE, CacheId, GroupId, SlotId, Tier, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Content, Move, MoveItem, SlotChanges, SlotRef
-from kvtierd.core.traits import Traits
 from kvtierd.mover.cuda.page_locks import PageLocks
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import Bytes, MemoryStore

@@ -11,9 +11,9 @@ import grpc
 
 from kvtier.v1 import admin_pb2, common_pb2
 from kvtierd.core.ids import GroupId, SessionId, Tier
+from kvtierd.core.leases import LeaseRecord
 from kvtierd.core.slots import SlotState
-from kvtierd.core.tickets import LeaseRecord
-from kvtierd.core.verbs import GroupCounts, ManagerStats, TierCount
+from kvtierd.core.transfers import GroupCounts, ManagerStats, TierCount
 from kvtierd.event_log import EventLog, LogStatus
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Right

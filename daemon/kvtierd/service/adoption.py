@@ -14,11 +14,10 @@ from operator import itemgetter
 from typing import Final, Protocol
 
 from kvtier.abi.slot_records import SlotContents
-from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
+from kvtierd.core.leases import LeftLease
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import Recovered, reachable
-from kvtierd.core.tickets import LeftLease
-from kvtierd.core.traits import Label, Traits
 
 
 @dataclass(slots=True, frozen=True)

@@ -21,13 +21,13 @@ from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core import bulk
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
+from kvtierd.core.ids import rows as rows_of
+from kvtierd.core.leases import LeftLease
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
-from kvtierd.core.tickets import LeftLease
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.notify import Notifier
 from kvtierd.service.adoption import OldLife, adopt
@@ -295,6 +295,6 @@ def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
     fields = [itemgetter(DiskRecord._fields.index(name)) for name in ("slot", "key", "parent", "traits")]
     not_in_memory = repeat(None), repeat(None)
     return {
-        group: list(bulk.rows(Recovered, *(map(one, records) for one in fields), *not_in_memory))
+        group: list(rows_of(Recovered, *(map(one, records) for one in fields), *not_in_memory))
         for group, records in found.records.items()
     }

@@ -8,11 +8,10 @@ from contextlib import suppress
 from typing import Final
 
 from kvtier.v1 import blocks_pb2, common_pb2
-from kvtierd.core.bulk import rows
 from kvtierd.core.errors import ForeignLease, UnknownLease
-from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier, rows
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
-from kvtierd.core.verbs import BlockResult, ChainRequest, CommitItem
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.tickets import Refused, UnknownCache
 from kvtierd.service import validate, wire

@@ -10,7 +10,7 @@ import xxhash
 
 from kvtier.abi.stream import CHECKSUM_BYTES
 from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, SlotId, Tier
-from kvtierd.core.verbs import Location
+from kvtierd.core.transfers import Location
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
 from kvtierd.tiers.base import Bytes, TierError

@@ -10,7 +10,7 @@ import grpc
 
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import GroupId
-from kvtierd.core.verbs import ListingRow
+from kvtierd.core.transfers import ListingRow
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvtierd.core.ids import DISK, GroupId
-from kvtierd.core.verbs import GroupCounts, ManagerStats
+from kvtierd.core.transfers import GroupCounts, ManagerStats
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.service.attach import DaemonIdentity

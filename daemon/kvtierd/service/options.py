@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import caches_pb2
-from kvtierd.core.evict import EVICTORS
+from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import Tier
 from kvtierd.core.policy import NEVER, Policy, WritePolicy
 from kvtierd.service.errors import bad_argument

@@ -9,7 +9,7 @@ from typing import Final
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.keys import DIGEST_BYTES
 from kvtier.v1 import blocks_pb2, events_pb2
-from kvtierd.core.traits import Label
+from kvtierd.core.ids import Label
 from kvtierd.service.entries import Cache
 from kvtierd.service.errors import bad_argument
 

@@ -10,7 +10,7 @@ from typing import Final
 from kvtier.abi.spec import MAX_GROUPS
 from kvtier.v1 import common_pb2, events_pb2
 from kvtierd.core.ids import KEY_BYTES
-from kvtierd.core.verbs import ListingRow
+from kvtierd.core.transfers import ListingRow
 from kvtierd.event_log import Run
 from kvtierd.event_log.run import without_tokens
 from kvtierd.service import validate

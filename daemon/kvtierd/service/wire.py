@@ -12,9 +12,8 @@ from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2, events_pb2
 from kvtierd.core.events import Changes, Event, EventType
-from kvtierd.core.ids import KEY_BYTES, GroupId, Key, LeaseId, Tier
-from kvtierd.core.traits import Label
-from kvtierd.core.verbs import ListingRow
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key, Label, LeaseId, Tier
+from kvtierd.core.transfers import ListingRow
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
 """On the wire: the parent of a chain's first block."""

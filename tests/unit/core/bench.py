@@ -8,14 +8,13 @@ from typing import Final
 
 from kvtierd.core.check import check
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, LeaseId, SessionId, SlotId, TicketId, Tier, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome, Refusal, SlotRef
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
 from kvtierd.core.slots import SlotState
-from kvtierd.core.traits import Traits
-from kvtierd.core.verbs import BlockResult, ChainRequest, CommitItem, TierCount
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, TierCount
 
 GROUP: Final = GroupId(0)
 ALICE: Final = SessionId(1)

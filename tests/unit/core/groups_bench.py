@@ -9,7 +9,7 @@ from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tie
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import GroupGrant
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.verbs import BlockResult, ChainRequest, CommitItem
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench, key, keys, name_of
 
 FULL, SLIDING = GroupId(0), GroupId(1)

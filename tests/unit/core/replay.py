@@ -13,12 +13,12 @@ from typing import Final
 
 from kvtier.replay.trace import Request, key_of, read
 from kvtierd.core.events import EventSequencer
-from kvtierd.core.evict import EVICTORS
+from kvtierd.core.eviction import EVICTORS
 from kvtierd.core.ids import CacheId, Key, Tier
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Move, MoveResult, Outcome
 from kvtierd.core.policy import GroupShape, Policy
-from kvtierd.core.verbs import ChainRequest, CommitItem
+from kvtierd.core.transfers import ChainRequest, CommitItem
 from tests.unit.core.bench import ALICE, DEVICE, GROUP
 
 _PRIORITY: Final = 35

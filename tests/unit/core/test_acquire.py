@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.policy import Policy
-from kvtierd.core.verbs import ChainRequest
+from kvtierd.core.transfers import ChainRequest
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench, key
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.ids import TicketId
 from kvtierd.core.outcome import RefusalReason
-from kvtierd.core.verbs import ChainRequest
+from kvtierd.core.transfers import ChainRequest
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, HOST, key
 from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
 

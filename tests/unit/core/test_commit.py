@@ -8,7 +8,7 @@ from kvtierd.core.errors import BadArgument, ForeignLease, UnknownLease
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.ids import Key, SlotId
 from kvtierd.core.slots import SlotState
-from kvtierd.core.verbs import BlockResult, CommitItem
+from kvtierd.core.transfers import BlockResult, CommitItem
 from tests.slot_rows import begun, filled
 from tests.unit.core.bench import ALICE, BOB, DEVICE, Bench, key
 

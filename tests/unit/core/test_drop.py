@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.slots import SlotState
-from kvtierd.core.verbs import BlockResult
+from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import BOB, DEVICE, DISK, HOST, Bench
 
 OK, NOT_FOUND, HELD = BlockResult.OK, BlockResult.NOT_FOUND, BlockResult.HELD

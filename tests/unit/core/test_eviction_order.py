@@ -6,11 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtierd.core.block import Block, Copy, Phase
-from kvtierd.core.candidates import LEAF, REDUNDANT
 from kvtierd.core.events import Cause, EventType
-from kvtierd.core.evict import Ranked
-from kvtierd.core.ids import SlotId, Tier
-from kvtierd.core.traits import Traits
+from kvtierd.core.eviction import LEAF, REDUNDANT, Ranked
+from kvtierd.core.ids import SlotId, Tier, Traits
 from tests.unit.core.bench import DEVICE, DISK, HOST, Bench, key
 
 

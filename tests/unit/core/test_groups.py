@@ -7,7 +7,7 @@ from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.verbs import CommitItem
+from kvtierd.core.transfers import CommitItem
 from tests.slot_rows import begun
 from tests.unit.core.bench import ALICE, DEVICE, key
 

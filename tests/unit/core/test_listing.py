@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtierd.core.verbs import ListingRow
+from kvtierd.core.transfers import ListingRow
 from tests.unit.core.bench import DEVICE, GROUP, HOST, Bench, key, name_of
 
 

@@ -13,7 +13,7 @@ from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Key
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.verbs import AcrossMatch, CommitItem
+from kvtierd.core.transfers import AcrossMatch, CommitItem
 from tests.unit.core.bench import ALICE, HOST, key
 
 CHAIN: list[Key] = [key(f"block {n}") for n in range(24)]

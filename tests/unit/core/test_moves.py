@@ -6,7 +6,7 @@ import pytest
 
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import Cause
-from kvtierd.core.verbs import BlockResult
+from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
 
 

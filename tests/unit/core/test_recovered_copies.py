@@ -8,15 +8,14 @@ import pytest
 
 from kvtierd.core.check import check
 from kvtierd.core.events import Cause, EventSequencer, EventType
-from kvtierd.core.ids import CacheId, GroupId, Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, SessionId, SlotId, Tier, Traits
+from kvtierd.core.leases import LeftLease
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Outcome
 from kvtierd.core.policy import GroupShape, Policy, WritePolicy
 from kvtierd.core.recovery import Recovered
 from kvtierd.core.slots import SlotState
-from kvtierd.core.tickets import LeftLease
-from kvtierd.core.traits import Traits
-from kvtierd.core.verbs import CommitItem
+from kvtierd.core.transfers import CommitItem
 from tests.slot_rows import begun, contents, filled, owners, restated
 from tests.unit.core.bench import Bench
 

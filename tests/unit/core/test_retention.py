@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.policy import Policy
-from kvtierd.core.verbs import BlockResult, ChainRequest, CommitItem
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
 from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key, keys
 
 A_CALL = 4

@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.ids import LeaseId
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.verbs import BlockResult, CommitItem
+from kvtierd.core.transfers import BlockResult, CommitItem
 from tests.unit.core.bench import ALICE, DISK, HOST, key, name_of
 from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core import uses
+from kvtierd.core import holds
 from kvtierd.core.errors import BadArgument, UnknownGroup
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.policy import Policy, WritePolicy
@@ -92,7 +92,7 @@ def test_a_read_starts_the_clock_of_a_retention_anew() -> None:
 
 
 def test_a_call_is_bounded_from_the_last_key_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "TOUCHED_A_CALL", 2)
+    monkeypatch.setattr(holds, "TOUCHED_A_CALL", 2)
     bench = Bench(device=4)
     for chain in ("ab", "x", "y"):
         bench.put(chain)

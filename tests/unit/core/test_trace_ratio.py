@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.replay.trace import Request, read
 from kvtierd.core.check import check
-from kvtierd.core.evict import EVICTORS
+from kvtierd.core.eviction import EVICTORS
 from tests.unit.client.test_oracle import EXTRACT, prefix_lru_hits
 from tests.unit.core.replay import Replay, replay
 

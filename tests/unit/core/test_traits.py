@@ -6,12 +6,11 @@ import pytest
 
 from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import EventSequencer
-from kvtierd.core.ids import CacheId, SlotId
+from kvtierd.core.ids import MAX_TOKEN_BYTES, CacheId, Label, SlotId, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import Recovered
-from kvtierd.core.traits import MAX_TOKEN_BYTES, Label, Traits
-from kvtierd.core.verbs import CommitItem
+from kvtierd.core.transfers import CommitItem
 from tests.unit.core.bench import ALICE, DISK, GROUP, HOST, Bench, key
 
 LABEL = Label(b"\x01" * 8, b"tokens")

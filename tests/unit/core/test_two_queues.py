@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvtierd.core.evict import Departed
+from kvtierd.core.eviction import Departed
 from kvtierd.core.policy import Policy
-from kvtierd.core.verbs import BlockResult, CommitItem
+from kvtierd.core.transfers import BlockResult, CommitItem
 from tests.unit.core.bench import ALICE, DEVICE, HOST, Bench, key
 
 TWO_QUEUES = Policy(eviction="2q")

@@ -9,7 +9,7 @@ from kvtierd.core.events import Cause, EventType
 from kvtierd.core.ids import Tier
 from kvtierd.core.outcome import Holder
 from kvtierd.core.policy import Policy
-from kvtierd.core.verbs import BlockResult
+from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
 
 OK, HELD = BlockResult.OK, BlockResult.HELD

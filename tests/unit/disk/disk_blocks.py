@@ -12,8 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtierd.core.ids import GroupId, Key, SlotId
-from kvtierd.core.traits import Traits
+from kvtierd.core.ids import GroupId, Key, SlotId, Traits
 from kvtierd.tiers.base import Bytes
 from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.index import index_bytes

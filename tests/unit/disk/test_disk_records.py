@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtierd.core.ids import Key, SlotId
-from kvtierd.core.traits import MAX_TOKEN_BYTES, Label, Traits
+from kvtierd.core.ids import MAX_TOKEN_BYTES, Key, Label, SlotId, Traits
 from kvtierd.tiers.disk import records
 from kvtierd.tiers.disk.records import checksum
 from tests.unit.disk.disk_blocks import FINGERPRINT, buffers, key, parts_of, payload

@@ -11,8 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtierd.core.ids import Key, SlotId
-from kvtierd.core.traits import Traits
+from kvtierd.core.ids import Key, SlotId, Traits
 from kvtierd.tiers.disk.index import Stored
 from kvtierd.tiers.disk.records import encode_recency, encode_record, encode_touches
 from kvtierd.tiers.disk.recovery import DiskRecord, Recovered, recover_group

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.ids import GroupId, Key, SlotId
-from kvtierd.core.traits import Traits
+from kvtierd.core.ids import GroupId, Key, SlotId, Traits
 from kvtierd.tiers.base import TierConfigError, TierError
 from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.index import Index, index_bytes

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.core.ids import SlotId
-from kvtierd.core.traits import Label, Traits
+from kvtierd.core.ids import Label, SlotId, Traits
 from kvtierd.tiers.disk.recovery import Recovery
 from kvtierd.tiers.disk.store import DiskStore
 from tests.unit.disk.disk_blocks import (

@@ -16,12 +16,11 @@ from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.layout import ArenaLayout, is_ready
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.events import Cause, Event, EventSequencer
-from kvtierd.core.ids import CacheId, GroupId, Key, MoveId, SessionId, SlotId, Tier
+from kvtierd.core.ids import CacheId, GroupId, Key, MoveId, SessionId, SlotId, Tier, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Move, MoveItem, Refusal
 from kvtierd.core.policy import GroupShape
-from kvtierd.core.traits import Traits
-from kvtierd.core.verbs import ChainRequest, CommitItem
+from kvtierd.core.transfers import ChainRequest, CommitItem
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.tiers.arena import Arena

@@ -11,7 +11,7 @@ import pytest
 
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.outcome import Grant, Refusal, RefusalReason
-from kvtierd.core.verbs import ChainRequest
+from kvtierd.core.transfers import ChainRequest
 from kvtierd.mover.engine import MOVE_SLICE
 from kvtierd.mover.tickets import Refused, UnknownCache
 from kvtierd.tiers.disk.index import Index

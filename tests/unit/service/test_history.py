@@ -12,8 +12,7 @@ import pytest
 
 from kvtier.v1 import events_pb2
 from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
-from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
-from kvtierd.core.traits import Label
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
 from kvtierd.event_log import EventLog, Run
 from kvtierd.event_log.segments import Segments
 from kvtierd.service.hub import EventHub, Loss

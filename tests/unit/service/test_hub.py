@@ -7,8 +7,7 @@ import pytest
 
 from kvtier.v1 import events_pb2
 from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
-from kvtierd.core.ids import CacheId, EventId, GroupId, Key
-from kvtierd.core.traits import Label
+from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label
 from kvtierd.event_log import Run
 from kvtierd.service import hub as hub_module
 from kvtierd.service.hub import BUSY_S, MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, SHARE_S, EventHub, Loss

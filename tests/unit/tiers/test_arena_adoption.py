@@ -15,11 +15,10 @@ from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.slot_records import SlotContents
 from kvtier.abi.spec import CacheSpec
-from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
 from kvtierd.core.outcome import Content, SlotRef
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import Recovered
-from kvtierd.core.traits import Label, Traits
 from kvtierd.service.adoption import NOBODY, OldLife, adopt
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import NotAdoptable

@@ -25,7 +25,7 @@ from kvtierd.tiers.disk.superblock import PRIVATE_DIR, PRIVATE_FILE, io_errors, 
 
 if TYPE_CHECKING:
     from lmdb import _Database
-from kvtierd.core.traits import Traits
+from kvtierd.core.ids import Traits
 from kvtierd.tiers.disk.records import Counters
 
 ENGINE: Final = 0

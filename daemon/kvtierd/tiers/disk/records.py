@@ -30,9 +30,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtierd.core import bulk
-from kvtierd.core.ids import KEY_BYTES, Key, SlotId
-from kvtierd.core.traits import EVENT_HASH_BYTES, MAX_TOKEN_BYTES, Label, Traits
+from kvtierd.core.ids import EVENT_HASH_BYTES, KEY_BYTES, MAX_TOKEN_BYTES, Key, Label, SlotId, Traits
+from kvtierd.core.ids import rows as rows_of
 
 VERSION: Final = 1
 CHECKSUM_BYTES: Final = 16
@@ -116,7 +115,7 @@ def traits_of(rows: NDArray[Any], values: Sequence[bytes], places: NDArray[np.in
         value, split = values[int(places[place])], HEAD_BYTES + int(rows["hash_bytes"][place])
         labels[place] = Label(value[HEAD_BYTES:split], value[split:])
     columns = (rows[name].tolist() for name in ("priority", "duration_ms", "deadline_ns"))
-    return list(bulk.rows(Traits, *columns, labels))
+    return list(rows_of(Traits, *columns, labels))
 
 
 def parents_of(rows: NDArray[Any]) -> list[Key | None]:

@@ -12,10 +12,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.core import bulk
-from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SlotId, Traits
+from kvtierd.core.ids import rows as rows_of
 from kvtierd.core.recovery import reachable
-from kvtierd.core.traits import Traits
 from kvtierd.tiers.disk.batch import GroupTable
 from kvtierd.tiers.disk.index import Stored
 from kvtierd.tiers.disk.records import Counters, decode_recency, decode_records, decode_touches, parents_of, traits_of
@@ -76,7 +75,7 @@ def recover_group(stored: Stored, shape: SlabShape) -> Recovered:
             parents = [parents[place] for place in order]
     traits = traits_of(rows, stored.records, by_use)
     uses = last_use[rows["slot"]].tolist()
-    records = list(bulk.rows(DiskRecord, rows["slot"].tolist(), keys, parents, traits, uses))
+    records = list(rows_of(DiskRecord, rows["slot"].tolist(), keys, parents, traits, uses))
     table = GroupTable(shape)
     table.fill(keys, rows["slot"], rows["checksum"], last_use)
     return Recovered(records, _others(stored.keys, keys), table)

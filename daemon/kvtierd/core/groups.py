@@ -15,11 +15,10 @@ from typing import Protocol
 from kvtierd.core.block import Block
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SessionId, TicketId, Tier
-from kvtierd.core.matching import Cover, Limit, Usable, longest, match
-from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
-from kvtierd.core.recorder import Recorder
-from kvtierd.core.tickets import FetchTicket, Lease, Turn
-from kvtierd.core.verbs import ChainRequest
+from kvtierd.core.leases import FetchTicket, Lease, Turn
+from kvtierd.core.lookup import Cover, Limit, Usable, longest, match
+from kvtierd.core.outcome import Grant, GroupGrant, Recorder, Refusal, RefusalReason
+from kvtierd.core.transfers import ChainRequest
 from kvtierd.core.window import WindowManager
 
 

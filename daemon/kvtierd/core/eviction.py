@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final
 
-from kvtierd.core.block import Block
-from kvtierd.core.ids import Key, Tier
+from kvtierd.core.block import COLD_RANK, WHOLE_RANK, Block, Copy
+from kvtierd.core.events import UPDATED, Cause
+from kvtierd.core.ids import GroupId, Key, Tier
+from kvtierd.core.outcome import Recorder
 
 PROTECTED: Final = 0.5
 """At most so many blocks of a group are hot, as a share of the slots of its lowest tier."""
@@ -280,3 +282,147 @@ class Ranked:
         """Every candidate once, in any order."""
         entries = chain(self._heap, self._old)
         return iter({block: None for rank, block in entries if self._listed(rank, block)})
+
+
+REDUNDANT: Final = 1
+DEMOTABLE: Final = 2
+CLEAN: Final = 4
+LEAF: Final = 8
+DIRTY: Final = 16
+_GOES_FREELY: Final = REDUNDANT | CLEAN
+
+
+class Candidates:
+    """Who may leave one tier. A block stands only where all of what the list's name promises is true of it.
+
+    All candidates are indexed, READY, unheld, unread and unclaimed there (a demotable one may be read by one copy
+    downwards), and:
+
+    - ``redundant``: valid in a tier above; on disk besides, no disk-resident child needs it. The first victims.
+    - ``demotable``: not redundant, and its priority or a copy below lets it go down.
+    - ``clean``: valid in a tier below: may go without a copy.
+    - ``leaf``: resident nowhere else and without indexed children: may be dropped.
+    - ``dirty``: demotable, unread, and neither in a tier below nor on the way there. Only of a cache with watermarks.
+
+    ``cleans``: how many are clean or redundant: those that can go without a copy.
+
+    Hot blocks are protected in the lowest tier (``lowest``), which blocks leave for good. Kept above as well, they
+    would take places twice: what was promoted from disk stays there.
+    """
+
+    __slots__ = ("_counts", "clean", "cleans", "demotable", "dirty", "leaf", "redundant")
+
+    def __init__(self, tier: Tier, *, lowest: bool) -> None:
+        self._counts = WHOLE_RANK if lowest else COLD_RANK
+        self.redundant = Ranked(tier, REDUNDANT)
+        self.demotable = Ranked(tier, DEMOTABLE)
+        self.clean = Ranked(tier, CLEAN)
+        self.leaf = Ranked(tier, LEAF)
+        self.dirty = Ranked(tier, DIRTY)
+        self.cleans = 0
+
+    def place_of(self, rank: int) -> int:
+        """Where a block of this rank stands on the lists; :meth:`put` does the same."""
+        return rank & self._counts
+
+    def put(self, block: Block, copy: Copy, lists: int) -> None:
+        """Puts the block on exactly these lists, at its present rank."""
+        before, rank = copy.listed, block.rank
+        if rank & ~self._counts:
+            rank &= self._counts  # else the block's own integer does, and takes no memory
+        unchanged = before if rank == copy.ranked else 0
+        if lists == unchanged and lists == before:
+            return
+        copy.listed, copy.ranked = lists, rank
+        self.cleans += bool(lists & _GOES_FREELY) - bool(before & _GOES_FREELY)
+        new = lists & ~unchanged
+        if new & REDUNDANT:
+            self.redundant.offer(rank, block)
+        if new & DEMOTABLE:
+            self.demotable.offer(rank, block)
+        if new & CLEAN:
+            self.clean.offer(rank, block)
+        if new & LEAF:
+            self.leaf.offer(rank, block)
+        if new & DIRTY:
+            self.dirty.offer(rank, block)
+
+
+class Priorities:
+    """Of one window group. ``reconsider`` is told of each block whose effective priority changes."""
+
+    __slots__ = ("_group", "_reconsider", "_recorder", "_tops")
+
+    def __init__(self, group: GroupId, recorder: Recorder, reconsider: Callable[[Block], None]) -> None:
+        self._group = group
+        self._recorder = recorder
+        self._reconsider = reconsider
+        self._tops: dict[Block, int] = {}
+        """Few: mostly a block has its own priority."""
+
+    def top_children(self, block: Block) -> int:
+        """How many children have just the block's effective priority, where its own is lower."""
+        return self._tops.get(block, 0)
+
+    def forget(self, block: Block) -> None:
+        """It is no longer indexed."""
+        if self._tops:
+            self._tops.pop(block, None)
+
+    def give(self, block: Block, priority: int, cause: Cause) -> None:
+        """A new priority of its own."""
+        old = block.priority
+        tops = (
+            [child.priority for child in block.children]
+            if old == block.own_priority
+            else [old] * self.top_children(block)
+        )
+        highest = max(tops, default=0)
+        new = max(priority, highest)
+        block.retain(priority, block.traits.duration_ms, block.traits.deadline_ns)
+        self._count(block, tops.count(highest) if highest > priority else 0)
+        if new != old:
+            self._change(block, new, cause)
+            self.carry_up(block.parent, old, new, cause)
+
+    def carry_up(self, parent: Block | None, old: int | None, new: int | None, cause: Cause) -> None:
+        """A child's effective priority went from ``old`` to ``new`` (None: not a child)."""
+        while parent is not None:
+            own = parent.own_priority
+            if parent.priority == own and (new is None or new <= own):
+                return  # as mostly: what it has is its own
+            effective = self._effective(parent, old, new)
+            if effective == parent.priority:
+                return
+            old, new = parent.priority, effective
+            self._change(parent, effective, cause)
+            parent = parent.parent
+
+    def _change(self, block: Block, effective: int, cause: Cause) -> None:
+        block.reprioritise(effective)
+        self._recorder.change(UPDATED, cause, self._group, block)
+        self._reconsider(block)
+
+    def _effective(self, parent: Block, old: int | None, new: int | None) -> int:
+        """The parent's effective priority after a child's change."""
+        own, tops = parent.own_priority, self.top_children(parent)
+        if old is not None and old == parent.priority > own:
+            tops -= 1
+        if new is not None and new > parent.priority:
+            self._count(parent, 1)
+            return new
+        if new is not None and new == parent.priority > own:
+            tops += 1
+        if not tops and parent.priority != own:
+            priorities = [child.priority for child in parent.children]
+            highest = max(priorities, default=0)
+            self._count(parent, priorities.count(highest) if highest > own else 0)
+            return max(highest, own)
+        self._count(parent, tops)
+        return parent.priority
+
+    def _count(self, block: Block, tops: int) -> None:
+        if tops:
+            self._tops[block] = tops
+        else:
+            self._tops.pop(block, None)

@@ -6,15 +6,17 @@ carried out. The lowest tier can always drop, so nothing waits in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Final
 
 from kvtierd.core.block import Block
-from kvtierd.core.events import CAPACITY, WRITE_THROUGH, Cause
-from kvtierd.core.flights import Flights
+from kvtierd.core.events import CAPACITY, WATERMARK, WRITE_THROUGH, Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import DEVICE, DISK, HOST, TicketId, Tier
+from kvtierd.core.ids import DEVICE, DISK, HOST, Key, TicketId, Tier
+from kvtierd.core.policy import WritePolicy
+from kvtierd.core.transfers import BlockResult, DropReport, Flights
 
 SOURCE_ORDER: Final = (HOST, DEVICE, DISK)
 """Reading the host disturbs nobody; the device's copy engines are wanted elsewhere; the disk is slowest."""
@@ -267,3 +269,159 @@ class Room:
 
     def _unused(self, block: Block) -> bool:
         return block.claims == 0 and all(copy is None or copy.still for copy in block.copies)
+
+
+MOST_IN_FLIGHT: Final = 64
+"""Background copies of a group."""
+
+
+class Background:
+    """Of one window group. :meth:`work` is called once all requests have been served."""
+
+    def __init__(self, state: GroupState, flights: Flights, room: Room) -> None:
+        self._state = state
+        self._flights = flights
+        self._room = room
+        self._due: OrderedDict[Block, None] = OrderedDict()
+        """To be copied to the lowest tier, in this order."""
+        self._cleaning = dict.fromkeys(state.tiers, False)
+
+    def committed(self, blocks: Sequence[Block]) -> None:
+        if self._state.policy.write_policy is WritePolicy.THROUGH:
+            self._due.update(dict.fromkeys(blocks))
+
+    def recovered(self, blocks: list[Block]) -> None:
+        """What was worth writing down in an earlier life still is."""
+        if self._state.policy.write_policy is WritePolicy.SELECTIVE:
+            self._state.reuse(blocks)
+
+    def used_again(self, blocks: Sequence[Block]) -> None:
+        if self._state.policy.write_policy is WritePolicy.SELECTIVE:
+            fresh = self._state.reuse(blocks)
+            self._due.update(dict.fromkeys(fresh))
+
+    def work(self) -> None:
+        """Plans some copies. What finds no room now waits for what is in flight; what cannot go down is forgotten."""
+        left = self._write_down(MOST_IN_FLIGHT - self._flights.background)
+        if self._state.policy.clean_high > 0:
+            for tier in self._state.tiers[:-1]:
+                left = self._clean(tier, left)
+
+    def _write_down(self, left: int) -> int:
+        low = self._state.tiers[-1]
+        while self._due and left > 0:
+            block = next(iter(self._due))
+            if self._wanted(block, low):
+                prospect = self._room.copy_down(block, self._room.source(block), low, WRITE_THROUGH)
+                if prospect is COMING:
+                    return left
+                left -= prospect is NOW
+            del self._due[block]
+        return left
+
+    def _wanted(self, block: Block, low: Tier) -> bool:
+        if not block.indexed or block.copy(low) is not None:
+            return False
+        return self._state.goes_down(block, self._room.source(block), low)
+
+    def _clean(self, tier: Tier, left: int) -> int:
+        """Below the low watermark the tier is cleaned up to the high one, in the order of eviction."""
+        state, policy = self._state, self._state.policy
+        slots = state.slots[tier].capacity
+        clean = state.slots[tier].free + state.candidates(tier).cleans + self._flights.cleaning[tier]
+        if clean >= policy.clean_high * slots:
+            self._cleaning[tier] = False
+        elif clean < policy.clean_low * slots:
+            self._cleaning[tier] = True
+        while self._cleaning[tier] and left > 0 and clean < policy.clean_high * slots:
+            block = state.candidates(tier).dirty.victim()
+            if block is None or not self._clean_one(block, tier):
+                break
+            clean += 1
+            left -= 1
+        return left
+
+    def _clean_one(self, block: Block, tier: Tier) -> bool:
+        for low in self._state.below[tier]:
+            if self._state.goes_down(block, tier, low):
+                prospect = self._room.copy_down(block, tier, low, WATERMARK, sparing=True)
+                if prospect is not NEVER:
+                    return prospect is NOW
+        return False
+
+
+def pin(state: GroupState, tier: Tier, keys: Sequence[Key], *, unpin: bool) -> tuple[BlockResult, ...]:
+    change = _unpin if unpin else _pin
+    found = (state.index.get(key) for key in keys)
+    return tuple(BlockResult.NOT_FOUND if block is None else change(state, tier, block) for block in found)
+
+
+def _pin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
+    copy = block.copy(tier)
+    if copy is None or not copy.valid:
+        return BlockResult.NOT_READY
+    room = state.policy.pinnable(state.slots[tier].capacity) > state.pins.slots(tier)
+    if not room and not state.pins.count(tier, copy):
+        return BlockResult.OVER_CAP
+    state.pin(block, tier, copy)
+    return BlockResult.OK
+
+
+def _unpin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
+    copy = block.copy(tier)
+    if copy is None or not state.pins.count(tier, copy):
+        return BlockResult.NOT_READY
+    state.unpin(block, tier, copy)
+    return BlockResult.OK
+
+
+def drop(state: GroupState, keys: Sequence[Key], *, dry_run: bool) -> DropReport:
+    """Forgets blocks and everything under them; those of which any part is held, pinned or claimed are HELD."""
+    wanted = [state.index.get(key) for key in keys]
+    gone: dict[Block, None] = {}
+    results = []
+    for block in wanted:
+        if block is None:
+            results.append(BlockResult.NOT_FOUND)
+        elif block in gone:
+            results.append(BlockResult.OK)
+        else:
+            subtree = state.subtree(block)
+            held = any(needed(member) for member in subtree)
+            results.append(BlockResult.HELD if held else BlockResult.OK)
+            if not held:
+                gone.update(dict.fromkeys(subtree))
+            if not held and not dry_run:
+                state.remove_subtree(block, Cause.EXPLICIT, Cause.ANCESTOR, subtree)
+    return DropReport(tuple(results), len(gone))
+
+
+def needed(block: Block) -> bool:
+    """Somebody holds, pins or waits for it."""
+    return block.claims > 0 or block.held
+
+
+def reset(state: GroupState, before: int) -> tuple[int, int, int]:
+    """Removes a slice of the blocks with numbers under ``before``, the newest first, so children before their parents.
+    What is needed stays, and so does what has children left.
+
+    Returns how many went, how many stayed, and the number to go on from (0: there are no more).
+    """
+    members, following = state.index.before(before, state.policy.blocks_a_call)
+    dropped = 0
+    for block in members:
+        if block.first_child is None and not needed(block):
+            state.remove(block, Cause.RESET)
+            dropped += 1
+    return dropped, len(members) - dropped, following
+
+
+def kept(roots: Iterable[Block]) -> int:
+    """How many blocks a reset keeps: these, of which some are not indexed any more, and all that they stand on."""
+    seen: set[Block] = set()
+    for block in roots:
+        current: Block | None = block if block.indexed else None
+        while current is not None and current not in seen:
+            seen.add(current)
+            current = current.parent
+    return len(seen)
