@@ -176,4 +176,4 @@ def _read(path: Path) -> State | None:
 
 def _write(path: Path, state: State) -> None:
     with io_errors(f"cannot write the state directory {path}"):
-        write_superblock(path, _KIND, asdict(state), often=True)
+        write_superblock(path, _KIND, asdict(state))

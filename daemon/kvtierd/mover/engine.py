@@ -97,9 +97,11 @@ class Engine:
         cache = self._find(cache_id)
         cache.closing = True
         self._refuse_waiting(cache)
-        await self._executor.rest(cache)
+        await self._executor.edges.idle(cache.runtime.id)
         await cache.uses.finish()
-        await self._executor.rest(cache)  # a session's end, or time itself, may have begun more while that was written
+        await self._executor.edges.idle(
+            cache.runtime.id
+        )  # a session's end, or time itself, may have begun more while that was written
         cache.removed = True
         self._executor.caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime
@@ -407,7 +409,7 @@ class Engine:
         while self._executor.edges.in_flight():
             await self._executor.edges.idle()  # of all caches: one that is forgotten has none, or else we must not spin
             for cache in list(self._executor.caches.values()):
-                await self._executor.rest(cache)
+                await self._executor.edges.idle(cache.runtime.id)
 
     async def shutdown(self, deadline_s: float) -> bool:
         """Refuses new and waiting tickets, lets moves end for ``deadline_s``, ends the threads.

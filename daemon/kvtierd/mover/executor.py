@@ -110,10 +110,6 @@ class Executor:
         except Exception as error:  # noqa: BLE001 - shown in health and by the loop's handler; other caches go on
             self._show(cache.runtime, error)
 
-    async def rest(self, cache: OpenCache) -> None:
-        """Returns when no move of the cache is in flight."""
-        await self.edges.idle(cache.runtime.id)
-
     def problems(self) -> list[str]:
         """What health should show; empty when all is well."""
         unwritten = [cache.uses.problem for cache in self.caches.values() if cache.uses.problem is not None]

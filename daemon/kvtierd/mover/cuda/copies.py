@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -17,12 +17,13 @@ from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, GroupId
 from kvtierd.mover import disk_io
 from kvtierd.mover.cuda.page_locks import PageLocks
-from kvtierd.mover.cuda.plan import DevicePool, Load, Rows, Sites, plan
+from kvtierd.mover.cuda.plan import Load, Rows, Sites, plan
 from kvtierd.mover.cuda.staging import Buffer, Staging
-from kvtierd.mover.cuda.traffic import Losable, Passage, Spot, Traffic, spot
+from kvtierd.mover.cuda.traffic import Passage, Spot, Traffic, spot
 from kvtierd.mover.runtime import Batch, Faults, Finish, Stretch, Unaccounted
 from kvtierd.mover.work import destination, items_of
 from kvtierd.tiers.base import Bytes, TierError, TierIOError
+from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.mapped import HostStore
 
 BATCH_BYTES: Final = 16 << 20
@@ -35,10 +36,6 @@ _LOOK_S: Final = 0.005
 _log = logging.getLogger(__name__)
 
 
-class LosablePool(DevicePool, Losable, Protocol):
-    pass
-
-
 class CudaCopies:
     """Of one cache. All of it blocks: for threads.
 
@@ -48,7 +45,7 @@ class CudaCopies:
     batch_bytes: Final = BATCH_BYTES
 
     def __init__(
-        self, name: str, layout: ArenaLayout, device: LosablePool, host: HostStore | None, segment: Bytes | None
+        self, name: str, layout: ArenaLayout, device: CudaDevice, host: HostStore | None, segment: Bytes | None
     ) -> None:
         self._name = name
         self._device = device

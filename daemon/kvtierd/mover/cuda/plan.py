@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from kvtier.abi.cuda.driver import Address, Direction, Driver
+from kvtier.abi.cuda.driver import Address, Direction
 from kvtier.abi.layout import ArenaLayout
 from kvtierd.core.ids import DEVICE, HOST, GroupId, SlotId
 from kvtierd.mover.cuda.page_locks import Chunk, chunks_of, in_turn, slots_together
@@ -14,6 +14,7 @@ from kvtierd.mover.cuda.staging import Buffer
 from kvtierd.mover.runtime import Stretch
 from kvtierd.mover.work import Run, runs
 from kvtierd.tiers.base import Bytes
+from kvtierd.tiers.cuda.store import CudaDevice
 
 EVERYWHERE: Final = 1 << 62
 """``Place.together`` where all slots lie in one allocation."""
@@ -96,23 +97,10 @@ def _pieces(run: Run, path: Path, max_pitch: int) -> Iterator[Rows]:
         yield from (Rows(*single) for single in rows.singles())
 
 
-class DevicePool(Protocol):
-    """The device tier's memory."""
-
-    @property
-    def driver(self) -> Driver: ...
-
-    def address(self, group: GroupId, pool: int, slot: SlotId) -> Address: ...
-
-    def stride(self, group: GroupId, pool: int) -> int:
-        """Bytes from a slot's part to the next one's."""
-        ...
-
-
 class Sites:
     """``host_address``: of the host segment, unused where the cache has no host slots."""
 
-    def __init__(self, layout: ArenaLayout, device: DevicePool, host_address: int) -> None:
+    def __init__(self, layout: ArenaLayout, device: CudaDevice, host_address: int) -> None:
         self.layout: Final = layout
         self._device = device
         self._host_address = host_address

@@ -1,7 +1,7 @@
-"""Superblocks: the file that says a directory is ours, in which format, and what it holds.
+"""Files of a directory that is ours: the superblock that says so, the lock that keeps a second daemon out.
 
-A line ``kvtier <kind> <format version> <crc>`` and a JSON object. The crc is zlib's crc32, 8 hex digits, over the
-line without it and the object's bytes, so that neither can be exchanged.
+A superblock is a line ``kvtier <kind> <format version> <crc>`` and a JSON object. The crc is zlib's crc32,
+8 hex digits, over the line without it and the object's bytes, so that neither can be exchanged.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ MAGIC: Final = "kvtier"
 _MAX_BYTES: Final = 1 << 20
 
 
-def write_superblock(directory: Path, kind: str, content: dict[str, Any], *, often: bool = False) -> None:
-    """Replaces it whole. ``often``: so that it can be done again on a full disk. Raises OSError, and
-    :class:`TierIOError` for more than can be read back."""
+def write_superblock(directory: Path, kind: str, content: dict[str, Any]) -> None:
+    """Replaces it whole. Raises OSError, and :class:`TierIOError` for more than can be read back."""
     head = f"{MAGIC} {kind} {FORMAT_VERSION}"
     body = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
     whole = f"{head} {_crc(head, body)}\n".encode() + body
@@ -35,7 +34,7 @@ def write_superblock(directory: Path, kind: str, content: dict[str, Any], *, oft
         raise TierIOError(
             errno.EFBIG, f"{directory / SUPERBLOCK} would have {len(whole)} bytes of at most {_MAX_BYTES}"
         )
-    (swap_in if often else write_atomically)(directory / SUPERBLOCK, whole)
+    _replace(directory / SUPERBLOCK, whole)
 
 
 def read_superblock(directory: Path, kind: str) -> dict[str, Any] | None:
@@ -103,21 +102,11 @@ def make_private_directory(path: Path) -> None:
     sync_directory(path.parent)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """After a crash ``path`` holds either what it held before or all of ``content``."""
-    temporary = path.with_name(path.name + ".new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
-    with open(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(fd)
-    temporary.rename(path)
-    sync_directory(path.parent)
+def _replace(path: Path, content: bytes) -> None:
+    """After a crash ``path`` holds either its former content or all of ``content``.
 
-
-def swap_in(path: Path, content: bytes) -> None:
-    """As :func:`write_atomically`, for a file that is written again and again: what it held before stays beside it, as
-    ``.new``, and is written over the next time. So that takes no more of the disk, and can be done on a full one."""
+    The former content stays beside it as ``.new``, and is written over the next time: a full disk has room for that.
+    """
     temporary, before = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
     if os.fstat(fd).st_nlink > 1:  # a system that went down in between may have left it the same file as ``path``
