@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import pytest
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
 from kvtierd.core.ids import GroupId, Key, SlotId, Traits
 from kvtierd.tiers.base import Bytes
-from kvtierd.tiers.disk.batch import DiskWrite
+from kvtierd.tiers.disk.batch import DiskWrite, Retirement
 from kvtierd.tiers.disk.index import index_bytes
 from kvtierd.tiers.disk.recovery import Recovery
 from kvtierd.tiers.disk.root import DiskRoot
@@ -64,6 +66,26 @@ def block(
     above = None if parent is None else key(parent)
     parts = parts_of(payload(key(name), sizes))
     return DiskWrite(group, SlotId(slot), key(name), above, traits or Traits(priority), parts)
+
+
+def retire(name: int | str, slot: int) -> Retirement:
+    return GROUP, key(name), SlotId(slot)
+
+
+def fails(*_: object) -> None:
+    """In place of a system call."""
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, steps: list[str]) -> None:
+    """Notes each call of a function in ``steps``."""
+    original = getattr(owner, name)
+
+    def wrapper(*arguments: object) -> object:
+        steps.append(name)
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, name, wrapper)
 
 
 def fetch(name: int | str, slot: int, group: GroupId = GROUP) -> DiskRead:

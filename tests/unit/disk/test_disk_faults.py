@@ -14,7 +14,6 @@ import lmdb
 import numpy as np
 import pytest
 
-from kvtierd.core.ids import GroupId, Key, SlotId
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.disk.index import Index
 from kvtierd.tiers.disk.store import DiskStore, create_files
@@ -24,31 +23,17 @@ from tests.unit.disk.disk_blocks import (
     PARTS,
     SHAPE_BYTES,
     block,
+    fails,
     fetch,
     holds_its_bytes,
     key,
     names,
     new_store,
     reopened,
+    retire,
     shapes,
     verdicts,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[DiskStore]:
-    store = new_store(tmp_path / "store")
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def slab(tmp_path: Path) -> Path:
-    return tmp_path / "store" / "group-0.slab"
-
-
-def retire(name: int | str, slot: int) -> tuple[GroupId, Key, SlotId]:
-    return GROUP, key(name), SlotId(slot)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -87,13 +72,6 @@ def test_swapped_records_are_both_corrupt(store: DiskStore, slab: Path) -> None:
         os.pwrite(file.fileno(), second, 3 * SHAPE_BYTES)
         os.pwrite(file.fileno(), first, 9 * SHAPE_BYTES)
     assert verdicts(store, {1: 3, 2: 9, 3: 4}) == {1: "corrupt", 2: "corrupt", 3: "ok"}
-
-
-def test_a_record_copied_over_another_is_corrupt(store: DiskStore, slab: Path) -> None:
-    store.write([block(1, 3), block(2, 9)])
-    with open(slab, "r+b") as file:
-        os.pwrite(file.fileno(), os.pread(file.fileno(), SHAPE_BYTES, 3 * SHAPE_BYTES), 9 * SHAPE_BYTES)
-    assert verdicts(store, {1: 3, 2: 9}) == {1: "ok", 2: "corrupt"}
 
 
 def test_an_older_state_of_a_slot_is_corrupt(store: DiskStore, slab: Path) -> None:
@@ -153,28 +131,6 @@ def test_corrupt_slots_survive_a_death_once_anything_else_was_written(store: Dis
     verdicts(store, {1: 3})
     store.write([block(2, 5)], [retire(1, 3)])
     assert store._index.load(GROUP).quarantined == {3}
-
-
-def test_a_corrupt_slot_that_holds_another_block_is_a_slot_like_any(
-    store: DiskStore, slab: Path, tmp_path: Path
-) -> None:
-    store.write([block(1, 3)])
-    flip(slab, 3 * SHAPE_BYTES)
-    verdicts(store, {1: 3})
-    store.write([], [retire(1, 3)])
-    store.write([block(2, 3)])
-    store.write([block(3, 4)])
-    with reopened(store, tmp_path / "store") as (_, recovery):
-        assert recovery.quarantined == {GROUP: set()}
-        assert names(recovery, range(9)) == [2, 3]
-
-
-def test_asking_for_a_block_where_it_is_not_condemns_no_slot(store: DiskStore, tmp_path: Path) -> None:
-    store.write([block(1, 3)])
-    assert verdicts(store, {2: 3}) == {2: "corrupt"}
-    with reopened(store, tmp_path / "store") as (_, recovery):
-        assert recovery.quarantined == {GROUP: set()}
-        assert names(recovery, [1]) == [1]
 
 
 # The disk fails.
@@ -247,9 +203,6 @@ def test_a_failed_sync_fails_every_write_and_no_retirement(
 ) -> None:
     store.write([block(1, 1), block(2, 2)])
 
-    def fails(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     monkeypatch.setattr(os, "fdatasync", fails)
     assert store.write([block(3, 3), block(4, 4)], [retire(1, 1)]) == {0, 1}
     monkeypatch.undo()
@@ -264,9 +217,6 @@ def test_a_failed_sync_fails_what_had_begun_by_then(
 ) -> None:
     first, second = store.begin([block(1, 1)]), store.begin([block(2, 2)])
 
-    def fails(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     monkeypatch.setattr(os, "fdatasync", fails)
     assert store.finish([first]) == {0}
     monkeypatch.undo()
@@ -279,9 +229,6 @@ def test_a_failed_sync_fails_what_had_begun_by_then(
 def test_of_batches_finished_as_one_a_sync_that_failed_since_the_first_began_costs_all(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def fails(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
     first = store.begin([block(1, 1)])
     monkeypatch.setattr(os, "fdatasync", fails)
     assert store.write([block(2, 2)]) == {0}

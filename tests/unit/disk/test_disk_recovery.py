@@ -65,10 +65,6 @@ def kept(rows: Sequence[Row], quarantined: Sequence[int] = ()) -> list[int | str
     return order
 
 
-def test_nothing_is_recovered_from_nothing() -> None:
-    assert recover_group(stored([]), SHAPE).records == []
-
-
 def test_a_record_is_given_back_as_it_was_written() -> None:
     found = recover_group(stored([Row("a", 3, last_use=7), Row("b", 5, "a", last_use=9)]), SHAPE)
     assert found.records == [
@@ -78,11 +74,6 @@ def test_a_record_is_given_back_as_it_was_written() -> None:
     assert found.table.key_at(SlotId(5)) == key("b")
     assert found.table.slot_of(key("a")) == 3
     assert found.table.counter == 10
-
-
-def test_blocks_without_their_ancestors_are_dropped() -> None:
-    rows = [Row("a", 0), Row("b", 1, "a"), Row("d", 3, "missing"), Row("e", 4, "d"), Row("f", 5, "e")]
-    assert sorted(map(str, kept(rows))) == ["a", "b"]
 
 
 def test_blocks_of_a_sliding_group_need_no_ancestors() -> None:
@@ -96,33 +87,13 @@ def test_blocks_of_a_sliding_group_need_no_ancestors() -> None:
     assert found.dropped == []
 
 
-def test_blocks_that_are_their_own_ancestors_are_dropped() -> None:
-    assert kept([Row("a", 0, "a"), Row("b", 1, "c"), Row("c", 2, "b"), Row("d", 3, "c"), Row("e", 4)]) == ["e"]
-
-
 def test_slots_and_sizes_of_another_slab_are_dropped() -> None:
     assert kept([Row("a", 15), Row("b", 16), Row("c", 2**32 - 1), Row("d", 1, size=8192)]) == ["a"]
-
-
-def test_of_two_blocks_in_one_slot_the_one_written_last_stays() -> None:
-    rows = [Row("old", 3, last_use=4), Row("new", 3, last_use=5), Row("child of old", 4, "old", last_use=9)]
-    assert kept(rows) == ["new"]
-    assert kept(rows[::-1]) == ["new"]
 
 
 def test_blocks_on_quarantined_slots_are_dropped_with_their_descendants() -> None:
     rows = [Row("a", 0), Row("b", 1, "a"), Row("c", 2, "b"), Row("d", 3, "a", last_use=2)]
     assert kept(rows, quarantined=[1, 9]) == ["a", "d"]
-
-
-def test_records_of_an_unknown_version_are_dropped() -> None:
-    whole = stored([Row("a", 0)])
-    for value in (b"", whole.records[0][:-1], whole.records[0] + b"\0", b"\x03" + whole.records[0][1:]):
-        found = recover_group(
-            Stored([key("a")], [value], whole.recency, whole.touches, whole.quarantined),
-            SHAPE,
-        )
-        assert (list(found.records), list(found.dropped)) == ([], [key("a")])
 
 
 def test_the_latest_word_on_a_slots_use_counts() -> None:

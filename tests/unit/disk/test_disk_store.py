@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvtierd.core.errors import InvariantViolation
-from kvtierd.core.ids import GroupId, Key, SlotId, Traits
+from kvtierd.core.ids import GroupId, SlotId, Traits
 from kvtierd.tiers.base import TierConfigError, TierError
 from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.index import Index, index_bytes
@@ -22,6 +22,7 @@ from tests.unit.disk.disk_blocks import (
     GROUP,
     block,
     buffers,
+    fails,
     fetch,
     holds_its_bytes,
     key,
@@ -31,31 +32,15 @@ from tests.unit.disk.disk_blocks import (
     parts_of,
     places,
     reopened,
+    retire,
     shapes,
     verdicts,
+    watch,
 )
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[DiskStore]:
-    store = new_store(tmp_path / "store")
-    yield store
-    store.close()
-
-
-def retire(name: int | str, slot: int) -> tuple[GroupId, Key, SlotId]:
-    return GROUP, key(name), SlotId(slot)
 
 
 def touch(*used: int | str) -> list[tuple[GroupId, bytes]]:
     return [(GROUP, b"".join(key(name) for name in used))]
-
-
-def test_blocks_are_read_back_wherever_they_lie(store: DiskStore) -> None:
-    spread = {1: 3, 2: 4, 3: 5, 4: 0, 5: 15, 6: 9}
-    assert store.write([block(name, slot) for name, slot in spread.items()]) == frozenset()
-    assert verdicts(store, spread) == dict.fromkeys(spread, "ok")
-    assert verdicts(store, dict(reversed(spread.items()))) == dict.fromkeys(spread, "ok")
 
 
 def test_one_read_may_ask_for_a_block_twice(store: DiskStore) -> None:
@@ -77,23 +62,6 @@ def test_everything_is_there_after_reopening(store: DiskStore, tmp_path: Path) -
         assert recovery.dropped == 0
         assert recovery.quarantined == {GROUP: frozenset()}
         assert verdicts(again, {1: 3, 2: 4, 3: 7}) == {1: "ok", 2: "ok", 3: "ok"}
-
-
-def test_a_block_is_only_where_the_index_says(store: DiskStore) -> None:
-    store.write([block(1, 3), block(2, 4)])
-    assert verdicts(store, {1: 4, 2: 3, 3: 3, 4: 8}) == dict.fromkeys([1, 2, 3, 4], "corrupt")
-    assert verdicts(store, {1: 3, 2: 4}) == {1: "ok", 2: "ok"}
-
-
-def test_a_retired_block_is_gone_and_its_slot_takes_another(store: DiskStore, tmp_path: Path) -> None:
-    store.write([block(1, 3), block(2, 4)])
-    store.write([block(3, 5)], [retire(1, 3)])
-    assert verdicts(store, {1: 3, 2: 4, 3: 5}) == {1: "corrupt", 2: "ok", 3: "ok"}
-    store.write([block(4, 3)])
-    assert verdicts(store, {1: 3, 4: 3}) == {1: "corrupt", 4: "ok"}
-    with reopened(store, tmp_path / "store") as (again, recovery):
-        assert set(names(recovery, range(9))) == {2, 3, 4}
-        assert verdicts(again, {1: 3, 4: 3}) == {1: "corrupt", 4: "ok"}
 
 
 def test_a_retirement_of_an_earlier_slot_leaves_the_block_where_it_is_now(store: DiskStore, tmp_path: Path) -> None:
@@ -143,35 +111,6 @@ def test_blocks_that_are_each_others_parents_are_not_stored(store: DiskStore) ->
 def test_a_parent_leaving_in_the_same_batch_is_no_parent(store: DiskStore) -> None:
     store.write([block("root", 3)])
     assert store.write([block("child", 4, "root")], [retire("root", 3)]) == {0}
-
-
-def test_order_of_use_is_recovered(store: DiskStore, tmp_path: Path) -> None:
-    store.write([block(1, 1), block(2, 2)])
-    store.write([block(3, 3), block(4, 4)])
-    store.write([], [], touch(2, 1, "not on disk"))
-    store.write([block(5, 5)], [], touch(3))
-    with reopened(store, tmp_path / "store") as (again, recovery):
-        assert names(recovery, range(9)) == [4, 2, 1, 5, 3]
-        again.write([], [], touch(4))
-        with reopened(again, tmp_path / "store") as (_, later):
-            assert names(later, range(9)) == [2, 1, 5, 3, 4]
-
-
-def test_parents_come_first_and_children_as_soon_as_their_use_allows(store: DiskStore, tmp_path: Path) -> None:
-    store.write([block("a", 0), block("b", 1), block("a1", 2, "a"), block("a2", 3, "a1"), block("b1", 4, "b")])
-    store.write([], [], touch("a2", "b1", "b", "a1", "a"))
-    with reopened(store, tmp_path / "store") as (_, recovery):
-        assert names(recovery, ["a", "b", "a1", "a2", "b1"]) == ["b", "b1", "a", "a1", "a2"]
-
-
-def test_use_of_a_slots_earlier_block_is_not_its_successors(store: DiskStore, tmp_path: Path) -> None:
-    store.write([block(1, 1), block(2, 2)])
-    store.write([], [], touch(*[1] * 50))
-    store.write([], [retire(1, 1)])
-    store.write([block(3, 1)])
-    store.write([], [], touch(2))
-    with reopened(store, tmp_path / "store") as (_, recovery):
-        assert names(recovery, range(9)) == [3, 2]
 
 
 def test_the_log_of_touches_does_not_grow_without_bound(store: DiskStore, tmp_path: Path) -> None:
@@ -261,17 +200,8 @@ def test_batches_that_have_begun_are_finished_as_one(store: DiskStore, monkeypat
     store.write([block(1, 1)])
     steps: list[str] = []
 
-    def watch(owner: object, name: str) -> None:
-        original = getattr(owner, name)
-
-        def wrapper(*arguments: object) -> object:
-            steps.append(name)
-            return original(*arguments)
-
-        monkeypatch.setattr(owner, name, wrapper)
-
-    watch(os, "fdatasync")
-    watch(Index, "commit")
+    watch(monkeypatch, os, "fdatasync", steps)
+    watch(monkeypatch, Index, "commit", steps)
     first = store.begin([block(2, 2), block("orphan", 5, parent="nobody")])
     second = store.begin([block(4, 4, parent=3), block(3, 3, parent=2)])
     assert store.finish([first, second], [retire(1, 1)]) == {1}
@@ -296,18 +226,9 @@ def test_payload_is_durable_before_the_index_says_so(store: DiskStore, monkeypat
     """No kill shows this, only a power cut: the page cache outlives the process."""
     steps: list[str] = []
 
-    def watch(owner: object, name: str) -> None:
-        original = getattr(owner, name)
-
-        def wrapper(*arguments: object) -> object:
-            steps.append(name)
-            return original(*arguments)
-
-        monkeypatch.setattr(owner, name, wrapper)
-
-    watch(os, "pwritev")
-    watch(os, "fdatasync")
-    watch(Index, "commit")
+    watch(monkeypatch, os, "pwritev", steps)
+    watch(monkeypatch, os, "fdatasync", steps)
+    watch(monkeypatch, Index, "commit", steps)
     store.write([block(1, 3), block(2, 4), block(3, 9)], [retire("x", 1)])
     assert steps == ["pwritev", "pwritev", "fdatasync", "commit"]
 
@@ -371,9 +292,6 @@ def test_a_slab_is_allocated_in_full(tmp_path: Path) -> None:
 
 def test_an_unopened_slab_holds_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new_store(tmp_path).close()
-
-    def fails(*_: object) -> None:
-        raise OSError(5, "Input/output error")
 
     before = set(os.listdir("/proc/self/fd"))
     (tmp_path / "index" / "data.mdb").unlink()

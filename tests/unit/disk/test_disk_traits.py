@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kvtierd.core.ids import Label, SlotId, Traits
 from kvtierd.tiers.disk.recovery import Recovery
 from kvtierd.tiers.disk.store import DiskStore
@@ -13,7 +11,6 @@ from tests.unit.disk.disk_blocks import (
     GROUP,
     block,
     key,
-    new_store,
     reopened,
     verdicts,
 )
@@ -23,11 +20,6 @@ LABELLED = Traits(50, 2000, 77, Label(b"\x01" * 32, b"tokens"))
 
 def traits(recovery: Recovery) -> dict[bytes, Traits]:
     return {record.key: record.traits for record in recovery.records[GROUP]}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> DiskStore:
-    return new_store(tmp_path / "store")
 
 
 def test_traits_outlive_a_restart(store: DiskStore, tmp_path: Path) -> None:

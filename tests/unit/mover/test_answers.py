@@ -5,7 +5,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from kvtierd.core.transfers import ChainRequest
 from kvtierd.mover.engine import MOVE_SLICE
 from kvtierd.mover.tickets import Refused, UnknownCache
 from kvtierd.tiers.disk.index import Index
+from tests.unit.disk.disk_blocks import watch
 from tests.unit.mover.rig import CACHE, GROUP, House, key
 
 DEVICE, DISK = Tier.DEVICE, Tier.DISK
@@ -230,47 +230,9 @@ async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(hous
         house.engine.stats(CACHE)
 
 
-async def test_a_removal_given_up_while_uses_are_written_can_be_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writes, go_on = queue.SimpleQueue[None](), threading.Event()
-
-    def write(*uses: object) -> frozenset[int]:
-        writes.put(None)
-        assert go_on.wait(30)
-        return frozenset()
-
-    async with House(tmp_path) as house:
-        house.open({DEVICE: 4, DISK: 16})
-        client = house.client()
-        await client.put(CHAIN)
-        assert (await client.move(CHAIN, DISK)).results == (True,) * 4
-        assert await client.get(CHAIN) == 4
-        monkeypatch.setattr(house.disk, "write", write)
-        removal = asyncio.create_task(house.engine.remove_cache(CACHE))
-        await asyncio.to_thread(writes.get, timeout=30)
-        removal.cancel()
-        await asyncio.wait([removal])
-        again = asyncio.create_task(house.engine.remove_cache(CACHE))
-        await asyncio.wait([again], timeout=0.1)
-        early = again.done()
-        go_on.set()
-        await again
-    assert not early, "the store is still written to"
-    assert writes.empty()
-
-
-async def test_a_removed_cache_ends_what_began_while_its_uses_were_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The results of a cache that is gone would be nobody's, and whoever waits for all moves would wait for ever."""
-    under_way, go_on = threading.Event(), threading.Event()
-
-    def write(*uses: object) -> frozenset[int]:
-        under_way.set()
-        assert go_on.wait(30)
-        return frozenset()
-
+@pytest.fixture
+async def used(tmp_path: Path) -> AsyncIterator[House]:
+    """A chain on disk and in the device tier, used since."""
     async with House(tmp_path) as house:
         house.open({DEVICE: 4, DISK: 16})
         client = house.client()
@@ -278,22 +240,55 @@ async def test_a_removed_cache_ends_what_began_while_its_uses_were_written(
         assert (await client.move(CHAIN, DISK)).results == (True,) * 4
         assert await client.get(CHAIN) == 4
         await house.engine.settle()
-        monkeypatch.setattr(house.disk, "write", write)
-        removal = asyncio.create_task(house.engine.remove_cache(CACHE))
-        assert await asyncio.to_thread(under_way.wait, 30)
-        house.disk.close_gate()
-        house.engine.drop(CACHE, client.session, GROUP, CHAIN)
-        deleted = sum(house.engine.queues().values())
-        go_on.set()
-        await asyncio.wait([removal], timeout=0.1)
-        early = removal.done()
-        house.disk.open_gate()
-        await removal
-        left = sum(house.engine.queues().values())
-        async with asyncio.timeout(30):
-            while sum(house.engine.queues().values()):  # noqa: ASYNC110  only where the test fails
-                await asyncio.sleep(0.001)
-    assert (deleted, early, left) == (4, False, 0)
+        yield house
+
+
+class SlowWrite:
+    """In place of the store's write of uses."""
+
+    def __init__(self, house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = queue.SimpleQueue[None](), threading.Event()
+        monkeypatch.setattr(house.disk, "write", self)
+
+    def __call__(self, *uses: object) -> frozenset[int]:
+        self.begun.put(None)
+        assert self.go_on.wait(30)
+        return frozenset()
+
+
+async def test_a_removal_given_up_while_uses_are_written_can_be_asked_for_again(
+    used: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = SlowWrite(used, monkeypatch)
+    removal = asyncio.create_task(used.engine.remove_cache(CACHE))
+    await asyncio.to_thread(write.begun.get, timeout=30)
+    removal.cancel()
+    await asyncio.wait([removal])
+    again = asyncio.create_task(used.engine.remove_cache(CACHE))
+    await asyncio.wait([again], timeout=0.1)
+    early = again.done()
+    write.go_on.set()
+    await again
+    assert not early, "the store is still written to"
+    assert write.begun.empty()
+
+
+async def test_a_removed_cache_ends_what_began_while_its_uses_were_written(
+    used: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results of a cache that is gone would be nobody's, and whoever waits for all moves would wait for ever."""
+    write = SlowWrite(used, monkeypatch)
+    removal = asyncio.create_task(used.engine.remove_cache(CACHE))
+    await asyncio.to_thread(write.begun.get, timeout=30)
+    used.disk.close_gate()
+    used.engine.drop(CACHE, used.client().session, GROUP, CHAIN)
+    deleted = sum(used.engine.queues().values())
+    write.go_on.set()
+    await asyncio.wait([removal], timeout=0.1)
+    early = removal.done()
+    used.disk.open_gate()
+    await removal
+    assert (deleted, early, sum(used.engine.queues().values())) == (4, False, 0)
 
 
 async def test_caches_do_not_wait_for_each_other(house: House) -> None:
@@ -338,27 +333,11 @@ async def test_a_long_prefetch_comes_in_slices_and_whole(tmp_path: Path) -> None
 
 
 async def test_what_is_forgotten_is_so_even_if_the_system_goes_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    used: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No test pulls the plug: the last word is the index's sync, after the transaction that deletes."""
     steps: list[str] = []
-
-    def watch(name: str) -> None:
-        original = getattr(Index, name)
-
-        def wrapper(*arguments: Any) -> Any:
-            steps.append(name)
-            return original(*arguments)
-
-        monkeypatch.setattr(Index, name, wrapper)
-
-    async with House(tmp_path) as house:
-        house.open({DEVICE: 4, DISK: 16})
-        client = house.client()
-        await client.put(CHAIN)
-        await client.move(CHAIN, DISK)
-        await house.engine.settle()
-        watch("commit")
-        watch("sync")
-        await house.engine.reset(CACHE, SessionId(1), force=True)
-        assert steps == ["commit", "sync"]
+    for name in ("commit", "sync"):
+        watch(monkeypatch, Index, name, steps)
+    await used.engine.reset(CACHE, SessionId(1), force=True)
+    assert steps == ["commit", "sync"]

@@ -55,6 +55,11 @@ class Gate:
     def open(self) -> None:
         self._open.set()
 
+    def occupied(self, edges: Edges, first: Move, runtime: CacheRuntime) -> None:
+        """Has the thread begin a move: what is submitted from now on queues up behind."""
+        edges.submit(runtime, first)
+        assert self.begun.acquire(timeout=30)
+
 
 MakeEdges = Callable[..., Edges]
 
@@ -125,8 +130,7 @@ async def test_a_move_in_pieces_is_reported_once_with_its_own_indices(
 
     gate = Gate(fail_some)
     edges = make_edges([lane(gate)])
-    edges.submit(runtime, numbered(1, range(10)))
-    assert gate.begun.acquire(timeout=30)
+    gate.occupied(edges, numbered(1, range(10)), runtime)
     edges.submit(runtime, numbered(2, [12, 9]))  # shares a batch with the first one's last piece
     gate.open()
     await edges.idle()
@@ -141,8 +145,7 @@ async def test_what_waits_together_is_carried_out_together_in_order_and_bounded(
 ) -> None:
     gate = Gate()
     edges = make_edges([lane(gate)])
-    edges.submit(runtime, numbered(1, [0]))
-    assert gate.begun.acquire(timeout=30)  # the thread is busy: the rest queues up behind
+    gate.occupied(edges, numbered(1, [0]), runtime)
     edges.submit(runtime, numbered(2, [1, 2]))
     edges.submit(runtime, numbered(3, [3]))
     edges.submit(runtime, numbered(4, [4, 5]))
@@ -157,8 +160,7 @@ async def test_a_batch_holds_one_cache_and_a_delivery_too(make_edges: MakeEdges,
     caches = [make_runtime({Tier.DEVICE: 4, Tier.HOST: 4}, EventSequencer(), cache=CacheId(c)) for c in (1, 2)]
     gate = Gate()
     edges = make_edges([lane(gate)])
-    edges.submit(caches[0], numbered(1, [0]))
-    assert gate.begun.acquire(timeout=30)
+    gate.occupied(edges, numbered(1, [0]), caches[0])
     edges.submit(caches[0], numbered(2, [1]))
     edges.submit(caches[1], numbered(1, [2]))  # move ids count per cache
     edges.submit(caches[0], numbered(3, [3]))
@@ -196,8 +198,7 @@ async def test_a_slot_is_not_written_in_the_transaction_that_deletes_its_record(
 ) -> None:
     gate = Gate()
     edges = make_edges([writer(gate)])
-    edges.submit(runtime, numbered(1, [0], WRITE))
-    assert gate.begun.acquire(timeout=30)
+    gate.occupied(edges, numbered(1, [0], WRITE), runtime)
     edges.submit(runtime, numbered(2, [1, 2], RETIRE))
     edges.submit(runtime, numbered(3, [3, 4], WRITE))
     edges.submit(runtime, numbered(4, [2], WRITE))
@@ -212,8 +213,7 @@ async def test_a_slot_is_not_written_in_the_transaction_that_deletes_its_record(
 async def test_deletions_ride_along_beside_a_full_batch_of_writes(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
     gate = Gate()
     edges = make_edges([writer(gate)])
-    edges.submit(runtime, numbered(1, [0], WRITE))
-    assert gate.begun.acquire(timeout=30)
+    gate.occupied(edges, numbered(1, [0], WRITE), runtime)
     edges.submit(runtime, numbered(2, range(100, 120), RETIRE))
     edges.submit(runtime, numbered(3, range(1, 33), WRITE))
     edges.submit(runtime, numbered(4, range(120, 140), RETIRE))
@@ -248,8 +248,7 @@ async def test_a_stuck_call_shows_while_it_lasts(make_edges: MakeEdges, runtime:
     gate = Gate()
     edges = make_edges([lane(gate)], stuck_after_s=0.0)
     assert edges.problems() == []
-    edges.submit(runtime, numbered(1, [0]))
-    assert gate.begun.acquire(timeout=30)
+    gate.occupied(edges, numbered(1, [0]), runtime)
     (problem,) = edges.problems()
     assert "stuck" in problem
     gate.open()
@@ -295,8 +294,7 @@ async def test_stop_gives_up_what_has_not_begun_and_leaves_a_thread_that_hangs(
 ) -> None:
     gate = Gate()
     edges = Edges(asyncio.get_running_loop(), desk.deliver, [lane(gate)])
-    edges.submit(runtime, numbered(1, [0]))
-    assert gate.begun.acquire(timeout=30)
+    gate.occupied(edges, numbered(1, [0]), runtime)
     edges.submit(runtime, numbered(2, [1]))
 
     assert not await edges.stop()
@@ -313,8 +311,7 @@ async def test_small_blocks_that_are_there_go_together(make_edges: MakeEdges, ru
     """As many as make up so many bytes; nobody waits for more."""
     gate = Gate()
     edges = make_edges([Lane("test-small", (DOWN,), 1, 2, gate, batch_bytes=3 * runtime.spec.record_bytes(GROUP))])
-    edges.submit(runtime, numbered(1, [0]))
-    assert gate.begun.acquire(timeout=30)
+    gate.occupied(edges, numbered(1, [0]), runtime)
     for number in (2, 3, 4, 5):
         edges.submit(runtime, numbered(number, [number]))
     gate.open()

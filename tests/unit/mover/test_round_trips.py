@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvtierd.core.ids import Key, Tier
-from kvtierd.mover.tickets import Refused
 from kvtierd.tiers.mapped import Chaos
 from tests.unit.mover.rig import CACHE, GROUP, Client, House, key, ready
 
@@ -77,35 +76,6 @@ async def test_any_subset_of_tiers(tmp_path: Path, slots: dict[Tier, int]) -> No
         await house.engine.settle()
         assert house.hub.residency() == house.listed()
         assert house.engine.problems() == []
-
-
-async def test_what_was_demoted_to_disk_comes_back_after_a_move_up(tmp_path: Path) -> None:
-    async with House(tmp_path) as house:
-        house.open({DEVICE: 4, HOST: 4, DISK: 8})
-        client = house.client()
-        chain = [key(i) for i in range(4)]
-        await client.put(chain)
-
-        down = await client.move(chain, DISK)
-        assert down.results == (True,) * 4
-        await house.engine.settle()
-        assert set(house.listed().values()) == {DISK.bit}
-
-        up = await client.move(chain, HOST)
-        assert up.results == (True,) * 4
-        await house.engine.settle()
-        assert all(residency & HOST.bit for residency in house.listed().values())
-        assert await client.get(chain) == 4
-
-
-async def test_a_full_tier_refuses_what_leases_make_impossible(tmp_path: Path) -> None:
-    async with House(tmp_path) as house:
-        house.open({DEVICE: 4, HOST: 4})
-        holder, other = house.client(1), house.client(2)
-        await holder.reserve(3)
-        with pytest.raises(Refused) as refused:
-            await other.reserve(2)
-        assert [(h.session, h.slots) for h in refused.value.refusal.holders] == [(1, 3)]
 
 
 async def test_freed_device_slots_are_poisoned_and_their_generation_is_odd(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -37,35 +36,34 @@ def taken(waiting: WorkQueue) -> list[tuple[int, int]]:
         found.append((piece.move.id, piece.first))
 
 
-def put(waiting: WorkQueue, moves: Iterable[Sequence[Piece]]) -> None:
-    for each in moves:
-        waiting.put(each)
-
-
 def test_a_small_move_waits_for_one_piece_of_a_large_one(runtime: CacheRuntime) -> None:
     waiting = WorkQueue(in_turn=True)
-    put(waiting, [pieces(runtime, 1, 4), pieces(runtime, 2, 1), pieces(runtime, 3, 2)])
+    waiting.put(pieces(runtime, 1, 4))
+    waiting.put(pieces(runtime, 2, 1))
+    waiting.put(pieces(runtime, 3, 2))
     assert taken(waiting) == [(1, 0), (2, 0), (3, 0), (1, 1), (3, 1), (1, 2), (1, 3)]
 
 
 def test_who_comes_later_gets_a_turn_as_soon_as_the_others(runtime: CacheRuntime) -> None:
     waiting = WorkQueue(in_turn=True)
-    put(waiting, [pieces(runtime, 1, 5)])
+    waiting.put(pieces(runtime, 1, 5))
     first = [waiting.get(block=True) for _ in range(2)]
-    put(waiting, [pieces(runtime, 2, 2)])
+    waiting.put(pieces(runtime, 2, 2))
     assert [piece.first for piece in first if piece is not None] == [0, 1]
     assert taken(waiting) == [(1, 2), (2, 0), (1, 3), (2, 1), (1, 4)]
 
 
 def test_without_turns_the_order_is_kept(runtime: CacheRuntime) -> None:
     waiting = WorkQueue(in_turn=False)
-    put(waiting, [pieces(runtime, 1, 2), pieces(runtime, 2, 1), pieces(runtime, 3, 1)])
+    waiting.put(pieces(runtime, 1, 2))
+    waiting.put(pieces(runtime, 2, 1))
+    waiting.put(pieces(runtime, 3, 1))
     assert taken(waiting) == [(1, 0), (1, 1), (2, 0), (3, 0)]
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_a_stop_comes_after_as_many_pieces_as_were_there(runtime: CacheRuntime, in_turn: bool) -> None:
     waiting = WorkQueue(in_turn=in_turn)
-    put(waiting, [pieces(runtime, 1, 2)])
+    waiting.put(pieces(runtime, 1, 2))
     waiting.stop()
     assert [piece is None for piece in (waiting.get(block=True) for _ in range(3))] == [False, False, True]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvtier.abi import attach
-from kvtier.abi.control import ArenaIdentity, ArenaState, Header, read_state
-from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
+from kvtier.abi.control import ArenaState, read_state
+from kvtier.abi.layout import first_generation, is_ready
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import SessionId, SlotId, Tier
 from kvtierd.tiers import memfd
@@ -24,7 +24,6 @@ from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.memfd import Memfd
 from tests.unit.tiers.arena_helpers import (
     GROUP,
-    SPEC,
     finish_client,
     make_arena,
     mapped_segments,
@@ -106,16 +105,6 @@ def test_ending_what_never_began_is_a_bug(arena: Arena) -> None:
     arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
     with pytest.raises(AssertionError, match="host group 0 slot 0"):
         arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
-
-
-def test_owner_goes_and_comes(arena: Arena) -> None:
-    owners = arena.layout.owners(
-        np.frombuffer(mmap.mmap(arena.fds(write=False)["control"], 0, prot=mmap.PROT_READ), np.uint8), Tier.HOST, GROUP
-    )
-    arena.set_owners(Tier.HOST, GROUP, {SlotId(5): SessionId(2**63)})
-    assert owners.tolist() == [0, 0, 0, 0, 0, 2**63]
-    arena.set_owners(Tier.HOST, GROUP, {SlotId(5): None})
-    assert owners.tolist() == [0] * 6
 
 
 @pytest.mark.parametrize(
@@ -428,11 +417,3 @@ def test_two_boots_never_share_a_generation() -> None:
     assert earlier.generation(Tier.HOST, GROUP, SlotId(0)) < later.generation(Tier.HOST, GROUP, SlotId(0))
     earlier.close()
     later.close()
-
-
-def test_identity_is_in_the_segment() -> None:
-    arena = make_arena("identity", boot=8)
-    control = np.frombuffer(mmap.mmap(arena.fds(write=False)["control"], 0, prot=mmap.PROT_READ), np.uint8)
-    assert Header.read(control, 1).identity == ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=8, pid=1)
-    assert ArenaLayout.read(control, SPEC) == arena.layout
-    arena.close()

@@ -214,12 +214,6 @@ def test_slots_are_where_the_layout_says(rig: Rig, undo: ExitStack) -> None:
             device.address(GROUP, 0, SlotId(slot))
 
 
-def test_closing_gives_everything_back(rig: Rig) -> None:
-    arena = Arena.create("c", LAYOUT, MADE, rig.gpu.create("c", LAYOUT.device_bytes))
-    arena.close()
-    assert rig.left == {}
-
-
 def earlier(rig: Rig) -> Arena:
     """With a READY block in each tier, that of the device leased."""
     arena = Arena.create("c", LAYOUT, MADE, rig.gpu.create("c", LAYOUT.device_bytes))

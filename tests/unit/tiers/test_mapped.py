@@ -67,15 +67,6 @@ def test_rows_of_a_pool_array_are_the_slots_parts(store: MemoryStore) -> None:
             assert row.ctypes.data == store.parts(GROUP, SlotId(slot))[pool].ctypes.data
 
 
-def test_adjacent_slots_move_between_tiers_as_one_piece(arena: Arena) -> None:
-    device, host = StandInDevice(arena), HostStore(arena)
-    for slot in range(3):
-        write(device, slot, block(slot))
-    for pool in range(len(POOL_BYTES)):
-        np.copyto(host.pool_array(GROUP, pool)[2:5], device.pool_array(GROUP, pool)[0:3])
-    assert all(reads_as(host, slot + 2, block(slot)) for slot in range(3))
-
-
 def test_a_host_record_is_what_the_disk_stores(arena: Arena) -> None:
     host = HostStore(arena)
     write(host, 3, block(3))
