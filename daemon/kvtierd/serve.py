@@ -18,7 +18,7 @@ from kvtierd import logs
 from kvtierd.config import Config, ConfigError, Loaded, read
 from kvtierd.notify import Notifier, PassedFd, passed_fds, watchdog_interval_s
 from kvtierd.service.daemon import Daemon
-from kvtierd.service.watchdog import Watchdog
+from kvtierd.service.server import Watchdog
 
 EXIT_GPU_LOST: Final = 1
 EXIT_UNCLEAN: Final = 3

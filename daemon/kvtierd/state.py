@@ -1,11 +1,4 @@
-"""What the daemon must remember of itself: its epoch, its boot and how far event ids have been given out.
-
-An epoch ends with an unclean stop.
-
-``SUPERBLOCK`` of the state directory (written whole or not at all) holds ``last``: after a clean stop the last id given
-out, otherwise a mark reserved ahead, above which no id ever was. Ids are therefore never reused, whenever the process
-dies.
-"""
+"""Event ids, none of which a later life of the daemon gives out again."""
 
 from __future__ import annotations
 
@@ -16,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
+from kvtierd.core.events import EventSequencer
+from kvtierd.core.ids import EventId
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory
 from kvtierd.tiers.disk.superblock import (
     SUPERBLOCK,
@@ -25,6 +20,36 @@ from kvtierd.tiers.disk.superblock import (
     read_superblock,
     write_superblock,
 )
+
+_log = logging.getLogger(__name__)
+
+
+class DurableSequencer(EventSequencer):
+    """Gives out ids up to the state directory's mark, which a thread moves ahead of need."""
+
+    __slots__ = ("_state", "_try_at")
+
+    def __init__(self, state: StateDir) -> None:
+        super().__init__(state.identity.last)
+        self._state = state
+        self._try_at = 0
+
+    def take(self) -> EventId:
+        left = self._state.mark - self._last
+        if left <= self._state.reserved_ids // 2 and self._last >= self._try_at:
+            self._try_at = self._last + self._state.reserved_ids // 16  # a disk that refuses is not asked for every id
+            threading.Thread(target=self._extend, name="kvtierd-ids", daemon=True).start()
+        if left <= 0:
+            # The thread was overtaken, or failed: an id above the mark must not leave, whatever this costs the loop.
+            self._state.reserve(self._last + self._state.reserved_ids)
+        return super().take()
+
+    def _extend(self) -> None:
+        try:
+            self._state.reserve(self._state.mark + self._state.reserved_ids)
+        except Exception:  # noqa: BLE001  the last resort in take() meets the same error where it can be raised
+            _log.exception("cannot reserve event ids ahead")
+
 
 RESERVED_IDS: Final = 1 << 20
 """Ids reserved at a time; the next lot is asked for when half of one is left."""

@@ -29,7 +29,7 @@ from kvtierd.core.reclaim import Background, Room
 from kvtierd.core.retention import Clocks
 from kvtierd.core.transfers import Flight, Flights
 from kvtierd.core.window import WindowManager
-from kvtierd.service import adoption
+from kvtierd.service import recovery as kept
 
 Method = Callable[..., Any]
 
@@ -435,9 +435,9 @@ FAULTS: Final = {
         Fault("part_released_whole", ((Holding, "release_first", _lets_go_of_all),)),
         Fault("disk_back_between_slices", ((recovery, "lose_disk", _back_between_slices),)),
         Fault("lost_disk_waited_for", ((WindowManager, "refuse_offline", _does_nothing),)),
-        Fault("readers_forgotten", ((adoption, "_left", _forgets_readers),)),
-        Fault("writers_forgotten", ((adoption, "_left", _forgets_writers),)),
-        Fault("orphans_adopted", ((adoption, "reachable", _reaches_all),)),
+        Fault("readers_forgotten", ((kept, "_left", _forgets_readers),)),
+        Fault("writers_forgotten", ((kept, "_left", _forgets_writers),)),
+        Fault("orphans_adopted", ((kept, "reachable", _reaches_all),)),
         Fault("event_omitted", ((Recorder, "change", _omits(EventType.UPDATED, Cause.CAPACITY)),)),
         Fault("event_repeated", ((Recorder, "change", _says_it_twice),)),
         Fault("generation_not_bumped", ((Ledger, "begin_write", _does_nothing),)),

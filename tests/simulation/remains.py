@@ -34,7 +34,7 @@ class Lifetime:
 
 
 class Remains:
-    """The memories of all groups, as ``kvtierd.service.adoption`` sees an arena."""
+    """The memories of all groups, as ``kvtierd.service.recovery`` sees an arena."""
 
     def __init__(self, memories: Mapping[GroupId, Mapping[Tier, Memory]], store: Callable[[], None]) -> None:
         self._memories = memories

@@ -20,7 +20,7 @@ from kvtierd.core.manager import BlockManager
 from kvtierd.core.outcome import Grant, Outcome, RefusalReason, SlotRef
 from kvtierd.core.policy import MAX_PRIORITY, GroupShape, WritePolicy
 from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
-from kvtierd.service.adoption import Adopted, OldLife, adopt
+from kvtierd.service.recovery import Adopted, OldLife, adopt
 from tests.simulation.chooser import Chooser
 from tests.simulation.clients import (
     AcrossRequest,

@@ -1,13 +1,21 @@
-"""Who may have how many slots of which tier.
+"""How a tier's budget is split over a cache's window groups where nobody has said by hand.
 
-A tier's size comes from the configuration. A cache's share is fixed when it is opened, in slots, and remembered: by
-the disk for the disk, in the state directory for the memory tiers.
+Groups differ in what they keep of a sequence of n blocks: a full-attention group all n, a sliding one those that its
+window covers and one more, so that a whole window is there while the next block fills. A group's share is in proportion
+to the bytes it keeps of a reference sequence. That is as long as useful, 32,768 tokens, or as long as the budget can
+hold whole: so a small budget holds at least one sequence in all its groups, and in a large one each group runs out
+after the same number of sequences.
+
+TensorRT-LLM splits by bytes of a token x window x layers (2025), or gives each window the same share unless
+TRTLLM_WINDOW_SIZE_SHARES says otherwise (2026); its windows, too, keep one block more.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Collection, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +25,63 @@ import grpc
 from kvtier.abi.control import MAX_SLOTS
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import common_pb2
+from kvtierd.config import Config
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
-from kvtierd.service.split import least_bytes, most_bytes, split
-from kvtierd.tiers.base import DamagedDirectory
+from kvtierd.tiers.base import DamagedDirectory, TierConfigError
 from kvtierd.tiers.disk.superblock import io_errors, make_private_directory, read_superblock, write_superblock
+from kvtierd.tiers.memfd import total_bytes
+
+REFERENCE_TOKENS: Final = 32_768
+
+
+def least_bytes(spec: CacheSpec) -> int:
+    """The smallest budget of a tier: a slot for each group."""
+    return sum(_sequence_bytes(spec, 1))
+
+
+def most_bytes(spec: CacheSpec) -> int:
+    """The largest budget of a tier that can be used up."""
+    return sum(MAX_SLOTS * spec.record_bytes(group) for group in range(len(spec.groups)))
+
+
+def split(spec: CacheSpec, budget: int) -> tuple[int, ...]:
+    """Slots by group for ``budget`` bytes of a tier; none is 0. What is left over is less than any group's slot.
+
+    ``budget`` is at least :func:`least_bytes`; no group gets more than MAX_SLOTS.
+    """
+    longest = range(1, _blocks(spec, REFERENCE_TOKENS) + 1)
+    fitting = bisect_right(longest, budget, key=lambda blocks: sum(_sequence_bytes(spec, blocks)))
+    if not fitting:
+        raise ValueError(f"{budget} bytes for {len(spec.groups)} groups: at least {least_bytes(spec)}")
+    weights = _sequence_bytes(spec, fitting)
+    each = [spec.record_bytes(group) for group in range(len(spec.groups))]
+    slots = [budget * weight // (sum(weights) * size) for weight, size in zip(weights, each, strict=True)]
+    return _without_rest(slots, each, budget)
+
+
+def _without_rest(slots: Sequence[int], each: Sequence[int], budget: int) -> tuple[int, ...]:
+    """Gives out what rounding left, to the largest slots first, for the smallest fill the rest best."""
+    filled = [min(count, MAX_SLOTS) for count in slots]
+    rest = budget - sum(count * size for count, size in zip(filled, each, strict=True))
+    for group in sorted(range(len(each)), key=lambda group: -each[group]):
+        more = min(rest // each[group], MAX_SLOTS - filled[group])
+        filled[group] += more
+        rest -= more * each[group]
+    return tuple(filled)
+
+
+def _sequence_bytes(spec: CacheSpec, blocks: int) -> list[int]:
+    """What each group keeps of a sequence of so many blocks."""
+    windows = (group.window_tokens for group in spec.groups)
+    kept = (min(blocks, _blocks(spec, window) + 1) if window else blocks for window in windows)
+    return [spec.record_bytes(group) * count for group, count in enumerate(kept)]
+
+
+def _blocks(spec: CacheSpec, tokens: int) -> int:
+    return -(-tokens // spec.tokens_per_block)
+
 
 Slots = Mapping[Tier, tuple[int, ...]]
 """Slots by tier, one count a window group and none of them 0; tiers that the cache lacks are absent."""
@@ -242,3 +301,30 @@ def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, tupl
 
 def _counts(value: Any, version: int) -> tuple[int, ...]:
     return (int(value),) if version == 1 else tuple(int(count) for count in value)
+
+
+def require_possible(config: Config) -> None:
+    """Looks and touches nothing. Blocks. Raises :class:`TierConfigError`, naming the largest key of those at fault."""
+    sizes = config.tier_bytes()
+    in_memory = {"host_bytes": sizes.get(Tier.HOST, 0)}
+    if config.cuda_device is None:
+        in_memory["device_bytes"] = sizes.get(Tier.DEVICE, 0)
+    wanted, has = sum(in_memory.values()), total_bytes()
+    if wanted > has:
+        name = max(in_memory, key=in_memory.__getitem__)
+        limit = f"the tiers in memory take {wanted} bytes, and this machine has {has}, swap included"
+        raise TierConfigError(name, in_memory[name], limit)
+    if Tier.DISK in sizes:
+        whole = _file_system_bytes(config.disk_path)
+        if sizes[Tier.DISK] > whole > 0:  # some that are made as they are used say 0
+            limit = f"more than the {whole} bytes of the whole file system of {config.disk_path}"
+            raise TierConfigError("disk_bytes", sizes[Tier.DISK], limit)
+
+
+def _file_system_bytes(path: Path) -> int:
+    """0 where it may not be looked at: whoever opens it says why."""
+    try:
+        status = os.statvfs(next(each for each in (path, *path.absolute().parents) if each.exists()))
+    except OSError:
+        return 0
+    return status.f_blocks * status.f_frsize

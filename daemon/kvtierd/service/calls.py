@@ -22,8 +22,8 @@ from google.protobuf.message import DecodeError, Message
 from kvtier.abi.stream import GO_AHEAD_KEY
 from kvtier.v1 import transfer_pb2
 from kvtierd.service.access import NEEDS, Access
-from kvtierd.service.caller import caller_of
 from kvtierd.service.errors import CallRefused, Translator, bad_argument, refused, shutting_down
+from kvtierd.service.peer import caller_of
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached, session_ended
 
 Verb = Callable[[Session, Any], Awaitable[Message]]

@@ -23,13 +23,20 @@ from kvtierd.core.ids import CacheId, GroupId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import MoverError
-from kvtierd.service.adoption import NOBODY, OldLife
-from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
+from kvtierd.service.assembly import (
+    Assembler,
+    Parts,
+    Plan,
+    Stores,
+    kept_alone,
+    new_options,
+    slots_of_stored,
+    stored_options,
+)
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
-from kvtierd.service.entries import Cache, Removal, require_same_cache
+from kvtierd.service.cache import Cache, Removal, Wanted, require_same, require_same_cache
 from kvtierd.service.errors import CallRefused, no_such_cache, refused
-from kvtierd.service.options import Wanted, require_same
-from kvtierd.service.restoring import kept_alone, new_options, slots_of_stored, stored_options
+from kvtierd.service.recovery import NOBODY, OldLife
 from kvtierd.service.wire import CacheHeader
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Shared

@@ -1,10 +1,16 @@
-"""A whole daemon, in the order in which it must come up and go down."""
+"""Disks that fail: when a cache's disk tier is given up, and when it is taken back.
+
+A copy that fails costs nothing: its source stays, its edge is left alone for a while. Where nothing at all has worked
+for the grace period, and a probe fails as well, what the disk held is declared lost, so that nobody waits for it. From
+then on it is probed, and taken back, empty, when that works.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -12,47 +18,199 @@ from typing import TYPE_CHECKING, Final, Self
 
 from google.protobuf.message import Message
 
+from kvtier.v1 import admin_pb2
 from kvtierd.config import LIVE, Config
 from kvtierd.core.ids import CacheId, SessionId, Tier
-from kvtierd.event_ids import DurableSequencer
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.tickets import MoverError
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service import wire
-from kvtierd.service.access import Access
-from kvtierd.service.admin import AdminService
+from kvtierd.service.access import Access, Caps
 from kvtierd.service.assembly import Stores
 from kvtierd.service.attach import AttachServer, DaemonIdentity
-from kvtierd.service.blocks import BlocksService
-from kvtierd.service.budgets import Budgets, RememberedSlots
-from kvtierd.service.caches import CachesService
+from kvtierd.service.budgets import Budgets, RememberedSlots, require_possible
+from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Dispatcher, OpenCalls, Pace
-from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import Translator
-from kvtierd.service.events import EventsService
 from kvtierd.service.explain import ExplainService
-from kvtierd.service.failing import FailingDisks
-from kvtierd.service.gpu import described, open_gpu, tier_sizes
-from kvtierd.service.health import Health
 from kvtierd.service.hub import EventHub
-from kvtierd.service.keeping import Keeper
-from kvtierd.service.machine import require_possible
-from kvtierd.service.remnants import Kept
-from kvtierd.service.remote import RemoteSessions, StreamTimes
-from kvtierd.service.rundir import RuntimeDir
-from kvtierd.service.server import RpcServer, Services
+from kvtierd.service.recovery import Keeper, Kept
+from kvtierd.service.server import Health, RpcServer, RuntimeDir, Services
+from kvtierd.service.servicers.admin import AdminService
+from kvtierd.service.servicers.blocks import BlocksService
+from kvtierd.service.servicers.caches import CachesService
+from kvtierd.service.servicers.events import EventsService
+from kvtierd.service.servicers.sessions import RemoteSessions, StreamTimes
+from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
-from kvtierd.service.transfer import TransferService
 from kvtierd.service.wire import CacheHeader
-from kvtierd.state import EVENT_LOG, StateDir
+from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
+from kvtierd.tiers.base import TierConfigError, TierIOError
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.mapped import Chaos
 
 if TYPE_CHECKING:
     from kvtierd.service.metrics import Metrics
+
+
+LOOK_S: Final = 1.0
+STOP_S: Final = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Health:
+    """``since``: of the first failure after the last success; None = well. ``lost``: why, from when it is given up."""
+
+    done: int = 0
+    failed: int = 0
+    since: float | None = None
+    lost: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """For people."""
+        lost = "the disk tier is out of service, what it held is lost"
+        return None if self.lost is None else f"{lost}: {self.lost}"
+
+    def note(self, done: int, failed: int) -> None:
+        worked = done > self.done
+        if failed > self.failed:  # where both happened, which was last cannot be told: the grace begins anew
+            self.since = time.monotonic() if worked or self.since is None else self.since
+        elif worked:
+            self.since = None
+        self.done, self.failed = done, failed
+
+
+class FailingDisks:
+    """Loop thread only. ``grace_s``: how long nothing must have worked."""
+
+    def __init__(self, catalog: Catalog, engine: Engine, grace_s: float) -> None:
+        self._catalog: Final = catalog
+        self._engine: Final = engine
+        self._grace_s: Final = grace_s
+        self._health: dict[CacheId, _Health] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+
+    def start(self) -> None:
+        self._looking = asyncio.create_task(self._keep_looking(), name="failing-disks")
+
+    async def stop(self) -> bool:
+        """False if a probe hangs: then a thread is still in a store."""
+        self._stopping.set()
+        if self._looking is None:
+            return True
+        _, late = await asyncio.wait([self._looking], timeout=STOP_S)
+        return not late
+
+    async def _keep_looking(self) -> None:
+        while not await self._stops_within(min(LOOK_S, self._grace_s / 4)):
+            caches = [cache for cache in self._catalog if Tier.DISK in cache.slots]
+            self._health = {cache.id: self._health.get(cache.id, _Health()) for cache in caches}
+            for cache in caches:
+                try:
+                    await self._look_at(cache, self._health[cache.id])
+                except MoverError as error:  # removed, or the daemon is being stopped
+                    _log.info("disk not looked at name=%s why=%r", cache.name, str(error))
+                except Exception:  # noqa: BLE001  our bug; the others are looked at
+                    _log.exception("disk not looked at name=%s", cache.name)
+
+    async def _stops_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._stopping.wait()
+        except TimeoutError:
+            return False
+
+    async def _look_at(self, cache: Cache, health: _Health) -> None:
+        health.note(*cache.runtime.manager.carried(Tier.DISK))
+        failing = health.since is not None and time.monotonic() - health.since >= self._grace_s
+        if not failing and health.lost is None:
+            return
+        async with self._catalog.holding(cache) as there:
+            if there:
+                await (self._give_up(cache, health) if health.lost is None else self._take_back(cache, health))
+                self._catalog.note(cache, health.problem)
+
+    async def _give_up(self, cache: Cache, health: _Health) -> None:
+        try:
+            await asyncio.to_thread(cache.runtime.store.probe)
+        except TierIOError as error:
+            health.lost = str(error)
+            _log.warning("disk tier given up name=%s why=%r", cache.name, health.lost)
+            await self._engine.lose_disk(cache.id)
+        else:
+            health.since = None
+
+    async def _take_back(self, cache: Cache, health: _Health) -> None:
+        if self._engine.touches(cache.id, Tier.DISK):
+            return
+        try:
+            await asyncio.to_thread(cache.runtime.store.probe)
+            await asyncio.to_thread(cache.runtime.store.clear)
+        except TierIOError as error:
+            health.lost = str(error)
+            return
+        self._engine.restore_disk(cache.id)
+        health.lost = health.since = None
+        _log.warning("disk tier taken back, empty name=%s", cache.name)
+
+
+_log = logging.getLogger(__name__)
+
+
+def open_gpu(config: Config, keeper: Keeper) -> Gpu | None:
+    """What the device tier is to be on. Blocks.
+
+    Raises :class:`TierConfigError`, which says what is missing; :class:`TierIOError` where the GPU worked in the life
+    before: then the manager starts the daemon again, and keeps the memory until the GPU is back.
+    """
+    if config.cuda_device is not None:
+        try:
+            return Gpu.open(config.cuda_device)
+        except TierConfigError as error:
+            if keeper.has_memory:
+                raise TierIOError(0, str(error)) from error
+            raise
+    if Tier.DEVICE in config.tiers:
+        _log.info("the device tier is a stand-in in shared memory device=%s", config.device)
+    return None
+
+
+def described(config: Config, gpu: Gpu | None) -> admin_pb2.DeviceStats | None:
+    """What the device tiers are on, for operators; None where there are none."""
+    if gpu is not None:
+        return admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
+    return admin_pb2.DeviceStats(kind=config.device) if Tier.DEVICE in config.tiers else None
+
+
+def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper) -> dict[Tier, int]:
+    """Bytes by tier. Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is
+    taken over, or let go. Blocks.
+
+    Raises :class:`TierConfigError` where the GPU can never have so much. What is only not free yet is refused to the
+    caches that do not fit, when they are opened: the other tiers are no worse for it.
+    """
+    if gpu is None:
+        return config.tier_bytes()
+    free, total = gpu.memory()[0], gpu.total
+    free = min(total, free + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
+    sizes = config.tier_bytes(free)
+    device = sizes[Tier.DEVICE]
+    if not 0 < device <= total:
+        limit = f"it is {device} bytes: must be 1 to the {total} that {gpu.driver.name} has, of which {free} are free"
+        raise TierConfigError("device_bytes", config.device_bytes, limit)
+    _log.info("the device tier is on a GPU uuid=%s device_bytes=%d free=%d", gpu.uuid, device, free)
+    if device > free:
+        _log.warning("the device tier is larger than what is free there device_bytes=%d free=%d", device, free)
+    return sizes
+
 
 WATCHES_END_S: Final = 2.0
 """How long watchers get to read what is left for them once everything else has stopped."""

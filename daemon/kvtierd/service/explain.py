@@ -15,14 +15,14 @@ from kvtierd.core.ids import KEY_BYTES, GroupId, Key
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right
-from kvtierd.service import validate, wire
+from kvtierd.service import validation, wire
 from kvtierd.service.access import Access, denied
-from kvtierd.service.admin import lease_info
 from kvtierd.service.attach import DaemonIdentity
+from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.entries import Cache
 from kvtierd.service.errors import bad_argument, no_such_cache
+from kvtierd.service.servicers.admin import lease_info
 from kvtierd.service.sessions import Session, SessionRegistry
 
 SHORTEST_PREFIX: Final = 4
@@ -74,7 +74,7 @@ class ExplainService:
         """Raises PERMISSION_DENIED, NOT_FOUND for a cache asked for by name."""
         if not name:
             return [cache for cache in self._catalog if self._may_see(session, cache.name)]
-        if not self._may_see(session, validate.cache_name(name, "cache")):
+        if not self._may_see(session, validation.cache_name(name, "cache")):
             raise denied(Right.READ, name, session.identity)
         cache = self._catalog.named(name)
         if cache is None:

@@ -22,8 +22,8 @@ from kvtierd.core.transfers import GroupCounts, ManagerStats
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.service.attach import DaemonIdentity
+from kvtierd.service.cache import Cache
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.entries import Cache
 from kvtierd.service.hub import EventHub
 from kvtierd.service.sessions import SessionRegistry
 from kvtierd.tiers.base import TierConfigError

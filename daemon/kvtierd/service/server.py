@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Self
 
 import grpc.aio
 from grpc_health.v1 import health_pb2
@@ -13,9 +20,18 @@ from grpc_health.v1.health import aio as health
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
+from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, AddressError, socket_path
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, transfer_pb2
+from kvtierd.event_log import EventLog
+from kvtierd.mover.engine import Engine
+from kvtierd.notify import Notifier
+from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Dispatcher, Pace, StreamVerb, UploadVerb, Verb
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.sessions import SessionRegistry
 from kvtierd.tcp import TcpListener
+from kvtierd.tiers.base import TierConfigError
+from kvtierd.tiers.disk.superblock import DirectoryLock, io_errors
 
 MAX_MESSAGE_BYTES: Final = 64 << 20
 MAX_CALLS: Final = 4096
@@ -100,3 +116,156 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """No new calls; those open get ``grace_s`` to end. Watches not ended before take all of it."""
         await self._server.stop(grace_s)
+
+
+OLD_LEASE_S: Final = 3600
+"""A request of an engine takes seconds; a lease this old is more likely forgotten than needed, and health names it."""
+
+
+class Health:
+    def __init__(
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        sessions: SessionRegistry,
+        config_problems: Callable[[], Sequence[str]],
+        log: EventLog | None,
+    ) -> None:
+        self._engine: Final = engine
+        self._catalog: Final = catalog
+        self._sessions: Final = sessions
+        self._config_problems: Final = config_problems
+        self._log: Final = log
+
+    def problems(self, caches: Sequence[Cache]) -> list[str]:
+        """Of the daemon and of these caches; empty when all is well."""
+        return [
+            *self._catalog.problems(),
+            *self._engine.problems(),
+            *self._degraded(caches),
+            *self._pageable(caches),
+            *self._old_leases(caches),
+            *self._unlogged(),
+            *self._config_problems(),
+        ]
+
+    def _unlogged(self) -> Iterator[str]:
+        if self._log is not None and (failing := self._log.status().failing) is not None:
+            yield f"events are not logged: {failing}"
+
+    def _degraded(self, caches: Iterable[Cache]) -> Iterator[str]:
+        now = time.time_ns()
+        for cache in caches:
+            for (src, dst), record in sorted(self._engine.stats(cache.id).edges.items()):
+                if (left := (record.degraded_until - now) / 1e9) > 0:
+                    again = f"{record.failures} blocks could not be moved; tried again in {left:.1f} s"
+                    yield f"cache {cache.name}: {src}>{dst} is not in use: {again}"
+
+    def _pageable(self, caches: Iterable[Cache]) -> Iterator[str]:
+        for cache in caches:
+            if cache.runtime.cuda is not None and (why := cache.runtime.cuda.locks.problem) is not None:
+                yield f"cache {cache.name}: copies to and from the GPU are slower than they could be: {why}"
+
+    def _old_leases(self, caches: Iterable[Cache]) -> Iterator[str]:
+        now = time.time_ns()
+        for cache in caches:
+            for lease in self._engine.leases(cache.id):
+                if (age_s := (now - lease.granted_at) // 10**9) >= OLD_LEASE_S:
+                    pid, command = self._sessions.owner_of(lease.session)
+                    slots = lease.blank_slots + lease.held_blocks
+                    owner = f"session {lease.session}, pid {pid} {command}"
+                    yield f"cache {cache.name}: {slots} {lease.tier} slots are leased since {age_s} s by {owner}"
+
+
+LOCK: Final = "kvtierd.lock"
+_DIRECTORY_MODE: Final = 0o750
+_SOCKET_UMASK: Final = 0o117
+"""Sockets are born 0660: there is no moment in which others could connect."""
+
+
+class RuntimeDir:
+    """Held by this process alone. The lock comes before the sockets: binding would silently steal a live daemon's."""
+
+    def __init__(self, path: Path, lock: DirectoryLock, rpc_path: str, attach_path: str) -> None:
+        self.path: Final = Path(os.path.abspath(path))
+        self.rpc_path: Final = rpc_path
+        self.attach_path: Final = attach_path
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Creates the directory (0750) if it is missing, and removes sockets that a crash left.
+
+        Raises TierConfigError for a path too long for a socket, LockedDirectory, TierIOError.
+        """
+        try:
+            rpc_path, attach_path = socket_path(path, RPC_SOCKET), socket_path(path, ATTACH_SOCKET)
+        except AddressError as error:
+            raise TierConfigError("runtime_dir", path, str(error)) from error
+        with io_errors(f"cannot use the runtime directory {path}"):
+            if not path.is_dir():
+                path.mkdir(parents=True)
+                path.chmod(_DIRECTORY_MODE)
+            lock = DirectoryLock.take(path / LOCK)
+        runtime_dir = cls(path, lock, rpc_path, attach_path)
+        runtime_dir._remove_sockets()
+        return runtime_dir
+
+    @contextmanager
+    def creating_sockets(self) -> Iterator[None]:
+        """Sockets bound inside get their mode at birth. The umask is the process's: keep it short, start no threads."""
+        before = os.umask(_SOCKET_UMASK)
+        try:
+            yield
+        finally:
+            os.umask(before)
+
+    def bind_attach(self) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock.bind(self.attach_path)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def close(self) -> None:
+        """Removes the sockets and lets another daemon in."""
+        self._remove_sockets()
+        self._lock.release()
+
+    def _remove_sockets(self) -> None:
+        for path in (self.rpc_path, self.attach_path):
+            Path(path).unlink(missing_ok=True)
+
+
+_FEEDS_PER_INTERVAL: Final = 3
+_STALLED_SHARE: Final = 0.5
+"""Of the interval: how long a thread may be in a call. The manager acts after another interval at most."""
+
+_log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """``stalled_s``: for how long the mover's slowest thread has been in one call; infinite for one that died."""
+
+    def __init__(self, notifier: Notifier, interval_s: float, stalled_s: Callable[[], float]) -> None:
+        self._notifier: Final = notifier
+        self._interval_s: Final = interval_s
+        self._stalled_s: Final = stalled_s
+        self._fed = True
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._feed()
+            await asyncio.sleep(self._interval_s / _FEEDS_PER_INTERVAL)
+
+    def _feed(self) -> None:
+        stalled_s = self._stalled_s()
+        fresh = stalled_s <= self._interval_s * _STALLED_SHARE
+        if fresh:
+            self._notifier.alive()
+        elif self._fed:
+            _log.warning("the watchdog is not fed any more: a mover's thread is stuck seconds=%.1f", stalled_s)
+        self._fed = fresh

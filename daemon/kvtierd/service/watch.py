@@ -13,7 +13,7 @@ from kvtierd.core.ids import KEY_BYTES
 from kvtierd.core.transfers import ListingRow
 from kvtierd.event_log import Run
 from kvtierd.event_log.run import without_tokens
-from kvtierd.service import validate
+from kvtierd.service import validation
 from kvtierd.service.errors import CallRefused, bad_argument, shutting_down
 from kvtierd.service.hub import EventHub, Loss
 
@@ -70,15 +70,15 @@ class EventFilter:
         """As asked for, of all caches, without token ids. Raises INVALID_ARGUMENT that names the field."""
         for name in ("types", "causes", "tiers", "caches", "groups", "key_prefixes"):
             most = MAX_PREFIXES if name == "key_prefixes" else MAX_VALUES
-            validate.count(f"filter.{name}", len(getattr(message, name)), 0, most)
+            validation.count(f"filter.{name}", len(getattr(message, name)), 0, most)
         for name, known in (("types", events_pb2.EventType), ("causes", common_pb2.Cause), ("tiers", common_pb2.Tier)):
             for index, value in enumerate(getattr(message, name)):
                 if not value or value not in known.values():
                     raise bad_argument(f"filter.{name}[{index}]", value, f"1 to {max(known.values())}")
         for index, cache in enumerate(message.caches):
-            validate.cache_name(cache, f"filter.caches[{index}]")
+            validation.cache_name(cache, f"filter.caches[{index}]")
         for index, group in enumerate(message.groups):
-            validate.count(f"filter.groups[{index}]", group, 0, MAX_GROUPS - 1)
+            validation.count(f"filter.groups[{index}]", group, 0, MAX_GROUPS - 1)
         for index, prefix in enumerate(message.key_prefixes):
             if not 1 <= len(prefix) <= KEY_BYTES:
                 raise bad_argument(f"filter.key_prefixes[{index}]", f"{len(prefix)} bytes", f"1 to {KEY_BYTES} bytes")

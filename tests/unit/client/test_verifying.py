@@ -16,9 +16,9 @@ from kvtier.errors import DamagedTransfer
 from kvtier.reading import verified
 from kvtier.session import Deadline
 from kvtier.v1 import blocks_pb2
-from kvtierd.service import validate
+from kvtierd.service import validation
 
-COUNT: Final = validate.MAX_KEYS + 3
+COUNT: Final = validation.MAX_KEYS + 3
 ROWS: Final = list(np.arange(COUNT, dtype="<u4").view(np.uint8).reshape(COUNT, 4))
 PACKED: Final = b"".join(number.to_bytes(KEY_BYTES, "little") for number in range(COUNT))
 
@@ -32,7 +32,7 @@ class Told:
         self.asked: list[int] = []
 
     async def call(self, method: Any, build: Callable[[Any], blocks_pb2.ChecksumsRequest], deadline: Deadline) -> Any:
-        keys = validate.keys("keys", build(SimpleNamespace(cache_id=1)).keys)
+        keys = validation.keys("keys", build(SimpleNamespace(cache_id=1)).keys)
         self.asked.append(len(keys))
         rows = [int.from_bytes(key, "little") for key in keys]
         sums = [xxhash.xxh3_128_digest(ROWS[row + (row == self.other)].data) for row in rows]
@@ -49,15 +49,15 @@ def good(told: Any) -> int:
 def test_more_blocks_than_a_call_takes_go_in_several() -> None:
     told = Told()
     assert good(told) == COUNT
-    assert told.asked == [validate.MAX_KEYS, 3]
+    assert told.asked == [validation.MAX_KEYS, 3]
 
 
-@pytest.mark.parametrize("gone", [0, 5, validate.MAX_KEYS, COUNT - 1])
+@pytest.mark.parametrize("gone", [0, 5, validation.MAX_KEYS, COUNT - 1])
 def test_nothing_is_told_after_what_is_gone(gone: int) -> None:
     assert good(Told(gone=gone)) == gone
 
 
-@pytest.mark.parametrize("other", [5, validate.MAX_KEYS + 1])
+@pytest.mark.parametrize("other", [5, validation.MAX_KEYS + 1])
 def test_what_is_another_is_named(other: int) -> None:
     with pytest.raises(DamagedTransfer, match=f"block {other}:"):
         good(Told(other=other))

@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from kvtier.v1 import blocks_pb2, caches_pb2
-from kvtierd.service import checksums, validate
+from kvtierd.service import validation
+from kvtierd.service.servicers import blocks
 from kvtierd.tiers.base import Bytes
 from tests.unit.service.rig import Client, attached, chain, config, eventually, refusal, running
 
@@ -30,7 +31,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    digest, keys = checksums._digest, validate.keys
+    digest, keys = blocks._digest, validation.keys
 
     def late(parts: Sequence[Bytes]) -> bytes:
         gate.begun += 1
@@ -41,8 +42,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         gate.asked += 1
         return keys(*arguments, **options)
 
-    monkeypatch.setattr(checksums, "_digest", late)
-    monkeypatch.setattr(validate, "keys", counted)
+    monkeypatch.setattr(blocks, "_digest", late)
+    monkeypatch.setattr(validation, "keys", counted)
     yield gate
     gate.open.set()
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvtier import LeaseLost, NotFound, Tier, connect
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
-from kvtierd.service import health
+from kvtierd.service import server
 from kvtierd.service.daemon import Daemon
 from tests.unit.service.rig import DEVICE, HOST, SPEC, Client, attached, chain, config, refusal, running
 
@@ -206,7 +206,7 @@ async def test_a_lease_that_grows_old_shows_in_health(
     await engine.reserve(cache, 3)
     stats = await operator.call(operator.admin.Stats, admin_pb2.StatsRequest())
     assert list(stats.problems) == []
-    monkeypatch.setattr(health, "OLD_LEASE_S", 0)
+    monkeypatch.setattr(server, "OLD_LEASE_S", 0)
     stats = await operator.call(operator.admin.Stats, admin_pb2.StatsRequest())
     (problem,) = stats.problems
     for part in ("cache cache", "3 device slots", f"session {engine.welcome.session_id}", f"pid {os.getpid()}"):

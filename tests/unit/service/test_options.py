@@ -10,8 +10,8 @@ import pytest
 
 from kvtier.v1 import caches_pb2
 from kvtierd.core.policy import WritePolicy
+from kvtierd.service.cache import CacheOptions, require_same, wanted
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.options import CacheOptions, require_same, wanted
 
 
 def test_what_is_left_out_asks_for_nothing() -> None:

@@ -12,9 +12,8 @@ import pytest
 from kvtierd.core.ids import SessionId
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import User
-from kvtierd.service.keeping import Keeper, KeptArena
 from kvtierd.service.peer import Peer
-from kvtierd.service.remnants import RECORD_BYTES, Entry, Kept, Roll, start_time_of
+from kvtierd.service.recovery import RECORD_BYTES, Entry, Keeper, Kept, KeptArena, Roll, start_time_of
 from kvtierd.service.sessions import Capacity, SessionRegistry
 
 TOKEN, OTHER = "ab" * 16, "cd" * 16

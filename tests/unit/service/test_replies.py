@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.replies import REMEMBERED, ReplyMemory
+from kvtierd.service.sessions import REMEMBERED, ReplyMemory
 
 
 class Counted:

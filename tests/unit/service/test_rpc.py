@@ -19,7 +19,7 @@ from kvtier.abi.attach import SESSION_METADATA_KEY, Welcome
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, events_pb2_grpc
-from kvtierd.service import calls, validate, wire
+from kvtierd.service import calls, validation, wire
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.mapped import Chaos
 from tests.forking import is_own_command
@@ -180,7 +180,7 @@ async def test_conflicts_are_answered_block_by_block(client: Client) -> None:
 
 
 async def test_listings_come_in_pages(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtierd.service.blocks.PAGE_ROWS", 3)
+    monkeypatch.setattr("kvtierd.service.servicers.blocks.PAGE_ROWS", 3)
     cache = await client.open()
     keys = chain(8)
     await client.put(cache, keys)
@@ -375,7 +375,7 @@ KEYED = ("Match", "Locate", "Checksums", "Touch", "Drop")
 BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
     *((verb, {"keys": keys}, "keys") for verb in KEYED for keys in (b"", b"x", PACKED[:-1])),
     *((verb, {"keys": PACKED + KEYS[0]}, "keys[4]") for verb in KEYED),
-    *((verb, {"keys": many(validate.MAX_KEYS + 1)}, "keys") for verb in KEYED),
+    *((verb, {"keys": many(validation.MAX_KEYS + 1)}, "keys") for verb in KEYED),
     *((verb, {"group": group}, "group") for verb in (*KEYED, "List") for group in (1, HUGE32)),
     ("Move", {"to": HOST, "keys": b""}, "keys"),
     ("Move", {"to": HOST, "keys": KEYS[0] * 2}, "keys[1]"),
@@ -397,7 +397,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("Acquire", {"tier": DEVICE, "chains": chains((PACKED, 5))}, "chains[0].min_blocks"),
     ("Acquire", {"tier": DEVICE, "chains": chains((PACKED + KEYS[3], 0))}, "chains[0].keys[4]"),
     ("Acquire", {"tier": DEVICE, "chains": chains(*[(KEYS[0], 0)] * 1025)}, "chains"),
-    ("Acquire", {"tier": DEVICE, "chains": chains((many(validate.MAX_KEYS), 0), (KEYS[0], 0))}, "chains[1].keys"),
+    ("Acquire", {"tier": DEVICE, "chains": chains((many(validation.MAX_KEYS), 0), (KEYS[0], 0))}, "chains[1].keys"),
     ("Acquire", {"tier": DISK, "chains": chains((PACKED, 0))}, "tier"),
     ("Release", {"lease_ids": []}, "lease_ids"),
     ("Release", {"lease_ids": [1], "first_blocks": [0, 0]}, "first_blocks"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtierd.service.split import REFERENCE_TOKENS, least_bytes, split
+from kvtierd.service.budgets import REFERENCE_TOKENS, least_bytes, split
 
 TPB = 16
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd import state
-from kvtierd.event_ids import DurableSequencer
-from kvtierd.state import RESERVED_IDS, StateDir
+from kvtierd.state import RESERVED_IDS, DurableSequencer, StateDir
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, LockedDirectory, TierIOError
 from kvtierd.tiers.disk.superblock import SUPERBLOCK
 
@@ -160,9 +159,9 @@ def test_a_full_disk_keeps_no_life_from_beginning(tmp_path: Path) -> None:
 
 def test_kill_9_is_an_unclean_stop(tmp_path: Path) -> None:
     program = """
-import sys, pathlib, kvtierd.event_ids, kvtierd.state as s
+import sys, pathlib, kvtierd.state, kvtierd.state as s
 opened = s.StateDir.open(pathlib.Path(sys.argv[1])); opened.begin()
-ids = kvtierd.event_ids.DurableSequencer(opened)
+ids = kvtierd.state.DurableSequencer(opened)
 print([ids.take() for _ in range(10)][-1], flush=True)
 sys.stdin.read()
 """

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from kvtierd.core.ids import Tier
-from kvtierd.service import validate
+from kvtierd.service import validation
 from kvtierd.service.errors import CallRefused
 
 A, B = b"a" * 32, b"b" * 32
@@ -18,30 +18,30 @@ HUGE = 2**64 - 1
 @pytest.mark.parametrize(
     ("check", "field", "limit"),
     [
-        (lambda: validate.cache_name(""), "name", "1 to 128"),
-        (lambda: validate.cache_name(".hidden"), "name", "the first a letter or a digit"),
-        (lambda: validate.cache_name("a/../b"), "name", "A-Z a-z 0-9 . _ -"),
-        (lambda: validate.cache_name("x" * 129), "name", "1 to 128"),
-        (lambda: validate.cache_name("naïve"), "name", "A-Z a-z 0-9 . _ -"),
-        (lambda: validate.cache_name("line\n"), "name", "A-Z a-z 0-9 . _ -"),
-        (lambda: validate.keys("keys", b""), "keys", "one or more keys of 32 bytes"),
-        (lambda: validate.keys("keys", A[:31]), "keys", "one or more keys of 32 bytes"),
-        (lambda: validate.keys("keys", A + B[:1]), "keys", "one or more keys of 32 bytes"),
-        (lambda: validate.keys("keys", A + B + A), "keys[2]", "different from keys[0]"),
-        (lambda: validate.keys("keys", A + B, max_keys=1), "keys", "at most 1 keys"),
-        (lambda: validate.keys("keys", A * (validate.MAX_KEYS + 1)), "keys", f"at most {validate.MAX_KEYS} keys"),
-        (lambda: validate.parents("parents", A, 2), "parents", "64 bytes: one parent a key"),
-        (lambda: validate.parents("parents", b"", 1), "parents", "32 bytes: one parent a key"),
-        (lambda: validate.priorities("priorities", b"\x00\x65", 2), "priorities[1]", "0 to 100"),
-        (lambda: validate.priorities("priorities", b"\x00", 2), "priorities", "2 bytes, one a key, or none"),
-        (lambda: validate.tier("tier", 0, (Tier.DEVICE,)), "tier", "device"),
-        (lambda: validate.tier("tier", 3, (Tier.DEVICE, Tier.HOST)), "tier", "device or host"),
-        (lambda: validate.tier("tier", 17, (Tier.DEVICE,)), "tier", "device"),
-        (lambda: validate.tier("tier", 1, ()), "tier", "one that the cache has"),
-        (lambda: validate.count("count", 0, 1, 8), "count", "1 to 8"),
-        (lambda: validate.count("count", HUGE, 1, 8), "count", "1 to 8"),
-        (lambda: validate.timeout_s("timeout_ns", HUGE, 1.0), "timeout_ns", f"0 to {validate.MAX_TIMEOUT_NS}"),
-        (lambda: validate.heartbeat_s("heartbeat_ns", 1, 1.0), "heartbeat_ns", f"{validate.MIN_HEARTBEAT_NS} to"),
+        (lambda: validation.cache_name(""), "name", "1 to 128"),
+        (lambda: validation.cache_name(".hidden"), "name", "the first a letter or a digit"),
+        (lambda: validation.cache_name("a/../b"), "name", "A-Z a-z 0-9 . _ -"),
+        (lambda: validation.cache_name("x" * 129), "name", "1 to 128"),
+        (lambda: validation.cache_name("naïve"), "name", "A-Z a-z 0-9 . _ -"),
+        (lambda: validation.cache_name("line\n"), "name", "A-Z a-z 0-9 . _ -"),
+        (lambda: validation.keys("keys", b""), "keys", "one or more keys of 32 bytes"),
+        (lambda: validation.keys("keys", A[:31]), "keys", "one or more keys of 32 bytes"),
+        (lambda: validation.keys("keys", A + B[:1]), "keys", "one or more keys of 32 bytes"),
+        (lambda: validation.keys("keys", A + B + A), "keys[2]", "different from keys[0]"),
+        (lambda: validation.keys("keys", A + B, max_keys=1), "keys", "at most 1 keys"),
+        (lambda: validation.keys("keys", A * (validation.MAX_KEYS + 1)), "keys", f"at most {validation.MAX_KEYS} keys"),
+        (lambda: validation.parents("parents", A, 2), "parents", "64 bytes: one parent a key"),
+        (lambda: validation.parents("parents", b"", 1), "parents", "32 bytes: one parent a key"),
+        (lambda: validation.priorities("priorities", b"\x00\x65", 2), "priorities[1]", "0 to 100"),
+        (lambda: validation.priorities("priorities", b"\x00", 2), "priorities", "2 bytes, one a key, or none"),
+        (lambda: validation.tier("tier", 0, (Tier.DEVICE,)), "tier", "device"),
+        (lambda: validation.tier("tier", 3, (Tier.DEVICE, Tier.HOST)), "tier", "device or host"),
+        (lambda: validation.tier("tier", 17, (Tier.DEVICE,)), "tier", "device"),
+        (lambda: validation.tier("tier", 1, ()), "tier", "one that the cache has"),
+        (lambda: validation.count("count", 0, 1, 8), "count", "1 to 8"),
+        (lambda: validation.count("count", HUGE, 1, 8), "count", "1 to 8"),
+        (lambda: validation.timeout_s("timeout_ns", HUGE, 1.0), "timeout_ns", f"0 to {validation.MAX_TIMEOUT_NS}"),
+        (lambda: validation.heartbeat_s("heartbeat_ns", 1, 1.0), "heartbeat_ns", f"{validation.MIN_HEARTBEAT_NS} to"),
     ],
 )
 def test_what_is_refused_says_field_value_and_limit(check: Callable[[], Any], field: str, limit: str) -> None:
@@ -55,19 +55,19 @@ def test_what_is_refused_says_field_value_and_limit(check: Callable[[], Any], fi
 
 
 def test_what_is_accepted_comes_back_in_the_core_s_words() -> None:
-    assert validate.cache_name("Llama-3.1_8B.v2") == "Llama-3.1_8B.v2"
-    assert validate.keys("keys", A + B) == [A, B]
-    assert validate.parents("parents", bytes(32) + A, 2) == [None, A]
-    assert validate.priorities("priorities", b"", 3) == bytes([35, 35, 35])
-    assert validate.priorities("priorities", b"\x00\x64", 2) == b"\x00\x64"
-    assert validate.tier("tier", 2, (Tier.HOST,)) is Tier.HOST
-    assert validate.timeout_s("timeout_ns", 0, 7.5) == 7.5
-    assert validate.timeout_s("timeout_ns", 10**9, 7.5) == 1.0
-    assert validate.heartbeat_s("heartbeat_ns", 0, 7.5) == 7.5
+    assert validation.cache_name("Llama-3.1_8B.v2") == "Llama-3.1_8B.v2"
+    assert validation.keys("keys", A + B) == [A, B]
+    assert validation.parents("parents", bytes(32) + A, 2) == [None, A]
+    assert validation.priorities("priorities", b"", 3) == bytes([35, 35, 35])
+    assert validation.priorities("priorities", b"\x00\x64", 2) == b"\x00\x64"
+    assert validation.tier("tier", 2, (Tier.HOST,)) is Tier.HOST
+    assert validation.timeout_s("timeout_ns", 0, 7.5) == 7.5
+    assert validation.timeout_s("timeout_ns", 10**9, 7.5) == 1.0
+    assert validation.heartbeat_s("heartbeat_ns", 0, 7.5) == 7.5
 
 
 def test_long_values_are_shortened_before_they_are_sent_back() -> None:
     with pytest.raises(CallRefused) as refused:
-        validate.cache_name("x" * 100_000)
+        validation.cache_name("x" * 100_000)
     assert len(refused.value.detail.value) <= 80
     assert len(refused.value.message) < 300

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtierd.notify import Notifier, passed_fds, watchdog_interval_s
-from kvtierd.service.watchdog import Watchdog
+from kvtierd.service.server import Watchdog
 
 INTERVAL_S = 0.3
 

@@ -150,7 +150,7 @@ async def test_a_watch_resumes_after_its_cursor_even_inside_a_batch(client: Clie
 async def test_a_snapshot_is_exact_at_its_end_while_everything_moves(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtierd.service.events.SLICE_BLOCKS", 3)
+    monkeypatch.setattr("kvtierd.service.servicers.events.SLICE_BLOCKS", 3)
     settings = config(short_dir, device=8, host=64, chaos_seed=5, debug_checks=False)
     async with running(settings) as daemon, attached(daemon) as client:
         cache = await client.open()

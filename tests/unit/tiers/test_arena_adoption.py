@@ -19,7 +19,7 @@ from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Trait
 from kvtierd.core.outcome import Content, SlotRef
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import Recovered
-from kvtierd.service.adoption import NOBODY, OldLife, adopt
+from kvtierd.service.recovery import NOBODY, OldLife, adopt
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import NotAdoptable
 

@@ -10,11 +10,11 @@ begun by a thread, and a lease that is to end meanwhile ends after it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 import numpy as np
@@ -23,23 +23,21 @@ import xxhash
 from kvtier.abi.stream import CHECKSUM_BYTES, Progress, Span
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtierd.core.errors import UnknownLease
-from kvtierd.core.ids import GroupId, LeaseId, SlotId, Tier
+from kvtierd.core.ids import DEVICE, GroupId, LeaseId, SessionId, SlotId, Tier
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.runtime import Stretch, Unaccounted
+from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch, Unaccounted
 from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right
-from kvtierd.service import validate
-from kvtierd.service.access import Access
-from kvtierd.service.blocks import MEMORY_TIERS, BlocksService, commit_items
-from kvtierd.service.caches import opened
+from kvtierd.service import validation
+from kvtierd.service.access import Access, Caps
+from kvtierd.service.cache import Cache
 from kvtierd.service.calls import StreamVerb, UploadVerb
-from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
+from kvtierd.service.servicers.blocks import MEMORY_TIERS, BlocksService, commit_items
+from kvtierd.service.servicers.caches import opened
 from kvtierd.service.sessions import Session, require_attached
-from kvtierd.service.slot_bytes import SlotBytes, slot_bytes
-from kvtierd.tiers.base import Bytes, TierIOError
+from kvtierd.tiers.base import Bytes, MemoryStore, TierIOError
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,10 +114,10 @@ class TransferService:
         cache = opened(self._catalog, session, commit.cache_id)
         group = _group("header.group", header.group, cache)
         tier = _tier("header.tier", header.tier, cache)
-        keys = validate.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
+        keys = validation.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
         commit_items(cache, commit, range(len(keys)))  # refused now, or not at all
         checksums = _checksums(header.checksums, len(keys))
-        wait_s = validate.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s)
+        wait_s = validation.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, len(keys)):
             grant = await self._engine.reserve(cache.id, session.id, group, tier, len(keys), wait_s)
         lease = LeaseId(grant.lease or 0)
@@ -138,7 +136,7 @@ class TransferService:
 
     async def get(self, session: Session, request: transfer_pb2.GetRequest) -> AsyncGenerator[bytes, None]:
         acquire = request.acquire
-        validate.count("acquire.chains", len(acquire.chains), 1, 1)
+        validation.count("acquire.chains", len(acquire.chains), 1, 1)
         if acquire.across_groups:
             raise bad_argument("acquire.across_groups", True, "false: a transfer is of one group")
         cache = opened(self._catalog, session, acquire.cache_id)
@@ -222,11 +220,11 @@ def _header(chain: blocks_pb2.AcquiredChain) -> transfer_pb2.GetChunk:
 
 
 def _group(field: str, value: int, cache: Cache) -> GroupId:
-    return GroupId(validate.count(field, value, 0, len(cache.spec.groups) - 1))
+    return GroupId(validation.count(field, value, 0, len(cache.spec.groups) - 1))
 
 
 def _tier(field: str, value: int, cache: Cache) -> Tier:
-    return validate.tier(field, value, [tier for tier in MEMORY_TIERS if tier in cache.slots])
+    return validation.tier(field, value, [tier for tier in MEMORY_TIERS if tier in cache.slots])
 
 
 def _checksums(packed: bytes, count: int) -> list[bytes]:
@@ -244,3 +242,78 @@ def _require_checksum(block: int, found: bytes, said: bytes) -> None:
         )
         message = f"block {block}: its bytes are not what {field} says; nothing was stored"
         raise CallRefused(grpc.StatusCode.DATA_LOSS, message, detail)
+
+
+class SlotBytes(Protocol):
+    """Of one group's slots in one memory tier. Loop thread only.
+
+    Raises :class:`~kvtierd.tiers.base.TierIOError` where the memory fails.
+    """
+
+    async def read(self, stretches: Sequence[Stretch]) -> list[list[Bytes]]:
+        """The bytes of each stretch, in one array or several; they stay as they are until the next ``await``."""
+        ...
+
+    async def write(self, stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
+        """Fills the stretches, one after another. The answer is what was written to each, likewise. Raises
+        :class:`~kvtierd.mover.work.Unaccounted` besides: then the slots may be given to nobody any more."""
+        ...
+
+
+def slot_bytes(
+    engine: Engine, runtime: CacheRuntime, tier: Tier, group: GroupId, session: SessionId, lease: LeaseId
+) -> SlotBytes:
+    """Of slots that are ``lease``'s. Who gives that up does so by :meth:`Engine.afterwards`."""
+    if tier is DEVICE and runtime.cuda is not None:
+        return _OnGpu(partial(engine.while_held, runtime.id, session, lease), runtime.cuda, group)
+    return _Mapped(runtime.memory(tier), group)
+
+
+class _Mapped:
+    """Without an ``await``: what holds when it is called holds until it returns."""
+
+    def __init__(self, memory: MemoryStore, group: GroupId) -> None:
+        self._memory = memory
+        self._group = group
+
+    async def read(self, stretches: Sequence[Stretch]) -> list[list[Bytes]]:
+        return [list(self._parts(stretch)) for stretch in stretches]
+
+    async def write(self, stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
+        written = await self.read(stretches)
+        start = 0
+        for parts in written:
+            for part in parts:
+                np.copyto(part, data[start : start + len(part)])
+                start += len(part)
+        return written
+
+    def _parts(self, stretch: Stretch) -> Iterator[Bytes]:
+        end = 0
+        for part in self._memory.parts(self._group, stretch.slot):
+            begin, end = end, end + len(part)
+            if stretch.start < end and stretch.stop > begin:
+                yield part[max(stretch.start - begin, 0) : stretch.stop - begin]
+
+
+class _OnGpu:
+    """In a thread. The slots stay held until the copy has ended, whatever becomes of those who hold them."""
+
+    def __init__(
+        self, in_thread: Callable[[Callable[[], Bytes]], Awaitable[Bytes]], copies: GpuCopies, group: GroupId
+    ) -> None:
+        self._in_thread = in_thread
+        self._copies = copies
+        self._group = group
+
+    async def read(self, stretches: Sequence[Stretch]) -> list[list[Bytes]]:
+        fetch = partial(self._copies.fetch, self._group, stretches)
+        return _apart(stretches, await self._in_thread(fetch))
+
+    async def write(self, stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
+        return _apart(stretches, await self._in_thread(partial(self._copies.put, self._group, stretches, data)))
+
+
+def _apart(stretches: Sequence[Stretch], data: Bytes) -> list[list[Bytes]]:
+    ends = np.cumsum([stretch.nbytes for stretch in stretches])
+    return [[part] for part in np.split(data, ends[:-1])]

@@ -11,12 +11,12 @@ from kvtier.abi.spec import CacheSpec, SpecError
 from kvtier.v1 import caches_pb2, common_pb2
 from kvtierd.core.ids import CacheId, Tier
 from kvtierd.rights import Right
-from kvtierd.service import options, validate, wire
+from kvtierd.service import validation, wire
 from kvtierd.service.access import Access
 from kvtierd.service.budgets import Slots, TierBudget
+from kvtierd.service.cache import Cache, wanted
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, no_such_cache, unknown_cache
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
 
@@ -50,12 +50,12 @@ class CachesService:
         return {"Open": self.open, "Close": self.close, "List": self.list, "Remove": self.remove}
 
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
-        name = validate.cache_name(request.name)
+        name = validation.cache_name(request.name)
         spec = _valid(wire.spec_from_wire(request.spec)) if request.HasField("spec") else None
         may_create = self._access.may(session, Right.WRITE, name)
         if spec is not None and not may_create and not self._catalog.exists(name):
             self._access.require_on(session, Right.WRITE, name)
-        named = options.wanted(request.options)
+        named = wanted(request.options)
         cache, created = await self._catalog.open(name, spec, self._budgets(request), named, create=may_create)
         require_attached(session)
         if self._catalog.get(cache.id) is not cache:
@@ -82,7 +82,7 @@ class CachesService:
         return caches_pb2.ListCachesResponse(caches=infos)
 
     async def remove(self, session: Session, request: caches_pb2.RemoveCacheRequest) -> caches_pb2.RemoveCacheResponse:
-        name = validate.cache_name(request.name)
+        name = validation.cache_name(request.name)
         removal = await self._catalog.remove(
             name, lambda cache: self._require_unused(cache, request), force=request.force, dry_run=request.dry_run
         )
@@ -107,7 +107,7 @@ class CachesService:
     def _budgets(self, request: caches_pb2.OpenRequest) -> dict[Tier, TierBudget]:
         budgets: dict[Tier, TierBudget] = {}
         for index, budget in enumerate(request.budgets):
-            tier = validate.tier(f"budgets[{index}].tier", budget.tier, self._tiers)
+            tier = validation.tier(f"budgets[{index}].tier", budget.tier, self._tiers)
             if tier in budgets:
                 raise bad_argument(f"budgets[{index}].tier", str(tier), "each tier once")
             budgets[tier] = TierBudget(budget.bytes, tuple(budget.group_bytes))

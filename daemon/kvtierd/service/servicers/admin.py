@@ -17,15 +17,15 @@ from kvtierd.core.transfers import GroupCounts, ManagerStats, TierCount
 from kvtierd.event_log import EventLog, LogStatus
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Right
-from kvtierd.service import validate, wire
+from kvtierd.service import validation, wire
 from kvtierd.service.access import Access
 from kvtierd.service.attach import DaemonIdentity
+from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.health import Health
 from kvtierd.service.hub import EventHub
+from kvtierd.service.server import Health
 from kvtierd.service.sessions import Session, SessionRegistry
 
 
@@ -121,7 +121,7 @@ class AdminService:
     def _wanted_caches(self, name: str) -> Iterable[Cache]:
         if not name:
             return self._catalog
-        cache = self._catalog.named(validate.cache_name(name, "cache"))
+        cache = self._catalog.named(validation.cache_name(name, "cache"))
         if cache is None:
             raise _not_found("UNKNOWN_CACHE", "cache", name, "there is no such cache")
         return [cache]

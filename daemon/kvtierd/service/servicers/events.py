@@ -14,11 +14,11 @@ from kvtierd.core.transfers import ListingRow
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right
-from kvtierd.service import validate, wire
+from kvtierd.service import validation, wire
 from kvtierd.service.access import Access
+from kvtierd.service.cache import Cache
 from kvtierd.service.calls import StreamVerb
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.entries import Cache
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.hub import TOKENS_WEIGH, EventHub
 from kvtierd.service.sessions import Session
@@ -64,7 +64,7 @@ class EventsService:
     async def watch(self, session: Session, request: events_pb2.WatchRequest) -> AsyncGenerator[bytes, None]:
         self._require_named(session, request.filter.caches)
         asked = EventFilter.of(request.filter)
-        heartbeat_s = validate.heartbeat_s("heartbeat_ns", request.heartbeat_ns, HEARTBEAT_S)
+        heartbeat_s = validation.heartbeat_s("heartbeat_ns", request.heartbeat_ns, HEARTBEAT_S)
         epoch, cursor = await self._start(request)
         # From here to its entry among the watchers nothing is waited for: no change of rights passes it by.
         self._require_named(session, request.filter.caches)

@@ -5,26 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from typing import Final
 
-from kvtier.v1 import blocks_pb2, common_pb2
+import xxhash
+
+from kvtier.abi.event_hashes import HASH_BYTES
+from kvtier.abi.keys import DIGEST_BYTES
+from kvtier.abi.stream import CHECKSUM_BYTES
+from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.errors import ForeignLease, UnknownLease
-from kvtierd.core.ids import GroupId, Key, LeaseId, SlotId, Tier, rows
+from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, Label, LeaseId, SlotId, Tier, rows
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
-from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
+from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, Location
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
 from kvtierd.mover.tickets import Refused, UnknownCache
-from kvtierd.service import validate, wire
+from kvtierd.service import validation, wire
+from kvtierd.service.access import Caps
 from kvtierd.service.attach import DaemonIdentity
-from kvtierd.service.caches import opened
+from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Verb
-from kvtierd.service.caps import Caps
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.checksums import UNKNOWN, of_blocks
-from kvtierd.service.entries import Cache
 from kvtierd.service.errors import bad_argument
-from kvtierd.service.prompts import labels
+from kvtierd.service.servicers.caches import opened
 from kvtierd.service.sessions import Session
+from kvtierd.tiers.base import Bytes, TierError
 
 PAGE_ROWS: Final = 4096
 """Of a listing: about a millisecond of the loop. A caller that asks for more gets so many and where to go on."""
@@ -75,7 +82,7 @@ class BlocksService:
 
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        keys = validate.keys("keys", request.keys)
+        keys = validation.keys("keys", request.keys)
         if request.across_groups:
             return self._match_across(cache, group, keys)
         found = self._engine.match(cache.id, group, keys)
@@ -85,7 +92,7 @@ class BlocksService:
 
     async def locate(self, session: Session, request: blocks_pb2.LocateRequest) -> blocks_pb2.LocateResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        found = self._engine.locate(cache.id, group, validate.keys("keys", request.keys))
+        found = self._engine.locate(cache.id, group, validation.keys("keys", request.keys))
         slots = {tier: [place.slots[tier] for place in found] for tier in MEMORY_TIERS}
         return blocks_pb2.LocateResponse(
             residency=bytes(place.residency for place in found),
@@ -98,22 +105,22 @@ class BlocksService:
 
     async def checksums(self, session: Session, request: blocks_pb2.ChecksumsRequest) -> blocks_pb2.ChecksumsResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        keys = validate.keys("keys", request.keys)
+        keys = validation.keys("keys", request.keys)
         async with self._hashing:
             told = await of_blocks(self._engine, cache.id, group, keys)
         return blocks_pb2.ChecksumsResponse(checksums=b"".join(told), known=bytes(each != UNKNOWN for each in told))
 
     async def touch(self, session: Session, request: blocks_pb2.TouchRequest) -> blocks_pb2.TouchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        keys = validate.keys("keys", request.keys) if request.keys or not request.misses else []
+        keys = validation.keys("keys", request.keys) if request.keys or not request.misses else []
         self._engine.touch(cache.id, group, keys, request.misses)
         return blocks_pb2.TouchResponse(as_of_event=self._now_cursor())
 
     async def reserve(self, session: Session, request: blocks_pb2.ReserveRequest) -> blocks_pb2.ReserveResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        tier = validate.tier("tier", request.tier, _leasable(cache))
-        wanted = validate.count("count", request.count, 1, cache.slots[tier][group])
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        tier = validation.tier("tier", request.tier, _leasable(cache))
+        wanted = validation.count("count", request.count, 1, cache.slots[tier][group])
+        wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, wanted):
             grant = await self._engine.reserve(cache.id, session.id, group, tier, wanted, wait_s)
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
@@ -127,8 +134,8 @@ class BlocksService:
 
     async def acquire(self, session: Session, request: blocks_pb2.AcquireRequest) -> blocks_pb2.AcquireResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        tier = validate.tier("tier", request.tier, _leasable(cache))
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        tier = validation.tier("tier", request.tier, _leasable(cache))
+        wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         chains = _chains(request.chains)
         with self._caps.leasing(session, len(chains)):
             if request.across_groups:
@@ -144,8 +151,8 @@ class BlocksService:
     async def release(self, session: Session, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
         cache = opened(self._catalog, session, request.cache_id)
         calls = request.given_up
-        validate.count("given_up", len(calls), 0, validate.MAX_LEASES)
-        validate.count("lease_ids", len(request.lease_ids), 0 if calls else 1, validate.MAX_LEASES)
+        validation.count("given_up", len(calls), 0, validation.MAX_LEASES)
+        validation.count("lease_ids", len(request.lease_ids), 0 if calls else 1, validation.MAX_LEASES)
         if request.lease_ids:
             leases = [LeaseId(lease) for lease in request.lease_ids]
             self._engine.release(cache.id, session.id, leases, request.first_blocks)
@@ -157,9 +164,9 @@ class BlocksService:
 
     async def move(self, session: Session, request: blocks_pb2.MoveRequest) -> blocks_pb2.MoveResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        to = validate.tier("to", request.to, cache.slots)
-        keys = validate.keys("keys", request.keys)
-        wait_s = validate.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
+        to = validation.tier("to", request.to, cache.slots)
+        keys = validation.keys("keys", request.keys)
+        wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         if request.dry_run:
             planned = self._engine.plan_move(cache.id, group, to, keys)
             return blocks_pb2.MoveResponse(results=bytes(planned), as_of_event=self._now_cursor())
@@ -170,7 +177,7 @@ class BlocksService:
 
     async def drop(self, session: Session, request: blocks_pb2.DropRequest) -> blocks_pb2.DropResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        keys = validate.keys("keys", request.keys)
+        keys = validation.keys("keys", request.keys)
         report = self._engine.drop(cache.id, session.id, group, keys, dry_run=request.dry_run)
         response = blocks_pb2.DropResponse(
             results=bytes(report.results), dropped=report.dropped, as_of_event=self._now_cursor()
@@ -183,18 +190,18 @@ class BlocksService:
         self, session: Session, request: blocks_pb2.SetRetentionRequest
     ) -> blocks_pb2.SetRetentionResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        keys = validate.keys("keys", request.keys)
+        keys = validation.keys("keys", request.keys)
         if not request.priorities:
             raise bad_argument("priorities", "no bytes", f"{len(keys)} bytes, one a key")
-        priorities = validate.priorities("priorities", request.priorities, len(keys))
-        durations = validate.durations("durations_ms", request.durations_ms, len(keys))
+        priorities = validation.priorities("priorities", request.priorities, len(keys))
+        durations = validation.durations("durations_ms", request.durations_ms, len(keys))
         results = self._engine.set_retention(cache.id, session.id, group, keys, priorities, durations)
         return blocks_pb2.SetRetentionResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def pin(self, session: Session, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        tier = validate.tier("tier", request.tier, cache.slots)
-        keys = validate.keys("keys", request.keys)
+        tier = validation.tier("tier", request.tier, cache.slots)
+        keys = validation.keys("keys", request.keys)
         results = self._engine.pin(cache.id, session.id, group, tier, keys, unpin=request.unpin)
         return blocks_pb2.PinResponse(results=bytes(results), as_of_event=self._now_cursor())
 
@@ -244,7 +251,7 @@ class BlocksService:
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
         cache = opened(self._catalog, session, cache_id)
-        return cache, GroupId(validate.count("group", group, 0, len(cache.spec.groups) - 1))
+        return cache, GroupId(validation.count("group", group, 0, len(cache.spec.groups) - 1))
 
     def _now_cursor(self) -> blocks_pb2.Cursor:
         return wire.cursor(self._identity.epoch, self._engine.last_event)
@@ -280,12 +287,12 @@ class BlocksService:
 
 def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:
     """What a commit wants to store in these slots. Raises INVALID_ARGUMENT."""
-    keys = validate.keys("keys", request.keys)
+    keys = validation.keys("keys", request.keys)
     if len(slots) != len(keys):
         raise bad_argument("slots", f"{len(slots)} slots", f"{len(keys)} slots, one a key")
-    parents = validate.parents("parents", request.parents, len(keys))
-    priorities = validate.priorities("priorities", request.priorities, len(keys))
-    durations = validate.durations("durations_ms", request.durations_ms, len(keys))
+    parents = validation.parents("parents", request.parents, len(keys))
+    priorities = validation.priorities("priorities", request.priorities, len(keys))
+    durations = validation.durations("durations_ms", request.durations_ms, len(keys))
     named = labels(cache, request, len(keys))
     return list(rows(CommitItem, slots, keys, parents, priorities, durations, named))
 
@@ -295,17 +302,17 @@ def _leasable(cache: Cache) -> list[Tier]:
 
 
 def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
-    validate.count("chains", len(messages), 1, validate.MAX_CHAINS)
+    validation.count("chains", len(messages), 1, validation.MAX_CHAINS)
     chains = []
-    left = validate.MAX_KEYS
+    left = validation.MAX_KEYS
     for index, message in enumerate(messages):
-        keys = validate.keys(f"chains[{index}].keys", message.keys, max_keys=left)
+        keys = validation.keys(f"chains[{index}].keys", message.keys, max_keys=left)
         left -= len(keys)
-        least = validate.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys))
-        priorities = message.priorities and validate.priorities(
+        least = validation.count(f"chains[{index}].min_blocks", message.min_blocks, 0, len(keys))
+        priorities = message.priorities and validation.priorities(
             f"chains[{index}].priorities", message.priorities, len(keys), some=True
         )
-        durations = message.durations_ms and validate.durations(
+        durations = message.durations_ms and validation.durations(
             f"chains[{index}].durations_ms", message.durations_ms, len(keys)
         )
         chains.append(ChainRequest(keys, least, priorities, durations))
@@ -332,3 +339,124 @@ def _generations(cache: Cache, tier: Tier, group: GroupId, slots: Sequence[SlotI
     """0 where there is no slot."""
     arena = cache.runtime.arena
     return [0 if slot is None else arena.generation(tier, group, slot) for slot in slots]
+
+
+MAX_SALT_BYTES: Final = 1024
+_TOKEN_BYTES: Final = 4
+_EXTRA_ID_BYTES: Final = 8
+_ONLY_WITH_TOKENS: Final = ("token_extra_ids", "mm_digests", "mm_blocks", "mm_offsets")
+_ONLY_WITH_TOKENS_EVEN_ZERO: Final = ("lora_id", "cache_salt")
+
+
+def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
+    """One label a block. Raises INVALID_ARGUMENT, also for what the cache does not keep."""
+    options, width = cache.options, cache.spec.tokens_per_block
+    size = HASH_BYTES.get(options.event_hash, 0)
+    of = f"{size} bytes a block" if size else f"none: cache {cache.name} has no event_hash"
+    hashes = _rows("event_hashes", request.event_hashes, size, count, of)
+    size = width * _TOKEN_BYTES if options.keep_tokens else 0
+    of = f"{size} bytes a block of {width} tokens" if size else f"none: cache {cache.name} keeps no tokens"
+    ids = _rows("tokens", request.tokens, size, count, of)
+    if request.tokens:
+        tokens = [message.SerializeToString() for message in _messages(request, ids, width)]
+    else:
+        _require_no_scope(request)
+        tokens = ids
+    rows = zip(hashes, tokens, strict=True)
+    return [Label(event_hash, payload) if event_hash or payload else None for event_hash, payload in rows]
+
+
+def _require_no_scope(request: blocks_pb2.CommitRequest) -> None:
+    given = [field for field in _ONLY_WITH_TOKENS if getattr(request, field)]
+    given += [field for field in _ONLY_WITH_TOKENS_EVEN_ZERO if request.HasField(field)]
+    if given:
+        raise bad_argument(given[0], "some", "none without tokens")
+
+
+def _messages(request: blocks_pb2.CommitRequest, ids: Sequence[bytes], width: int) -> Sequence[events_pb2.BlockTokens]:
+    if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
+        raise bad_argument("cache_salt", request.cache_salt, f"at most {MAX_SALT_BYTES} bytes of UTF-8")
+    scope = {field: getattr(request, field) for field in _ONLY_WITH_TOKENS_EVEN_ZERO if request.HasField(field)}
+    size = width * _EXTRA_ID_BYTES
+    extra_ids = _rows("token_extra_ids", request.token_extra_ids, size, len(ids), f"{size} bytes a block")
+    messages = [
+        events_pb2.BlockTokens(token_ids=own, extra_ids=extra if any(extra) else b"", **scope)
+        for own, extra in zip(ids, extra_ids, strict=True)
+    ]
+    blocks, offsets = request.mm_blocks, request.mm_offsets
+    if len(offsets) != len(blocks):
+        raise bad_argument("mm_offsets", f"{len(offsets)} offsets", f"{len(blocks)}, one each of mm_blocks")
+    for index, (before, block) in enumerate(pairwise((0, *blocks))):
+        if not before <= block < len(messages):
+            raise bad_argument(f"mm_blocks[{index}]", block, f"{before} to {len(messages) - 1}")
+    if len(request.mm_digests) != len(blocks) * DIGEST_BYTES:
+        shown = f"{len(request.mm_digests)} bytes"
+        raise bad_argument("mm_digests", shown, f"{DIGEST_BYTES} bytes each of {len(blocks)} mm_blocks")
+    digests = _rows("mm_digests", request.mm_digests, DIGEST_BYTES, len(blocks), "")
+    for block, digest, offset in zip(blocks, digests, offsets, strict=True):
+        messages[block].mm_digests += digest
+        messages[block].mm_offsets.append(offset)
+    return messages
+
+
+def _rows(field: str, packed: bytes, size: int, count: int, limit: str) -> list[bytes]:
+    """``packed`` cut into ``count`` rows of ``size`` bytes; empty rows if the field is empty."""
+    if not packed:
+        return [b""] * count
+    if len(packed) != count * size:
+        raise bad_argument(field, f"{len(packed)} bytes", limit)
+    return [packed[start : start + size] for start in range(0, len(packed), size)]
+
+
+UNKNOWN: Final = bytes(CHECKSUM_BYTES)
+
+_Place = tuple[Tier, SlotId]
+
+
+async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequence[Key]) -> list[bytes]:
+    """One a block, in a thread; :data:`UNKNOWN` for what is not in memory, or has left its slot by the end.
+
+    Nothing is held meanwhile: as with every read of a slot that nobody holds, its generation tells. Raises
+    :class:`UnknownCache`, also where the cache goes meanwhile, and :class:`TierIOError`.
+    """
+    runtime = engine.runtime(cache)
+    places = [_in_memory(block) for block in engine.locate(cache, group, keys)]
+    known = [place for place in places if place is not None]
+    before = [runtime.arena.generation(tier, group, slot) for tier, slot in known]
+    sources = [_source(runtime, group, place) for place in known]
+    try:
+        digests = await engine.beside(lambda: [_digest(source()) for source in sources])
+    except TierError:
+        engine.runtime(cache)  # a cache that is gone is the better answer
+        raise
+    engine.runtime(cache)  # without its cache an arena has no generations to look at
+    told = iter(
+        digest if runtime.arena.generation(tier, group, slot) == generation else UNKNOWN
+        for (tier, slot), generation, digest in zip(known, before, digests, strict=True)
+    )
+    return [UNKNOWN if place is None else next(told) for place in places]
+
+
+def _source(runtime: CacheRuntime, group: GroupId, place: _Place) -> Callable[[], Sequence[Bytes]]:
+    """What gives the bytes of a slot to a thread, and keeps them there where the cache goes meanwhile."""
+    tier, slot = place
+    if tier is DEVICE and runtime.cuda is not None:
+        return partial(_fetch, runtime.cuda, group, Stretch(slot, 0, runtime.spec.block_bytes(group)))
+    parts = runtime.memory(tier).parts(group, slot)
+    return lambda: parts
+
+
+def _fetch(copies: GpuCopies, group: GroupId, stretch: Stretch) -> Sequence[Bytes]:
+    return [copies.fetch(group, [stretch])]
+
+
+def _in_memory(block: Location) -> _Place | None:
+    slots = zip((Tier.DEVICE, Tier.HOST), block.slots, strict=False)
+    return next(((tier, slot) for tier, slot in slots if slot is not None), None)
+
+
+def _digest(parts: Sequence[Bytes]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part.data)
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""One class per gRPC service of ``proto/kvtier/v1``."""
