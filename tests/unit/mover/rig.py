@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierIOError
-from kvtierd.tiers.disk.batch import DiskWrite, Restatement
+from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore, ReadReport
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
@@ -69,28 +69,16 @@ class StubbornDisk(DiskStore):
     def open_gate(self) -> None:
         self._gate.set()
 
-    def write(
-        self,
-        writes: Sequence[DiskWrite],
-        retire: Sequence[tuple[GroupId, Key, SlotId]] = (),
-        touches: Sequence[tuple[GroupId, bytes]] = (),
-        restate: Sequence[Restatement] = (),
-    ) -> frozenset[int]:
+    def write(self, *arguments: Any, **named: Any) -> frozenset[int]:
         self._pass()
-        return self._inner.write(writes, retire, touches, restate)
+        return self._inner.write(*arguments, **named)
 
     def begin(self, writes: Sequence[DiskWrite]) -> Begun:
         return self._inner.begin(writes)
 
-    def finish(
-        self,
-        batches: Sequence[Begun],
-        retire: Sequence[tuple[GroupId, Key, SlotId]] = (),
-        touches: Sequence[tuple[GroupId, bytes]] = (),
-        restate: Sequence[Restatement] = (),
-    ) -> frozenset[int]:
+    def finish(self, *arguments: Any, **named: Any) -> frozenset[int]:
         self._pass()
-        return self._inner.finish(batches, retire, touches, restate)
+        return self._inner.finish(*arguments, **named)
 
     def read(self, reads: Sequence[DiskRead]) -> ReadReport:
         self._pass()

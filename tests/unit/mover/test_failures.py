@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvtierd.core.events import Cause, Event, EventSequencer, EventType
+from kvtierd.core.events import Event, EventSequencer
 from kvtierd.core.ids import SessionId, Tier
 from kvtierd.mover.engine import Engine
-from tests.unit.mover.rig import CACHE, GROUP, SPEC, Client, House, key, make_runtime, mover_threads
+from tests.unit.mover.rig import CACHE, Client, House, key, make_runtime, mover_threads
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 CHAIN = [key(number) for number in range(4)]
@@ -36,16 +36,6 @@ async def test_a_failed_write_leaves_the_source_valid(house: House) -> None:
     assert any("the disk is unwell" in problem for problem in house.engine.problems())
 
 
-async def test_a_disk_that_recovers_is_used_again(house: House) -> None:
-    house.disk.failing = True
-    assert (await house.client().move(CHAIN[:2], DISK)).results == (False,) * 2
-    house.disk.failing = False
-    assert (await house.client().move(CHAIN, DISK)).results == (True,) * 4
-    await house.engine.settle()
-    assert set(house.listed().values()) == {DISK.bit}
-    assert await house.client().get(CHAIN) == 4
-
-
 async def test_eviction_goes_on_by_dropping_while_the_disk_fails(house: House) -> None:
     house.disk.failing = True
     for number in range(10, 60, 4):
@@ -67,35 +57,6 @@ async def test_a_failed_read_holds_nothing_and_loses_nothing(house: House) -> No
 
     house.disk.failing = False
     assert await client.get(CHAIN) == 4
-
-
-def flip_bit(directory: Path, offset: int) -> None:
-    (slab,) = directory.rglob("group-0.slab")
-    with open(slab, "r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-
-
-async def test_a_flipped_bit_on_disk_is_a_miss_with_its_event(house: House, tmp_path: Path) -> None:
-    client = house.client()
-    assert (await client.move(CHAIN, DISK)).results == (True,) * 4
-    await house.engine.settle()
-    spoiled = house.engine.locate(CACHE, GROUP, [CHAIN[2]])[0].slots[DISK]
-    assert spoiled is not None
-    flip_bit(tmp_path, spoiled * SPEC.record_bytes(0) + 700)
-
-    assert await client.get(CHAIN) == 2
-    await house.engine.settle()
-    removed = {
-        (change.key, event.cause)
-        for event in house.hub.events
-        if event.type is EventType.REMOVED
-        for change in event.blocks
-    }
-    assert removed == {(CHAIN[2], Cause.CORRUPT), (CHAIN[3], Cause.ANCESTOR)}
-    assert set(house.listed()) == set(CHAIN[:2])
 
 
 class BrokenHub:

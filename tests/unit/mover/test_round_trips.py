@@ -53,31 +53,6 @@ async def test_three_tiers_under_chaos(tmp_path: Path, seed: int) -> None:
         assert sum(house.engine.queues().values()) == 0
 
 
-@pytest.mark.parametrize(
-    "slots",
-    [
-        {DEVICE: 4, HOST: 16},
-        {DEVICE: 4, DISK: 32},
-        {HOST: 4, DISK: 32},
-        {DEVICE: 4, HOST: 4, DISK: 32},
-    ],
-    ids=lambda slots: "-".join(map(str, slots)),
-)
-async def test_any_subset_of_tiers(tmp_path: Path, slots: dict[Tier, int]) -> None:
-    top = min(slots)
-    chains = [[key(10 * number + i) for i in range(3)] for number in range(4)]
-    async with House(tmp_path) as house:
-        house.open(slots, chaos=Chaos(1) if DEVICE in slots else None)
-        client = house.client()
-        for chain in chains:
-            await client.put(chain, top)
-        for chain in [*chains, *chains]:
-            assert await client.get(chain, top) == 3
-        await house.engine.settle()
-        assert house.hub.residency() == house.listed()
-        assert house.engine.problems() == []
-
-
 async def test_freed_device_slots_are_poisoned_and_their_generation_is_odd(tmp_path: Path) -> None:
     async with House(tmp_path) as house:
         runtime = house.open({DEVICE: 2, HOST: 8})

@@ -8,7 +8,6 @@ import pytest
 from kvtierd.core.ids import Tier
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.mover.tickets import Refused, ShuttingDown
-from kvtierd.tiers.mapped import Chaos
 from tests.unit.mover.rig import GROUP, House, key, mover_threads
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -55,27 +54,6 @@ async def test_a_disk_that_hangs_does_not_hold_the_shutdown(tmp_path: Path) -> N
         house.disk.open_gate()
         for thread in mover_threads():
             await asyncio.to_thread(thread.join, 30)
-
-
-async def test_shutting_down_in_the_middle_of_the_storm(tmp_path: Path) -> None:
-    async with House(tmp_path) as house:
-        house.open({DEVICE: 8, HOST: 8, DISK: 32}, chaos=Chaos(3))
-        chains = [[key(10 * number + i) for i in range(3)] for number in range(20)]
-
-        busy = asyncio.Event()
-
-        async def work() -> None:
-            while chains:
-                await house.client().put(chains.pop())
-                if len(chains) < 10:
-                    busy.set()
-
-        tasks = [asyncio.create_task(work()) for _ in range(4)]
-        await busy.wait()
-        assert await house.engine.shutdown(10.0)
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(end, Refused | ShuttingDown) for end in ends)
-        assert mover_threads() == []
 
 
 async def test_an_engine_without_caches_ends_at_once_and_twice() -> None:

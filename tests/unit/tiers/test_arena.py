@@ -121,22 +121,6 @@ def test_only_tiers_the_cache_has(device: int, host: int, names: tuple[str, ...]
     arena.close()
 
 
-def test_nobody_can_resize_a_segment(segment: Memfd) -> None:
-    said = run_client(
-        """
-        for size in (0, 4096, 2 << 20):
-            try:
-                os.ftruncate(fds[0], size)
-                print("done")
-            except PermissionError:
-                print("refused")
-        """,
-        segment.fd,
-    )
-    assert said.split() == ["refused"] * 3
-    segment.array[-1] = 1  # would be SIGBUS
-
-
 def test_a_writer_cannot_lock_out_the_daemons_successor(segment: Memfd) -> None:
     said = run_client(
         """
@@ -185,59 +169,12 @@ def test_an_unprotected_memfd_can_be_reopened_so() -> None:
     os.close(fd)
 
 
-def test_nothing_can_be_written_through_a_reading_descriptor(arena: Arena) -> None:
-    said = run_client(
-        """
-        for fd in fds:
-            try:
-                mmap.mmap(fd, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-                print("mapped")
-            except PermissionError:
-                print("refused")
-            try:
-                os.pwrite(fd, b"x", 0)
-                print("written")
-            except OSError as error:
-                print(errno.errorcode[error.errno])
-            shared = mmap.mmap(fd, 4096, prot=mmap.PROT_READ)
-            libc = ctypes.CDLL(None, use_errno=True)
-            address = np.frombuffer(shared, np.uint8).ctypes.data
-            print("raised" if libc.mprotect(ctypes.c_void_p(address), 4096, 3) == 0 else "refused")
-        """,
-        *arena.fds(write=False).values(),
-    )
-    assert said.split() == ["refused", "EBADF", "refused"] * 3
-
-
 def test_a_writer_gets_the_data_but_never_control(arena: Arena) -> None:
     fds = arena.fds(write=True)
     modes = {name: fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE for name, fd in fds.items()}
     assert modes == {"control": os.O_RDONLY, "host": os.O_RDWR, "device": os.O_RDWR}
     run_client("np.frombuffer(mmap.mmap(fds[0], 0), np.uint8)[:] = 7", fds["host"])
     assert (arena.data(Tier.HOST) == 7).all()
-
-
-def test_a_writer_that_punches_holes_hurts_only_the_bytes(arena: Arena) -> None:
-    arena.data(Tier.HOST)[:] = 9
-    arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
-    fds = arena.fds(write=True)
-    said = run_client(
-        """
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-        keep_size_punch_hole = 1 | 2
-        for fd in fds:
-            done = libc.fallocate(fd, keep_size_punch_hole, 0, os.fstat(fd).st_size) == 0
-            print("punched" if done else errno.errorcode[ctypes.get_errno()])
-        """,
-        fds["host"],
-        fds["control"],
-    )
-    assert said.split() == ["punched", "EBADF"]
-    assert not arena.data(Tier.HOST).any()
-    arena.data(Tier.HOST)[:] = 1
-    assert arena.data(Tier.HOST).all()
-    assert is_ready(arena.generation(Tier.HOST, GROUP, SlotId(0)))
 
 
 def test_descriptors_are_not_inherited(arena: Arena) -> None:

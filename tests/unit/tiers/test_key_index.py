@@ -64,24 +64,6 @@ class Index:
         return int(self.control[4048:4056].view("<u8")[0])
 
 
-def test_what_is_put_is_found_until_it_is_gone() -> None:
-    index = Index(64)
-    index.put(FULL, key(1), HOST_BIT, host=place(7, 22))
-    assert index.reader.entry(key(1), FULL) == Entry(HOST_BIT, 7, 22, 0, 0)
-    assert index.reader.entry(key(1), SLIDING) is ABSENT
-    assert index.reader.entry(key(2), FULL) is ABSENT
-    index.put(FULL, key(1), HOST_BIT | DEVICE_BIT | DISK_BIT, device=place(3, 40))
-    assert index.reader.entry(key(1), FULL) == Entry(7, 7, 22, 3, 40)
-    index.put(FULL, key(1), DEVICE_BIT | DISK_BIT)
-    assert index.reader.entry(key(1), FULL) == Entry(DEVICE_BIT | DISK_BIT, 0, 0, 3, 40)
-    index.put(FULL, key(1), DISK_BIT)
-    index.put(FULL, key(1), DISK_BIT | HOST_BIT, host=place(8, 50))
-    assert index.reader.entry(key(1), FULL) == Entry(DISK_BIT | HOST_BIT, 8, 50, 0, 0)
-    index.put(FULL, key(1), 0)
-    assert index.reader.entry(key(1), FULL) is ABSENT
-    assert index.writer.contents() == {}
-
-
 def test_a_change_that_changes_nothing_writes_nothing() -> None:
     index = Index(4)
     index.put(FULL, key(1), HOST_BIT, host=place(7, 22))
@@ -131,18 +113,6 @@ def test_a_block_without_a_place_makes_absence_unsure_until_it_is_gone() -> None
         index.put(FULL, key(number), 0)
     assert index.unindexed == 0
     assert index.reader.entry(key(99), FULL) is ABSENT
-
-
-@pytest.mark.parametrize("buckets", [1, 100])
-def test_of_many_that_change_at_once_some_are_new(buckets: int) -> None:
-    """With one bucket, both that a key may stand in are the same."""
-    index = Index(buckets)
-    index.put(FULL, key(0), DISK_BIT)
-    index.put(FULL, key(39), DISK_BIT)
-    names = [key(number) for number in (range(40) if buckets > 1 else [0, 5, 39])]
-    index.writer.put(Blocks(FULL, dict.fromkeys(names, HOST_BIT | DISK_BIT)))
-    expected = {(FULL, name): Entry(HOST_BIT | DISK_BIT) for name in [*names, key(0), key(39)]}
-    assert index.writer.contents() == expected
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 11, 12, 13, 300, 5000])
