@@ -1,4 +1,4 @@
-"""Disk batches: what the writer and reader threads hand to the store."""
+"""Disk batches: the writer and reader threads hand blocks to the store, and the order of their use once a second."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from kvtierd.tiers.disk.store import Begun, DiskRead, DiskStore
 
 @dataclass(slots=True, frozen=True)
 class Ending:
-    """The second half of a batch of ``items`` items: what of it is on its way to disk, with the ``places`` of those
-    writes in the batch, and what it deletes. ``failed``: places of which nothing is written."""
+    """The second half of a batch of ``items`` items.
+
+    ``places``: of the writes that have begun, in the batch. ``failed``: places of items that are not written.
+    """
 
     disk: DiskStore
     items: int
@@ -35,8 +37,14 @@ class Ending:
 
 
 def finish(endings: Sequence[Finish]) -> Faults:
-    """Of batches of one store, in the order in which they began, with one sync and one transaction for all. Places are
-    counted through all of them. Raises ``TierIOError`` if nothing was stored."""
+    """Finishes batches of one store, in the order in which they began, with one sync and one transaction.
+
+    Returns:
+        Places counted through all batches.
+
+    Raises:
+        TierIOError: nothing was stored.
+    """
     mine = [ending for ending in endings if isinstance(ending, Ending)]
     failed: set[int] = set()
     places: list[int] = []
@@ -62,10 +70,12 @@ def write(batch: Batch) -> Finish:
 
 
 def store(batch: Batch, parts: Mapping[int, Sequence[memoryview]], *, lent: bool = False) -> Finish:
-    """The same with the records of the blocks, by their places in the batch; what has none fails.
+    """As :func:`write`, with the records of the blocks by their places in the batch. A block without a record fails.
 
-    While one batch is made durable, the bytes of the next are written. ``lent``: the records are the caller's again
-    when this returns, so the disk is waited for.
+    While one batch is made durable, the bytes of the next are written.
+
+    Args:
+        lent: the caller uses the records again when this returns, so it waits for the disk.
     """
     disk = batch[0].runtime.store
     writes: list[DiskWrite] = []
@@ -94,7 +104,7 @@ def read(batch: Batch) -> Faults:
 
 
 def fetch(batch: Batch, parts: Sequence[Sequence[memoryview]]) -> Faults:
-    """The same into these records, one an item."""
+    """As :func:`read`, into these records: one for each item."""
     reads = [
         DiskRead(move.group, item.src, item.key, into)
         for (move, item), into in zip(items_of(batch), parts, strict=True)
@@ -110,7 +120,7 @@ def _target(move: Move) -> Tier:
 
 
 def concerns(piece: Piece) -> Concerns:
-    """The disk slots and the blocks that a piece of a writer is about: no two of a batch are about the same.
+    """The disk slots and the blocks that a piece of the writer changes: no two pieces of a batch change the same.
 
     A slot is written only after the transaction that deleted its old record, and a record deleted only after the one
     that put it there; inside a transaction payloads come first, then deletions, then records.

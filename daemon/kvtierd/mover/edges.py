@@ -1,4 +1,4 @@
-"""Edges: moves go in, results come out, and what is on the way is counted.
+"""Edges: moves go in, results come out, and the blocks on the way are counted.
 
 Loop thread only. Queues need no bound of their own: a move is planned only where its destination slot exists.
 """
@@ -58,7 +58,7 @@ LANES: Final = (
     Lane(
         "disk-writer",
         ((Tier.HOST, Tier.DISK), (Tier.DEVICE, Tier.DISK), (Tier.DISK, None)),
-        threads=1,  # what is queued first is committed first: ancestors before descendants, deletions before reuse
+        threads=1,  # in order: ancestors are committed before descendants, deletions before reuse
         batch_blocks=32,
         batch_bytes=8 << 20,
         carry_out=_write,
@@ -69,7 +69,7 @@ LANES: Final = (
     Lane(
         "disk-reader",
         ((Tier.DISK, Tier.HOST), (Tier.DISK, Tier.DEVICE)),
-        threads=2,  # two reach what the disk can give
+        threads=2,  # two use the whole bandwidth of the disk
         batch_blocks=32,
         carry_out=_read,
         halves=True,
@@ -80,7 +80,7 @@ STUCK_AFTER_S: Final = 10.0
 LEAVE_GRACE_S: Final = 1.0
 """How long idle threads are given to end."""
 BLOCKS_PER_TURN: Final = 128
-"""Bounds what one loop callback tells the core; the rest follows in the next turn."""
+"""The most results that one loop callback gives the core; the rest follow in the next turn."""
 
 Deliver = Callable[[CacheRuntime, Sequence[MoveResult]], None]
 
@@ -148,7 +148,7 @@ class Edges:
 
     @property
     def queued(self) -> Mapping[Edge, int]:
-        """Blocks planned on each edge and not yet reported. What became of the others, the core counts."""
+        """Blocks planned on each edge and not yet reported."""
         return self._queued
 
     def in_flight(self, cache: CacheId | None = None) -> int:
@@ -167,7 +167,7 @@ class Edges:
             await watcher
 
     async def written(self, cache: CacheId) -> None:
-        """Returns when what is on its way to the cache's disk now, writes and deletions, has ended."""
+        """Returns when the writes and deletions now on their way to the cache's disk have ended."""
         on_the_way = {place for place, one in self._journeys.items() if place[0] == cache and _on_disk(one.move)}
         while not on_the_way.isdisjoint(self._journeys):
             watcher: asyncio.Future[None] = self._loop.create_future()

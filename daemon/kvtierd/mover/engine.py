@@ -73,8 +73,7 @@ class Engine:
     # caches
 
     def add_cache(self, runtime: CacheRuntime, left: Sequence[LeftLease] = ()) -> None:
-        """Opens a cache whose manager has been filled and not been heard of yet. ``left``: leases from before the
-        restart."""
+        """Opens a cache whose manager has been filled and not announced. ``left``: leases from before the restart."""
         if self._closing:
             raise ShuttingDown
         if runtime.id in self._executor.caches:
@@ -85,7 +84,7 @@ class Engine:
             self._executor.apply(cache, runtime.manager.restore_lease(lease, self._clock()))
 
     def announce_gone(self, cache_id: CacheId, group: GroupId, cause: Cause) -> None:
-        """The event of a cache that is not here any more: none of its blocks is."""
+        """Publishes that all blocks of a cache are gone with it."""
         cleared = Event(self._sequencer.take(), EventType.CLEARED, cause, cache_id, group, self._clock())
         self._hub.publish([cleared])
 
@@ -107,7 +106,7 @@ class Engine:
         return cache.runtime
 
     def caches(self) -> tuple[CacheId, ...]:
-        """Those open, in the order in which they were added."""
+        """The open caches, in the order in which they were added."""
         return tuple(self._executor.caches)
 
     def runtime(self, cache_id: CacheId) -> CacheRuntime:
@@ -163,7 +162,7 @@ class Engine:
     ) -> Grant:
         """Makes blocks READY in ``to``; ``Grant.results`` says which are. Raises :class:`Refused`.
 
-        Not all at once: where the time is up, or the caller goes, blocks whose turn has not come stay as they are.
+        Blocks move in slices: when the time is up, or the caller goes, the remaining blocks stay as they are.
         """
         ends = None if timeout_s is None else self._loop.time() + timeout_s
         step = MOVE_SLICE // _PARTS
@@ -228,7 +227,7 @@ class Engine:
     def release(
         self, cache_id: CacheId, session: SessionId, leases: Sequence[LeaseId], first_blocks: Sequence[int] = ()
     ) -> None:
-        """``first_blocks``, one a lease: gives back only so many of its first blocks; 0 = all of it."""
+        """Releases leases. ``first_blocks``, one for each lease: releases only so many first blocks; 0 = all."""
         cache = self._find(cache_id)
         self._executor.apply(cache, cache.manager.release(session, leases, self._clock(), first_blocks))
 
@@ -268,7 +267,7 @@ class Engine:
         return results
 
     async def reset(self, cache_id: CacheId, session: SessionId, *, force: bool) -> ResetReport:
-        """Forgets all blocks that nobody needs, in slices, so that others have their turn in between."""
+        """Forgets all blocks that are not in use, in slices: other calls have their turn in between."""
         cache = self._find(cache_id)
         dropped = kept = 0
         following = None
@@ -284,8 +283,10 @@ class Engine:
                 raise UnknownCache(cache_id)
 
     async def forgotten(self, cache_id: CacheId) -> None:
-        """Returns when what was removed by now cannot come back from disk, whatever becomes of the daemon and of the
-        system: its records are deleted, and those that were still being written have been deleted after that."""
+        """Returns when no crash, of the daemon or the system, can bring back from disk a block that is removed now.
+
+        Its record is deleted, even if it was still being written.
+        """
         for _ in range(2):
             await self._executor.edges.written(cache_id)
         cache = self._executor.caches.get(cache_id)
@@ -293,8 +294,7 @@ class Engine:
             await asyncio.to_thread(cache.runtime.disk.sync)
 
     async def lose_disk(self, cache_id: CacheId) -> None:
-        """The disk has failed. Nothing is given out there any more from the call on. Its blocks go in slices, and other
-        calls have their turn in between."""
+        """The disk has failed: no slot there is granted from now on. Its blocks go in slices, between other calls."""
         cache = self._find(cache_id)
         following = self._lose_slice(cache, None)
         while following is not None:
@@ -355,27 +355,26 @@ class Engine:
             self._executor.apply(cache, cache.manager.reattach_session(session, self._clock()))
 
     def end_session(self, session: SessionId) -> None:
-        """It said goodbye, or its process is gone: all that it held is given back, what threads are at
-        (:meth:`while_held`) once they are done."""
+        """The session said goodbye, or its process is gone: all its leases are released, those of slots that threads
+        work on (:meth:`while_held`) when they are done."""
         end = partial(self._withdraw_session, session, BlockManager.end_session)
         if not self._threads.after(session, end):
             self._withdraw_session(session, BlockManager.orphan_session)
 
     async def while_held(self, cache_id: CacheId, session: SessionId, lease: LeaseId, work: Callable[[], T]) -> T:
-        """Has a thread do ``work`` on slots of a lease. Whatever becomes of the session and of the caller, they are not
-        given to others before it is done; if it is :class:`Unaccounted`, never. Whoever gives the lease up itself does
-        so :meth:`afterwards`."""
+        """Has a thread do ``work`` on slots of a lease. The slots are not granted again before it is done, even if the
+        session ends or the caller goes; if it raises :class:`Unaccounted`, never. A lease is released
+        :meth:`afterwards`."""
         return await self._threads.run((session, (cache_id, lease)), work)
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Has one of the same threads do ``work`` on slots that nobody holds. It goes on whatever becomes of the
-        caller."""
+        """Has one of the same threads do ``work`` on slots that are not leased. It goes on if the caller goes."""
         if self._closing:
             raise ShuttingDown
         return await self._threads.run((), work)
 
     def afterwards(self, cache_id: CacheId, lease: LeaseId, action: Callable[[], None]) -> None:
-        """At once, if no thread is at the lease's slots."""
+        """Does ``action`` when no thread works on the lease's slots, perhaps at once."""
         self._threads.after((cache_id, lease), action)
 
     def session_leases(self, session: SessionId) -> int:
@@ -389,7 +388,7 @@ class Engine:
 
     @property
     def last_event(self) -> EventId:
-        """The last event that what the engine answers in this turn takes in."""
+        """The last event whose effect the answers of this turn include."""
         return self._sequencer.last
 
     def queues(self) -> dict[Edge, int]:
@@ -397,11 +396,11 @@ class Engine:
         return dict(self._executor.edges.queued)
 
     def problems(self) -> list[str]:
-        """What health should show; empty when all is well."""
+        """Problems for health; empty when all is well."""
         return self._executor.problems()
 
     def stalled_s(self) -> float:
-        """The movers' heartbeat: for how long the slowest of their threads has been in one call."""
+        """The heartbeat: for how long the slowest thread has been in one call."""
         return self._executor.edges.stalled_s()
 
     async def settle(self) -> None:
@@ -466,7 +465,7 @@ class Engine:
         outcome: Outcome,
         timeout_s: float | None,
     ) -> list[Answer]:
-        """Of all that wait, in order; ``outcome`` may hold some of them."""
+        """The answers of all tickets, in order; ``outcome`` may hold some of them."""
         self._begin(cache, waiting, outcome, timeout_s)
         try:
             for one in waiting:
@@ -486,7 +485,7 @@ class Engine:
         outcome: Outcome,
         timeout_s: float | None,
     ) -> list[Answer]:
-        """Of the tickets of an acquire, one a chain."""
+        """The answers of an acquire: one for each chain."""
         waiting = [
             cache.tickets.open(ticket, session, tier, len(wanted.keys))
             for ticket, wanted in zip(tickets, chains, strict=True)
@@ -494,16 +493,16 @@ class Engine:
         return await self._answers(cache, waiting, outcome, timeout_s)
 
     def _begin(self, cache: OpenCache, waiting: Sequence[Waiting], outcome: Outcome, timeout_s: float | None) -> None:
-        """Applies the outcome that the tickets came with. They are answered within ``timeout_s``."""
+        """Applies the outcome that came with the tickets. They are answered within ``timeout_s``."""
         self._executor.apply(cache, outcome)
         if timeout_s is not None:
             for one in waiting:
                 cache.tickets.set_deadline(one, timeout_s, lambda one: self._expire(cache, one))
 
     def _withdraw(self, cache: OpenCache, waiting: Sequence[Waiting]) -> None:
-        """Nobody will hear the answers. Those given already are undone, the others prevented.
+        """The caller has gone: given answers are undone, the others prevented.
 
-        One ticket's withdrawal may answer the next: each is looked at when its turn has come.
+        The withdrawal of one ticket may answer the next: each is looked at in its turn.
         """
         for one in waiting:
             if cache.removed:
@@ -517,7 +516,7 @@ class Engine:
                         self._return(cache, one.session, lease)
 
     def _refuse_waiting(self, cache: OpenCache) -> None:
-        """Whoever waits for the cache is told that it is over."""
+        """Refuses all waiting tickets of a cache."""
         for waiting in cache.tickets.unanswered():
             if waiting.answer is None:
                 cache.tickets.answer(cancelled(waiting))
@@ -535,7 +534,7 @@ class Engine:
 
 
 def _granted(waiting: Waiting) -> Grant:
-    """What a request that is answered got. Raises :class:`Refused`."""
+    """The grant of an answered ticket. Raises :class:`Refused`."""
     if not isinstance(waiting.answer, Grant):
         if waiting.answer is None:
             raise InvariantViolation(f"ticket {waiting.ticket} woke its waiter without an answer")

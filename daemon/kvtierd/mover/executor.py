@@ -32,7 +32,7 @@ Holder = SessionId | tuple[CacheId, LeaseId]
 """A session or a lease whose slots a thread works on."""
 
 TICK_S: Final = 0.25
-"""How often the core is told the time: degraded edges come back, and what waits for that goes on."""
+"""How often the core is told the time: degraded edges come back."""
 BROKEN_SHOWN: Final = 8
 """Steps of the core that raised, the latest, kept for health."""
 THREADS: Final = 4
@@ -104,14 +104,14 @@ class Executor:
             check_index(runtime.manager, runtime.arena)
 
     def advance(self, cache: OpenCache, step: Callable[[int], Outcome]) -> None:
-        """A step of the core in a callback of the loop. What it raises is our bug, and has no caller to go to."""
+        """A step of the core in a callback of the loop. An exception is our bug, and has no caller to go to."""
         try:
             self.apply(cache, step(self._clock()))
         except Exception as error:  # noqa: BLE001 - shown in health and by the loop's handler; other caches go on
             self._show(cache.runtime, error)
 
     def problems(self) -> list[str]:
-        """What health should show; empty when all is well."""
+        """Problems for health; empty when all is well."""
         unwritten = [cache.uses.problem for cache in self.caches.values() if cache.uses.problem is not None]
         return [*self._broken, *self.edges.problems(), *unwritten]
 
@@ -139,7 +139,7 @@ class Executor:
 
 
 class SlotThreads:
-    """Threads that read or write slots for a session, and what has to wait for them. Loop thread only."""
+    """Threads that read or write slots for a session. Loop thread only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -149,7 +149,7 @@ class SlotThreads:
         self._threads: set[asyncio.Future[Any]] = set()
 
     async def run(self, holders: Sequence[Holder], work: Callable[[], T]) -> T:
-        """``work`` in a thread. It goes on whatever becomes of the caller; if it is :class:`Unaccounted`, for ever."""
+        """Does ``work`` in a thread. It goes on if the caller goes; if it raises :class:`Unaccounted`, for ever."""
         self._under_way.update(holders)
         doing = self._loop.run_in_executor(self._pool, work)
         self._threads.add(doing)
@@ -157,7 +157,7 @@ class SlotThreads:
         return await asyncio.shield(doing)
 
     def after(self, holder: Holder, action: Callable[[], None]) -> bool:
-        """Does it once nothing is under way for the holder. Whether that was now."""
+        """Does ``action`` when nothing is under way for the holder. Returns whether that was now."""
         if self._under_way[holder]:
             self._afterwards[holder].append(action)
             return False
@@ -165,12 +165,12 @@ class SlotThreads:
         return True
 
     async def idle(self) -> None:
-        """Returns when no thread is at anything."""
+        """Returns when no thread works."""
         while self._threads:
             await asyncio.wait(self._threads)
 
     def close(self) -> None:
-        """No thread is begun any more; those that are there end with what they do."""
+        """Begins no thread any more; the others end with their work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, holders: Sequence[Holder], doing: asyncio.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the key index in step with the core: what an outcome's events say, with the slots that it fills."""
+"""Keeps the key index in step with the core: the events of an outcome, with the slots that it fills."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvtierd.tiers.key_index import NOWHERE, At, Blocks
 def follow(arena: Arena, outcome: Outcome) -> None:
     """Makes the key index show an outcome: after its last generation has changed and before anybody is answered.
 
-    A block that has got into a memory tier has its slot among those filled. Recovered blocks are in the index already:
-    :meth:`Arena.rebuild_index`.
+    The slot of a block that has got into a memory tier is among the filled ones. Recovered blocks are
+    in the index already: :meth:`Arena.rebuild_index`.
     """
     index = arena.index
     if index is None or not outcome.events:
@@ -42,7 +42,7 @@ def follow(arena: Arena, outcome: Outcome) -> None:
 
 
 def check_index(manager: BlockManager, arena: Arena) -> None:
-    """The key index says just what the core knows. Raises :class:`InvariantViolation` where it does not."""
+    """Compares the key index with the core. Raises :class:`InvariantViolation` where it does not."""
     if arena.index is None:
         return
     shown = arena.index.contents()

@@ -17,8 +17,8 @@ Answer = Grant | Refusal
 class Waiting:
     """One ticket and its waiter.
 
-    ``answer`` is what counts: it is set in the turn in which the core gives it, whatever has become of the waiter by
-    then. ``wake`` only tells the waiter to look, and is cancelled together with it.
+    ``answer`` is set in the turn in which the core gives it, even if the waiter has gone. ``wake`` tells the waiter to
+    look, and is cancelled together with it.
     """
 
     ticket: TicketId
@@ -56,7 +56,7 @@ class Tickets:
         """The core answers each ticket once, and none that was withdrawn."""
         waiting = self._waiting.get(answer.ticket)
         if waiting is None:
-            raise InvariantViolation(f"nobody waits for ticket {answer.ticket}, which the core answers")
+            raise InvariantViolation(f"the core answers ticket {answer.ticket}, which has no waiter")
         waiting.answer = answer
         self.forget(waiting)
         if not waiting.wake.done():
@@ -74,7 +74,7 @@ class Tickets:
 
 
 def cancelled(waiting: Waiting) -> Refusal:
-    """The answer to a ticket that is withdrawn while somebody still waits for it."""
+    """The answer to a ticket that is withdrawn while its caller still waits."""
     return Refusal(waiting.ticket, RefusalReason.CANCELLED, waiting.tier, waiting.wanted, free=0)
 
 
@@ -91,7 +91,7 @@ class Refused(MoverError):
 
 
 class UnknownCache(MoverError):
-    """No such cache is open, or it is being closed."""
+    """The cache is not open, or is being closed."""
 
     def __init__(self, cache: CacheId) -> None:
         super().__init__(f"cache {cache} is not open")

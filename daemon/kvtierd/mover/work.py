@@ -1,4 +1,4 @@
-"""What worker threads are given, and what they report."""
+"""The work of a batch: its items, copies between memory tiers, and reports to the loop."""
 
 from __future__ import annotations
 
@@ -56,10 +56,9 @@ def destination(item: MoveItem) -> SlotId:
 
 
 def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> list[Report]:
-    """Splits a batch's faults and times among its pieces, but for those that nobody can account for.
+    """Splits a batch's faults and times among its pieces, without the unaccounted ones.
 
-    Copies first: somebody may wait for them, while slots are freed for those to come, and the loop takes its time for
-    each.
+    Copies come first: callers may wait for them.
     """
     blocks = sum(len(piece.items) for piece in batch)
     reports = []
@@ -72,7 +71,7 @@ def reports_of(batch: Batch, faults: Faults, started_ns: int, ended_ns: int) -> 
                     piece=piece,
                     failed=_within(faults.failed, base, piece),
                     corrupt=_within(faults.corrupt, base, piece),
-                    queue_ns=max(0, started_ns - piece.submitted_ns),  # it may have joined what had started
+                    queue_ns=max(0, started_ns - piece.submitted_ns),  # it may have joined a batch that had started
                     copy_ns=(ended_ns - started_ns) * count // blocks,
                 )
             )
@@ -173,5 +172,5 @@ class Mailbox(Generic[T]):
         return taken
 
     def close(self) -> None:
-        """Loop thread: nobody listens any more, and the loop itself may go. What was not taken is forgotten."""
+        """Loop thread: the loop may go. Values not taken are forgotten."""
         self._closed = True

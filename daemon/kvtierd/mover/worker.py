@@ -27,7 +27,7 @@ RETIRES_PER_COPY: Final = 4
 """Deletions are cheap next to copies: a batch takes this many for each copy that it could take."""
 FAILURE_SHOWN_S: Final = 60.0
 TOGETHER: Final = 2
-"""So many batches, or as much in smaller ones, are finished as one: while they wait, the next one can begin."""
+"""So many batches, or as much in smaller ones, are finished as one."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,27 +38,23 @@ Post = Callable[[Sequence[Report]], None]
 
 @dataclass(slots=True, frozen=True)
 class Lane:
-    """A queue and its threads.
-
-    ``batch_blocks`` bounds the copies of a batch, and with it how long a thread goes without a heartbeat. Behind others
-    more are taken, as long as all are no more than ``batch_bytes``, so that what a batch costs besides is spread over
-    many small blocks or some large ones. A batch is of one cache, in the order queued, and no two of its pieces are
-    about the same, where ``concerns`` says about what. ``halves``: the second half of a batch's work is done by another
-    thread while the next one begins. ``finish_all``: does the second halves of several batches, in their order, as that
-    of one; where there is none, each is done by itself. ``in_turn``: moves take turns, a piece each, so that a
-    small one does not wait for all of a large one before it; else what is queued first is done first.
-    """
+    """A queue and its threads. A batch is of one cache, in the order queued."""
 
     name: str
     edges: tuple[Edge, ...]
     threads: int
     batch_blocks: int
+    """The most copies in a batch, unless all are no more than ``batch_bytes``: bounds the time between heartbeats."""
     carry_out: CarryOut
     concerns: Callable[[Piece], Concerns] | None = None
+    """Slots and blocks that no two pieces of a batch may share."""
     halves: bool = False
+    """Another thread does the second half of a batch's work while the next batch begins."""
     finish_all: Callable[[Sequence[Finish]], Faults] | None = None
+    """Does the second halves of several batches as one."""
     batch_bytes: int = 0
     in_turn: bool = False
+    """Moves take turns, a piece each: a small move does not wait for a large one. Else first come, first served."""
 
     def blocks_at_once(self, runtime: CacheRuntime, move: Move) -> int:
         """How many items of a move a piece may have, so that it is no more than a batch."""
@@ -69,7 +65,7 @@ class Lane:
 
 
 class Gathering:
-    """Pieces that are carried out together. What of them bounds a batch is counted as they come."""
+    """Pieces that are carried out together, with the counts that bound a batch."""
 
     __slots__ = ("_about", "_copied_bytes", "_copies", "_device_bytes", "_lane", "_retires", "pieces")
 
@@ -112,14 +108,14 @@ class Gathering:
 class WorkQueue:
     """The loop puts, threads take. ``in_turn``: moves take turns, a piece each; else first come, first served.
 
-    Every piece has a token in a queue of Python's own, which does the waiting; what the next piece is, is asked then.
+    Threads wait in a queue of Python's own, which has a token for each piece; the next piece is chosen after that.
     """
 
     def __init__(self, *, in_turn: bool) -> None:
         self._in_turn = in_turn
         self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._lines: deque[deque[Piece]] = deque()
-        """Of each move what is left of it, the next one's first. Never empty ones."""
+        """The remaining pieces of each move, the next move's first. None is empty."""
         self._choosing = threading.Lock()
 
     def put(self, pieces: Sequence[Piece]) -> None:
@@ -166,7 +162,7 @@ class Hand:
         self.thread = threading.Thread(target=self._run, name=f"kvtierd-{name}", daemon=True)
 
     def abandon(self) -> None:
-        """What is still queued will not be carried out, nor reported."""
+        """Queued pieces will be neither carried out nor reported."""
         self._abandoned = True
 
     def problems(self, now_ns: int, stuck_after_s: float) -> Iterator[str]:
@@ -201,7 +197,7 @@ class Hand:
         except Unaccounted as error:
             self._note(error)
             return None
-        except Exception as error:  # noqa: BLE001 - whatever went wrong, the batch failed and the thread goes on
+        except Exception as error:  # noqa: BLE001 - the batch failed and the thread goes on
             self._note(error)
             return Faults(failed=frozenset(range(sum(len(piece.items) for piece in batch))))
 
@@ -236,10 +232,9 @@ class _Begun:
 
 
 class Finisher(Hand):
-    """Does the second halves of a worker's batches, in order; those that wait as one, where the lane has a way.
+    """Does the second halves of a worker's batches, in order; waiting ones together, if the lane has ``finish_all``.
 
-    Where batches overlap, the later one's time is counted from the end of the one before: whatever does them does one
-    after another, and the times of a lane add up to how long it was busy.
+    The time of a batch is counted from the end of the one before: the times of a lane add up to how long it was busy.
     """
 
     def __init__(self, name: str, lane: Lane, post: Post, exited: Callable[[], None]) -> None:
@@ -251,8 +246,7 @@ class Finisher(Hand):
         self._ending = False
 
     def put(self, gathered: Gathering, finish: Finish, started_ns: int) -> None:
-        """Blocks while others wait that it cannot join: what is being finished, what waits and this one are all that
-        is under way."""
+        """Blocks while another batch waits that it cannot join."""
         with self._changed:
             while (others := self._waiting) is not None:
                 if self._lane.finish_all is not None and others.gathered.join(gathered, size=TOGETHER):
@@ -263,7 +257,7 @@ class Finisher(Hand):
             self._changed.notify()
 
     def end(self) -> None:
-        """After what was put before."""
+        """Ends the thread after the batches put before."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -384,7 +378,7 @@ class Crew:
         return max(worker.stalled_s(now_ns) for worker in self._exits)
 
     def dismiss(self) -> None:
-        """Ends the threads after the batches in hand; what is queued is not carried out."""
+        """Ends the threads after the batches in hand; queued pieces are not carried out."""
         for hand in self._exits:
             hand.abandon()
         for _ in self._workers:
@@ -398,6 +392,6 @@ class Crew:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, exited: asyncio.Event) -> None:
-    """From a thread. A loop closed meanwhile has given up on the thread: nobody is left to tell."""
+    """From a thread. A closed loop has given up on the thread."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(exited.set)

@@ -35,7 +35,7 @@ _INDEXED_AT_ONCE: Final = 4096
 
 @dataclass(slots=True, frozen=True)
 class Shared:
-    """What a client that maps an arena is given. ``fds``: by segment name, in the order of the attach protocol; they
+    """Segments for a client that maps an arena. ``fds``: by segment name, in the order of the attach protocol; they
     stay the arena's: dup, never close. ``cuda``: of the descriptor of that name. ``unmapped``: by tier, why none."""
 
     fds: dict[str, int]
@@ -60,7 +60,7 @@ class Arena:
         """``epoch``: of the events of this life. ``gpu_memory``: of the device tier, where ``data`` has none."""
         self.layout = layout
         self.keeps_records = False
-        """Whether a restarted daemon may find the segments again, so that it is worth saying what slots hold."""
+        """Whether a restarted daemon may find the segments again, so that slots are recorded."""
         self.index = KeyIndex(layout, control.array, epoch) if layout.index_bytes else None
         self.gpu_memory: Final = gpu_memory
         self._order = 0
@@ -79,7 +79,7 @@ class Arena:
     def create(
         cls, name: str, layout: ArenaLayout, identity: ArenaIdentity, gpu_memory: CudaSegment | None = None
     ) -> Self:
-        """Fresh segments for cache ``name``: state OPENING, nothing ready, nobody's. Blocks; call from a thread.
+        """Fresh segments for cache ``name``: state OPENING, nothing ready, nothing leased. Blocks; call from a thread.
         ``gpu_memory``: fresh as well, and the arena's from now on.
 
         Raises :class:`TierConfigError` where memory is short; nothing is left behind then, and ``gpu_memory`` stays the
@@ -130,7 +130,7 @@ class Arena:
         return arena
 
     def _void(self, tier: Tier) -> None:
-        """Every generation odd, every slot nobody's."""
+        """Makes every generation odd and every slot unleased."""
         for group in range(len(self.layout.groups)):
             place = (tier, GroupId(group))
             generations = self._generations[place]
@@ -139,8 +139,7 @@ class Arena:
 
     @property
     def kept_fds(self) -> dict[str, int]:
-        """What an heir wants, by segment name: writable descriptors, the arena's own. That of GPU memory among them, if
-        it has one."""
+        """Writable descriptors for a successor, by segment name: the arena's own, with that of GPU memory."""
         named = {attach.CONTROL: self._control.fd}
         named |= {segment: self._data[tier].fd for tier, segment in SEGMENT_NAMES.items() if tier in self._data}
         if self.gpu_memory is not None and self.gpu_memory.fd is not None:
@@ -182,7 +181,7 @@ class Arena:
         return began
 
     def end_writes(self, tier: Tier, group: GroupId, slots: Iterable[SlotId]) -> None:
-        """The slots' bytes are READY. Raises AssertionError where they already were: somebody wrote unannounced."""
+        """The slots' bytes are READY. Raises AssertionError if they already were: a write was not announced."""
         generations = self._generation_words[tier, group]
         for slot in slots:
             value: int = generations[slot]
@@ -192,7 +191,7 @@ class Arena:
             generations[slot] = value + 1
 
     def note(self, content: Content) -> None:
-        """What the slot holds from its next generation on, or that it holds nothing to be found again."""
+        """Records the block of a slot from its next generation on, or that there is none."""
         (group, tier, slot), key, _, _ = content
         if key is None:
             start = slot * SLOT_RECORD_BYTES
@@ -202,7 +201,7 @@ class Arena:
         self._record(content, key, self._generation_words[tier, group][slot] + 1, self._order)
 
     def restate(self, content: Content) -> None:
-        """What a READY slot holds has other traits. Its generation and its place in the order of use stay.
+        """Records other traits for the block of a READY slot. Its generation and its place in the order of use stay.
 
         Raises AssertionError where the slot is not READY, or its block is not said.
         """
@@ -236,16 +235,16 @@ class Arena:
         return found
 
     def ready_slots(self, tier: Tier, group: GroupId) -> list[SlotId]:
-        """Those whose generation is even."""
+        """Slots whose generation is even."""
         return [SlotId(slot) for slot in np.flatnonzero(self._generations[tier, group] % 2 == 0).tolist()]
 
     def owned(self, tier: Tier, group: GroupId) -> dict[SlotId, SessionId]:
-        """Slots that somebody leases, and who; of several readers of a block the last."""
+        """Leased slots and their sessions; of several readers of a block the last."""
         owners = self._owners[tier, group]
         return {SlotId(slot): SessionId(int(owners[slot])) for slot in np.flatnonzero(owners).tolist()}
 
     def set_owners(self, tier: Tier, group: GroupId, owners: Mapping[SlotId, SessionId | None]) -> None:
-        """Who leases slots; None = nobody."""
+        """Notes the session that leases each slot; None: it is not leased."""
         words = self._owner_words[tier, group]
         for slot, session in owners.items():
             words[slot] = session or 0
@@ -300,8 +299,10 @@ class Arena:
             memfd.prefault()
 
     def close(self, *, for_successor: bool = False) -> None:
-        """The daemon's own mappings end with the last array over them, GPU memory's at once. Those who still map it see
-        state CLOSED; if it is kept for a successor they can go on reading."""
+        """Ends the daemon's mappings with the last array over them, GPU memory's at once.
+
+        Clients that still map the arena see state CLOSED; if it is kept for a successor they can go on reading.
+        """
         if not for_successor:
             self.set_state(ArenaState.CLOSED)
         self.index = None

@@ -1,6 +1,6 @@
 """Segments: sealed shared memory, which others map and the daemon can rely on all the same.
 
-A segment is a sealed memfd, never a named file: nobody can shrink or grow it under the daemon (SIGBUS), its pages exist
+A segment is a sealed memfd, never a named file: it cannot shrink or grow under the daemon (SIGBUS), its pages exist
 before it is used (a sparse one dies of SIGBUS when memory is short), and no other uid can re-open it writable through
 /proc.
 """
@@ -111,13 +111,13 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """What the machine has left, or less where a control group (version 2) limits this process."""
+    """Free memory of the machine, or less where a control group (version 2) limits this process."""
     available = _kernel_table(_MEMINFO)["MemAvailable:"] * 1024
     return min([available, *(_headroom(group) for group in _own_cgroups() if (group / "memory.max").exists())])
 
 
 def total_bytes() -> int:
-    """What the machine has in all, swap included: no arena larger than this can ever be had."""
+    """Memory and swap of the machine: no arena can be larger."""
     table = _kernel_table(_MEMINFO)
     return (table["MemTotal:"] + table.get("SwapTotal:", 0)) * 1024
 
@@ -143,7 +143,7 @@ def _headroom(cgroup: Path) -> int:
     if limit == "max":
         return 1 << 63
     used = _kernel_table(cgroup / "memory.stat")
-    # The rest of what the group uses is page cache, which gives way.
+    # The rest is page cache, which gives way.
     return max(0, int(limit) - used["anon"] - used["shmem"])
 
 

@@ -120,7 +120,7 @@ class Batch:
         self._discarded.add((group, key))
 
     def retire(self, retirements: Sequence[Retirement]) -> None:
-        """Forgets those blocks that really are where they are to be retired from."""
+        """Forgets the blocks that are still in the slots given."""
         for group, key, slot in retirements:
             if self._tables[group].slot_of(key) == slot:
                 self.discard(group, key)

@@ -1,6 +1,6 @@
 """The transactional truth of a store: an LMDB environment that says which blocks are on disk, and where.
 
-What is not in here is not stored, whatever the slabs hold. One thread at a time may call.
+A block without a record here is not stored, even if a slab holds its bytes. One thread at a time may call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENGINE: Final = 0
 """LMDB 0.9. Its files and those of 1.0 are unreadable to each other, so it is never left to the library's default."""
 
 DAMAGE: Final = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
-"""Errors of LMDB that say that a page is not what it wrote."""
+"""Errors of LMDB at a damaged page."""
 OPEN: Final = "OPEN"
 """The file beside LMDB's that is there while a process has the environment open."""
 _MOST_CRASHES: Final = 3
@@ -72,7 +72,7 @@ def _bytes_in_pages(value: int) -> int:
 def opening(path: Path) -> Iterator[bool]:
     """Counts the crashes of this process while the LMDB environment at ``path`` is opened.
 
-    LMDB has no checksums of its pages and aborts at a page that is not what it wrote. Python's faulthandler then leaves
+    LMDB has no checksums of its pages and aborts at a damaged one. Python's faulthandler then leaves
     a trace in the file OPEN; a kill leaves none.
 
     Yields: whether the last process has not closed the environment. Then :func:`read_pages` comes next.
@@ -223,11 +223,11 @@ class Index:
         )
 
     def touch_bytes(self, group: GroupId) -> int:
-        """About what the group's log of touches takes in the map."""
+        """Bytes of the group's log of touches in the map, about."""
         return self._groups[group].touch_bytes
 
     def commit(self, changes: Mapping[GroupId, Changes]) -> None:
-        """All of ``changes`` or nothing, and whatever becomes of this process when this returns; see :meth:`sync` for
+        """Does all of ``changes`` or nothing. No end of this process undoes it when this returns; see :meth:`sync` for
         the system. Raises :class:`TierIOError`; the index stays usable.
 
         After an error of the medium it is not known which of the two it was.
@@ -245,7 +245,7 @@ class Index:
                 self._commit(changes)
 
     def sync(self) -> None:
-        """What has been committed outlasts the system, too, when this returns. Raises :class:`TierIOError`."""
+        """No crash of the system undoes earlier commits when this returns. Raises :class:`TierIOError`."""
         with _lmdb_errors(f"cannot sync {self._path}"):
             self._env.sync(True)
 
@@ -341,7 +341,7 @@ def _tier_error(error: lmdb.Error, what: str) -> TierIOError:
 
 @dataclass(slots=True)
 class Changes:
-    """What one transaction does to one group, deletes first."""
+    """Changes of one transaction to one group, deletes first."""
 
     deletes: list[Key] = field(default_factory=list)
     puts: list[tuple[Key, bytes]] = field(default_factory=list)
@@ -351,4 +351,4 @@ class Changes:
     """Replaces the recency and all touches so far; ``touches`` come after it."""
     quarantine: list[SlotId] = field(default_factory=list)
     lift: list[SlotId] = field(default_factory=list)
-    """Slots that hold a new block now, whatever was found in them before."""
+    """Slots that hold a new block now: no longer in quarantine."""

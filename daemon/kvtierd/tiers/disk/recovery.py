@@ -89,7 +89,7 @@ def _others(all_keys: Sequence[Key], served: Sequence[Key]) -> list[Key]:
 
 
 def _last_uses(stored: Stored, shape: SlabShape) -> Counters:
-    """What recency and touches say of every slot, 0 where nothing."""
+    """The last use of every slot by recency and touches, 0 where they have none."""
     last_use: Counters = np.zeros(shape.slots, np.uint64)
     for first, value in stored.recency:
         counters = decode_recency(value)[: max(0, shape.slots - first)]

@@ -1,15 +1,15 @@
-"""The disk tier's directory: whose it is, who has it, and which caches are in it.
+"""The disk tier's directory: its owner, its lock, and the caches in it.
 
 ::
 
-    SUPERBLOCK            what makes the directory ours
+    SUPERBLOCK            makes the directory ours
     LOCK                  flock, holds the process id of the daemon that has it
     caches/<name>/
         SUPERBLOCK        specification, fingerprint, budgets and options
         group-<n>.slab    payload of window group n
         index/            LMDB
 
-The root's superblock is read, and the lock taken, before anything is written, so that what is refused stays as it was.
+The root's superblock is read, and the lock taken, before anything is written: a refused directory stays as it was.
 A cache is made under a name that starts with a dot and renamed when complete; it is removed the other way round. One
 that is damaged is left as it is, and the others are served.
 """
@@ -44,7 +44,7 @@ from kvtierd.tiers.disk.superblock import (
 LOCK: Final = "LOCK"
 CACHES: Final = "caches"
 _OURS_WHILE_NEW: Final = frozenset({LOCK, SUPERBLOCK + ".new", "lost+found"})
-"""What an interrupted initialisation leaves, and what a fresh file system has."""
+"""Files of an interrupted initialisation, and of a fresh file system."""
 _UNFINISHED: Final = ".new-"
 _REMOVED: Final = ".gone-"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -113,12 +113,12 @@ class DiskRoot:
         return root
 
     def caches(self) -> list[StoredCache]:
-        """What is stored here and can be trusted, by name."""
+        """The stored caches that can be trusted, by name."""
         found = (_read_or_fault(directory) for directory in self._directories())
         return [block.cache for block in found if isinstance(block, _CacheBlock)]
 
     def damaged(self) -> dict[str, str]:
-        """What is stored here and cannot be trusted: name and reason."""
+        """The stored caches that cannot be trusted: name and reason."""
         found = {directory.name: _read_or_fault(directory) for directory in self._directories()}
         return {name: str(fault) for name, fault in found.items() if isinstance(fault, TierError)}
 
@@ -217,7 +217,7 @@ class DiskRoot:
         self._lock.release()
 
     def _prepare(self) -> None:
-        """What the holder of the lock may do: finish or tidy up what an earlier one did not."""
+        """Finishes an interrupted initialisation, creation or removal."""
         if read_superblock(self._path, "disk") is None:
             write_superblock(self._path, "disk", {})
         make_private_directory(self._path / CACHES)

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 class SlabShape:
     """One group's slab: ``slots`` records of ``record_bytes`` (a multiple of 4096) each.
 
-    ``sliding``: of a sliding window, whose blocks are of use without their ancestors. Elsewhere no block is stored, or
-    recovered, whose parent is not.
+    ``sliding``: blocks are of use without their ancestors. Elsewhere no block is stored, or recovered, without its
+    parent.
     """
 
     record_bytes: int
@@ -82,7 +82,7 @@ class Slab:
 
     @classmethod
     def open(cls, path: Path, shape: SlabShape) -> Self:
-        """What is missing of the file is allocated anew; it reads as zeros, which no checksum passes.
+        """Missing parts of the file are allocated anew; they read as zeros, which no checksum passes.
 
         Raises :class:`DamagedDirectory` where there is no file, :class:`TierIOError`.
         """
@@ -113,7 +113,7 @@ class Slab:
         try:
             return self._read(own) + [number for each in moving for number in each.result()]
         finally:
-            wait(moving)  # nothing may write to the memory any more, whatever is raised
+            wait(moving)  # nothing may write to the memory any more, even after an error
 
     def sync(self) -> None:
         """Raises :class:`OSError`: then nothing written since the last sync may be taken as stored."""
@@ -131,7 +131,7 @@ class Slab:
                 raise OSError(errno.EIO, "what was written is not what is read")
 
     def allocate(self) -> None:
-        """Whatever of the file is missing. Raises :class:`TierIOError`."""
+        """Allocates missing parts of the file. Raises :class:`TierIOError`."""
         with io_errors(f"cannot allocate {self.path}"):
             os.posix_fallocate(self._fd, 0, self.shape.nbytes)
             os.fsync(self._fd)
@@ -140,7 +140,7 @@ class Slab:
         os.close(self._fd)
 
     def _shares(self, pieces: Iterable[Piece]) -> list[Sequence[Run]]:
-        """What each thread moves; one share at least."""
+        """The runs of each thread; one share at least."""
         runs = adjacent(pieces)
         return [runs[first::_THREADS] for first in range(min(_THREADS, len(runs)))] or [[]]
 

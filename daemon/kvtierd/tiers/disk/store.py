@@ -104,7 +104,7 @@ class DiskStore:
 
     @classmethod
     def open(cls, directory: Path, shapes: Mapping[GroupId, SlabShape], fingerprint: bytes, map_bytes: int) -> Self:
-        """Opens what :func:`create_files` made. Raises :class:`DamagedDirectory`, :class:`TierIOError`."""
+        """Opens the files of :func:`create_files`. Raises :class:`DamagedDirectory`, :class:`TierIOError`."""
         with ExitStack() as opened:
             slabs: dict[GroupId, Slab] = {}
             for group, shape in shapes.items():
@@ -124,7 +124,7 @@ class DiskStore:
         return self._closed
 
     def recover(self) -> Recovery:
-        """Reads the whole index, deletes what cannot be served, readies the store. Raises :class:`TierIOError`."""
+        """Reads the whole index, deletes records that cannot be served. Raises :class:`TierIOError`."""
         with self._committing:
             self._commit(Batch(self._tables))
             stored = {group: self._index.load(group) for group in self._shapes}
@@ -241,7 +241,7 @@ class DiskStore:
         return ReadReport(frozenset(failed), frozenset(corrupt))
 
     def sync(self) -> None:
-        """What was stored and forgotten so far stays so, even if the system goes down. Nothing where it is closed."""
+        """No crash of the system undoes earlier calls when this returns. Does nothing in a closed store."""
         with self._committing:
             if self._closed:
                 return

@@ -93,7 +93,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_private_directory(path: Path) -> None:
-    """Creates ``path`` and what is missing above it, whatever the umask; one that exists is left as it is."""
+    """Creates ``path`` and what is missing above it, whatever the umask; an existing one is left as it is."""
     if path.is_dir():
         return
     make_private_directory(path.parent)
