@@ -419,7 +419,7 @@ def test_a_forked_child_is_told_so_and_touches_no_cuda(fake: ModuleType, daemon:
 def test_the_synchronous_client_keeps_the_same_order(fake: ModuleType, daemon: DaemonProcess, name: str) -> None:
     with Client(daemon.address) as client, ThreadPoolExecutor(1) as thread:
         cache = client.open_cache(name, SPEC, budgets=BUDGETS)
-        kernels = Kernels(fake, cache._inner)
+        kernels = Kernels(fake, cache.inner)
         lease = cache.reserve(3, Tier.DEVICE)
         kernels.write(lease.inner, KEYS)
         committing = thread.submit(lambda: lease.commit(KEYS, stream=kernels.stream))

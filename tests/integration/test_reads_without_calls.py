@@ -261,8 +261,8 @@ def test_the_synchronous_client_reads_in_the_calling_thread(daemon: DaemonProces
         cache = client.open_cache(name, SPEC, budgets=sizes(host=SLOTS, disk=SLOTS))
         keys = chain("sync", 6)
         cache.put(keys, blocks(keys))
-        run = cache._thread.run
-        cache._thread.run = None  # type: ignore[assignment,method-assign]
+        run = cache.thread.run
+        cache.thread.run = None  # type: ignore[assignment,method-assign]
         assert cache.lookups == "shared memory"
         assert cache.prefix_length(keys) == 6
         assert cache.match([*keys, bytes(32)]).residency == b"\2" * 6
@@ -272,7 +272,7 @@ def test_the_synchronous_client_reads_in_the_calling_thread(daemon: DaemonProces
         assert all(filled is given for filled, given in zip(cache.get(keys, out), out, strict=True))
         assert_bytes(keys, out)
         assert (cache.reads.lookups, cache.reads.hits, cache.reads.misses, cache.reads.calls) == (3, 12, 1, 0)
-        cache._thread.run = run  # type: ignore[method-assign]
+        cache.thread.run = run  # type: ignore[method-assign]
         cache.move(keys[4:], Tier.DISK)
         out = [np.zeros(BLOCK_BYTES, np.uint8) for _ in keys]
         assert_bytes(keys, cache.get(keys, out))
@@ -325,9 +325,9 @@ def test_several_groups_in_the_calling_thread(start_for: StartFor) -> None:
         keys = chain("across", 12)
         cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
         across = cache.across
-        run, across._thread.run = across._thread.run, None  # type: ignore[assignment,method-assign]
+        run, across.thread.run = across.thread.run, None  # type: ignore[assignment,method-assign]
         match, found = across.match([*keys, bytes(32)]), across.get([*keys, bytes(32)])
-        across._thread.run = run  # type: ignore[method-assign]
+        across.thread.run = run  # type: ignore[method-assign]
         assert match.blocks == found.blocks == 12
         for span in match.groups:
             assert_content(VSWA, span.group, keys[span.first_block :], found.groups[span.group])

@@ -53,44 +53,44 @@ class MirrorView:
     """The index of a mirror and its state. Looks never wait and never call the daemon; any thread may look."""
 
     def __init__(self, content: Content) -> None:
-        self._content = content
+        self.content = content
 
     @property
     def caches(self) -> tuple[str, ...]:
         """The names of the caches that it follows."""
-        return self._content.caches
+        return self.content.caches
 
     @property
     def state(self) -> MirrorState:
-        watch = self._content.watch
+        watch = self.content.watch
         if watch is not None and watch.live:
             return MirrorState.EXACT
-        return MirrorState.SYNCING if self._content.cursor is None else MirrorState.STALE
+        return MirrorState.SYNCING if self.content.cursor is None else MirrorState.STALE
 
     @property
     def cursor(self) -> Cursor | None:
         """The event up to which the index is exact, even if it is stale; None before the first snapshot."""
-        return self._content.cursor
+        return self.content.cursor
 
     @property
     def lag(self) -> int:
         """Events that the daemon had given out at its last word and the index does not have."""
-        watch = self._content.watch
+        watch = self.content.watch
         return 0 if watch is None else watch.lag
 
     @property
     def resyncs(self) -> int:
         """How many snapshots have replaced an index that could not be kept exact."""
-        return self._content.resyncs
+        return self.content.resyncs
 
     @property
     def problem(self) -> KvtierError | None:
         """Why the last attempt to follow the daemon ended; None once the mirror is exact."""
-        return self._content.problem
+        return self.content.problem
 
     def __len__(self) -> int:
         """Blocks of all window groups of all caches."""
-        return len(self._content.index)
+        return len(self.content.index)
 
     def longest_prefix(self, keys: Keys, cache: str | None = None, *, tiers: Collection[Tier] = ()) -> int:
         """How many leading blocks of the chain the daemon can serve, over all window groups. See :meth:`match`."""
@@ -103,9 +103,9 @@ class MirrorView:
             cache: not needed if only one is followed.
             tiers: counts only blocks that are in one of these; empty = in any.
         """
-        cursor = self._content.cursor or _NOWHERE
+        cursor = self.content.cursor or _NOWHERE
         bits = sum({tier.bit for tier in tiers}) or ALL_TIERS
-        groups = self._content.index.match(self._named(cache), packed_keys(keys), bits)
+        groups = self.content.index.match(self._named(cache), packed_keys(keys), bits)
         blocks = groups[0].first_block + len(groups[0].residency) if groups else 0
         return AcrossMatch(blocks, groups, cursor)
 
@@ -113,14 +113,14 @@ class MirrorView:
         """Where a block is, and its effective priority; None = it is not indexed."""
         if len(key) != KEY_BYTES:
             raise InvalidArgument("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
-        return self._content.index.get(self._named(cache), group, key)
+        return self.content.index.get(self._named(cache), group, key)
 
     def blocks(self, cache: str | None = None, *, group: int = 0) -> Iterator[MirroredBlock]:
         """Every block of a window group as it is now, in no order."""
-        return self._content.index.blocks(self._named(cache), group)
+        return self.content.index.blocks(self._named(cache), group)
 
     def _named(self, cache: str | None) -> str:
-        caches = self._content.caches
+        caches = self.content.caches
         if cache is None and len(caches) == 1:
             return caches[0]
         if cache not in caches:
@@ -232,9 +232,9 @@ class Mirror(MirrorView):
             try:
                 await self._mirror()
             except KvtierError as error:
-                self._content.problem = error
+                self.content.problem = error
             finally:
-                self._content.watch = None
+                self.content.watch = None
             self._news.set()
             if self._exact_at is not None and loop.time() - self._exact_at > _STEADY_S:
                 backoff = Backoff()
@@ -242,7 +242,7 @@ class Mirror(MirrorView):
 
     async def _mirror(self) -> None:
         """Takes a snapshot and follows the events after it, until one is missing."""
-        content, index = self._content, MirrorIndex()
+        content, index = self.content, MirrorIndex()
         async with self._client.watch(
             snapshot=True, caches=self.caches, heartbeats=True, heartbeat_s=self._heartbeat_s
         ) as watch:

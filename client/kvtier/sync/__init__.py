@@ -4,17 +4,12 @@
 threads. A call that is interrupted (Ctrl-C) is cancelled and leaves nothing held. A forked child cannot use it.
 """
 
-from kvtier.sync.across import AcrossGroups, AcrossLease, AcrossLeases
-from kvtier.sync.cache import Cache
-from kvtier.sync.client import Client
-from kvtier.sync.lease import Leases, ReadLease, WriteLease
-from kvtier.sync.mirror import Mirror
-from kvtier.sync.watch import Watch
+from kvtier.sync.cache import AcrossGroups, AcrossLease, Cache, Leases, ReadLease, WriteLease
+from kvtier.sync.client import Client, Mirror, Watch
 
 __all__ = [
     "AcrossGroups",
     "AcrossLease",
-    "AcrossLeases",
     "Cache",
     "Client",
     "Leases",

@@ -1,332 +1,374 @@
-"""A cache for callers without an event loop."""
+"""The synchronous twins of the client's classes.
+
+A twin has the names, arguments and errors of its asynchronous class, whose docstrings hold for it. It runs the verb on
+the client's loop and waits. Arrays are copied, shared memory is looked up, and streams of a GPU are read in the calling
+thread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
-from kvtier import buffers
-from kvtier import cache as inner
-from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier import buffers, cache, groups, lease
+from kvtier.abi.keys import KEY_BYTES
 from kvtier.abi.spec import CacheSpec
-from kvtier.arena import Arena
+from kvtier.arena import Arena, Memory, View
 from kvtier.buffers import Blocks
-from kvtier.chains import Prompt
-from kvtier.errors import ClientClosed
+from kvtier.errors import ClientClosed, KvtierError
 from kvtier.gpu import Fence, Stream
-from kvtier.retention import Retention
+from kvtier.groups import AcrossBlocks
 from kvtier.session import require_timeout
-from kvtier.sync.across import AcrossGroups
-from kvtier.sync.lease import Lease, Leases, ReadLease, WriteLease
-from kvtier.sync.loop import LoopThread
+from kvtier.sync.loop import LoopThread, Work
 from kvtier.types import BlockResult, CacheInfo, Tier
-from kvtier.wire import (
-    DropReport,
-    Keys,
-    ListedBlock,
-    Locations,
-    Match,
-    Page,
-    ReadCounts,
-    ResetReport,
-    packed_chains,
-    packed_keys,
-    split_keys,
-)
+from kvtier.wire import AcrossMatch, Keys, ListedBlock, Locations, Match, Page, ReadCounts, packed_chains, packed_keys
 
+if TYPE_CHECKING:
+    import torch
+
+Inner = TypeVar("Inner")
+L = TypeVar("L", bound=lease.Lease)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Cache:
-    """Made by :meth:`kvtier.Client.open_cache`. Verbs, arguments and errors are those of :class:`kvtier.Cache`.
+class Twin(Generic[Inner]):
+    """``inner``: the asynchronous object. ``thread``: where its coroutines run."""
 
-    Arrays are copied, and shared memory is looked up, in the calling thread.
+    def __init__(self, thread: LoopThread, inner: Inner) -> None:
+        self.thread: Final = thread
+        self.inner: Final = inner
+
+
+class Fact(Generic[T]):
+    """An attribute of the asynchronous object, read as it is now."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, twin: Twin[Any] | None, owner: type) -> T:
+        return self if twin is None else getattr(twin.inner, self._name)  # type: ignore[return-value]
+
+
+def waits(verb: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """The verb, awaited on the client's loop."""
+
+    @wraps(verb)
+    def waiting(self: Twin[Any], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.thread.run(lambda: verb(self.inner, *args, **kwargs))
+
+    return plain(waiting, verb)
+
+
+def answers(verb: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """The verb, which does not wait, called in this thread."""
+
+    @wraps(verb)
+    def answering(self: Twin[Any], *args: P.args, **kwargs: P.kwargs) -> T:
+        return verb(self.inner, *args, **kwargs)
+
+    return plain(answering, verb)
+
+
+def like(verb: Callable[Concatenate[Any, P], Any]) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
+    """Gives a method the arguments and the docstring of ``verb``."""
+
+    def decorate(method: Callable[..., T]) -> Callable[Concatenate[Any, P], T]:
+        return plain(wraps(verb)(method), verb)
+
+    return decorate
+
+
+def plain(method: Callable[..., T], verb: Callable[..., Any]) -> Callable[..., T]:
+    """``wraps`` without the way back to the coroutine function: inspection sees a function that returns a value."""
+    vars(method).pop("__wrapped__")
+    method.__signature__ = inspect.signature(verb)  # type: ignore[attr-defined]
+    return method
+
+
+class Lease(Twin[L]):
+    """Slots of one tier, held until :meth:`release` or the end of the ``with`` block.
+
+    In a forked child it can neither be used nor released: the parent holds it.
     """
 
-    def __init__(self, thread: LoopThread, cache: inner.Cache) -> None:
-        self._thread = thread
-        self._inner: Final = cache
+    id = Fact[int]()
+    tier = Fact[Tier]()
+    slots = Fact[tuple[int, ...]]()
+    released = Fact[bool]()
+    arena = Fact[Arena]()
+    memory = Fact[Memory | None]()
 
-    # -- what it is ------------------------------------------------------------------------------------------------
+    def __init__(self, owner: Cache, inner: L) -> None:
+        super().__init__(owner.thread, inner)
+        self.cache: Final = owner
 
-    @property
-    def name(self) -> str:
-        return self._inner.name
+    def __len__(self) -> int:
+        return len(self.inner)
 
-    @property
-    def spec(self) -> CacheSpec:
-        return self._inner.spec
+    def view(self, index: int) -> list[View]:
+        """See :meth:`kvtier.lease.Lease.view`."""
+        return self.inner.view(index)
 
-    @property
-    def group(self) -> int:
-        """The window group whose verbs these are."""
-        return self._inner.group
+    def tensors(self, index: int) -> list[torch.Tensor]:
+        """See :meth:`kvtier.lease.Lease.tensors`."""
+        return self.inner.tensors(index)
 
+    require_live = answers(lease.Lease.require_live)
+
+    @like(lease.Lease.release)
+    def release(self, *, stream: Stream | None = None) -> None:
+        fence = self.thread.fence([self.inner], stream)
+        self.thread.run(lambda: self.inner.release(stream=fence))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.thread.forked:
+            self.cache.release(self)
+
+
+class WriteLease(Lease[lease.WriteLease]):
+    """Reserved slots: fill their views, then :meth:`commit`."""
+
+    blank = Fact[list[int]]()
+
+    @like(lease.WriteLease.commit)
+    def commit(self, keys: Keys, *, stream: Stream | None = None, **kept: Any) -> list[BlockResult]:
+        packed, fence = packed_keys(keys), self.thread.fence([self.inner], stream)
+        return self.thread.run(lambda: self.inner.commit(packed, stream=fence, **kept))
+
+
+class ReadLease(Lease[lease.ReadLease]):
+    """Acquired blocks: READY in one tier, and they stay there."""
+
+    keys = Fact[tuple[bytes, ...]]()
+    first_block = Fact[int]()
+    trimmed = Fact[int]()
+    generations = Fact[NDArray[np.uint64]]()
+    found_in = Fact[bytes]()
+    matched = Fact[int]()
+    error = Fact[KvtierError | None]()
+    refusal = Fact[str]()
+    blocks = Fact[int]()
+    unchanged = answers(lease.ReadLease.unchanged)
+
+    @like(lease.ReadLease.trim)
+    def trim(self, blocks: int, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        fence = self.thread.fence([self.inner], stream)
+        self.thread.run(lambda: self.inner.trim(blocks, stream=fence, timeout=timeout))
+
+
+class AcrossLease(Twin[groups.AcrossLease]):
+    """A prefix held in every window group."""
+
+    keys = Fact[tuple[bytes, ...]]()
+    blocks = Fact[int]()
+    matched = Fact[int]()
+    error = Fact[KvtierError | None]()
+    refusal = Fact[str]()
+    unchanged = answers(groups.AcrossLease.unchanged)
+
+    def __init__(self, owner: Cache, inner: groups.AcrossLease) -> None:
+        super().__init__(owner.thread, inner)
+        self.groups: Final = tuple(ReadLease(owner.in_group(group), part) for group, part in enumerate(inner.groups))
+        """One lease a group, in order, which may be empty."""
+
+    @like(groups.AcrossLease.release)
+    def release(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        fence = self.thread.fence(self.inner.groups, stream)
+        self.thread.run(lambda: self.inner.release(stream=fence, timeout=timeout))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.thread.forked:
+            self.release()
+
+
+H = TypeVar("H", bound="ReadLease | AcrossLease")
+
+
+class Leases(list[H]):
+    """What ``acquire_many`` returns: its leases, released together at the end of a ``with`` block."""
+
+    def __init__(self, owner: Cache, leases: Iterable[H]) -> None:
+        super().__init__(leases)
+        self._owner = owner
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._owner.thread.forked:
+            parts = [part for each in self for part in (each.groups if isinstance(each, AcrossLease) else (each,))]
+            self._owner.release(*parts)
+
+
+class AcrossGroups(Twin[groups.AcrossGroups]):
+    """Made by :attr:`Cache.across`."""
+
+    def __init__(self, owner: Cache, inner: groups.AcrossGroups) -> None:
+        super().__init__(owner.thread, inner)
+        self._owner = owner
+
+    @like(groups.AcrossGroups.match)
+    def match(self, keys: Keys, *, timeout: float | None = None) -> AcrossMatch:
+        packed = _asked(self.thread, keys, timeout)
+        found = self.inner.reader.match_across(packed)
+        return _or_ask(self.thread, found, lambda: self.inner.match(packed, timeout=timeout))
+
+    @like(groups.AcrossGroups.acquire)
+    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> AcrossLease:
+        held = self.inner.acquire(packed_keys(keys), tier, **wanted)
+        return AcrossLease(self._owner, self.thread.run(held.take, groups.AcrossLease.release))
+
+    @like(groups.AcrossGroups.acquire_many)
+    def acquire_many(self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any) -> Leases[AcrossLease]:
+        held = self.inner.acquire_many(packed_chains(chains), tier, **wanted)
+        leases = self.thread.run(held.take, held.give_back)
+        return Leases(self._owner, (AcrossLease(self._owner, each) for each in leases))
+
+    @like(groups.AcrossGroups.put)
+    def put(
+        self, keys: Keys, blocks: Mapping[int, Blocks], *, tier: Tier | None = None, **kept: Any
+    ) -> dict[int, list[BlockResult]]:
+        packed = packed_keys(keys)
+        sources = self.inner.sources(blocks, len(packed) // KEY_BYTES, self._owner.lease_tier(tier))
+        return self.thread.run(lambda: self.inner.put(packed, sources, tier=tier, **kept))
+
+    @like(groups.AcrossGroups.get)
+    def get(self, keys: Keys, *, tier: Tier | None = None, timeout: float | None = None) -> AcrossBlocks:
+        packed = _asked(self.thread, keys, timeout)
+        read = self.inner.begin_get(packed, tier)
+        if read is not None:
+            read.copy()
+            if (found := read.result()) is not None:
+                return found
+        return self.thread.run(lambda: self.inner.get(packed, tier=tier, timeout=timeout))
+
+
+class Cache(Twin[cache.Cache]):
+    """Made by :meth:`kvtier.Client.open_cache`."""
+
+    name = Fact[str]()
+    spec = Fact[CacheSpec]()
+    group = Fact[int]()
+    block_bytes = Fact[int]()
+    info = Fact[CacheInfo]()
+    mapped = Fact[bool]()
+    unmapped = Fact[Mapping[Tier, str]]()
+    arena = Fact[Arena]()
+    tiers = Fact[tuple[Tier, ...]]()
+    session_number = Fact[int]()
+    lookups = Fact[str]()
+    reads = Fact[ReadCounts]()
+
+    slots = answers(cache.Cache.slots)
+    lease_tier = answers(cache.Cache.lease_tier)
+    prompt = answers(cache.Cache.prompt)
+
+    move = waits(cache.Cache.move)
+    drop = waits(cache.Cache.drop)
+    set_retention = waits(cache.Cache.set_retention)
+    pin = waits(cache.Cache.pin)
+    unpin = waits(cache.Cache.unpin)
+    reset = waits(cache.Cache.reset)
+
+    @like(cache.Cache.in_group)
     def in_group(self, group: int) -> Cache:
-        """The same cache, opened once and closed once, with the verbs of another window group."""
-        return Cache(self._thread, self._inner.in_group(group))
+        return Cache(self.thread, self.inner.in_group(group))
 
     @property
     def across(self) -> AcrossGroups:
         """The verbs over all window groups at once, for sequences that need their blocks in each."""
-        return AcrossGroups(self._thread, self, self._inner.across)
+        return AcrossGroups(self, self.inner.across)
 
-    @property
-    def block_bytes(self) -> int:
-        return self._inner.block_bytes
-
-    @property
-    def info(self) -> CacheInfo:
-        """As the daemon described it when it was opened last."""
-        return self._inner.info
-
-    @property
-    def mapped(self) -> bool:
-        """Whether its memory is mapped. If not, put and get go through streams, and leases have no views."""
-        return self._inner.mapped
-
-    @property
-    def unmapped(self) -> Mapping[Tier, str]:
-        """By tier, why its slots are not mapped: see :attr:`kvtier.Cache.unmapped`."""
-        return self._inner.unmapped
-
-    @property
-    def arena(self) -> Arena:
-        """Its memory, as mapped last."""
-        return self._inner.arena
-
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """The tiers it has, the fastest first."""
-        return self._inner.tiers
-
-    @property
-    def session_number(self) -> int:
-        """Rises when the daemon no longer knows the session before: leases of that one are lost."""
-        return self._inner.session_number
-
-    def slots(self, tier: Tier) -> int:
-        """Capacity of a tier in blocks; 0 where the cache does not have it."""
-        return self._inner.slots(tier)
-
-    def lease_tier(self, tier: Tier | None = None) -> Tier:
-        """``tier``, or the fastest one whose slots can be mapped. Raises :class:`InvalidArgument` if there is none."""
-        return self._inner.lease_tier(tier)
-
-    def prompt(
-        self,
-        token_ids: TokenIds,
-        scope: Scope = PLAIN,
-        extra_ids: TokenIds | None = None,
-        *,
-        salt_id: int | None = None,
-        vocab_size: int | None = None,
-    ) -> Prompt:
-        """The full blocks of a prompt: see :meth:`kvtier.Cache.prompt`."""
-        return self._inner.prompt(token_ids, scope, extra_ids, salt_id=salt_id, vocab_size=vocab_size)
-
-    # -- lookups ---------------------------------------------------------------------------------------------------
-
-    @property
-    def lookups(self) -> str:
-        """How lookups and gets find blocks now: ``shared memory``, or ``calls`` and why."""
-        return self._inner.lookups
-
-    @property
-    def reads(self) -> ReadCounts:
-        """How they went so far, whichever way."""
-        return self._inner.reads
-
+    @like(cache.Cache.prefix_length)
     def prefix_length(self, keys: Keys, *, timeout: float | None = None) -> int:
-        """See :meth:`kvtier.Cache.prefix_length`."""
-        packed = packed_keys(keys)
-        self._thread.require_usable()
-        if timeout is not None:
-            require_timeout(timeout)
-        found = self._inner.reader.prefix_length(packed, self.group)
-        if found is not None:
-            return found
-        return self._thread.run(lambda: self._inner.prefix_length(packed, timeout=timeout))
+        packed = _asked(self.thread, keys, timeout)
+        found = self.inner.reader.prefix_length(packed, self.group)
+        return _or_ask(self.thread, found, lambda: self.inner.prefix_length(packed, timeout=timeout))
 
+    @like(cache.Cache.match)
     def match(self, keys: Keys, *, timeout: float | None = None) -> Match:
-        """See :meth:`kvtier.Cache.match`."""
-        packed = packed_keys(keys)
-        self._thread.require_usable()
-        if timeout is not None:
-            require_timeout(timeout)
-        found = self._inner.reader.match(packed, self.group)
-        if found is not None:
-            return found
-        return self._thread.run(lambda: self._inner.match(packed, timeout=timeout))
+        packed = _asked(self.thread, keys, timeout)
+        found = self.inner.reader.match(packed, self.group)
+        return _or_ask(self.thread, found, lambda: self.inner.match(packed, timeout=timeout))
 
+    @like(cache.Cache.locate)
     def locate(self, keys: Keys, *, timeout: float | None = None) -> Locations:
-        """See :meth:`kvtier.Cache.locate`."""
-        packed = packed_keys(keys)
-        self._thread.require_usable()
-        if timeout is not None:
-            require_timeout(timeout)
-        found = self._inner.reader.locate(packed, self.group)
-        if found is not None:
-            return found
-        return self._thread.run(lambda: self._inner.locate(packed, timeout=timeout))
+        packed = _asked(self.thread, keys, timeout)
+        found = self.inner.reader.locate(packed, self.group)
+        return _or_ask(self.thread, found, lambda: self.inner.locate(packed, timeout=timeout))
 
-    def pages(self, *, page_blocks: int = 0, timeout: float | None = None) -> Iterator[Page]:
-        """See :meth:`kvtier.Cache.pages`."""
-        return self._iterate(self._inner.pages(page_blocks=page_blocks, timeout=timeout))
+    @like(cache.Cache.pages)
+    def pages(self, **asked: Any) -> Iterator[Page]:
+        return _each(self.thread, self.inner.pages(**asked))
 
-    def blocks(self, *, timeout: float | None = None) -> Iterator[ListedBlock]:
-        """See :meth:`kvtier.Cache.blocks`."""
-        for page in self.pages(timeout=timeout):
-            yield from page.blocks
+    @like(cache.Cache.blocks)
+    def blocks(self, **asked: Any) -> Iterator[ListedBlock]:
+        return _each(self.thread, self.inner.blocks(**asked))
 
-    # -- leases ----------------------------------------------------------------------------------------------------
-
+    @like(cache.Cache.reserve)
     def reserve(self, count: int, tier: Tier | None = None, *, timeout: float | None = None) -> WriteLease:
-        """``with cache.reserve(4) as lease``: see :meth:`kvtier.Cache.reserve`."""
-        held = self._inner.reserve(count, tier, timeout=timeout)
-        return WriteLease(self._thread, self, self._thread.run(held.take, self._inner.release))
+        held = self.inner.reserve(count, tier, timeout=timeout)
+        return WriteLease(self, self.thread.run(held.take, self.inner.release))
 
-    def acquire(
-        self,
-        keys: Keys,
-        tier: Tier | None = None,
-        *,
-        min_blocks: int = 0,
-        retention: Retention | None = None,
-        timeout: float | None = None,
-    ) -> ReadLease:
-        """``with cache.acquire(keys) as lease``: see :meth:`kvtier.Cache.acquire`."""
-        held = self._inner.acquire(packed_keys(keys), tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
-        return ReadLease(self._thread, self, self._thread.run(held.take, self._inner.release))
+    @like(cache.Cache.acquire)
+    def acquire(self, keys: Keys, tier: Tier | None = None, **wanted: Any) -> ReadLease:
+        held = self.inner.acquire(packed_keys(keys), tier, **wanted)
+        return ReadLease(self, self.thread.run(held.take, self.inner.release))
 
-    def acquire_many(
-        self,
-        chains: Iterable[Keys],
-        tier: Tier | None = None,
-        *,
-        min_blocks: int = 0,
-        retention: Retention | None = None,
-        timeout: float | None = None,
-    ) -> Leases:
-        """One lease a chain, in order: see :meth:`kvtier.Cache.acquire_many`."""
-        packed = packed_chains(chains)
-        held = self._inner.acquire_many(packed, tier, min_blocks=min_blocks, retention=retention, timeout=timeout)
-        leases = self._thread.run(held.take, lambda leases: self._inner.release(*leases))
-        return Leases(self._thread, self, leases)
+    @like(cache.Cache.acquire_many)
+    def acquire_many(self, chains: Iterable[Keys], tier: Tier | None = None, **wanted: Any) -> Leases[ReadLease]:
+        held = self.inner.acquire_many(packed_chains(chains), tier, **wanted)
+        leases = self.thread.run(held.take, lambda leases: self.inner.release(*leases))
+        return Leases(self, (ReadLease(self, each) for each in leases))
 
     def release(self, *leases: Lease[Any], stream: Stream | None = None, timeout: float | None = None) -> None:
         """Gives leases back, in one call and in this order: see :meth:`kvtier.Cache.release`."""
-        held = [lease.inner for lease in leases]
-        fence = self._thread.fence(held, stream)
-        self._thread.run(lambda: self._inner.release(*held, stream=fence, timeout=timeout))
+        held = [each.inner for each in leases]
+        fence = self.thread.fence(held, stream)
+        self.thread.run(lambda: self.inner.release(*held, stream=fence, timeout=timeout))
 
+    @like(cache.Cache.release_all)
+    def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        fence = self.fence(stream)
+        self.thread.run(lambda: self.inner.release_all(stream=fence, timeout=timeout))
+
+    @like(cache.Cache.close)
+    def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
+        fence = self.fence(stream)
+        self.thread.run(lambda: self.inner.close(stream=fence, timeout=timeout))
+
+    @like(cache.Cache.fence)
     def fence(self, stream: Stream | None = None) -> Fence:
-        """The point that a stream has reached: see :meth:`kvtier.Cache.fence`."""
-        self._thread.require_usable()
-        return self._inner.fence(stream)
+        self.thread.require_usable()
+        return self.inner.fence(stream)
 
-    # -- placement -------------------------------------------------------------------------------------------------
-
-    def move(self, keys: Keys, to: Tier, *, dry_run: bool = False, timeout: float | None = None) -> list[BlockResult]:
-        """See :meth:`kvtier.Cache.move`."""
+    @like(cache.Cache.put)
+    def put(self, keys: Keys, blocks: Blocks, *, tier: Tier | None = None, **kept: Any) -> list[BlockResult]:
         packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.move(packed, to, dry_run=dry_run, timeout=timeout))
+        gpu = self.inner.gpu(self.inner.lease_tier(tier))
+        sources = buffers.readable(blocks, len(packed) // KEY_BYTES, self.block_bytes, gpu)
+        return self.thread.run(lambda: self.inner.put(packed, sources, tier=tier, **kept))
 
-    def drop(self, keys: Keys, *, dry_run: bool = False, timeout: float | None = None) -> DropReport:
-        """See :meth:`kvtier.Cache.drop`."""
+    @like(cache.Cache.stream_put)
+    def stream_put(self, keys: Keys, blocks: Blocks, **kept: Any) -> list[BlockResult]:
         packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.drop(packed, dry_run=dry_run, timeout=timeout))
+        sources = buffers.readable(blocks, len(packed) // KEY_BYTES, self.block_bytes)
+        return self.thread.run(lambda: self.inner.stream_put(packed, sources, **kept))
 
-    # -- upkeep ----------------------------------------------------------------------------------------------------
-
-    def set_retention(
-        self,
-        keys: Keys,
-        priorities: int | Sequence[int],
-        durations_s: float | Sequence[float | None] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> list[BlockResult]:
-        """See :meth:`kvtier.Cache.set_retention`."""
-        packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.set_retention(packed, priorities, durations_s, timeout=timeout))
-
-    def pin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
-        """See :meth:`kvtier.Cache.pin`."""
-        packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.pin(packed, tier, timeout=timeout))
-
-    def unpin(self, keys: Keys, tier: Tier, *, timeout: float | None = None) -> list[BlockResult]:
-        """See :meth:`kvtier.Cache.unpin`."""
-        packed = packed_keys(keys)
-        return self._thread.run(lambda: self._inner.unpin(packed, tier, timeout=timeout))
-
-    def reset(self, *, force: bool = False, dry_run: bool = False, timeout: float | None = None) -> ResetReport:
-        """See :meth:`kvtier.Cache.reset`."""
-        return self._thread.run(lambda: self._inner.reset(force=force, dry_run=dry_run, timeout=timeout))
-
-    # -- arrays ----------------------------------------------------------------------------------------------------
-
-    def put(
-        self,
-        keys: Keys,
-        blocks: Blocks,
-        *,
-        parent: bytes | None = None,
-        tier: Tier | None = None,
-        priorities: int | Sequence[int] | None = None,
-        retention: Retention | None = None,
-        prompt: Prompt | None = None,
-        timeout: float | None = None,
-    ) -> list[BlockResult]:
-        """Stores a chain: see :meth:`kvtier.Cache.put`."""
-        packed = packed_keys(keys)
-        # Here, since it copies what is not contiguous, and waits for what this thread's stream has been given.
-        gpu = self._inner.gpu(self._inner.lease_tier(tier))
-        sources = buffers.readable(blocks, len(split_keys(packed)), self.block_bytes, gpu)
-        return self._thread.run(
-            lambda: self._inner.put(
-                packed,
-                sources,
-                parent=parent,
-                tier=tier,
-                priorities=priorities,
-                retention=retention,
-                prompt=prompt,
-                timeout=timeout,
-            )
-        )
-
-    def stream_put(
-        self,
-        keys: Keys,
-        blocks: Blocks,
-        *,
-        parent: bytes | None = None,
-        tier: Tier | None = None,
-        priorities: int | Sequence[int] | None = None,
-        retention: Retention | None = None,
-        prompt: Prompt | None = None,
-        timeout: float | None = None,
-    ) -> list[BlockResult]:
-        """Stores a chain through a stream: see :meth:`kvtier.Cache.stream_put`."""
-        packed = packed_keys(keys)
-        # Here, since it copies what is not contiguous.
-        sources = buffers.readable(blocks, len(split_keys(packed)), self.block_bytes)
-        return self._thread.run(
-            lambda: self._inner.stream_put(
-                packed,
-                sources,
-                parent=parent,
-                tier=tier,
-                priorities=priorities,
-                retention=retention,
-                prompt=prompt,
-                timeout=timeout,
-            )
-        )
-
+    @like(cache.Cache.get)
     def get(
         self,
         keys: Keys,
@@ -336,66 +378,54 @@ class Cache:
         verify: bool = False,
         timeout: float | None = None,
     ) -> list[Any]:
-        """The longest stored prefix, copied out: see :meth:`kvtier.Cache.get`."""
-        packed = packed_keys(keys)
-        self._thread.require_usable()
-        if timeout is not None:
-            require_timeout(timeout)
-        read, targets = self._inner.begin_get(packed, out, tier, in_cpu=verify)
+        packed = _asked(self.thread, keys, timeout)
+        read, targets = self.inner.begin_get(packed, out, tier, in_cpu=verify)
         read.copy()
         rows = read.rows
         if not read.done or (verify and rows):
-            rows = self._thread.run(lambda: self._inner.end_get(read, targets, tier, verify, timeout))
+            rows = self.thread.run(lambda: self.inner.end_get(read, targets, tier, verify, timeout))
         return _delivered(out, rows)
 
-    def stream_get(
-        self,
-        keys: Keys,
-        out: Blocks | None = None,
-        *,
-        tier: Tier | None = None,
-        timeout: float | None = None,
-    ) -> list[Any]:
-        """The longest stored prefix, through a stream: see :meth:`kvtier.Cache.stream_get`."""
+    @like(cache.Cache.stream_get)
+    def stream_get(self, keys: Keys, out: Blocks | None = None, **asked: Any) -> list[Any]:
         packed = packed_keys(keys)
         targets = None if out is None else buffers.writable(out, len(packed) // KEY_BYTES, self.block_bytes)
-        return _delivered(
-            out, self._thread.run(lambda: self._inner.stream_get(packed, targets, tier=tier, timeout=timeout))
-        )
+        return _delivered(out, self.thread.run(lambda: self.inner.stream_get(packed, targets, **asked)))
 
-    def close(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Releases this object's leases and gives up its use of the cache, which stays warm. Others are not touched.
-        ``stream``: see :meth:`kvtier.Cache.release`."""
-        fence = self.fence(stream)
-        self._thread.run(lambda: self._inner.close(stream=fence, timeout=timeout))
 
-    def release_all(self, *, stream: Stream | None = None, timeout: float | None = None) -> None:
-        """Gives back every lease that this object granted and that is still held. ``stream``: see
-        :meth:`kvtier.Cache.release`."""
-        fence = self.fence(stream)
-        self._thread.run(lambda: self._inner.release_all(stream=fence, timeout=timeout))
+def _asked(thread: LoopThread, keys: Keys, timeout: float | None) -> bytes:
+    """The keys of a lookup. Raises :class:`InvalidArgument`, :class:`ClientClosed`."""
+    packed = packed_keys(keys)
+    thread.require_usable()
+    if timeout is not None:
+        require_timeout(timeout)
+    return packed
 
-    # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
-        async def step() -> T:
-            return await anext(items)
+def _or_ask(thread: LoopThread, found: T | None, ask: Work[T]) -> T:
+    """What shared memory told, else what the daemon answers."""
+    return thread.run(ask) if found is None else found
 
-        try:
-            while True:
-                try:
-                    item = self._thread.run(step)
-                except StopAsyncIteration:
-                    return
-                yield item
-        finally:
-            with suppress(ClientClosed):  # it has closed them
-                self._thread.run(items.aclose)
+
+def _each(thread: LoopThread, items: AsyncGenerator[T, None]) -> Iterator[T]:
+    async def step() -> T:
+        return await anext(items)
+
+    try:
+        while True:
+            try:
+                item = thread.run(step)
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        with suppress(ClientClosed):  # it has closed them
+            thread.run(items.aclose)
 
 
 def _delivered(out: Blocks | None, rows: list[Any]) -> list[Any]:
-    """What the caller gets. Tensors that cannot be written in place are filled here: those of a GPU after the work of
-    this thread's current stream, of which the loop's thread knows nothing."""
+    """What the caller gets: the arrays that it gave, filled, or else the rows. Tensors on a GPU are filled on this
+    thread's current stream, of which the loop's thread knows nothing."""
     if out is None:
         return rows
     buffers.fill(buffers.late(out, rows))
