@@ -15,21 +15,15 @@ from typing import Final, TypeVar
 
 from kvtierd.core.errors import InvariantViolation, UnknownLease
 from kvtierd.core.events import Cause, Event, EventSequencer, EventType
-from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, LeaseId, SessionId, TicketId, Tier
-from kvtierd.core.leases import LeaseRecord, LeftLease
+from kvtierd.core.leases import LeftLease
 from kvtierd.core.manager import BlockManager, DiskLoss
 from kvtierd.core.outcome import Grant, Outcome, Refusal
 from kvtierd.core.transfers import (
-    AcrossMatch,
     BlockResult,
     ChainRequest,
     CommitItem,
     DropReport,
-    Listing,
-    Location,
-    ManagerStats,
-    Match,
     ResetReport,
 )
 from kvtierd.mover.executor import EventSink, Executor, OpenCache, SlotThreads
@@ -111,6 +105,10 @@ class Engine:
 
     def runtime(self, cache_id: CacheId) -> CacheRuntime:
         return self._find(cache_id).runtime
+
+    def manager(self, cache_id: CacheId) -> BlockManager:
+        """For questions only: every call that returns an outcome goes through the engine."""
+        return self._find(cache_id).manager
 
     # requests that may wait
 
@@ -316,33 +314,6 @@ class Engine:
     def touches(self, cache_id: CacheId, tier: Tier) -> bool:
         """Whether a move of the cache to or from the tier is in flight."""
         return self._executor.edges.touches(cache_id, tier)
-
-    def reset_plan(self, cache_id: CacheId) -> ResetReport:
-        return self._find(cache_id).manager.reset_plan()
-
-    def plan_move(self, cache_id: CacheId, group: GroupId, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
-        return self._find(cache_id).manager.plan_move(group, to, keys)
-
-    def match(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> Match:
-        return self._find(cache_id).manager.match(group, keys)
-
-    def match_across(self, cache_id: CacheId, keys: Sequence[Key]) -> AcrossMatch:
-        return self._find(cache_id).manager.match_across(keys)
-
-    def locate(self, cache_id: CacheId, group: GroupId, keys: Sequence[Key]) -> list[Location]:
-        return self._find(cache_id).manager.locate(group, keys)
-
-    def listing(self, cache_id: CacheId, group: GroupId, page: int, limit: int) -> Listing:
-        return self._find(cache_id).manager.listing(group, page, limit)
-
-    def explain(self, cache_id: CacheId, group: GroupId, key: Key) -> BlockNow | None:
-        return self._find(cache_id).manager.explain(group, key)
-
-    def stats(self, cache_id: CacheId) -> ManagerStats:
-        return self._find(cache_id).manager.stats()
-
-    def leases(self, cache_id: CacheId) -> list[LeaseRecord]:
-        return self._find(cache_id).manager.lease_records()
 
     # sessions, over all caches
 

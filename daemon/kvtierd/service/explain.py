@@ -92,7 +92,7 @@ class ExplainService:
                 page = 0
                 with suppress(UnknownCache):
                     while len(found) < MOST_KEYS:
-                        listing = self._engine.listing(cache.id, group, page, SCANNED_A_TURN)
+                        listing = self._engine.manager(cache.id).listing(group, page, SCANNED_A_TURN)
                         found.update(row.key for row in listing.rows if row.key.startswith(prefix))
                         if not (page := listing.next_page):
                             break
@@ -103,7 +103,7 @@ class ExplainService:
         """One for each window group that has it. Raises :class:`UnknownCache`."""
         whose = self._access.may_everywhere(session, Right.ADMIN)
         groups = map(GroupId, range(len(cache.spec.groups)))
-        found = ((group, self._engine.explain(cache.id, group, key)) for group in groups)
+        found = ((group, self._engine.manager(cache.id).explain(group, key)) for group in groups)
         return [self._block(cache, group, block, whose=whose) for group, block in found if block is not None]
 
     def _block(self, cache: Cache, group: GroupId, block: BlockNow, *, whose: bool) -> admin_pb2.ExplainedBlock:

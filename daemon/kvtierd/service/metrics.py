@@ -164,7 +164,7 @@ class Metrics(Collector):
             yield "kvtier_event_log_bytes", (), status.used_bytes
             yield "kvtier_event_log_lost_events_total", (), status.lost
         for cache in ask.catalog:
-            yield from _of_cache(cache, ask.engine.stats(cache.id))
+            yield from _of_cache(cache, ask.engine.manager(cache.id).stats())
 
 
 def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:

@@ -156,7 +156,7 @@ class Health:
     def _degraded(self, caches: Iterable[Cache]) -> Iterator[str]:
         now = time.time_ns()
         for cache in caches:
-            for (src, dst), record in sorted(self._engine.stats(cache.id).edges.items()):
+            for (src, dst), record in sorted(self._engine.manager(cache.id).stats().edges.items()):
                 if (left := (record.degraded_until - now) / 1e9) > 0:
                     again = f"{record.failures} blocks could not be moved; tried again in {left:.1f} s"
                     yield f"cache {cache.name}: {src}>{dst} is not in use: {again}"
@@ -169,7 +169,7 @@ class Health:
     def _old_leases(self, caches: Iterable[Cache]) -> Iterator[str]:
         now = time.time_ns()
         for cache in caches:
-            for lease in self._engine.leases(cache.id):
+            for lease in self._engine.manager(cache.id).lease_records():
                 if (age_s := (now - lease.granted_at) // 10**9) >= OLD_LEASE_S:
                     pid, command = self._sessions.owner_of(lease.session)
                     slots = lease.blank_slots + lease.held_blocks

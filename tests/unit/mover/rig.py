@@ -279,7 +279,7 @@ class House:
         rows: dict[Key, int] = {}
         page = 0
         while True:
-            listing = self.engine.listing(cache, GROUP, page, 100)
+            listing = self.engine.manager(cache).listing(GROUP, page, 100)
             rows |= {row.key: row.residency for row in listing.rows}
             page = listing.next_page
             if page == 0:

@@ -42,7 +42,7 @@ async def waiting_reserve(
 
 
 def assert_nothing_held(house: House) -> None:
-    stats = house.engine.stats(CACHE)
+    stats = house.engine.manager(CACHE).stats()
     assert stats.waiting == 0
     assert stats.held_by == {}
     assert all(count.held == 0 for count in stats.tiers.values())
@@ -53,7 +53,7 @@ async def test_a_reserve_waits_for_the_room_that_a_demotion_makes(house: House) 
     house.disk.open_gate()
     grant = await task
     assert sorted(grant.slots) == [0, 1, 2, 3]
-    assert house.engine.stats(CACHE).held_by == {2: 4}
+    assert house.engine.manager(CACHE).stats().held_by == {2: 4}
 
 
 async def test_a_cancelled_wait_holds_nothing(house: House) -> None:
@@ -80,7 +80,7 @@ async def line(house: House) -> list[asyncio.Task[Grant]]:
 async def test_cancelling_the_first_in_line_lets_the_next_one_in(house: House, line: list[asyncio.Task[Grant]]) -> None:
     line[0].cancel()
     assert len((await line[1]).slots) == 1
-    assert house.engine.stats(CACHE).held_by == {3: 1}
+    assert house.engine.manager(CACHE).stats().held_by == {3: 1}
 
 
 async def test_a_grant_that_meets_a_waiter_cancelled_in_the_same_turn_goes_back(
@@ -99,7 +99,7 @@ async def test_a_grant_set_but_not_delivered_goes_back_when_the_call_is_cancelle
     granted: list[int] = []
 
     def cancel_between_grant_and_delivery() -> None:
-        granted.append(house.engine.stats(CACHE).held_by[SessionId(3)])
+        granted.append(house.engine.manager(CACHE).stats().held_by[SessionId(3)])
         line[1].cancel()
 
     line[0].cancel()
@@ -147,7 +147,7 @@ async def test_cancelling_an_acquire_of_several_chains_gives_back_those_answered
     chains = [ChainRequest(above), ChainRequest(below)]
     task = asyncio.create_task(house.engine.acquire(CACHE, SessionId(2), GROUP, DEVICE, chains, 30.0))
     await asyncio.sleep(0)
-    assert house.engine.stats(CACHE).held_by == {2: 1}
+    assert house.engine.manager(CACHE).stats().held_by == {2: 1}
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -227,7 +227,7 @@ async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(hous
     await removal
     assert sum(house.engine.queues().values()) == 0
     with pytest.raises(UnknownCache):
-        house.engine.stats(CACHE)
+        house.engine.manager(CACHE).stats()
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ async def test_caches_do_not_wait_for_each_other(house: House) -> None:
     grant = await house.client(2, other).reserve(4)
     assert len(grant.slots) == 4
     house.engine.end_session(SessionId(2))
-    assert house.engine.stats(other).held_by == {}
+    assert house.engine.manager(other).stats().held_by == {}
 
 
 async def test_a_cancelled_prefetch_stops_what_has_not_begun(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ async def test_a_cancelled_prefetch_stops_what_has_not_begun(tmp_path: Path) -> 
             await task
         house.disk.open_gate()
         await house.engine.settle()
-        places = house.engine.locate(CACHE, GROUP, many)
+        places = house.engine.manager(CACHE).locate(GROUP, many)
         assert sum(bool(place.residency & DEVICE.bit) for place in places) == MOVE_SLICE
 
 

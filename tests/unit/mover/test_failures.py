@@ -32,7 +32,7 @@ async def test_a_failed_write_leaves_the_source_valid(house: House) -> None:
 
     assert set(house.listed().values()) == {DEVICE.bit}
     assert await house.client().get(CHAIN) == 4
-    assert house.engine.stats(CACHE).edges[DEVICE, DISK].failures == 4
+    assert house.engine.manager(CACHE).stats().edges[DEVICE, DISK].failures == 4
     assert any("the disk is unwell" in problem for problem in house.engine.problems())
 
 
@@ -51,7 +51,7 @@ async def test_a_failed_read_holds_nothing_and_loses_nothing(house: House) -> No
     assert (await client.move(CHAIN, DISK)).results == (True,) * 4
     house.disk.failing = True
     assert await client.get(CHAIN) == 0
-    stats = house.engine.stats(CACHE)
+    stats = house.engine.manager(CACHE).stats()
     assert stats.held_by == {}
     assert set(house.listed().values()) == {DISK.bit}
 

@@ -48,7 +48,7 @@ async def test_three_tiers_under_chaos(tmp_path: Path, seed: int) -> None:
         assert hits > 100
         assert house.engine.problems() == []
         assert house.hub.residency() == house.listed()
-        used = {edge for edge, counters in house.engine.stats(CACHE).edges.items() if counters.blocks}
+        used = {edge for edge, counters in house.engine.manager(CACHE).stats().edges.items() if counters.blocks}
         assert {(DEVICE, HOST), (HOST, DEVICE), (HOST, DISK), (DISK, DEVICE)} <= used
         assert sum(house.engine.queues().values()) == 0
 

@@ -54,7 +54,7 @@ async def test_nothing_is_held_when_everybody_has_gone(tmp_path: Path, seed: int
             house.engine.end_session(SessionId(session))
         await house.engine.settle()
 
-        stats = house.engine.stats(CACHE)
+        stats = house.engine.manager(CACHE).stats()
         assert stats.waiting == 0
         assert stats.held_by == {}
         assert all(count.held == 0 for count in stats.tiers.values())

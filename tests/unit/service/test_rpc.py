@@ -543,7 +543,7 @@ async def test_our_own_bug_is_internal_and_logged(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(daemon._engine, "match", broken)
+    monkeypatch.setattr(daemon._engine, "manager", broken)
     code, detail = await client.refusal(client.blocks.Match, blocks_pb2.MatchRequest(cache_id=cache, keys=PACKED))
     assert (code, detail.reason) == (Code.INTERNAL, "INTERNAL")
     assert "planted" in caplog.text

@@ -67,7 +67,7 @@ class AdminService:
         there; of all sessions for who administers every cache."""
         caches = [cache for cache in self._catalog if self._access.may(session, Right.ADMIN, cache.name)]
         everything = self._access.may_everywhere(session, Right.ADMIN)
-        stats = {cache.id: self._engine.stats(cache.id) for cache in caches}
+        stats = {cache.id: self._engine.manager(cache.id).stats() for cache in caches}
         held: dict[SessionId, int] = {}
         for one in stats.values():
             for holder, slots in one.held_by.items():
@@ -127,7 +127,7 @@ class AdminService:
         return [cache]
 
     def _leases(self, caches: Iterable[Cache]) -> Iterator[tuple[Cache, LeaseRecord]]:
-        return ((cache, lease) for cache in caches for lease in self._engine.leases(cache.id))
+        return ((cache, lease) for cache in caches for lease in self._engine.manager(cache.id).lease_records())
 
     def _session(self, session: Session, caches: Sequence[Cache], held_slots: int) -> admin_pb2.SessionStats:
         """``caches``: in which its leases count; ``held_slots``: of them."""

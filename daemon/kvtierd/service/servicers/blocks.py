@@ -85,14 +85,14 @@ class BlocksService:
         keys = validation.keys("keys", request.keys)
         if request.across_groups:
             return self._match_across(cache, group, keys)
-        found = self._engine.match(cache.id, group, keys)
+        found = self._engine.manager(cache.id).match(group, keys)
         return blocks_pb2.MatchResponse(
             blocks=found.blocks, residency=bytes(found.residency), as_of_event=self._now_cursor()
         )
 
     async def locate(self, session: Session, request: blocks_pb2.LocateRequest) -> blocks_pb2.LocateResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        found = self._engine.locate(cache.id, group, validation.keys("keys", request.keys))
+        found = self._engine.manager(cache.id).locate(group, validation.keys("keys", request.keys))
         slots = {tier: [place.slots[tier] for place in found] for tier in MEMORY_TIERS}
         return blocks_pb2.LocateResponse(
             residency=bytes(place.residency for place in found),
@@ -168,7 +168,7 @@ class BlocksService:
         keys = validation.keys("keys", request.keys)
         wait_s = validation.timeout_s("timeout_ns", request.timeout_ns, self._wait_s)
         if request.dry_run:
-            planned = self._engine.plan_move(cache.id, group, to, keys)
+            planned = self._engine.manager(cache.id).plan_move(group, to, keys)
             return blocks_pb2.MoveResponse(results=bytes(planned), as_of_event=self._now_cursor())
         grant = await self._engine.move(cache.id, session.id, group, to, keys, wait_s)
         return blocks_pb2.MoveResponse(
@@ -208,14 +208,14 @@ class BlocksService:
     async def reset(self, session: Session, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
         cache = opened(self._catalog, session, request.cache_id)
         if request.dry_run:
-            report = self._engine.reset_plan(cache.id)
+            report = self._engine.manager(cache.id).reset_plan()
         else:
             report = await self._engine.reset(cache.id, session.id, force=request.force)
         return blocks_pb2.ResetResponse(dropped=report.dropped, kept=report.kept, as_of_event=self._now_cursor())
 
     async def list(self, session: Session, request: blocks_pb2.ListBlocksRequest) -> blocks_pb2.ListBlocksResponse:
         cache, group = self._place(session, request.cache_id, request.group)
-        page = self._engine.listing(cache.id, group, request.page, min(request.limit or PAGE_ROWS, PAGE_ROWS))
+        page = self._engine.manager(cache.id).listing(group, request.page, min(request.limit or PAGE_ROWS, PAGE_ROWS))
         return blocks_pb2.ListBlocksResponse(
             keys=b"".join(row.key for row in page.rows),
             parents=wire.parents(row.parent for row in page.rows),
@@ -228,7 +228,7 @@ class BlocksService:
 
     def _match_across(self, cache: Cache, group: GroupId, keys: Sequence[Key]) -> blocks_pb2.MatchResponse:
         _require_no_group(group)
-        found = self._engine.match_across(cache.id, keys)
+        found = self._engine.manager(cache.id).match_across(keys)
         spans = [
             blocks_pb2.GroupMatch(group=span.group, first_block=span.first_block, residency=bytes(span.residency))
             for span in found.groups
@@ -274,7 +274,7 @@ class BlocksService:
         """The grant says which blocks are there and which copies failed; whether the others are at all is seen now."""
         if all(grant.results):
             return bytes([BlockResult.OK]) * len(keys)
-        places = self._engine.locate(cache.id, group, keys)
+        places = self._engine.manager(cache.id).locate(group, keys)
         results = [
             BlockResult.OK if there else BlockResult.NO_ROOM if place.residency else BlockResult.NOT_FOUND
             for there, place in zip(grant.results, places, strict=True)
@@ -420,7 +420,7 @@ async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequen
     :class:`UnknownCache`, also where the cache goes meanwhile, and :class:`TierIOError`.
     """
     runtime = engine.runtime(cache)
-    places = [_in_memory(block) for block in engine.locate(cache, group, keys)]
+    places = [_in_memory(block) for block in engine.manager(cache).locate(group, keys)]
     known = [place for place in places if place is not None]
     before = [runtime.arena.generation(tier, group, slot) for tier, slot in known]
     sources = [_source(runtime, group, place) for place in known]

@@ -157,7 +157,7 @@ class EventsService:
             if not watcher.wanted.wants_cache(cache.name):
                 return  # it was forbidden
             try:
-                listing = self._engine.listing(cache.id, group, page, limit)
+                listing = self._engine.manager(cache.id).listing(group, page, limit)
             except UnknownCache:
                 return  # it was removed, as the events that follow tell
             rows = watcher.wanted.wanted_rows(listing.rows)
