@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import itemgetter
 from typing import Final
@@ -21,6 +21,8 @@ from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
+from kvtier.v1 import admin_pb2
+from kvtierd.config import Config
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
 from kvtierd.core.ids import rows as rows_of
@@ -30,16 +32,16 @@ from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
 from kvtierd.mover.cuda.copies import CudaCopies
 from kvtierd.notify import Notifier
-from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots, share_of, tier_bytes
-from kvtierd.service.cache import CacheOptions, Wanted
+from kvtierd.service.budgets import Budgets, PastOptions, RememberedSlots, Slots, group_slots
+from kvtierd.service.cache import CacheOptions
 from kvtierd.service.recovery import About, Keeper, KeptArena, OldLife, adopt
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Arena
-from kvtierd.tiers.base import DeviceIOError, NotAdoptable, TierConfigError
+from kvtierd.tiers.base import DeviceIOError, NotAdoptable, TierConfigError, TierIOError
 from kvtierd.tiers.cuda.pool import CudaSegment, Gpu
 from kvtierd.tiers.cuda.store import CudaDevice
 from kvtierd.tiers.disk.recovery import DiskRecord, Recovery
-from kvtierd.tiers.disk.root import DiskRoot, StoredCache
+from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import DiskStore
 from kvtierd.tiers.mapped import Chaos, HostStore, StandInDevice
 
@@ -299,60 +301,48 @@ def _recovered(found: Recovery) -> dict[GroupId, list[Recovered]]:
     }
 
 
-_log = logging.getLogger(__name__)
+def open_gpu(config: Config, keeper: Keeper) -> Gpu | None:
+    """What the device tier is to be on. Blocks.
 
-
-def slots_of_stored(stores: Stores, cache: StoredCache, sharing: int) -> dict[Tier, tuple[int, ...]]:
-    """``sharing``: how many caches, this one included, are still to be given a share where none is remembered.
-
-    Raises :class:`TierConfigError` where the disk tier has less left than the cache has there.
+    Raises :class:`TierConfigError`, which says what is missing; :class:`TierIOError` where the GPU worked in the life
+    before: then the manager starts the daemon again, and keeps the memory until the GPU is back.
     """
-    budgets, spec = stores.budgets, cache.spec
-    on_disk = tuple(cache.slots[group] for group in sorted(cache.slots))
-    wanted = tier_bytes(spec, on_disk)
-    if wanted > budgets.left(Tier.DISK):
-        limit = f"at least {wanted} more than its other caches take: the stored cache {cache.name} has that much"
-        raise TierConfigError("disk_bytes", budgets.left(Tier.DISK), limit)
-    remembered = stores.remembered.get(cache.name)
-    if remembered is None:
-        remembered = {tier: share_of(spec, budgets.left(tier) // sharing) for tier in (Tier.DEVICE, Tier.HOST)}
-    return {Tier.DISK: on_disk, **memory_slots(budgets, spec, remembered)}
-
-
-def memory_slots(budgets: Budgets, spec: CacheSpec, had: Slots) -> dict[Tier, tuple[int, ...]]:
-    """Of each memory tier what the cache had, or what is left where that is less."""
-    slots: dict[Tier, tuple[int, ...]] = {}
-    for tier in (Tier.DEVICE, Tier.HOST):
-        wanted, left = had.get(tier, ()), budgets.left(tier)
-        share = wanted if tier_bytes(spec, wanted) <= left else share_of(spec, left)
-        if share:
-            slots[tier] = share
-    return slots
-
-
-def new_options(stores: Stores, name: str, spec: CacheSpec, named: Wanted) -> CacheOptions:
-    """Of a new cache: what is not named is as it was where there was one before that nothing on disk tells of."""
-    policy = stores.policy
-    options = CacheOptions(write_policy=policy.write_policy, eviction=policy.eviction)
-    past = stores.remembered.past_options(name, spec.fingerprint().hex())
-    if past is not None:
+    if config.cuda_device is not None:
         try:
-            options = CacheOptions.from_stored(past)
-        except (TypeError, ValueError) as error:
-            _log.warning("remembered options are not used name=%s why=%r", name, str(error))
-    return replace(options, **named)
+            return Gpu.open(config.cuda_device)
+        except TierConfigError as error:
+            if keeper.has_memory:
+                raise TierIOError(0, str(error)) from error
+            raise
+    if Tier.DEVICE in config.tiers:
+        _log.info("the device tier is a stand-in in shared memory device=%s", config.device)
+    return None
 
 
-def stored_options(cache: StoredCache) -> CacheOptions:
-    """Raises :class:`TierConfigError`."""
-    try:
-        return CacheOptions.from_stored(cache.options)
-    except (TypeError, ValueError) as error:
-        raise TierConfigError(f"options of the stored cache {cache.name}", dict(cache.options), str(error)) from error
+def described(config: Config, gpu: Gpu | None) -> admin_pb2.DeviceStats | None:
+    """What the device tiers are on, for operators; None where there are none."""
+    if gpu is not None:
+        return admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
+    return admin_pb2.DeviceStats(kind=config.device) if Tier.DEVICE in config.tiers else None
 
 
-def kept_alone(keeper: Keeper, others: Collection[str]) -> dict[str, About]:
-    """Caches that only memory has, of those whose memory was kept. Blocks."""
-    return {
-        name: about for name, about in keeper.abouts().items() if name not in others and Tier.DISK not in about.slots
-    }
+def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper) -> dict[Tier, int]:
+    """Bytes by tier. Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is
+    taken over, or let go. Blocks.
+
+    Raises :class:`TierConfigError` where the GPU can never have so much. What is only not free yet is refused to the
+    caches that do not fit, when they are opened: the other tiers are no worse for it.
+    """
+    if gpu is None:
+        return config.tier_bytes()
+    free, total = gpu.memory()[0], gpu.total
+    free = min(total, free + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
+    sizes = config.tier_bytes(free)
+    device = sizes[Tier.DEVICE]
+    if not 0 < device <= total:
+        limit = f"it is {device} bytes: must be 1 to the {total} that {gpu.driver.name} has, of which {free} are free"
+        raise TierConfigError("device_bytes", config.device_bytes, limit)
+    _log.info("the device tier is on a GPU uuid=%s device_bytes=%d free=%d", gpu.uuid, device, free)
+    if device > free:
+        _log.warning("the device tier is larger than what is free there device_bytes=%d free=%d", device, free)
+    return sizes

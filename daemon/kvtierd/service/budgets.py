@@ -1,13 +1,13 @@
-"""How a tier's budget is split over a cache's window groups where nobody has said by hand.
+"""How many slots of each tier a cache has.
 
-Groups differ in what they keep of a sequence of n blocks: a full-attention group all n, a sliding one those that its
-window covers and one more, so that a whole window is there while the next block fills. A group's share is in proportion
-to the bytes it keeps of a reference sequence. That is as long as useful, 32,768 tokens, or as long as the budget can
-hold whole: so a small budget holds at least one sequence in all its groups, and in a large one each group runs out
-after the same number of sequences.
+A tier's size comes from the configuration. A cache's share is fixed when it is opened, in slots, and remembered: by
+the disk for the disk, in the state directory for the memory tiers.
 
-TensorRT-LLM splits by bytes of a token x window x layers (2025), or gives each window the same share unless
-TRTLLM_WINDOW_SIZE_SHARES says otherwise (2026); its windows, too, keep one block more.
+A budget without shares by hand is split over the cache's window groups. Groups differ in what they keep of a sequence
+of n blocks: a full-attention group all n, a sliding group those that its window covers and one more, so that a whole
+window is there while the next block fills. A group's share is in proportion to the bytes it keeps of a reference
+sequence: 32,768 tokens, or as many as the budget can hold whole. So a small budget holds at least one sequence in all
+its groups, and in a large one each group runs out after the same number of sequences.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.tiers.base import DamagedDirectory, TierConfigError
+from kvtierd.tiers.disk.root import StoredCache
 from kvtierd.tiers.disk.superblock import io_errors, make_private_directory, read_superblock, write_superblock
 from kvtierd.tiers.memfd import total_bytes
 
@@ -150,6 +151,32 @@ class Budgets:
                 says = f"{budget.nbytes} bytes of it were asked for, {self.left(tier)} are left"
                 raise _exhausted(tier, wanted, free, says)
         return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
+
+    def slots_of_stored(self, cache: StoredCache, had: Slots | None, sharing: int) -> dict[Tier, tuple[int, ...]]:
+        """Slots of a cache on disk: its own there, of each memory tier as before, or less where less is left.
+
+        Args:
+            had: its slots in the life before; None where they are not remembered.
+            sharing: Caches, this one included, that are still to get a share where none is remembered.
+
+        Raises:
+            TierConfigError: where the disk tier has less left than the cache has there.
+        """
+        spec = cache.spec
+        on_disk = tuple(cache.slots[group] for group in sorted(cache.slots))
+        wanted = tier_bytes(spec, on_disk)
+        if wanted > self.left(Tier.DISK):
+            limit = f"at least {wanted} more than its other caches take: the stored cache {cache.name} has that much"
+            raise TierConfigError("disk_bytes", self.left(Tier.DISK), limit)
+        slots = {Tier.DISK: on_disk}
+        for tier in (Tier.DEVICE, Tier.HOST):
+            left = self.left(tier)
+            share = share_of(spec, left // sharing) if had is None else had.get(tier, ())
+            if tier_bytes(spec, share) > left:
+                share = share_of(spec, left)
+            if share:
+                slots[tier] = share
+        return slots
 
     def _all_left(self, spec: CacheSpec) -> dict[Tier, tuple[int, ...]]:
         shares = {tier: share_of(spec, self.left(tier)) for tier in self.tiers}

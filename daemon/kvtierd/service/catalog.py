@@ -23,24 +23,15 @@ from kvtierd.core.ids import CacheId, GroupId, Tier
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.mover.tickets import MoverError
-from kvtierd.service.assembly import (
-    Assembler,
-    Parts,
-    Plan,
-    Stores,
-    kept_alone,
-    new_options,
-    slots_of_stored,
-    stored_options,
-)
+from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
-from kvtierd.service.cache import Cache, Removal, Wanted, require_same, require_same_cache
+from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, require_same, require_same_cache
 from kvtierd.service.errors import CallRefused, no_such_cache, refused
 from kvtierd.service.recovery import NOBODY, OldLife
 from kvtierd.service.wire import CacheHeader
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Shared
-from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierError, TierIOError
+from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierConfigError, TierError, TierIOError
 
 T = TypeVar("T")
 
@@ -147,12 +138,24 @@ class Catalog:
                     if spec is None or not create:
                         raise no_such_cache(name)
                     slots = self._stores.budgets.slots_for(spec, asked)
-                    plan = Plan(name, spec, slots, new_options(self._stores, name, spec, named))
+                    plan = Plan(name, spec, slots, self._new_options(name, spec, named))
                     self._stores.budgets.take(spec, slots)
                     return await self._make(plan), True
         require_same_cache(cache, spec or cache.spec, asked)
         require_same(cache.options, named, name)
         return cache, False
+
+    def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheOptions:
+        """Of a new cache. An option that is not named is as in the last cache of that name that only memory had."""
+        policy = self._stores.policy
+        options = CacheOptions(write_policy=policy.write_policy, eviction=policy.eviction)
+        past = self._stores.remembered.past_options(name, spec.fingerprint().hex())
+        if past is not None:
+            try:
+                options = CacheOptions.from_stored(past)
+            except (TypeError, ValueError) as error:
+                _log.warning("remembered options are not used name=%s why=%r", name, str(error))
+        return replace(options, **named)
 
     def _require_whole(self, name: str) -> None:
         """Raises FAILED_PRECONDITION where the cache is on disk, but cannot be served."""
@@ -226,16 +229,22 @@ class Catalog:
         if disk is not None:
             self._left_out = await asyncio.to_thread(disk.damaged)
         names = {cache.name for cache in stored}
-        kept = await asyncio.to_thread(kept_alone, self._stores.keeper, names | set(self._left_out))
+        abouts = await asyncio.to_thread(self._stores.keeper.abouts)
+        others = names | set(self._left_out)
+        kept = {n: about for n, about in abouts.items() if n not in others and Tier.DISK not in about.slots}
         self._announce_gone(remembered.names - names - set(kept))
-        known = names | set(self._left_out) | set(kept) if disk is not None else None
+        known = others | set(kept) if disk is not None else None
         await asyncio.to_thread(remembered.forget_gone, known)
         unclean, budgets = self._identity.unclean, self._stores.budgets
         plans = []
         for position, cache in enumerate(stored):
-            slots = slots_of_stored(self._stores, cache, len(stored) - position)
+            slots = budgets.slots_of_stored(cache, remembered.get(cache.name), len(stored) - position)
             budgets.take(cache.spec, slots)
-            options = stored_options(cache)
+            try:
+                options = CacheOptions.from_stored(cache.options)
+            except (TypeError, ValueError) as error:
+                key = f"options of the stored cache {cache.name}"
+                raise TierConfigError(key, dict(cache.options), str(error)) from error
             plans.append(Plan(cache.name, cache.spec, slots, options, stored=True, unclean=unclean, old=old))
         for name, about in kept.items():
             if all(tier_bytes(about.spec, counts) <= budgets.left(t) for t, counts in about.slots.items()):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, Self
 
 from google.protobuf.message import Message
 
-from kvtier.v1 import admin_pb2
 from kvtierd.config import LIVE, Config
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog
@@ -28,7 +27,7 @@ from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service import wire
 from kvtierd.service.access import Access, Caps
-from kvtierd.service.assembly import Stores
+from kvtierd.service.assembly import Stores, described, open_gpu, tier_sizes
 from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.budgets import Budgets, RememberedSlots, require_possible
 from kvtierd.service.cache import Cache
@@ -37,7 +36,7 @@ from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import Translator
 from kvtierd.service.explain import ExplainService
 from kvtierd.service.hub import EventHub
-from kvtierd.service.recovery import Keeper, Kept
+from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
 from kvtierd.service.server import Health, RpcServer, RuntimeDir, Services
 from kvtierd.service.servicers.admin import AdminService
 from kvtierd.service.servicers.blocks import BlocksService
@@ -48,7 +47,7 @@ from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.service.wire import CacheHeader
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
-from kvtierd.tiers.base import TierConfigError, TierIOError
+from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.cuda.pool import Gpu
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.mapped import Chaos
@@ -58,7 +57,23 @@ if TYPE_CHECKING:
 
 
 LOOK_S: Final = 1.0
-STOP_S: Final = 5.0
+"""How often failing disks are looked at."""
+
+PROBE_ENDS_S: Final = 5.0
+"""How long a probe of a failing disk gets at a stop."""
+
+WATCHES_END_S: Final = 2.0
+"""How long watchers get to read what is left for them once everything else has stopped."""
+
+FAREWELL_S: Final = 0.5
+"""How long those get at least who have been answered, to acknowledge the end of their connections."""
+
+LOG_ENDS_S: Final = 5.0
+"""How long the event log gets for the last events; what it has not got by then is a hole in it."""
+
+SPARE_CONNECTIONS: Final = 64
+"""On the attach socket, beyond those of sessions: room to tell those who come too many why they are refused. One uid
+has half of it, so that connections without a session keep nobody else out."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +103,12 @@ class _Health:
 
 
 class FailingDisks:
-    """Loop thread only. ``grace_s``: how long nothing must have worked."""
+    """Gives up a cache's disk tier where it fails, and takes it back. Loop thread only.
+
+    A copy that fails costs nothing: its source stays, and its edge is left alone for a while. Where nothing has worked
+    for ``grace_s`` and a probe fails as well, what the disk held is declared lost. From then on the disk is probed, and
+    taken back, empty, when that works.
+    """
 
     def __init__(self, catalog: Catalog, engine: Engine, grace_s: float) -> None:
         self._catalog: Final = catalog
@@ -106,7 +126,7 @@ class FailingDisks:
         self._stopping.set()
         if self._looking is None:
             return True
-        _, late = await asyncio.wait([self._looking], timeout=STOP_S)
+        _, late = await asyncio.wait([self._looking], timeout=PROBE_ENDS_S)
         return not late
 
     async def _keep_looking(self) -> None:
@@ -162,72 +182,6 @@ class FailingDisks:
         _log.warning("disk tier taken back, empty name=%s", cache.name)
 
 
-_log = logging.getLogger(__name__)
-
-
-def open_gpu(config: Config, keeper: Keeper) -> Gpu | None:
-    """What the device tier is to be on. Blocks.
-
-    Raises :class:`TierConfigError`, which says what is missing; :class:`TierIOError` where the GPU worked in the life
-    before: then the manager starts the daemon again, and keeps the memory until the GPU is back.
-    """
-    if config.cuda_device is not None:
-        try:
-            return Gpu.open(config.cuda_device)
-        except TierConfigError as error:
-            if keeper.has_memory:
-                raise TierIOError(0, str(error)) from error
-            raise
-    if Tier.DEVICE in config.tiers:
-        _log.info("the device tier is a stand-in in shared memory device=%s", config.device)
-    return None
-
-
-def described(config: Config, gpu: Gpu | None) -> admin_pb2.DeviceStats | None:
-    """What the device tiers are on, for operators; None where there are none."""
-    if gpu is not None:
-        return admin_pb2.DeviceStats(kind="cuda", name=gpu.driver.name, uuid=gpu.uuid, memory_bytes=gpu.total)
-    return admin_pb2.DeviceStats(kind=config.device) if Tier.DEVICE in config.tiers else None
-
-
-def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper) -> dict[Tier, int]:
-    """Bytes by tier. Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is
-    taken over, or let go. Blocks.
-
-    Raises :class:`TierConfigError` where the GPU can never have so much. What is only not free yet is refused to the
-    caches that do not fit, when they are opened: the other tiers are no worse for it.
-    """
-    if gpu is None:
-        return config.tier_bytes()
-    free, total = gpu.memory()[0], gpu.total
-    free = min(total, free + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
-    sizes = config.tier_bytes(free)
-    device = sizes[Tier.DEVICE]
-    if not 0 < device <= total:
-        limit = f"it is {device} bytes: must be 1 to the {total} that {gpu.driver.name} has, of which {free} are free"
-        raise TierConfigError("device_bytes", config.device_bytes, limit)
-    _log.info("the device tier is on a GPU uuid=%s device_bytes=%d free=%d", gpu.uuid, device, free)
-    if device > free:
-        _log.warning("the device tier is larger than what is free there device_bytes=%d free=%d", device, free)
-    return sizes
-
-
-WATCHES_END_S: Final = 2.0
-"""How long watchers get to read what is left for them once everything else has stopped."""
-
-FAREWELL_S: Final = 0.5
-"""How long those get at least who have been answered, to acknowledge the end of their connections."""
-
-LOG_ENDS_S: Final = 5.0
-"""How long the event log gets for the last events; what it has not got by then is a hole in it."""
-
-SPARE_CONNECTIONS: Final = 64
-"""On the attach socket, beyond those of sessions: room to tell those who come too many why they are refused. One uid
-has half of it, so that connections without a session keep nobody else out."""
-
-_log = logging.getLogger(__name__)
-
-
 @dataclass(slots=True, frozen=True)
 class _Directories:
     """What this daemon alone has while it lives."""
@@ -275,7 +229,9 @@ class _Tiers:
 class Daemon:
     """Serves from :meth:`start` to :meth:`stop`."""
 
-    def __init__(self, config: Config, directories: _Directories, kept: Kept, tiers: _Tiers) -> None:
+    def __init__(
+        self, config: Config, directories: _Directories, keeper: Keeper, roll: Roll | None, tiers: _Tiers
+    ) -> None:
         state, life = directories.state, directories.state.identity
         self._config = config
         self.config_problems: tuple[str, ...] = ()
@@ -301,15 +257,16 @@ class Daemon:
             directories.disk,
             None if config.chaos_seed is None else Chaos(config.chaos_seed),
             config.policy,
-            kept.keeper,
+            keeper,
             tiers.gpu,
         )
-        self._kept: Final = kept
+        self._keeper: Final = keeper
+        self._roll: Final = roll
         self._gpu: Final = tiers.gpu
         self.gpu_lost: Final = asyncio.Event()
         """The GPU will not work any more in this process, which is to end."""
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, headers)
-        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, _capacity(config), kept.roll)
+        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, _capacity(config), roll)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid(), life.history)
         self._translator: Final = Translator(self._sessions.owner_of)
@@ -357,19 +314,19 @@ class Daemon:
         keeper = Keeper(notifier or Notifier(None), passed)
         gpu = await asyncio.to_thread(open_gpu, config, keeper)
         directories = await asyncio.to_thread(_Directories.open, config)
-        kept = await asyncio.to_thread(Kept.open, keeper)
+        roll, entries = await asyncio.to_thread(open_roll, keeper)
         tiers = _Tiers(gpu, await asyncio.to_thread(tier_sizes, config, gpu, keeper))
-        daemon = cls(config, directories, kept, tiers)
+        daemon = cls(config, directories, keeper, roll, tiers)
         try:
-            await daemon._serve()
+            await daemon._serve(entries)
         except BaseException:
             await daemon.stop()
             raise
         return daemon
 
-    async def _serve(self) -> None:
+    async def _serve(self, entries: Sequence[Entry]) -> None:
         self._watch_gpu()
-        plans = await self._catalog.plan_restore(self._sessions.restore(self._kept.entries))
+        plans = await self._catalog.plan_restore(self._sessions.restore(entries))
         run = self._directories.run
         if (tcp := self._config.tcp) is not None:
             self._tcp = replace(tcp, port=self._rpc.listen(tcp)).target
@@ -420,7 +377,8 @@ class Daemon:
         await self._attach.hang_up()
         clean = clean and await self._catalog.close()
         if clean:
-            self._kept.close()
+            if self._roll is not None:
+                self._roll.close()
             if self._gpu is not None:
                 await asyncio.to_thread(self._gpu.close)
         else:
@@ -492,7 +450,7 @@ class Daemon:
             self._gpu.on_loss(lost)
 
     def _lose_gpu(self) -> None:
-        self._kept.keeper.forget_gpu()
+        self._keeper.forget_gpu()
         self.gpu_lost.set()
 
     def reload(self, fresh: Config) -> None:

@@ -1,12 +1,31 @@
-"""What outlives this process: descriptors that its service manager keeps, by name.
+"""What outlives the daemon's process, and how the next daemon takes it over.
+
+The service manager (systemd with ``FileDescriptorStoreMax=``, or ``kvtierd --supervise``) keeps descriptors by name:
 
 ==============================  ==================================================================================
 ``arena/<cache>/<segment>``     the cache's ``control``, ``host`` and ``device``, or ``cuda`` for a device tier on a GPU
 ``arena/<cache>/about``         a sealed JSON file in memory: what the cache is, for one that no disk remembers
-``sessions``                    see ``service/remnants.py``
+``sessions``                    the roll: which sessions were ever given a cache's memory
 ==============================  ==================================================================================
 
-The manager is systemd (``FileDescriptorStoreMax=``) or ``kvtierd --supervise``. Without one nothing is kept.
+The daemon may die at any moment, and a process may still be copying to or from slots that its session held. Those slots
+stay out of circulation until the process says that it is done (``forget`` on its new attach connection; the client
+library does), or has ended. The roll is a sealed segment of 65,536 records of 64 bytes, little-endian::
+
+     0   16  token
+    16  u64  session id
+    24  u64  start time of the process (/proc/<pid>/stat, field 22), which tells it from a later one of its pid
+    32  u32  pid
+    36  u32  uid
+    40  u32  crc                CRC-32 (zlib) of the 40 bytes before
+    44  20   (zero)
+
+A record is written before the memory is given, and struck when the session has ended: a torn record is of a process
+that could not touch anything. Without a roll no memory is adopted.
+
+Of adopted memory a slot counts if its generation is even, its record is whole and names this generation, and (in a
+full-attention group) its block's ancestors count as well. Every other slot's generation turns odd, so that a process
+that still looks at it finds out.
 """
 
 from __future__ import annotations
@@ -17,7 +36,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
 from operator import itemgetter
@@ -47,13 +66,18 @@ _ARENA: Final = "arena"
 _ABOUT: Final = "about"
 _MAX_ABOUT_BYTES: Final = 1 << 20
 _SEALED: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+RECORDS: Final = 65536
+RECORD_BYTES: Final = 64
+_BODY: Final = struct.Struct("<16sQQII")
+_CRC: Final = struct.Struct("<I")
+_NAME: Final = "kvtier:sessions"
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
 class About:
-    """What a cache is. ``cuda``: what its segment of that name is, which cannot be told from the descriptor."""
+    """What a cache is. ``cuda``: of its GPU segment, which the descriptor does not tell."""
 
     spec: CacheSpec
     slots: Slots
@@ -76,7 +100,7 @@ class About:
 
 @dataclass(slots=True, frozen=True)
 class KeptArena:
-    """``fds``: by segment name, the holder's to close. ``cuda``: of the one of that name, if that is known."""
+    """``fds``: by segment name, the holder's to close. ``cuda``: of the GPU segment, if it is known."""
 
     fds: dict[str, int]
     cuda: attach.CudaMemory | None
@@ -88,7 +112,10 @@ class KeptArena:
 
 
 class Keeper:
-    """Loop thread, and one thread at a time besides. ``passed``: what was kept for us; the keeper's from now on."""
+    """The descriptors at the service manager. For the loop thread, and one other thread at a time.
+
+    ``passed``: descriptors of the life before, the keeper's from now on.
+    """
 
     def __init__(self, notifier: Notifier, passed: Sequence[PassedFd]) -> None:
         self._notifier: Final = notifier
@@ -113,25 +140,21 @@ class Keeper:
 
     @property
     def keeps(self) -> bool:
-        """Whether anybody keeps anything for us."""
+        """Whether there is a service manager that keeps descriptors."""
         return self._notifier.listens
 
     @property
     def has_memory(self) -> bool:
-        """Whether a cache's memory was kept that nobody has taken yet."""
+        """Whether a cache's memory was kept and not taken yet."""
         return bool(self._caches)
 
     def abouts(self) -> dict[str, About]:
-        """The caches whose arenas were kept and that say what they are."""
-        found = {}
-        for cache, fds in self._caches.items():
-            about = _about(cache, fds)
-            if about is not None:
-                found[cache] = about
-        return found
+        """By name, the caches whose kept arena has a readable ``about``. Blocks."""
+        found = {cache: _about(cache, fds) for cache, fds in self._caches.items()}
+        return {cache: about for cache, about in found.items() if about is not None}
 
     def take(self, cache: str) -> KeptArena | None:
-        """A kept arena: the caller's from now on. None: there is none."""
+        """A kept arena, the caller's from now on; None where there is none."""
         fds = self._caches.pop(cache, None)
         if fds is None:
             return None
@@ -150,38 +173,37 @@ class Keeper:
         try:
             fds = arena.kept_fds | {_ABOUT: described}
             for segment, fd in fds.items():
-                self._notifier.store(_name(cache, segment), [fd])
+                self._notifier.store(f"{_ARENA}/{cache}/{segment}", [fd])
         finally:
             os.close(described)
         self._stored[cache] = tuple(fds)
 
     def store_sessions(self, fd: int) -> None:
-        """Instead of any that was kept."""
+        """Has the roll kept, instead of any that was kept."""
         self._notifier.forget(SESSIONS)
         self._notifier.store(SESSIONS, [fd])
 
     def forget(self, cache: str, only: str | None = None) -> None:
-        """The cache's arena, if it is kept, or ``only`` one segment of it, is kept no longer than its own
-        descriptors."""
+        """Has the manager let go of the cache's arena, or of ``only`` one segment of it."""
         stored = self._stored.pop(cache, ())
-        gone = [segment for segment in stored if only in (None, segment)]
-        for segment in gone:
-            self._notifier.forget(_name(cache, segment))
-        if rest := tuple(segment for segment in stored if segment not in gone):
-            self._stored[cache] = rest
+        for segment in stored:
+            if only in (None, segment):
+                self._notifier.forget(f"{_ARENA}/{cache}/{segment}")
+        if only is not None:
+            self._stored[cache] = tuple(segment for segment in stored if segment != only)
 
     def forget_gpu(self) -> None:
-        """No GPU memory is kept any longer: a successor makes it anew."""
+        """Has the manager let go of all GPU memory: the next daemon makes it anew."""
         for cache in list(self._stored):
             self.forget(cache, attach.CUDA)
 
     def kept_on_gpu(self, uuid: str) -> int:
-        """Bytes of that GPU (its uuid, 32 hex digits) that nobody has but those who kept them for us."""
+        """Bytes of the GPU (its uuid, 32 hex digits) that only the manager still holds."""
         kept = (about.cuda for cache, about in self.abouts().items() if attach.CUDA in self._caches[cache])
         return sum(cuda.nbytes for cuda in kept if cuda is not None and cuda.uuid == uuid)
 
     def close(self) -> None:
-        """Lets go of what nobody took, here and at the manager."""
+        """Lets go of the arenas that no cache took, here and at the manager."""
         for cache in list(self._caches):
             _log.warning("a kept arena is let go: it is nobody's any more name=%s", cache)
             if (kept := self.take(cache)) is not None:
@@ -195,10 +217,6 @@ def _about(cache: str, fds: Mapping[str, int]) -> About | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.warning("a kept arena does not say what it is name=%s error=%r", cache, error)
         return None
-
-
-def _name(cache: str, segment: str) -> str:
-    return f"{_ARENA}/{cache}/{segment}"
 
 
 def _sealed(name: str, content: bytes) -> int:
@@ -220,10 +238,131 @@ def _read_sealed(fd: int) -> bytes:
 
 
 @dataclass(slots=True, frozen=True)
+class Entry:
+    """A session in the roll. ``start_time``: of its process, in clock ticks since the machine's start."""
+
+    token: str
+    session: SessionId
+    start_time: int
+    pid: int
+    uid: int
+
+    def pack(self) -> bytes:
+        body = _BODY.pack(bytes.fromhex(self.token), self.session, self.start_time, self.pid, self.uid)
+        return body + _CRC.pack(zlib.crc32(body))
+
+    @classmethod
+    def unpack(cls, data: memoryview) -> Entry | None:
+        body = data[: _BODY.size]
+        if _CRC.unpack_from(data, _BODY.size)[0] != zlib.crc32(body):
+            return None
+        token, session, start_time, pid, uid = _BODY.unpack(body)
+        return cls(token.hex(), SessionId(session), start_time, pid, uid)
+
+    def peer(self) -> Peer | None:
+        """The process, if it still lives."""
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            return None
+        peer = Peer(self.pid, User(self.uid, frozenset()), pidfd, command_of(self.pid))
+        if start_time_of(self.pid) == self.start_time and not peer.is_gone():
+            return peer
+        peer.close()
+        return None
+
+
+class Roll:
+    """The sessions that a restarted daemon waits for. Loop thread only."""
+
+    def __init__(self, segment: Memfd, places: dict[SessionId, int]) -> None:
+        self._segment: Final = segment
+        self._rows: Final = segment.array.data
+        self._places: Final = places
+        self._free: Final = sorted(set(range(RECORDS)).difference(places.values()), reverse=True)
+
+    @classmethod
+    def create(cls) -> Roll:
+        """Raises TierConfigError where memory is short."""
+        return cls(Memfd.create(_NAME, RECORDS * RECORD_BYTES), {})
+
+    @classmethod
+    def adopt(cls, fd: int) -> tuple[Roll, list[Entry]]:
+        """The roll of an earlier life and its entries. Raises NotAdoptable; ``fd`` then stays the caller's."""
+        segment = Memfd.adopt(_NAME, fd, RECORDS * RECORD_BYTES)
+        rows = segment.array.data
+        entries: list[Entry] = []
+        places: dict[SessionId, int] = {}
+        for place in np.flatnonzero(segment.array.reshape(RECORDS, RECORD_BYTES).any(axis=1)).tolist():
+            entry = Entry.unpack(rows[place * RECORD_BYTES : (place + 1) * RECORD_BYTES])
+            if entry is not None:
+                entries.append(entry)
+                places[entry.session] = place
+        return cls(segment, places), entries
+
+    @property
+    def fd(self) -> int:
+        return self._segment.fd
+
+    def enter(self, token: str, session: SessionId, peer: Peer) -> None:
+        start_time = start_time_of(peer.pid)
+        if start_time is None or not self._free:
+            return  # gone already, or the roll is full
+        place = self._free.pop()
+        self._places[session] = place
+        self._write(place, Entry(token, session, start_time, peer.pid, peer.uid).pack())
+
+    def strike(self, session: SessionId) -> None:
+        place = self._places.pop(session, None)
+        if place is not None:
+            self._write(place, bytes(_BODY.size + _CRC.size))
+            self._free.append(place)
+
+    def close(self) -> None:
+        self._rows.release()
+        self._segment.close()
+
+    def _write(self, place: int, data: bytes) -> None:
+        start = place * RECORD_BYTES
+        self._rows[start : start + len(data)] = data
+
+
+def start_time_of(pid: int) -> int | None:
+    """None for a process that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # the command, in brackets, may hold anything
+
+
+def open_roll(keeper: Keeper) -> tuple[Roll | None, list[Entry]]:
+    """The roll of sessions, kept or new, and the entries of the life before. Blocks.
+
+    Where there is no sound roll, all that the keeper has is let go. None where nobody keeps anything. Raises
+    TierConfigError where memory is short.
+    """
+    if keeper.sessions_fd is not None:
+        try:
+            return Roll.adopt(keeper.sessions_fd)
+        except NotAdoptable as error:
+            _log.warning("the kept roll of sessions is not adopted why=%r", str(error))
+            os.close(keeper.sessions_fd)
+    keeper.close()
+    if not keeper.keeps:
+        return None, []
+    roll = Roll.create()
+    keeper.store_sessions(roll.fd)
+    return roll, []
+
+
+@dataclass(slots=True, frozen=True)
 class OldLife:
-    """``live``: sessions of it whose processes live; ``dead``: those whose processes are known to have ended.
-    ``keeper``: under whose name is held what any of them may read: the owner table names only the last of several
-    readers, so all of it is, until none of them is left. An earlier life's keeper is neither live nor dead."""
+    """Sessions of the life before. ``live``: their processes live; ``dead``: their processes have ended.
+
+    ``keeper``: a session that holds every block that a live session may read, until none of them is left, since the
+    owner table names only the last of several readers. An earlier life's keeper is neither live nor dead.
+    """
 
     live: frozenset[SessionId]
     dead: frozenset[SessionId]
@@ -231,7 +370,7 @@ class OldLife:
 
 
 class KeptMemory(Protocol):
-    """What is asked of an arena; see :class:`kvtierd.tiers.arena.Arena`."""
+    """The part of :class:`kvtierd.tiers.arena.Arena` that adoption needs; the simulator has its own."""
 
     @property
     def tiers(self) -> tuple[Tier, ...]: ...
@@ -264,8 +403,11 @@ class Adopted:
 def adopt(
     arena: KeptMemory, shapes: Sequence[GroupShape], on_disk: Mapping[GroupId, Sequence[Recovered]], old: OldLife
 ) -> Adopted:
-    """Changes the arena so that what is not in the answer is void, and nobody's. What is keeps its old owner, or gets
-    the keeper, until the lease is granted again: a daemon that dies before that must not have forgotten it."""
+    """Merges the blocks in memory with those on disk, and voids all other slots of the arena.
+
+    A slot in the answer keeps its old owner, or gets the keeper, until its lease is granted again: a daemon that dies
+    before that must not have forgotten it.
+    """
     adopted = Adopted()
     for shape in shapes:
         group = shape.group
@@ -277,12 +419,12 @@ def adopt(
         for tier in arena.tiers:
             kept = _kept(merged, tier)
             adopted.left.extend(_left(arena, tier, group, kept, old))
-            _void_the_rest(arena, tier, group, kept)
+            arena.begin_writes(tier, group, set(arena.ready_slots(tier, group)).difference(kept))
     return adopted
 
 
 def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, Recovered]:
-    """What memory holds, least recently noted first. Of two copies that do not agree on the parent the newer counts."""
+    """Blocks in memory, least recently noted first. Of two copies with different parents the newer counts."""
     rows: list[tuple[int, Recovered]] = []
     for tier in arena.tiers:
         found = arena.contents(tier, group)
@@ -295,14 +437,11 @@ def _in_memory(arena: KeptMemory, group: GroupId) -> dict[Key, Recovered]:
     newest: dict[Key, Recovered] = {}
     for _, one in rows:
         other = newest.pop(one.key, None)
-        newest[one.key] = one if other is None or other.parent != one.parent else _both(one, other)
+        if other is not None and other.parent == one.parent:  # the same block in two tiers
+            device = one.device if one.device is not None else other.device
+            one = one._replace(device=device, host=one.host if one.host is not None else other.host)
+        newest[one.key] = one
     return newest
-
-
-def _both(one: Recovered, other: Recovered) -> Recovered:
-    """The same block in two tiers."""
-    device = one.device if one.device is not None else other.device
-    return one._replace(device=device, host=one.host if one.host is not None else other.host)
 
 
 def _traits(found: SlotContents) -> Iterator[Traits]:
@@ -311,7 +450,7 @@ def _traits(found: SlotContents) -> Iterator[Traits]:
 
 
 def _merged(in_memory: dict[Key, Recovered], disk: Sequence[Recovered]) -> list[Recovered]:
-    """Least recently used first: what stands on disk alone was used before what stands in memory."""
+    """Least recently used first: blocks on disk alone, then those in memory."""
     alone = []
     for one in disk:
         copies = in_memory.get(one.key)
@@ -333,8 +472,10 @@ def _kept(merged: Sequence[Recovered], tier: Tier) -> dict[SlotId, Key]:
 
 
 def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, Key], old: OldLife) -> list[LeftLease]:
-    """Leases over everything that a live process may still touch: blank slots are their one writer's, the rest the
-    keeper's. Of the other slots nobody is the owner any more."""
+    """Leases over every slot that a live process may still touch; other slots lose their owner.
+
+    A blank slot is its writer's, the rest is the keeper's.
+    """
     blank: dict[SessionId, list[SlotId]] = {}
     read: list[Key] = []
     for slot, owner in arena.owned(tier, group).items():
@@ -354,160 +495,4 @@ def _left(arena: KeptMemory, tier: Tier, group: GroupId, kept: Mapping[SlotId, K
     return [*leases, LeftLease(old.keeper, group, tier, keys=tuple(read))] if read else leases
 
 
-def _void_the_rest(arena: KeptMemory, tier: Tier, group: GroupId, kept: Collection[SlotId]) -> None:
-    arena.begin_writes(tier, group, set(arena.ready_slots(tier, group)).difference(kept))
-
-
 NOBODY: Final = OldLife(frozenset(), frozenset(), SessionId(0))
-
-
-RECORDS: Final = 65536
-RECORD_BYTES: Final = 64
-_BODY: Final = struct.Struct("<16sQQII")
-_CRC: Final = struct.Struct("<I")
-_NAME: Final = "kvtier:sessions"
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, frozen=True)
-class Entry:
-    """``start_time`` in clock ticks since the machine's start."""
-
-    token: str
-    session: SessionId
-    start_time: int
-    pid: int
-    uid: int
-
-    def pack(self) -> bytes:
-        body = _BODY.pack(bytes.fromhex(self.token), self.session, self.start_time, self.pid, self.uid)
-        return body + _CRC.pack(zlib.crc32(body))
-
-    @classmethod
-    def unpack(cls, data: memoryview) -> Entry | None:
-        body = data[: _BODY.size]
-        if _CRC.unpack_from(data, _BODY.size)[0] != zlib.crc32(body):
-            return None
-        token, session, start_time, pid, uid = _BODY.unpack(body)
-        return cls(token.hex(), SessionId(session), start_time, pid, uid)
-
-    def peer(self) -> Peer | None:
-        """The process, if it is still the one that the entry names."""
-        try:
-            pidfd = os.pidfd_open(self.pid)
-        except OSError:
-            return None
-        peer = Peer(self.pid, User(self.uid, frozenset()), pidfd, command_of(self.pid))
-        if start_time_of(self.pid) == self.start_time and not peer.is_gone():
-            return peer
-        peer.close()
-        return None
-
-
-class Roll:
-    """Who has a session, for a restarted daemon. Loop thread only."""
-
-    def __init__(self, segment: Memfd, entries: dict[SessionId, int]) -> None:
-        self._segment: Final = segment
-        self._rows: Final = segment.array.data
-        self._place_of: Final = entries
-        used = set(entries.values())
-        self._free: Final = [place for place in range(RECORDS - 1, -1, -1) if place not in used]
-
-    @classmethod
-    def create(cls) -> Roll:
-        """Raises TierConfigError where memory is short."""
-        return cls(Memfd.create(_NAME, RECORDS * RECORD_BYTES), {})
-
-    @classmethod
-    def adopt(cls, fd: int) -> tuple[Roll, list[Entry]]:
-        """That of an earlier life and who stands in it. Raises NotAdoptable; ``fd`` then stays the caller's."""
-        segment = Memfd.adopt(_NAME, fd, RECORDS * RECORD_BYTES)
-        found = dict(_entries(segment))
-        return cls(segment, {entry.session: place for place, entry in found.items()}), list(found.values())
-
-    @property
-    def fd(self) -> int:
-        return self._segment.fd
-
-    def enter(self, token: str, session: SessionId, peer: Peer) -> None:
-        start_time = start_time_of(peer.pid)
-        if start_time is None or not self._free:
-            return  # gone already, or more than there can be
-        place = self._free.pop()
-        self._place_of[session] = place
-        self._write(place, Entry(token, session, start_time, peer.pid, peer.uid).pack())
-
-    def strike(self, session: SessionId) -> None:
-        place = self._place_of.pop(session, None)
-        if place is not None:
-            self._write(place, bytes(_BODY.size + _CRC.size))
-            self._free.append(place)
-
-    def close(self) -> None:
-        self._rows.release()
-        self._segment.close()
-
-    def _write(self, place: int, data: bytes) -> None:
-        start = place * RECORD_BYTES
-        self._rows[start : start + len(data)] = data
-
-
-def _entries(segment: Memfd) -> Iterator[tuple[int, Entry]]:
-    rows = segment.array.data
-    used = segment.array.reshape(RECORDS, RECORD_BYTES).any(axis=1)
-    for place in np.flatnonzero(used).tolist():
-        entry = Entry.unpack(rows[place * RECORD_BYTES : (place + 1) * RECORD_BYTES])
-        if entry is not None:
-            yield place, entry
-
-
-def start_time_of(pid: int) -> int | None:
-    """None for a process that is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])  # the command, in brackets, may hold anything
-
-
-def _adopted_roll(keeper: Keeper) -> tuple[Roll, list[Entry]] | None:
-    if keeper.sessions_fd is None:
-        return None
-    try:
-        return Roll.adopt(keeper.sessions_fd)
-    except NotAdoptable as error:
-        _log.warning("the kept roll of sessions is not adopted why=%r", str(error))
-        os.close(keeper.sessions_fd)
-        return None
-
-
-@dataclass(slots=True, frozen=True)
-class Kept:
-    """What a daemon has from its earlier lives, and for its later ones. ``roll``: None where nobody keeps anything."""
-
-    keeper: Keeper
-    roll: Roll | None
-    entries: tuple[Entry, ...]
-
-    @classmethod
-    def open(cls, keeper: Keeper) -> Kept:
-        """Blocks. Where there is no sound roll, all that the keeper has is let go.
-
-        Raises TierConfigError where memory is short.
-        """
-        adopted = _adopted_roll(keeper)
-        if adopted is not None:
-            roll, entries = adopted
-            return cls(keeper, roll, tuple(entries))
-        keeper.close()
-        if not keeper.keeps:
-            return cls(keeper, None, ())
-        roll = Roll.create()
-        keeper.store_sessions(roll.fd)
-        return cls(keeper, roll, ())
-
-    def close(self) -> None:
-        if self.roll is not None:
-            self.roll.close()

@@ -13,7 +13,7 @@ from kvtierd.core.ids import SessionId
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import User
 from kvtierd.service.peer import Peer
-from kvtierd.service.recovery import RECORD_BYTES, Entry, Keeper, Kept, KeptArena, Roll, start_time_of
+from kvtierd.service.recovery import RECORD_BYTES, Entry, Keeper, KeptArena, Roll, open_roll, start_time_of
 from kvtierd.service.sessions import Capacity, SessionRegistry
 
 TOKEN, OTHER = "ab" * 16, "cd" * 16
@@ -78,8 +78,9 @@ def test_without_a_sound_roll_no_memory_is_adopted(roll: str, caplog: pytest.Log
     if roll == "foreign":
         passed.append(PassedFd("sessions", os.memfd_create("sessions")))
     keeper = Keeper(Notifier("@kvtier-nobody-listens"), passed)
-    kept = Kept.open(keeper)
-    assert kept.entries == ()
+    kept, entries = open_roll(keeper)
+    assert kept is not None
+    assert entries == []
     assert keeper.take("c") is None
     assert "a kept arena is let go" in caplog.text
     kept.close()
