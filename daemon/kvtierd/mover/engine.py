@@ -90,11 +90,9 @@ class Engine:
         cache = self._find(cache_id)
         cache.closing = True
         self._refuse_waiting(cache)
-        await self._executor.edges.idle(cache.runtime.id)
+        await self._executor.edges.idle(cache_id)
         await cache.uses.finish()
-        await self._executor.edges.idle(
-            cache.runtime.id
-        )  # a session's end, or time itself, may have begun more while that was written
+        await self._executor.edges.idle(cache_id)  # the end of a session may have begun more meanwhile
         cache.removed = True
         self._executor.caches.pop(cache_id, None)  # two callers may have waited
         return cache.runtime

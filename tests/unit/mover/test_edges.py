@@ -16,7 +16,7 @@ from kvtierd.mover.edges import LANES, Edges
 from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
 from kvtierd.mover.work import CarryOut, Concerns, items_of
 from kvtierd.mover.worker import Lane
-from tests.unit.mover.rig import GROUP, fill, holds, key, make_runtime, move, mover_threads
+from tests.unit.mover.rig import GROUP, make_runtime, move, mover_threads
 
 DOWN = (Tier.DEVICE, Tier.HOST)
 WRITE = (Tier.HOST, Tier.DISK)
@@ -100,24 +100,6 @@ def numbered(number: int, slots: Sequence[int], edge: tuple[Tier, Tier | None] =
     return move(number, *edge, [(slot, slot, None if edge[1] is None else slot) for slot in slots])
 
 
-async def test_a_block_goes_down_and_up_again(make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime) -> None:
-    edges = make_edges()
-    fill(runtime, Tier.DEVICE, 3, key(1))
-
-    edges.submit(runtime, move(1, Tier.DEVICE, Tier.HOST, [(1, 3, 5)]))
-    await edges.idle()
-    assert holds(runtime, Tier.HOST, 5, key(1))
-    fill(runtime, Tier.DEVICE, 3, key(2))
-    edges.submit(runtime, move(2, Tier.HOST, Tier.DEVICE, [(1, 5, 3)]))
-    await edges.idle()
-
-    assert holds(runtime, Tier.DEVICE, 3, key(1))
-    assert [(result.id, result.failed, result.corrupt) for result in desk.results] == [
-        (1, frozenset(), frozenset()),
-        (2, frozenset(), frozenset()),
-    ]
-
-
 async def test_a_move_in_pieces_is_reported_once_with_its_own_indices(
     make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
 ) -> None:
@@ -171,26 +153,6 @@ async def test_a_batch_holds_one_cache_and_a_delivery_too(make_edges: MakeEdges,
     assert [[slot for _, slot in batch] for batch in gate.batches] == [[0], [1], [2], [3]]
     by_cache = {c: [r.id for cache, results in desk.deliveries if cache == c for r in results] for c in (1, 2)}
     assert by_cache == {1: [1, 2, 3], 2: [1]}
-
-
-async def test_results_of_a_burst_are_delivered_together(
-    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
-) -> None:
-    last = threading.Event()
-
-    def tell(batch: Batch) -> Faults:
-        if batch[-1].move.id == 5:
-            last.set()
-        return Faults()
-
-    edges = make_edges([lane(tell, blocks=1)])
-    for number in range(1, 6):
-        edges.submit(runtime, numbered(number, [number]))
-    assert last.wait(30)  # and the loop, which waits here, has seen none of it
-    await edges.idle()
-
-    assert [result.id for result in desk.results] == [1, 2, 3, 4, 5]
-    assert len(desk.deliveries[0][1]) >= 4
 
 
 async def test_a_slot_is_not_written_in_the_transaction_that_deletes_its_record(

@@ -25,17 +25,6 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         yield house
 
 
-async def test_a_failed_write_leaves_the_source_valid(house: House) -> None:
-    house.disk.failing = True
-    assert (await house.client().move(CHAIN, DISK)).results == (False,) * 4
-    await house.engine.settle()
-
-    assert set(house.listed().values()) == {DEVICE.bit}
-    assert await house.client().get(CHAIN) == 4
-    assert house.engine.manager(CACHE).stats().edges[DEVICE, DISK].failures == 4
-    assert any("the disk is unwell" in problem for problem in house.engine.problems())
-
-
 async def test_eviction_goes_on_by_dropping_while_the_disk_fails(house: House) -> None:
     house.disk.failing = True
     for number in range(10, 60, 4):

@@ -13,23 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.abi import attach
 from kvtier.abi.control import ArenaState, read_state
 from kvtier.abi.layout import first_generation, is_ready
-from kvtier.abi.spec import CacheSpec
-from kvtierd.core.ids import SessionId, SlotId, Tier
+from kvtierd.core.ids import SlotId, Tier
 from kvtierd.tiers import memfd
 from kvtierd.tiers.arena import Arena
 from kvtierd.tiers.base import TierConfigError
 from kvtierd.tiers.memfd import Memfd
 from tests.unit.tiers.arena_helpers import (
     GROUP,
-    finish_client,
     make_arena,
     mapped_segments,
-    parts,
     run_client,
-    start_client,
 )
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another uid takes root")
@@ -47,42 +42,6 @@ def segment() -> Iterator[Memfd]:
     segment = Memfd.create("kvtier:unit:segment", 1 << 20)
     yield segment
     segment.close()
-
-
-def test_a_client_needs_only_the_control_descriptor(arena: Arena) -> None:
-    slot = SlotId(2)
-    for tier in arena.tiers:
-        for number, (start, size) in enumerate(parts(arena.layout, tier, GROUP, slot)):
-            arena.data(tier)[start : start + size] = 10 * (tier + 1) + number
-    arena.end_writes(Tier.HOST, GROUP, [slot])
-    arena.set_owners(Tier.DEVICE, GROUP, {slot: SessionId(99)})
-    arena.set_state(ArenaState.SERVING)
-    fds = arena.fds(write=False)
-    assert tuple(fds) == (attach.CONTROL, attach.HOST, attach.DEVICE)
-    said = run_client(
-        """
-        from kvtier.abi.control import Header, read_state
-        from kvtier.abi.layout import *
-        from tests.unit.tiers.arena_helpers import SPEC, parts
-        def view(fd):
-            return np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
-        control = view(fds[0])
-        layout = ArenaLayout.read(control, SPEC)
-        print(int(read_state(control)), Header.read(control, 1).identity.boot)
-        for tier, fd in ((HOST, fds[1]), (DEVICE, fds[2])):
-            data = view(fd)
-            assert len(data) == layout.data_bytes(tier)
-            values = [set(data[start : start + size].tolist()) for start, size in parts(layout, tier, 0, 2)]
-            print(values, layout.generations(control, tier, 0).tolist(), layout.owners(control, tier, 0).tolist())
-        """,
-        *fds.values(),
-    )
-    first = first_generation(3)
-    assert said.splitlines() == [
-        "1 3",
-        f"[{{20}}, {{21}}] {[first, first, first + 1, first, first, first]} {[0] * 6}",
-        f"[{{10}}, {{11}}] {[first] * 4} {[0, 0, 99, 0]}",
-    ]
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
@@ -167,14 +126,6 @@ def test_an_unprotected_memfd_can_be_reopened_so() -> None:
     assert run_client(REOPEN_WRITABLE, reading).split()[0] == "written"
     os.close(reading)
     os.close(fd)
-
-
-def test_a_writer_gets_the_data_but_never_control(arena: Arena) -> None:
-    fds = arena.fds(write=True)
-    modes = {name: fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE for name, fd in fds.items()}
-    assert modes == {"control": os.O_RDONLY, "host": os.O_RDWR, "device": os.O_RDWR}
-    run_client("np.frombuffer(mmap.mmap(fds[0], 0), np.uint8)[:] = 7", fds["host"])
-    assert (arena.data(Tier.HOST) == 7).all()
 
 
 def test_descriptors_are_not_inherited(arena: Arena) -> None:
@@ -294,56 +245,6 @@ def test_a_control_group_above_limits_what_is_available(control_group: Path) -> 
         Memfd.create("kvtier:unit:group", 8 << 20)
     (control_group / "memory.max").write_text("max\n")
     Memfd.create("kvtier:unit:group", 8 << 20).close()
-
-
-LARGE = CacheSpec.single("m", "uint8", 16, 16, 16, 64)
-"""Blocks so large that the copies and the writes are sure to meet."""
-
-
-def test_a_reader_without_a_lease_never_accepts_torn_bytes() -> None:
-    """Another process copies a slot over and over while it is rewritten, and keeps what the generation vouches for."""
-    arena = make_arena(host=1, device=0, spec=LARGE)
-    arena.set_state(ArenaState.SERVING)
-    slot = SlotId(0)
-    ((start, size),) = parts(arena.layout, Tier.HOST, GROUP, slot)
-    bytes_of_slot = arena.data(Tier.HOST)[start : start + size]
-    reader = start_client(READER, *arena.fds(write=False).values())
-    assert reader.stdout is not None
-    assert reader.stdout.readline() == "reading\n"
-    for value in range(5_000):
-        arena.begin_writes(Tier.HOST, GROUP, [slot])
-        bytes_of_slot.fill(value % 256)
-        arena.end_writes(Tier.HOST, GROUP, [slot])
-    arena.set_state(ArenaState.CLOSED)
-    accepted, torn = map(int, finish_client(reader).split())
-    assert accepted > 0
-    assert torn == 0
-    arena.close()
-
-
-READER = """
-from kvtier.abi.control import ArenaState, read_state
-from kvtier.abi.layout import *
-from tests.unit.tiers.arena_helpers import parts
-from tests.unit.tiers.test_arena import LARGE
-control, data = (np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8) for fd in fds)
-layout = ArenaLayout.read(control, LARGE)
-generations = layout.generations(control, HOST, 0)
-((start, size),) = parts(layout, HOST, 0, 0)
-accepted = torn = 0
-print("reading", flush=True)
-closed = False
-while not closed:
-    closed = read_state(control) is ArenaState.CLOSED
-    before = int(generations[0])
-    if not is_ready(before):
-        continue
-    copy = data[start : start + size].copy()
-    if int(generations[0]) == before:
-        accepted += 1
-        torn += int(copy.min() != copy.max())
-print(accepted, torn)
-"""
 
 
 def test_two_boots_never_share_a_generation() -> None:

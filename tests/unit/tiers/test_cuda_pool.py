@@ -16,7 +16,7 @@ import pytest
 from kvtier.abi import attach
 from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.driver import Driver
-from kvtier.abi.layout import ArenaLayout, is_ready
+from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from kvtierd.tiers.arena import Arena
@@ -153,21 +153,6 @@ def test_memory_that_cannot_be_shared_says_why(feature: str) -> None:
     assert rig.left == {}
 
 
-def test_a_successor_takes_over_the_same_bytes(rig: Rig) -> None:
-    segment = rig.gpu.create("c", MIB)
-    ctypes.memset(segment.memory.address, 7, 100)
-    assert segment.fd is not None
-    kept = os.dup(segment.fd)
-    segment.close()
-    again = rig.gpu.adopt(kept, MIB, described(rig, 2 * MIB))
-    os.close(kept)
-    assert not again.fresh
-    assert ctypes.string_at(again.memory.address, 101) == b"\7" * 100 + b"\0"
-    assert again.offer(write=True) == again.fd
-    again.close()
-    assert rig.left == {}
-
-
 def test_what_may_be_other_memory_is_not_taken_over(rig: Rig) -> None:
     segment = rig.gpu.create("c", MIB)
     assert segment.fd is not None
@@ -182,21 +167,6 @@ def test_what_may_be_other_memory_is_not_taken_over(rig: Rig) -> None:
 
 
 # -- in an arena -------------------------------------------------------------------------------------------------------
-
-
-def test_an_arena_on_a_gpu_shares_its_memory_with_writers_alone(rig: Rig, undo: ExitStack) -> None:
-    arena = Arena.create("c", LAYOUT, MADE, rig.gpu.create("c", LAYOUT.device_bytes))
-    undo.callback(arena.close)
-    assert arena.tiers == (Tier.DEVICE, Tier.HOST)
-    shared = arena.shared(write=True)
-    assert tuple(shared.fds) == (attach.CONTROL, attach.HOST, attach.CUDA)
-    assert (shared.cuda, shared.unmapped) == (described(rig, 2 * MIB), {})
-    shared = arena.shared(write=False)
-    assert tuple(shared.fds) == (attach.CONTROL, attach.HOST)
-    assert (shared.cuda, shared.unmapped) == (None, {attach.DEVICE: READERS_GET_NONE})
-    with pytest.raises(KeyError):
-        arena.data(Tier.DEVICE)
-    arena.prefault()
 
 
 def test_slots_are_where_the_layout_says(rig: Rig, undo: ExitStack) -> None:
@@ -235,16 +205,6 @@ def test_what_is_adopted_with_the_gpus_memory_stays_ready(rig: Rig, undo: ExitSt
     undo.callback(arena.close)
     assert arena.ready_slots(Tier.DEVICE, GROUP) == [1]
     assert arena.owned(Tier.DEVICE, GROUP) == {1: 9}
-
-
-def test_with_fresh_gpu_memory_only_the_device_tier_is_void(rig: Rig, undo: ExitStack) -> None:
-    before = earlier(rig)
-    undo.callback(before.close)
-    arena = Arena.adopt("c", LAYOUT, OURS, heirlooms(before), rig.gpu.create("c", LAYOUT.device_bytes))
-    undo.callback(arena.close)
-    assert not any(is_ready(arena.generation(Tier.DEVICE, GROUP, SlotId(slot))) for slot in range(3))
-    assert arena.owned(Tier.DEVICE, GROUP) == {}
-    assert arena.ready_slots(Tier.HOST, GROUP) == [0]
 
 
 def test_a_refused_adoption_leaves_the_gpus_memory_to_its_owner(rig: Rig, undo: ExitStack) -> None:
