@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from typing import Final
 
 import gpu
@@ -17,7 +16,7 @@ from tests import devices
 _FACTS: Final = pytest.StashKey[list[str]]()
 
 
-def why_not() -> str:
+def why_not():
     """Why nothing can run here; empty where it can."""
     if not devices.ON_CUDA:
         return f"{devices.VARIABLE} names no device (`make gpu-test` does)"
@@ -31,7 +30,7 @@ def why_not() -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[Driver]:
+def device(request):
     """The device, open in this process; without one everything is skipped for one reason."""
     if reason := why_not():
         pytest.skip(f"no GPU to test on: {reason}")
@@ -47,13 +46,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[Driver]:
     driver.close()
 
 
-def note(config: pytest.Config, fact: str) -> None:
+def note(config, fact):
     """For the summary."""
     config.stash.setdefault(_FACTS, []).append(fact)
 
 
 @pytest.fixture
-def tell(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+def tell(request):
     """What a test appends is told in the summary, after its name."""
     facts: list[str] = []
     yield facts
@@ -61,7 +60,7 @@ def tell(request: pytest.FixtureRequest) -> Iterator[list[str]]:
         note(request.config, f"{request.node.name}: {fact}")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     if config.option.markexpr != "gpu":
         return
     terminalreporter.section("GPU")

@@ -7,10 +7,9 @@ from typing import Final
 import numpy as np
 import pytest
 
-from kvtier.abi.cuda.driver import Driver
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
-from tests.gpu.kernels import WORD, Kernels, kernels
+from tests.gpu.kernels import WORD, kernels
 from tests.integration.torture_blocks import chain
 from tests.integration.touching import bytes_in, write_into
 
@@ -20,24 +19,24 @@ POOLS: Final = (4096, 320)
 
 
 @pytest.fixture
-def parts(device: Driver) -> list[DeviceView]:
+def parts(device):
     memory = DeviceMemory.create(device, sum(POOLS))
     return [DeviceView(memory, sum(POOLS[:index]), nbytes) for index, nbytes in enumerate(POOLS)]
 
 
 @pytest.fixture
-def at(device: Driver) -> Kernels:
+def at(device):
     return kernels(device, 0)
 
 
-def wrong_words(at: Kernels, parts: list[DeviceView], key: bytes) -> int:
+def wrong_words(at, parts, key):
     """In one stream with nothing before it."""
     wrong = at.check(parts, key, stream := at.stream())
     at.finish(stream)
     return wrong()
 
 
-def test_what_one_kernel_wrote_another_finds_right(at: Kernels, parts: list[DeviceView]) -> None:
+def test_what_one_kernel_wrote_another_finds_right(at, parts):
     key, other = chain(0)[:2]
     at.write(parts, key, stream := at.stream())
     at.finish(stream)
@@ -46,7 +45,7 @@ def test_what_one_kernel_wrote_another_finds_right(at: Kernels, parts: list[Devi
 
 
 @pytest.mark.parametrize("place", [0, 4095, 4096, 4096 + 319])
-def test_one_wrong_byte_is_found(at: Kernels, parts: list[DeviceView], place: int) -> None:
+def test_one_wrong_byte_is_found(at, parts, place):
     (key,) = chain(0)[:1]
     at.write(parts, key, stream := at.stream())
     at.finish(stream)
@@ -57,7 +56,7 @@ def test_one_wrong_byte_is_found(at: Kernels, parts: list[DeviceView], place: in
     assert np.array_equal(bytes_in(parts), found)
 
 
-def test_who_does_not_wait_for_a_kernel_reads_something_else(at: Kernels, parts: list[DeviceView]) -> None:
+def test_who_does_not_wait_for_a_kernel_reads_something_else(at, parts):
     """So what a race shows is that the daemon and the library wait."""
     key, spoils, reads = chain(0)[0], at.stream(), at.stream()
     at.write(parts, key, reads)

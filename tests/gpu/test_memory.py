@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Final
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, KvtierError, Tier, connect
-from kvtier.abi.cuda.driver import Driver
+from kvtier import BlockResult, KvtierError, Tier, connect
 from kvtier.abi.cuda.errors import CudaOutOfMemory
 from tests import devices
 from tests.gpu.kernels import kernels
@@ -34,7 +31,7 @@ _LAST_BYTES: Final = 4 << 20
 
 
 @contextmanager
-def daemon_with(home: Path, *flags: str, device: int = 0, host: int = 0, disk: int = 0) -> Iterator[DaemonProcess]:
+def daemon_with(home, *flags, device=0, host=0, disk=0):
     slots = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
     process = DaemonProcess(home, {tier: count * SLOT_BYTES for tier, count in slots.items() if count}, flags)
     process.start()
@@ -45,7 +42,7 @@ def daemon_with(home: Path, *flags: str, device: int = 0, host: int = 0, disk: i
 
 
 @contextmanager
-def everything_else(driver: Driver) -> Iterator[int]:
+def everything_else(driver):
     """Takes the memory of the device that is free, but for a little; how much."""
     with ExitStack() as undo:
         left = driver.alloc(_LEFT_BYTES)
@@ -62,13 +59,13 @@ def everything_else(driver: Driver) -> Iterator[int]:
         yield taken
 
 
-async def store(cache: Cache, numbers: range) -> None:
+async def store(cache, numbers):
     for number in numbers:
         keys = chain(number)
         assert await cache.put(keys, [content(key) for key in keys]) == [OK] * len(keys)
 
 
-async def assert_right(cache: Cache, numbers: range, tier: Tier) -> None:
+async def assert_right(cache, numbers, tier):
     for number in numbers:
         keys = chain(number)
         found = await cache.get(keys, tier=tier)
@@ -77,16 +74,14 @@ async def assert_right(cache: Cache, numbers: range, tier: Tier) -> None:
         assert not wrong, f"wrong bytes in blocks {wrong} of chain {number}"
 
 
-def test_a_pool_larger_than_the_device_is_refused_by_name(short_dir: Path) -> None:
+def test_a_pool_larger_than_the_device_is_refused_by_name(short_dir):
     said = refused(DaemonProcess(short_dir, {Tier.DEVICE: _MORE_THAN_THERE_IS}), status=2)
     assert "--device-bytes" in said
     assert str(_MORE_THAN_THERE_IS) in said
 
 
 @pytest.mark.skipif(devices.ON_FAKE, reason="each process of the fake has memory of its own")
-async def test_a_daemon_goes_on_when_others_take_all_memory_of_its_device(
-    short_dir: Path, device: Driver, tell: list[str]
-) -> None:
+async def test_a_daemon_goes_on_when_others_take_all_memory_of_its_device(short_dir, device, tell):
     """What it has it keeps; a cache that wants more is refused; who comes without room for CUDA is served, too."""
     sizes = SIZES | {Tier.DEVICE: SIZES[Tier.DEVICE] + _ANOTHER_BYTES}
     daemon = DaemonProcess(short_dir, sizes)
@@ -113,7 +108,7 @@ async def test_a_daemon_goes_on_when_others_take_all_memory_of_its_device(
         daemon.stop()
 
 
-async def test_a_working_set_larger_than_device_and_host(short_dir: Path, device: Driver, tell: list[str]) -> None:
+async def test_a_working_set_larger_than_device_and_host(short_dir, device, tell):
     """Five times what the device holds and more than it and the host together: all of it comes back, to kernels."""
     chains = 16 if devices.ON_FAKE else 40
     at = kernels(device, 0)
@@ -131,7 +126,7 @@ async def test_a_working_set_larger_than_device_and_host(short_dir: Path, device
     tell.append(", ".join(f"{edge.edge} {edge.blocks}" for edge in stats.edges))
 
 
-async def test_a_host_tier_is_page_locked_in_the_background(short_dir: Path, tell: list[str]) -> None:
+async def test_a_host_tier_is_page_locked_in_the_background(short_dir, tell):
     """Chunk after chunk, while blocks swap through parts of it that are locked and parts that are not yet."""
     nbytes = (256 << 20) if devices.ON_FAKE else (6 << 30)
     with daemon_with(short_dir, device=12, host=nbytes // SLOT_BYTES) as daemon:
@@ -140,7 +135,7 @@ async def test_a_host_tier_is_page_locked_in_the_background(short_dir: Path, tel
             began = asyncio.get_running_loop().time()
             rounds = 0
 
-            async def work() -> str:
+            async def work():
                 nonlocal rounds
                 await swap(client, cache)
                 rounds += 1
@@ -153,7 +148,7 @@ async def test_a_host_tier_is_page_locked_in_the_background(short_dir: Path, tel
             assert (await client.stats()).problems == ()
 
 
-async def swap(client: AsyncClient, cache: Cache) -> None:
+async def swap(client, cache):
     """Stores twice what the device holds, and reads it back there."""
     await store(cache, range(4))
     await assert_right(cache, range(4), Tier.DEVICE)

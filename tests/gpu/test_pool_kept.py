@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pytest
 
 from kvtier import BlockResult, Tier, connect
-from kvtier.abi.cuda.driver import Driver
 from tests.gpu.kernels import kernels
 from tests.gpu.racing import SLOT_BYTES, SPEC, content
 from tests.integration.supervised import SupervisedDaemon
@@ -24,9 +22,7 @@ NOT_ADOPTED: Final = "GPU memory is not adopted"
 
 
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
-async def test_blocks_on_the_device_outlive_the_daemon(
-    short_dir: Path, device: Driver, end: str, tell: list[str]
-) -> None:
+async def test_blocks_on_the_device_outlive_the_daemon(short_dir, device, end, tell):
     """Without a disk: nothing but memory could bring them back. Those of the host come back in any case."""
     daemon = SupervisedDaemon(short_dir, {Tier.DEVICE: 12 * SLOT_BYTES, Tier.HOST: 12 * SLOT_BYTES})
     daemon.start()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull, connect
-from kvtier.abi.cuda.driver import Driver
-from tests.gpu.kernels import Kernels, kernels
+from kvtier import BlockResult, Tier, TierFull, connect
+from tests.gpu.kernels import kernels
 from tests.gpu.racing import SLOT_BYTES, SPEC
 from tests.integration.actors import Actor
 from tests.integration.daemon import DaemonProcess
@@ -29,7 +26,7 @@ _SPOILS_S: Final = 6.0
 
 
 @pytest.fixture
-def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+def daemon(short_dir):
     process = DaemonProcess(short_dir, {Tier.DEVICE: SLOTS * SLOT_BYTES, Tier.HOST: SLOTS * SLOT_BYTES})
     process.start()
     yield process
@@ -37,17 +34,17 @@ def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+async def client(daemon):
     async with await connect(daemon.address) as client:
         yield client
 
 
 @pytest.fixture
-async def cache(client: AsyncClient) -> Cache:
+async def cache(client):
     return await client.open_cache("race", SPEC)
 
 
-async def write(cache: Cache, at: Kernels, number: int) -> None:
+async def write(cache, at, number):
     """Has kernels write a whole chain into reserved slots."""
     keys, stream = chain(number), at.stream()
     lease = await cache.reserve(len(keys), Tier.DEVICE)
@@ -56,7 +53,7 @@ async def write(cache: Cache, at: Kernels, number: int) -> None:
     assert await lease.commit(keys, release=True, stream=stream) == [OK] * len(keys)
 
 
-async def wrong_words(cache: Cache, at: Kernels, number: int) -> int:
+async def wrong_words(cache, at, number):
     """As kernels see them that read the chain on the device."""
     stream = at.stream()
     lease = await cache.acquire(chain(number), Tier.DEVICE, min_blocks=CHAIN_BLOCKS)
@@ -65,9 +62,7 @@ async def wrong_words(cache: Cache, at: Kernels, number: int) -> int:
     return sum(wrong() for wrong in checks)
 
 
-async def test_one_process_reads_on_the_device_what_another_wrote_there(
-    daemon: DaemonProcess, cache: Cache, device: Driver
-) -> None:
+async def test_one_process_reads_on_the_device_what_another_wrote_there(daemon, cache, device):
     at = kernels(device, 0)
     await write(cache, at, 0)
     await write(cache, at, 1)
@@ -75,9 +70,7 @@ async def test_one_process_reads_on_the_device_what_another_wrote_there(
         assert await asyncio.to_thread(reader.says, 3 * PATIENCE_S) == {"blocks": 2 * CHAIN_BLOCKS, "wrong": 0}
 
 
-async def test_a_slot_of_a_process_killed_in_a_kernel_is_nobodys_until_it_is_gone(
-    daemon: DaemonProcess, client: AsyncClient, cache: Cache, device: Driver
-) -> None:
+async def test_a_slot_of_a_process_killed_in_a_kernel_is_nobodys_until_it_is_gone(daemon, client, cache, device):
     """Its kernels spoil the slots until the last moment. Whoever gets them afterwards, keeps its bytes."""
     at = kernels(device, 0)
     await write(cache, at, 0)

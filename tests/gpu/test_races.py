@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from kvtier import connect
-from kvtier.abi.cuda.driver import Driver
 from tests import devices
 from tests.gpu.kernels import kernels
 from tests.gpu.racing import SIZES, Race
@@ -32,7 +29,7 @@ _END_S: Final = 12 * PATIENCE_S
 
 
 @pytest.fixture
-def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+def daemon(short_dir):
     print(f"KVTIER_SEED={SEED}")
     process = DaemonProcess(short_dir, SIZES)
     process.start()
@@ -40,7 +37,7 @@ def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
     process.stop()
 
 
-async def swapped(daemon: DaemonProcess) -> dict[str, int]:
+async def swapped(daemon):
     """Blocks that went along each edge; none failed, and nobody holds a slot."""
     async with await connect(daemon.address) as client:
         stats = await cache_stats(client, "race")
@@ -50,7 +47,7 @@ async def swapped(daemon: DaemonProcess) -> dict[str, int]:
     return {edge.edge: edge.blocks for edge in stats.edges}
 
 
-async def race(daemon: DaemonProcess, device: Driver, tell: list[str]) -> Counter[str]:
+async def race(daemon, device, tell):
     """Until there was something of everything."""
     engines = Race(daemon.address, kernels(device, SEED), SEED)
     tally, edges = Counter[str](), dict[str, int]()
@@ -63,11 +60,11 @@ async def race(daemon: DaemonProcess, device: Driver, tell: list[str]) -> Counte
     raise AssertionError(f"{tally}, {edges}")
 
 
-async def test_copies_race_kernels(daemon: DaemonProcess, device: Driver, tell: list[str]) -> None:
+async def test_copies_race_kernels(daemon, device, tell):
     await race(daemon, device, tell)
 
 
-async def test_kernels_of_two_processes_race_the_copies(daemon: DaemonProcess, device: Driver, tell: list[str]) -> None:
+async def test_kernels_of_two_processes_race_the_copies(daemon, device, tell):
     script: dict[str, Any] = {"address": daemon.address, "seed": SEED + 1, "engines": ENGINES, "turns": TURNS}
     with Actor("race", module="tests.gpu.players", **script) as actor:
         assert await asyncio.to_thread(actor.says, _END_S) == {"begins": True}
@@ -78,7 +75,7 @@ async def test_kernels_of_two_processes_race_the_copies(daemon: DaemonProcess, d
     await race(daemon, device, tell)
 
 
-async def test_a_short_race(daemon: DaemonProcess, device: Driver) -> None:
+async def test_a_short_race(daemon, device):
     """Short enough to be run under a checker of memory accesses, too."""
     tally = await Race(daemon.address, kernels(device, SEED), SEED).run(2, 12)
     assert tally.total()

@@ -32,7 +32,7 @@ _SUMMARY: Final = re.compile(r"ERROR SUMMARY: (\d+) error")
 """Of each process that it watched, or of all."""
 
 
-def test_memcheck_finds_nothing(tmp_path: Path) -> None:
+def test_memcheck_finds_nothing(tmp_path):
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if tool is None:
         pytest.skip("compute-sanitizer is not installed: no memory access was checked")
@@ -50,7 +50,7 @@ def test_memcheck_finds_nothing(tmp_path: Path) -> None:
     assert set(_SUMMARY.findall(said)) == {"0"}, said[-20_000:]
 
 
-def _ended(command: list[str]) -> tuple[int, str]:
+def _ended(command):
     """Exit status and what it printed. In time, or killed with all that it started: that would go on to use the GPU."""
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Final
 
 import pytest
@@ -50,14 +49,14 @@ MODULES: Final = (
 
 
 @pytest.fixture(scope="module")
-def sessions() -> Iterator[Sessions]:
+def sessions():
     jobs = max(1, (os.cpu_count() or 1) * 3 // 4)
     with Sessions(devices.DEVICE, {f"integration/{module}": "" for module in MODULES}, jobs) as sessions:
         yield sessions
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_it_means_the_same_here(sessions: Sessions, module: str, tell: list[str]) -> None:
+def test_it_means_the_same_here(sessions, module, tell):
     outcome = sessions.outcome(f"integration/{module}")
     outcome.assert_passed()
     tell.append(f"{outcome.tests - len(outcome.skipped)} passed, {len(outcome.skipped)} skipped")

@@ -3,54 +3,50 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from functools import partial
 
 import pytest
 
-from kvtier import AsyncClient, CacheSpec, connect
+from kvtier import connect
 from tests.integration.blocks import sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
 from tests.integration.models import by_hand
 from tests.integration.pool import DaemonPool
-from tests.integration.raw import RawClient, attached
+from tests.integration.raw import attached
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[DaemonPool]:
+def pool():
     pool = DaemonPool()
     yield pool
     pool.close()
 
 
 @pytest.fixture
-def start_daemon(pool: DaemonPool) -> Iterator[StartDaemon]:
+def start_daemon(pool):
     """Lends daemons that other tests may have used before."""
     with ExitStack() as stack:
         yield partial(_lend, pool, stack, False)
 
 
 @pytest.fixture
-def start_fresh(pool: DaemonPool) -> Iterator[StartDaemon]:
+def start_fresh(pool):
     """Starts daemons that have served nobody before: their event ids, directories, logs and counters begin anew."""
     with ExitStack() as stack:
         yield partial(_lend, pool, stack, True)
 
 
-def _lend(
-    pool: DaemonPool, stack: ExitStack, fresh: bool, *flags: str, device: int = 0, host: int = 0, disk: int = 0
-) -> DaemonProcess:
+def _lend(pool, stack, fresh, *flags, device=0, host=0, disk=0):
     daemon = pool.take(sizes(device=device, host=host, disk=disk), flags, fresh=fresh)
     stack.callback(pool.give_back, daemon)
     return daemon
 
 
 @pytest.fixture
-def start_for(pool: DaemonPool) -> Iterator[StartFor]:
+def start_for(pool):
     with ExitStack() as stack:
 
-        def start(spec: CacheSpec, **slots: int) -> DaemonProcess:
+        def start(spec, **slots):
             daemon = pool.take({tier: sum(shares) for tier, shares in by_hand(spec, **slots).items()})
             stack.callback(pool.give_back, daemon)
             return daemon
@@ -59,7 +55,7 @@ def start_for(pool: DaemonPool) -> Iterator[StartFor]:
 
 
 @pytest.fixture(scope="module")
-def daemon(pool: DaemonPool) -> Iterator[DaemonProcess]:
+def daemon(pool):
     """Shared by the tests of a module, each of which opens caches of its own, with budgets."""
     daemon = pool.take(sizes(device=1024, host=2048, disk=4096))
     yield daemon
@@ -67,19 +63,19 @@ def daemon(pool: DaemonPool) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+async def client(daemon):
     async with await connect(daemon.address) as client:
         yield client
 
 
 @pytest.fixture
-async def raw(daemon: DaemonProcess) -> AsyncIterator[RawClient]:
+async def raw(daemon):
     async with attached(daemon.address) as client:
         yield client
 
 
 @pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
+def name(request):
     """The test's own, fit for a cache."""
     node: pytest.Item = request.node
     return re.sub(r"[^A-Za-z0-9._-]", "-", node.name)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
 
 import pytest
 
 from kvtier import (
-    AsyncClient,
     BlockResult,
-    Cache,
     Client,
     Event,
     EventType,
@@ -22,11 +18,9 @@ from kvtier import (
     Tier,
     TierFull,
     TooShort,
-    Watch,
     connect,
 )
 from tests.integration.blocks import chain
-from tests.integration.daemon import DaemonProcess, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import bytes_in
@@ -35,7 +29,7 @@ KEYS = chain("across", 24)
 """Windows of 64 and 100 tokens are covered by 4 and 7 blocks of 16."""
 
 
-def first_block(group: int, blocks: int) -> int:
+def first_block(group, blocks):
     """The first block that a group needs of a prefix, counted token by token from the contract."""
     window = VSWA.groups[group].window_tokens
     if not window:
@@ -44,7 +38,7 @@ def first_block(group: int, blocks: int) -> int:
     return tokens[0] // 16 if tokens else blocks
 
 
-def longest(held: Mapping[int, set[bytes]], keys: Sequence[bytes]) -> int:
+def longest(held, keys):
     """The oracle: tries every length from the longest down, and asks of each whether every block it needs is there."""
     return next(
         blocks
@@ -53,11 +47,11 @@ def longest(held: Mapping[int, set[bytes]], keys: Sequence[bytes]) -> int:
     )
 
 
-async def held_by(cache: Cache) -> dict[int, set[bytes]]:
+async def held_by(cache):
     return {group: {row.key async for row in cache.in_group(group).blocks()} for group in groups_of(VSWA)}
 
 
-async def put(cache: Cache, keys: list[bytes], groups: Mapping[int, int] | None = None) -> None:
+async def put(cache, keys, groups=None):
     """Stores a chain: in each group so many of its last blocks; by default what a prefix of its length needs."""
     counts = groups or {group: len(keys) - first_block(group, len(keys)) for group in groups_of(VSWA)}
     arrays = {group: content(VSWA, group, keys[len(keys) - count :]) for group, count in counts.items()}
@@ -66,22 +60,22 @@ async def put(cache: Cache, keys: list[bytes], groups: Mapping[int, int] | None 
 
 
 @pytest.fixture
-def daemon(start_for: StartFor) -> DaemonProcess:
+def daemon(start_for):
     return start_for(VSWA, device=32, host=32, disk=32)
 
 
 @pytest.fixture
-async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+async def client(daemon):
     async with await connect(daemon.address) as client:
         yield client
 
 
 @pytest.fixture
-async def cache(client: AsyncClient) -> Cache:
+async def cache(client):
     return await client.open_cache("vswa", VSWA, budgets=by_hand(VSWA, device=32, host=32, disk=32))
 
 
-async def test_a_prefix_needs_each_group_s_window_and_no_more(cache: Cache) -> None:
+async def test_a_prefix_needs_each_group_s_window_and_no_more(cache):
     await put(cache, KEYS)
     found = await cache.across.match(KEYS)
     assert found.blocks == 24
@@ -94,7 +88,7 @@ async def test_a_prefix_needs_each_group_s_window_and_no_more(cache: Cache) -> N
     assert (await cache.across.match(KEYS[:23])).blocks == 0
 
 
-async def test_events_and_snapshots_tell_a_watcher_what_a_match_goes_by(client: AsyncClient, cache: Cache) -> None:
+async def test_events_and_snapshots_tell_a_watcher_what_a_match_goes_by(client, cache):
     """Tokens a block and every group's window: also those of groups without blocks, which decide as much."""
     await cache.in_group(1).put(KEYS[:4], content(VSWA, 1, KEYS[:4]))
     windows = (64, 0, 100)
@@ -112,14 +106,14 @@ async def test_events_and_snapshots_tell_a_watcher_what_a_match_goes_by(client: 
     assert {(each.tokens_per_block, each.all_window_tokens) for each in slices} == {(16, windows)}
 
 
-async def until_snapshot_end(watch: Watch) -> AsyncIterator[object]:
+async def until_snapshot_end(watch):
     async for item in watch:
         yield item
         if isinstance(item, SnapshotEnd):
             return
 
 
-async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache: Cache) -> None:
+async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache):
     """Never the minimum of the groups' own matches: window 0 has no block of the middle, and the end is whole."""
     await put(cache, KEYS[:4])
     await put(cache, KEYS, {0: 4, 2: 7})
@@ -130,7 +124,7 @@ async def test_a_longer_prefix_may_be_there_where_a_shorter_one_is_not(cache: Ca
     assert (await cache.across.match(KEYS[:12])).blocks == 4
 
 
-async def test_what_is_acquired_is_held_in_every_group_and_released_at_once(client: AsyncClient, cache: Cache) -> None:
+async def test_what_is_acquired_is_held_in_every_group_and_released_at_once(client, cache):
     await put(cache, KEYS)
     async with cache.across.acquire([*KEYS, *chain("more", 1)], Tier.DEVICE, min_blocks=24) as lease:
         assert (lease.blocks, lease.matched, lease.keys) == (24, 24, tuple(KEYS))
@@ -146,7 +140,7 @@ async def test_what_is_acquired_is_held_in_every_group_and_released_at_once(clie
         await cache.across.acquire(chain("absent", 3), min_blocks=1)
 
 
-async def test_what_a_sequence_leaves_behind_its_window_is_given_back(client: AsyncClient, cache: Cache) -> None:
+async def test_what_a_sequence_leaves_behind_its_window_is_given_back(client, cache):
     await put(cache, KEYS)
     async with cache.across.acquire(KEYS, Tier.DEVICE) as lease:
         window = lease.groups[2]
@@ -165,7 +159,7 @@ async def test_what_a_sequence_leaves_behind_its_window_is_given_back(client: As
     assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
 
 
-async def test_several_sequences_claim_what_they_share_before_room_is_made(cache: Cache) -> None:
+async def test_several_sequences_claim_what_they_share_before_room_is_made(cache):
     await put(cache, KEYS)
     for group in groups_of(VSWA):
         await cache.in_group(group).move(KEYS, Tier.HOST)
@@ -174,7 +168,7 @@ async def test_several_sequences_claim_what_they_share_before_room_is_made(cache
         assert leases[0].groups[1].slots == leases[2].groups[1].slots
 
 
-async def test_groups_are_counted_apart(client: AsyncClient, cache: Cache) -> None:
+async def test_groups_are_counted_apart(client, cache):
     await put(cache, KEYS)
     async with cache.across.acquire([*KEYS, *chain("more", 1)], Tier.DEVICE):
         (stats,) = (await client.stats()).caches
@@ -192,7 +186,7 @@ async def test_groups_are_counted_apart(client: AsyncClient, cache: Cache) -> No
             assert (tier.capacity, tier.ready) == (sum(p.capacity for p in parts), sum(p.ready for p in parts))
 
 
-async def test_get_copies_the_prefix_out(cache: Cache) -> None:
+async def test_get_copies_the_prefix_out(cache):
     await put(cache, KEYS)
     found = await cache.across.get([*KEYS, *chain("more", 2)])
     assert found.blocks == 24
@@ -202,7 +196,7 @@ async def test_get_copies_the_prefix_out(cache: Cache) -> None:
     assert (nothing.blocks, nothing.groups) == (0, {0: [], 1: [], 2: []})
 
 
-def test_the_synchronous_client_does_the_same(daemon: DaemonProcess) -> None:
+def test_the_synchronous_client_does_the_same(daemon):
     with Client(daemon.address) as client:
         cache = client.open_cache("vswa", VSWA)
         arrays = {group: content(VSWA, group, KEYS[first_block(group, 24) :]) for group in groups_of(VSWA)}
@@ -217,7 +211,7 @@ def test_the_synchronous_client_does_the_same(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_matches_agree_with_an_oracle_under_random_traffic(start_for: StartFor, seed: int) -> None:
+async def test_matches_agree_with_an_oracle_under_random_traffic(start_for, seed):
     """Chains that share prefixes are stored with holes, moved, dropped, and evicted from tiers too small for them."""
     chooser = random.Random(seed)
     daemon = start_for(VSWA, device=12, host=10, disk=30)
@@ -245,7 +239,7 @@ async def test_matches_agree_with_an_oracle_under_random_traffic(start_for: Star
         assert (await client.stats()).caches[0].removed > 0
 
 
-async def disturb(cache: Cache, chooser: random.Random, keys: list[bytes]) -> None:
+async def disturb(cache, chooser, keys):
     """One thing that clients do, to one chain in one group."""
     group = cache.in_group(chooser.choice(groups_of(VSWA)))
     some = keys[: chooser.randint(1, len(keys))]
@@ -264,7 +258,7 @@ async def disturb(cache: Cache, chooser: random.Random, keys: list[bytes]) -> No
             await group.drop(some[-1:])
 
 
-async def check_acquire(cache: Cache, keys: list[bytes]) -> None:
+async def check_acquire(cache, keys):
     """What is held is a prefix that the contract allows, and its bytes are right; then it is let go."""
     async with cache.across.acquire(keys) as lease:
         assert lease.blocks <= lease.matched
@@ -280,15 +274,13 @@ async def check_acquire(cache: Cache, keys: list[bytes]) -> None:
 FULL = 1
 
 
-def arrays(keys: Sequence[bytes]) -> dict[int, list[Any]]:
+def arrays(keys):
     """Of a put that names a sliding group first."""
     return {group: content(VSWA, group, keys) for group in reversed(groups_of(VSWA))}
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-async def test_a_put_that_a_group_has_no_room_for_can_be_made_again(
-    cache: Cache, client: AsyncClient, mapped: bool
-) -> None:
+async def test_a_put_that_a_group_has_no_room_for_can_be_made_again(cache, client, mapped):
     """Full-attention groups come first; what they have stored by then no match over all groups counts."""
     writer = await client.open_cache(cache.name, mapped=mapped)
     crowded = cache.in_group(2)
@@ -303,13 +295,13 @@ async def test_a_put_that_a_group_has_no_room_for_can_be_made_again(
     assert (await cache.across.match(KEYS[:4])).blocks == 4
 
 
-async def test_a_group_that_refuses_blocks_says_so_and_the_prefix_ends_there(cache: Cache) -> None:
+async def test_a_group_that_refuses_blocks_says_so_and_the_prefix_ends_there(cache):
     results = await cache.across.put(KEYS[4:8], arrays(KEYS[4:8]), parent=KEYS[3])
     assert results[FULL] == [BlockResult.PARENT_MISSING] * 4
     assert (await cache.across.match(KEYS[:8])).blocks == 0
 
 
-async def test_a_long_chain_goes_in_pieces_in_every_group(cache: Cache) -> None:
+async def test_a_long_chain_goes_in_pieces_in_every_group(cache):
     keys = chain("long", 40)
     results = await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
     assert results == {group: [BlockResult.OK] * 40 for group in groups_of(VSWA)}

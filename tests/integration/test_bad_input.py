@@ -5,7 +5,7 @@ A negative size is a huge one by the time it is on the wire: fields are unsigned
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from kvtier.types import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import spec_to_wire
 from tests.integration.blocks import SLOT_BYTES, SPEC, chain, sizes
-from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import RawClient, attached
 from tests.integration.seeing import state
 
@@ -67,7 +66,7 @@ class Case(NamedTuple):
 
 
 @asynccontextmanager
-async def setting(address: str, name: str) -> AsyncIterator[Scene]:
+async def setting(address, name):
     async with attached(address) as raw, attached(address) as other:
         cache = (await raw.open(name, budgets=sizes(device=4, host=4, disk=8))).cache_id
         await raw.commit(cache, stored := await raw.reserve(cache, Tier.DEVICE, 3), KEYS)
@@ -86,30 +85,30 @@ async def setting(address: str, name: str) -> AsyncIterator[Scene]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scene(daemon: DaemonProcess) -> AsyncIterator[Scene]:
+async def scene(daemon):
     """One for all cases, since none of them changes anything."""
     async with setting(daemon.address, "bad-input") as scene:
         yield scene
 
 
-async def release(raw: RawClient, cache: int, *leases: int) -> None:
+async def release(raw, cache, *leases):
     await raw.call(raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=leases))
 
 
 Build = Callable[[Scene], Message]
 
 
-def request(kind: Callable[..., Message], **good: Any) -> Callable[..., Build]:
+def request(kind, **good):
     """Makes requests of a kind with nothing wrong but what is said. Fields given as functions depend on the scene."""
 
-    def changed(**changes: Any) -> Build:
+    def changed(**changes):
         fields = good | changes
         return lambda scene: kind(**{name: of(scene) if callable(of) else of for name, of in fields.items()})
 
     return changed
 
 
-def its_cache(scene: Scene) -> int:
+def its_cache(scene):
     return scene.cache
 
 
@@ -134,21 +133,21 @@ opening = request(caches_pb2.OpenRequest, name="never-made", spec=spec_to_wire(S
 closing = request(caches_pb2.CloseRequest, cache_id=its_cache)
 
 
-def acquiring(*chains: tuple[bytes, int], **changes: Any) -> Build:
+def acquiring(*chains, **changes):
     """Chains are keys and min_blocks."""
     listed = [blocks_pb2.Chain(keys=keys, min_blocks=least) for keys, least in chains]
     return request(blocks_pb2.AcquireRequest, cache_id=its_cache, tier=DEVICE, chains=listed)(**changes)
 
 
-def acquiring_stored(**changes: Any) -> Build:
+def acquiring_stored(**changes):
     return acquiring((PACKED, 0), **changes)
 
 
-def budgets(*pairs: tuple[int, int]) -> list[caches_pb2.TierBudget]:
+def budgets(*pairs):
     return [caches_pb2.TierBudget(tier=common_pb2.Tier.ValueType(tier), bytes=size) for tier, size in pairs]
 
 
-def spec(**changes: Any) -> caches_pb2.CacheSpec:
+def spec(**changes):
     message = spec_to_wire(SPEC)
     for field, value in changes.items():
         if field == "groups":
@@ -159,12 +158,12 @@ def spec(**changes: Any) -> caches_pb2.CacheSpec:
     return message
 
 
-def group(**pool: Any) -> caches_pb2.WindowGroupSpec:
+def group(**pool):
     good: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_size": 8, "kv_factor": 2}
     return caches_pb2.WindowGroupSpec(pools=[caches_pb2.PoolSpec(**(good | pool))])
 
 
-def sliding(tokens: int) -> caches_pb2.WindowGroupSpec:
+def sliding(tokens):
     message = group()
     message.window_tokens = tokens
     return message
@@ -439,13 +438,13 @@ CASES = {
 }
 
 
-def stub(raw: RawClient, method: str) -> Any:
+def stub(raw, method):
     return getattr(raw.stubs.caches if method in ("Open", "Close") else raw.stubs.blocks, method)
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-async def test_refused(scene: Scene, case: Case) -> None:
+async def test_refused(scene, case):
     raw = scene.raw
     before = await state(raw)
     fault = await raw.refusal(stub(raw, case.method), case.request(scene))
@@ -458,7 +457,7 @@ async def test_refused(scene: Scene, case: Case) -> None:
     assert await state(raw) == before
 
 
-async def test_refused_calls_leave_a_lease_usable(daemon: DaemonProcess, name: str) -> None:
+async def test_refused_calls_leave_a_lease_usable(daemon, name):
     async with setting(daemon.address, name) as scene:
         raw = scene.raw
         for case in CASES.values():

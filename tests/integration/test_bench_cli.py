@@ -13,7 +13,7 @@ from tests.integration.test_cli import kvtier
 FIELDS = ["name", "params", "value", "unit", "floor", "ratio"]
 
 
-def results(*arguments: str) -> dict[str, list[dict[str, Any]]]:
+def results(*arguments):
     by_name: dict[str, list[dict[str, Any]]] = {}
     for result in json.loads(kvtier("bench", *arguments, "--json").stdout):
         assert list(result) == FIELDS
@@ -24,7 +24,7 @@ def results(*arguments: str) -> dict[str, list[dict[str, Any]]]:
     return by_name
 
 
-def test_client() -> None:
+def test_client():
     found = results("client", "--block-bytes", "4096", "--block-bytes", "65536", "--rounds", "1", "--keys", "128")
     assert set(found) == {"client.store", "client.get", "client.prefix_length"}
     for name in ("client.store", "client.get"):
@@ -32,20 +32,20 @@ def test_client() -> None:
         assert all(result["floor"] > 0 for result in found[name])
 
 
-def test_tiers() -> None:
+def test_tiers():
     found = results("tiers", "--block-bytes", "65536", "--disk-bytes", str(32 << 20), "--rounds", "1")
     assert set(found) == {f"tiers.{edge}" for edge in ("device>host", "host>device", "host>disk", "disk>host")}
     assert all(result["floor"] > 0 for each in found.values() for result in each)
 
 
-def test_events() -> None:
+def test_events():
     found = results("events", "--watchers", "2", "--rounds", "1", "--puts", "8")
     (changes,) = found["events.changes"]
     assert changes["params"] == {"watchers": 2, "changes": 18 * 256}
     assert changes["floor"] > 0
 
 
-def test_scale() -> None:
+def test_scale():
     found = results("scale", "--blocks", "10000", "--blocks", "12000", "--rounds", "1", "--on-disk", "2048")
     callbacks = {f"scale.callback.{name}" for name in ("p50", "p99", "p99.9", "max")}
     assert set(found) == {"scale.memory", "scale.acquire", "scale.store", "scale.restart", *callbacks}
@@ -55,7 +55,7 @@ def test_scale() -> None:
         assert (larger["params"]["blocks"], larger["floor"]) == (12_000, smallest["value"])
 
 
-def test_gpu_on_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_on_the_fake(monkeypatch):
     for variable, value in fake_environment(max_delay_ms=0.05).items():
         monkeypatch.setenv(variable, value)
     found = results("gpu", "--shape", "16", "16384", "--batch-bytes", "1", "--rounds", "1", "--settle-seconds", "0")
@@ -67,7 +67,7 @@ def test_gpu_on_the_fake(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(result["floor"] > 0 for result in each)
 
 
-def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
     said = kvtier("bench", "gpu", "--device", "the fast one", status=1)
     assert "there is no GPU to measure" in said.stderr
     for variable, value in fake_environment().items():
@@ -77,7 +77,7 @@ def test_a_gpu_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert "cuda:7" in said.stderr
 
 
-def test_results_are_a_table_without_json() -> None:
+def test_results_are_a_table_without_json():
     said = kvtier("bench", "client", "--block-bytes", "4096", "--rounds", "1", "--keys", "128").stdout
     assert "client.prefix_length" in said
     assert "ratio" in said

@@ -7,20 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import zmq
 
-from kvtier import AsyncClient, Cache, CacheOptions, Tier, connect, event_hashes
+from kvtier import CacheOptions, Tier, connect, event_hashes
 from kvtier.bridge.publisher import END
 from kvtier.bridge.vllm import MEDIA
 from kvtier.types import tiers_of
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.vllm_reader import Router
 
@@ -40,17 +37,17 @@ class Follower:
     router: Router = field(default_factory=Router)
     last: int = -1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.linger = 0
         self.sub = self.context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.SUBSCRIBE, b"")
         self.sub.connect(self.endpoint)
 
-    def close(self) -> None:
+    def close(self):
         self.context.destroy(linger=0)
 
-    def catch_up(self) -> None:
+    def catch_up(self):
         """Takes all that is there. Asks for the beginning first."""
         if self.last < 0:
             self._ask()
@@ -62,7 +59,7 @@ class Follower:
             elif number == self.last + 1:
                 self._take(number, payload)
 
-    def _ask(self) -> None:
+    def _ask(self):
         with self.context.socket(zmq.DEALER) as dealer:
             dealer.connect(self.replay)
             dealer.send_multipart([b"", (self.last + 1).to_bytes(8, "big")])
@@ -73,7 +70,7 @@ class Follower:
                     return
                 self._take(int.from_bytes(seq, "big"), payload)
 
-    def _take(self, number: int, payload: bytes) -> None:
+    def _take(self, number, payload):
         assert number > self.last
         self.router.apply(payload)
         self.last = number
@@ -85,16 +82,16 @@ class BridgeProcess:
     endpoint: str
     replay: str
 
-    def follower(self) -> Follower:
+    def follower(self):
         return Follower(self.endpoint, self.replay)
 
 
-def command(daemon: DaemonProcess, *options: str) -> list[str]:
+def command(daemon, *options):
     return [sys.executable, "-m", "kvtier.cli", "bridge", "zmq", "--address", daemon.address, "--cache", NAME, *options]
 
 
 @contextmanager
-def bridge(daemon: DaemonProcess, *options: str) -> Iterator[BridgeProcess]:
+def bridge(daemon, *options):
     """A bridge on free ports; it ends cleanly, with nothing on standard error but gaps."""
     places = ("--endpoint", "tcp://127.0.0.1:*", "--replay-endpoint", "tcp://127.0.0.1:*")
     process = subprocess.Popen(
@@ -115,17 +112,17 @@ def bridge(daemon: DaemonProcess, *options: str) -> Iterator[BridgeProcess]:
         process.communicate()
 
 
-def name_of(key: bytes) -> int:
+def name_of(key):
     return int.from_bytes(key[:8], "big")
 
 
-async def listed(cache: Cache) -> Listing:
+async def listed(cache):
     rows = [row async for row in cache.blocks()]
     return {(0, name_of(row.key)): {MEDIA[tier] for tier in tiers_of(row.residency)} for row in rows}
 
 
-async def assert_knows(follower: Follower, cache: Cache) -> None:
-    async def differences() -> list[tuple[int | None, int | bytes]]:
+async def assert_knows(follower, cache):
+    async def differences():
         await asyncio.to_thread(follower.catch_up)
         told, there = follower.router.listing, await listed(cache)
         return [where for where in told.keys() | there.keys() if told.get(where) != there.get(where)]
@@ -133,11 +130,11 @@ async def assert_knows(follower: Follower, cache: Cache) -> None:
     await eventually(differences, lambda found: not found)
 
 
-async def opened(client: AsyncClient) -> Cache:
+async def opened(client):
     return await client.open_cache(NAME, SPEC, budgets=sizes(device=16, host=32, disk=64))
 
 
-async def some_life(cache: Cache, name: str) -> None:
+async def some_life(cache, name):
     """Blocks stored, moved both ways, evicted for lack of room and dropped."""
     for number in range(6):
         keys = chain(f"{name}/{number}", 6)
@@ -147,7 +144,7 @@ async def some_life(cache: Cache, name: str) -> None:
     await cache.drop(chain(f"{name}/1", 1))
 
 
-async def test_a_router_follows_from_a_snapshot_through_life(start_daemon: StartDaemon) -> None:
+async def test_a_router_follows_from_a_snapshot_through_life(start_daemon):
     daemon = start_daemon(device=16, host=32, disk=64)
     async with await connect(daemon.address) as client:
         cache = await opened(client)
@@ -165,7 +162,7 @@ async def test_a_router_follows_from_a_snapshot_through_life(start_daemon: Start
 
 
 @pytest.mark.parametrize("steps", ["10000", "1"])
-async def test_the_daemon_is_killed_and_the_router_ends_up_right(start_daemon: StartDaemon, steps: str) -> None:
+async def test_the_daemon_is_killed_and_the_router_ends_up_right(start_daemon, steps):
     """Also one that comes only then, to whom the beginning is no longer told as it was."""
     daemon = start_daemon(device=16, host=32, disk=64)
     async with await connect(daemon.address) as client:
@@ -186,7 +183,7 @@ async def test_the_daemon_is_killed_and_the_router_ends_up_right(start_daemon: S
                 each.close()
 
 
-async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_daemon: StartDaemon) -> None:
+async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_daemon):
     """The daemon holds few events, and logs none: what the bridge slept through is gone."""
     daemon = start_daemon("--event-ring-bytes", "16KiB", "--event-log-bytes", "0", device=16, host=32, disk=64)
     async with await connect(daemon.address) as client:
@@ -205,9 +202,7 @@ async def test_a_bridge_that_was_stopped_for_a_while_makes_its_gap_good(start_da
             follower.close()
 
 
-async def test_a_bridge_that_is_followed_by_another_leaves_no_reader_behind(
-    start_daemon: StartDaemon, short_dir: Path
-) -> None:
+async def test_a_bridge_that_is_followed_by_another_leaves_no_reader_behind(start_daemon, short_dir):
     daemon = start_daemon(device=16, host=32, disk=64)
     places = ("--endpoint", f"ipc://{short_dir}/events", "--replay-endpoint", f"ipc://{short_dir}/replay")
     async with await connect(daemon.address) as client:
@@ -223,7 +218,7 @@ async def test_a_bridge_that_is_followed_by_another_leaves_no_reader_behind(
             follower.close()
 
 
-async def test_tokens_and_hashes_as_routers_want_them(start_daemon: StartDaemon) -> None:
+async def test_tokens_and_hashes_as_routers_want_them(start_daemon):
     daemon = start_daemon(device=16, host=32, disk=64)
     ids = list(range(1000, 1000 + 3 * STEP))
     packed = event_hashes("v1_block_key", ids, STEP)
@@ -239,7 +234,7 @@ async def test_tokens_and_hashes_as_routers_want_them(start_daemon: StartDaemon)
             expected = {(0, number): {"CPU"} for number in hashes}
             for follower, tokens in ((seeing, ids), (blind, [])):
 
-                async def told(follower: Follower = follower) -> Listing:
+                async def told(follower=follower):
                     await asyncio.to_thread(follower.catch_up)
                     return follower.router.listing
 
@@ -256,9 +251,7 @@ async def test_tokens_and_hashes_as_routers_want_them(start_daemon: StartDaemon)
         (("--lora-name", "x", "y"), "not a valid integer"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_bound(
-    start_daemon: StartDaemon, options: tuple[str, ...], says: str
-) -> None:
+def test_what_makes_no_sense_is_refused_before_anything_is_bound(start_daemon, options, says):
     done = subprocess.run(
         command(start_daemon(host=4), *options), check=False, capture_output=True, text=True, timeout=60
     )
@@ -266,7 +259,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_bound(
     assert says in done.stderr
 
 
-def test_without_the_extra_it_says_what_to_install() -> None:
+def test_without_the_extra_it_says_what_to_install():
     code = "import sys; sys.modules['zmq'] = None; from kvtier.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "bridge", "zmq", "--cache", NAME],
@@ -278,7 +271,7 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     assert (done.returncode, done.stderr) == (1, "Error: zmq is not installed: pip install 'kvtier[zmq]'\n")
 
 
-def test_who_may_not_watch_is_refused(start_daemon: StartDaemon, tmp_path: Path) -> None:
+def test_who_may_not_watch_is_refused(start_daemon, tmp_path):
     """And the bridge ends, rather than to publish nothing for ever."""
     rules = '[[allow]]\nanonymous = true\ncaches = ["*"]\nverbs = ["read"]\n'
     (tmp_path / "kvtierd.toml").write_text(rules)

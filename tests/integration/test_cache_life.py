@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvtier import (
-    AsyncClient,
-    Cache,
     CacheSpec,
     CallerError,
     Cause,
@@ -24,10 +22,8 @@ from kvtier import (
     Tier,
     connect,
 )
-from kvtier.types import CacheInfo
 from kvtier.v1 import caches_pb2
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import attached
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import eventually
@@ -36,21 +32,21 @@ SLOTS = {"device": 8, "host": 16, "disk": 64}
 KEYS = chain("kept", 6)
 
 
-async def info_of(client: AsyncClient, name: str) -> CacheInfo | None:
+async def info_of(client, name):
     return next((cache for cache in await client.caches() if cache.name == name), None)
 
 
-async def put(client: AsyncClient, name: str, budgets: dict[Tier, int] | None = None) -> Cache:
+async def put(client, name, budgets=None):
     cache = await client.open_cache(name, SPEC, budgets=budgets)
     await cache.put(KEYS, blocks(KEYS))
     return cache
 
 
-def directory(daemon: DaemonProcess, name: str) -> Path:
+def directory(daemon, name):
     return daemon.disk_dir / "caches" / name
 
 
-async def segments(daemon: DaemonProcess) -> set[str]:
+async def segments(daemon):
     """Names of the shared memory that the daemon maps; threads let go of it a moment after the last copy."""
     maps = await asyncio.to_thread(Path(f"/proc/{daemon.pid}/maps").read_text)
     return {word for word in maps.split() if word.startswith("/memfd:kvtier:")}
@@ -59,13 +55,13 @@ async def segments(daemon: DaemonProcess) -> set[str]:
 # -- by name -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(start_daemon: StartDaemon) -> None:
+async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(start_daemon):
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as client:
         await put(client, "known")
         link = await client._session.link(None)
 
-        async def by_name(name: str) -> caches_pb2.OpenResponse:
+        async def by_name(name):
             return await link.stubs.caches.Open(caches_pb2.OpenRequest(name=name), metadata=link.metadata)
 
         found = await by_name("known")
@@ -75,7 +71,7 @@ async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(start_daemon: St
         assert (refusal.code.name, refusal.reason) == ("NOT_FOUND", "UNKNOWN_CACHE")
 
 
-async def test_both_clients_open_what_there_is_by_its_name(start_daemon: StartDaemon) -> None:
+async def test_both_clients_open_what_there_is_by_its_name(start_daemon):
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as owner, await connect(daemon.address) as client:
         with pytest.raises(NotFound) as missing:
@@ -86,7 +82,7 @@ async def test_both_clients_open_what_there_is_by_its_name(start_daemon: StartDa
         assert (cache.spec, cache.block_bytes) == (SPEC, SPEC.block_bytes(0))
         assert_bytes(KEYS, await cache.get(KEYS))
 
-        def work() -> None:
+        def work():
             with Client(daemon.address) as blocking:
                 found = blocking.open_cache("known", write=False)
                 assert found.spec == SPEC
@@ -95,7 +91,7 @@ async def test_both_clients_open_what_there_is_by_its_name(start_daemon: StartDa
         await asyncio.to_thread(work)
 
 
-async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon(start_daemon: StartDaemon) -> None:
+async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon(start_daemon):
     daemon = start_daemon(host=8)
     async with await connect(daemon.address) as client, await connect(daemon.address) as owner:
         await owner.open_cache("known", SPEC)
@@ -110,7 +106,7 @@ async def test_a_cache_opened_by_its_name_is_not_made_anew_by_a_restarted_daemon
             await cache.match(KEYS)
 
 
-async def test_opening_one_cache_does_not_wait_for_another(start_daemon: StartDaemon) -> None:
+async def test_opening_one_cache_does_not_wait_for_another(start_daemon):
     """The second is there already: it is found while the first is still being made."""
     daemon = start_daemon(host=20_000)
     async with await connect(daemon.address) as client:
@@ -124,7 +120,7 @@ async def test_opening_one_cache_does_not_wait_for_another(start_daemon: StartDa
 # -- removed -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_removed_cache_leaves_nothing_behind(start_daemon: StartDaemon) -> None:
+async def test_a_removed_cache_leaves_nothing_behind(start_daemon):
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as client:
         cache = await put(client, "doomed")
@@ -157,7 +153,7 @@ async def test_a_removed_cache_leaves_nothing_behind(start_daemon: StartDaemon) 
             await client.remove_cache("doomed")
 
 
-async def test_a_cache_in_use_goes_by_force_and_only_once_its_leases_have_ended(start_daemon: StartDaemon) -> None:
+async def test_a_cache_in_use_goes_by_force_and_only_once_its_leases_have_ended(start_daemon):
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as user, await connect(daemon.address) as operator:
         cache = await put(user, "used")
@@ -174,7 +170,7 @@ async def test_a_cache_in_use_goes_by_force_and_only_once_its_leases_have_ended(
         assert await operator.caches() == []
 
 
-async def test_a_removal_that_a_crash_cut_short_is_finished(start_daemon: StartDaemon) -> None:
+async def test_a_removal_that_a_crash_cut_short_is_finished(start_daemon):
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as client:
         await (await put(client, "doomed")).move(KEYS, Tier.DISK)
@@ -186,7 +182,7 @@ async def test_a_removal_that_a_crash_cut_short_is_finished(start_daemon: StartD
         assert await client.caches() == []
 
 
-async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(start_daemon: StartDaemon) -> None:
+async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(start_daemon):
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as client:
         cache = await put(client, "stuck")

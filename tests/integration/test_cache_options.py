@@ -8,11 +8,10 @@ import pytest
 
 from kvtier import CacheOptions, CacheSpec, InvalidArgument, WritePolicy, connect
 from tests.integration.blocks import SPEC, chain
-from tests.integration.daemon import StartDaemon
 
 
 @pytest.mark.parametrize("eviction", ["lru", "2q"])
-async def test_options_are_told_and_outlive_the_daemon(start_daemon: StartDaemon, eviction: str) -> None:
+async def test_options_are_told_and_outlive_the_daemon(start_daemon, eviction):
     options = CacheOptions(write_policy=WritePolicy.BACK, eviction=eviction)
     daemon = start_daemon(host=4, disk=8)
     async with await connect(daemon.address) as client:
@@ -26,7 +25,7 @@ async def test_options_are_told_and_outlive_the_daemon(start_daemon: StartDaemon
         assert (await client.open_cache("c", SPEC)).info.options == options
 
 
-async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemon: StartDaemon) -> None:
+async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemon):
     """Whoever opens it first, who need not have chosen them."""
     options = CacheOptions(write_policy=WritePolicy.THROUGH, eviction="2q", event_hash="v2_sha256", keep_tokens=True)
     defaults = CacheOptions(write_policy=WritePolicy.BACK, eviction="lru")
@@ -49,7 +48,7 @@ async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemo
         assert (await client.open_cache("c", other)).info.options == defaults
 
 
-async def test_options_that_there_are_not_are_refused_and_make_no_cache(start_daemon: StartDaemon) -> None:
+async def test_options_that_there_are_not_are_refused_and_make_no_cache(start_daemon):
     daemon = start_daemon(host=4)
     async with await connect(daemon.address) as client:
         with pytest.raises(InvalidArgument) as refused:

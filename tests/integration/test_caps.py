@@ -7,23 +7,22 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull, connect
+from kvtier import BlockResult, Tier, TierFull, connect
 from tests.integration.blocks import SPEC, blocks, chain
-from tests.integration.daemon import StartDaemon
 
 
-async def refused(cache: Cache, count: int, tier: Tier = Tier.HOST) -> TierFull:
+async def refused(cache, count, tier=Tier.HOST):
     with pytest.raises(TierFull) as refusal:
         async with cache.reserve(count, tier=tier):
             raise AssertionError("granted")
     return refusal.value
 
 
-async def other(cache: Cache, client: AsyncClient) -> Cache:
+async def other(cache, client):
     return await client.open_cache(cache.name, SPEC)
 
 
-async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon: StartDaemon) -> None:
+async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon):
     daemon = start_daemon("--max-reserved-fraction", "0.5", device=8, host=8)
     async with await connect(daemon.address) as first, await connect(daemon.address) as second:
         cache = await first.open_cache("shared", SPEC)
@@ -44,7 +43,7 @@ async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon: S
                 pass
 
 
-async def test_calls_at_the_same_time_count_together(start_daemon: StartDaemon) -> None:
+async def test_calls_at_the_same_time_count_together(start_daemon):
     daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("shared", SPEC)
@@ -55,7 +54,7 @@ async def test_calls_at_the_same_time_count_together(start_daemon: StartDaemon) 
             assert [refusal.reason for refusal in refusals] == ["OVER_CAP"] * 3
 
 
-async def test_streams_count_like_any_other_reservation_and_lease(start_daemon: StartDaemon) -> None:
+async def test_streams_count_like_any_other_reservation_and_lease(start_daemon):
     daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("shared", SPEC)

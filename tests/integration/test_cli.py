@@ -6,21 +6,17 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtier import AsyncClient, Cache, Cursor, Tier
+from kvtier import Cursor, Tier
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
 
 KVTIER = [sys.executable, "-m", "kvtier.cli"]
 DEADLINE_S = 60
 
 
-def kvtier(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def kvtier(*arguments, status=0):
     """Runs a command to its end, which must have this exit status and no traceback."""
     done = subprocess.run([*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -28,21 +24,21 @@ def kvtier(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]
     return done
 
 
-def lines(text: str) -> list[dict[str, Any]]:
+def lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
 
 
-async def now(client: AsyncClient) -> Cursor:
+async def now(client):
     stats = await client.stats()
     return Cursor(stats.epoch, stats.last_event_id)
 
 
-async def a_life(cache: Cache) -> list[bytes]:
+async def a_life(cache):
     """Four events: stored, down to the disk, up again, and gone."""
     keys = chain(cache.name, 1)
     await cache.put(keys, blocks(keys))
@@ -52,7 +48,7 @@ async def a_life(cache: Cache) -> list[bytes]:
     return keys
 
 
-async def test_status(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_status(daemon, client, cache):
     keys = chain(cache.name, 3)
     await cache.put(keys, blocks(keys))
     async with cache.reserve(2, Tier.HOST):
@@ -72,9 +68,7 @@ async def test_status(daemon: DaemonProcess, client: AsyncClient, cache: Cache) 
         assert "healthy" in text
 
 
-async def test_watch_json_with_filters_and_a_beginning(
-    daemon: DaemonProcess, client: AsyncClient, cache: Cache
-) -> None:
+async def test_watch_json_with_filters_and_a_beginning(daemon, client, cache):
     start = await now(client)
     (key,) = await a_life(cache)
     watch = ("watch", "--json", "--address", daemon.address, "--cache", cache.name)
@@ -95,7 +89,7 @@ async def test_watch_json_with_filters_and_a_beginning(
     assert both == [down, up]
 
 
-async def test_watch_in_words(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_watch_in_words(daemon, client, cache):
     start = await now(client)
     (key,) = await a_life(cache)
     shown = kvtier("watch", "--address", daemon.address, "--since", str(start), "--limit", "4").stdout.splitlines()
@@ -106,7 +100,7 @@ async def test_watch_in_words(daemon: DaemonProcess, client: AsyncClient, cache:
             assert word in line
 
 
-async def test_watch_begins_with_a_snapshot(daemon: DaemonProcess, cache: Cache) -> None:
+async def test_watch_begins_with_a_snapshot(daemon, cache):
     keys = chain(cache.name, 2)
     await cache.put(keys, blocks(keys))
     found = lines(until_snapshot_end("--cache", cache.name, "--address", daemon.address))
@@ -115,7 +109,7 @@ async def test_watch_begins_with_a_snapshot(daemon: DaemonProcess, cache: Cache)
     assert [each["block_hash"] for slice in slices for each in slice["blocks"]] == [key.hex() for key in keys]
 
 
-def until_snapshot_end(*arguments: str) -> str:
+def until_snapshot_end(*arguments):
     """What it prints up to there; it is then interrupted, as a person would."""
     command = [*KVTIER, "watch", "--json", "--snapshot", *arguments]
     printed = ""
@@ -131,9 +125,7 @@ def until_snapshot_end(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("quiet_after", [False, True], ids=["more to come", "silence"])
-async def test_watch_ends_when_nobody_reads_any_more(
-    daemon: DaemonProcess, client: AsyncClient, cache: Cache, quiet_after: bool
-) -> None:
+async def test_watch_ends_when_nobody_reads_any_more(daemon, client, cache, quiet_after):
     """Not only when the next line has nowhere to go: after two lines there may never be another."""
     start = await now(client)
     for _ in range(2 if quiet_after else 20):
@@ -144,7 +136,7 @@ async def test_watch_ends_when_nobody_reads_any_more(
     assert (first_two.stderr, first_two.returncode) == ("", 0)
 
 
-def head(*command: str) -> subprocess.CompletedProcess[str]:
+def head(*command):
     """``command | head -n 2``, and the status of whichever fails."""
     script = ["bash", "-c", 'set -o pipefail; "$@" | head -n 2', "head", *command]
     return subprocess.run(script, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -165,19 +157,17 @@ def head(*command: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
-def test_what_makes_no_sense_is_said_so(
-    daemon: DaemonProcess, arguments: Sequence[str], status: int, says: str
-) -> None:
+def test_what_makes_no_sense_is_said_so(daemon, arguments, status, says):
     assert says in kvtier(*arguments, "--address", daemon.address, status=status).stderr
 
 
-def test_no_daemon_is_a_message(short_dir: Path) -> None:
+def test_no_daemon_is_a_message(short_dir):
     said = kvtier("status", "--address", str(short_dir), status=1)
     assert "no daemon answers" in said.stderr
     assert said.stdout == ""
 
 
-def conversations(path: Path, count: int, turns: int) -> Path:
+def conversations(path, count, turns):
     """A trace of conversations that take turns: each request repeats what was said before and adds two blocks."""
     rows, ids = [], iter(range(1, 10_000))
     said: list[list[int]] = [[0] for _ in range(count)]
@@ -191,7 +181,7 @@ def conversations(path: Path, count: int, turns: int) -> Path:
     return path
 
 
-def test_replay_with_a_daemon_of_its_own(tmp_path: Path) -> None:
+def test_replay_with_a_daemon_of_its_own(tmp_path):
     """Tiers far too small, four requests at a time: nothing is wrong, lost or misplaced."""
     trace = conversations(tmp_path / "trace.jsonl", count=8, turns=5)
     sizes = ("--device-blocks", "14", "--host-blocks", "16", "--disk-blocks", "200", "--block-bytes", "4096")
@@ -203,9 +193,7 @@ def test_replay_with_a_daemon_of_its_own(tmp_path: Path) -> None:
     assert {"device>host", "host>disk"} <= set(report["moves"])
 
 
-async def test_replay_against_a_daemon_that_runs(
-    daemon: DaemonProcess, client: AsyncClient, name: str, tmp_path: Path
-) -> None:
+async def test_replay_against_a_daemon_that_runs(daemon, client, name, tmp_path):
     """Twice: what the first has stored, the second finds."""
     trace = conversations(tmp_path / "trace.jsonl", count=3, turns=2)
     replay = ("replay", str(trace), "--address", daemon.address, "--cache", name, "--block-bytes", "4096", "--json")
@@ -216,7 +204,7 @@ async def test_replay_against_a_daemon_that_runs(
         assert (report["verify_failures"], report["event_gaps"], report["residency_mismatches"]) == (0, 0, 0)
 
 
-def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_trace_that_is_none_is_refused(tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": "all of them"}\n')
     said = kvtier("replay", str(trace), "--spawn", "--json", status=1)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import click
 import pytest
 
-from kvtier import Tier, TlsFiles, connect
+from kvtier import Tier, connect
 from kvtier.cli import main
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.test_cli import DEADLINE_S, KVTIER
 from tests.tls import Authority
 
@@ -28,17 +25,17 @@ KEYS = chain("over-tcp", 2)
 
 
 @pytest.fixture
-def files(short_dir: Path) -> Authority:
+def files(short_dir):
     return Authority(short_dir)
 
 
 @pytest.fixture
-def operator(files: Authority) -> TlsFiles:
+def operator(files):
     return files.issue("operator.example", common_name="operator")
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon, files: Authority, short_dir: Path) -> DaemonProcess:
+def daemon(start_daemon, files, short_dir):
     served = files.issue("127.0.0.1", common_name="daemon")
     (short_dir / "kvtierd.toml").write_text(RULES)
     return start_daemon(
@@ -49,7 +46,7 @@ def daemon(start_daemon: StartDaemon, files: Authority, short_dir: Path) -> Daem
     )
 
 
-def kvtier(*arguments: str, env: Mapping[str, str], status: int = 0) -> subprocess.CompletedProcess[str]:
+def kvtier(*arguments, env, status=0):
     done = subprocess.run(
         [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, env=env
     )
@@ -59,14 +56,12 @@ def kvtier(*arguments: str, env: Mapping[str, str], status: int = 0) -> subproce
 
 
 @pytest.fixture
-def plain() -> Mapping[str, str]:
+def plain():
     """An environment that names no daemon."""
     return {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
 
 
-async def test_the_verbs_work_over_tls_with_options_and_with_the_environment(
-    daemon: DaemonProcess, operator: TlsFiles, plain: Mapping[str, str]
-) -> None:
+async def test_the_verbs_work_over_tls_with_options_and_with_the_environment(daemon, operator, plain):
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("far", SPEC, budgets=sizes(host=4, disk=4))
         await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
@@ -89,9 +84,7 @@ async def test_the_verbs_work_over_tls_with_options_and_with_the_environment(
         assert json.loads(kvtier("status", "--json", "--address", daemon.address, env=env).stdout)["pid"] == daemon.pid
 
 
-def test_what_is_missing_or_makes_no_sense_is_named(
-    daemon: DaemonProcess, operator: TlsFiles, plain: Mapping[str, str]
-) -> None:
+def test_what_is_missing_or_makes_no_sense_is_named(daemon, operator, plain):
     at = ("--address", daemon.tcp_address)
     said = kvtier("status", *at, "--tls-ca", str(operator.ca), env=plain, status=2).stderr
     assert "TLS takes three files: --tls-cert, --tls-key missing" in said
@@ -106,15 +99,13 @@ def test_what_is_missing_or_makes_no_sense_is_named(
     kvtier("status", "--address", daemon.address, env={**plain, "KVTIER_TLS_CA": "of another daemon's"})
 
 
-def test_files_of_no_use_are_named_and_nothing_else_is_said(
-    daemon: DaemonProcess, files: Authority, operator: TlsFiles, plain: Mapping[str, str]
-) -> None:
+def test_files_of_no_use_are_named_and_nothing_else_is_said(daemon, files, operator, plain):
     """Not a word of gRPC's own, here or in the daemon's log, of which each line is a record."""
     another = files.issue("another.example", common_name="another")
     (strange_directory := files.ca.parent / "strange").mkdir()
     strange = Authority(strange_directory).issue("operator.example", common_name="operator")
 
-    def said(ca: Path, cert: Path, key: Path) -> str:
+    def said(ca, cert, key):
         tls = ("--tls-ca", str(ca), "--tls-cert", str(cert), "--tls-key", str(key))
         return kvtier("status", "--address", daemon.tcp_address, *tls, env=plain, status=1).stderr
 
@@ -136,7 +127,7 @@ def test_files_of_no_use_are_named_and_nothing_else_is_said(
     assert [line for line in daemon.log.splitlines() if not line.startswith("time=")] == []
 
 
-def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
+def commands(group, path=""):
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
@@ -147,7 +138,7 @@ def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Co
             yield f"{path}{name}", command
 
 
-def test_every_command_that_asks_a_daemon_takes_the_files() -> None:
+def test_every_command_that_asks_a_daemon_takes_the_files():
     """But those about this machine: what they measure or look at is not at the other end of a network."""
     local = {name for name, _ in commands(main) if name.startswith("bench ")} | {"doctor"}
     wanted = {"address", "tls_ca", "tls_cert", "tls_key", "insecure"}

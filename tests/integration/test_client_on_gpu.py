@@ -9,22 +9,18 @@ import asyncio
 import ctypes
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from kvtier import (
-    AsyncClient,
     BlockResult,
-    Cache,
     CallerError,
     Client,
     ClientClosed,
@@ -37,13 +33,11 @@ from kvtier import (
 from kvtier.abi.cuda import driver as cuda_driver
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
-from kvtier.gpu import PASSED, Gpu, Stream
-from kvtier.lease import Lease
+from kvtier.gpu import PASSED, Gpu
 from tests.fake_cuda import load_fake
 from tests.forking import in_child
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
 from tests.integration.on_gpu import fake_gpu, gpu_daemon, supervised_gpu_daemon
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -54,7 +48,7 @@ OK = [BlockResult.OK] * 3
 BUDGETS = sizes(device=8, host=8)
 
 
-def use(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def use(fake, monkeypatch):
     """Has this process find its GPU in the fake, which it has not opened yet."""
     monkeypatch.setattr(cuda_driver, "load_bindings", lambda: fake)
     monkeypatch.setattr(Gpu, "_open", {})
@@ -62,12 +56,12 @@ def use(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def fake(monkeypatch):
     return use(load_fake(max_delay_ms=3), monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
+def daemon():
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
         process = gpu_daemon(Path(home), sizes(device=512, host=512), gpu={"devices": 2})
         process.start()
@@ -76,20 +70,20 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-async def client(fake: ModuleType, daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+async def client(fake, daemon):
     async with await connect(daemon.address) as client:
         yield client
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=BUDGETS)
 
 
 class Kernels:
     """Work on a stream of this process, which begins when :meth:`go` is called."""
 
-    def __init__(self, fake: ModuleType, cache: Cache) -> None:
+    def __init__(self, fake, cache):
         gpu = cache.gpu(Tier.DEVICE)
         assert gpu is not None
         self._fake = fake
@@ -98,23 +92,23 @@ class Kernels:
         self.stream = int(gpu.driver.stream())
         self.give(lambda: self._go.wait(PATIENCE_S))
 
-    def give(self, work: Any) -> None:
+    def give(self, work):
         self._fake.fake_work(self.stream, work)
 
-    def go(self) -> None:
+    def go(self):
         self._go.set()
 
-    def write(self, lease: Lease, keys: list[bytes]) -> None:
+    def write(self, lease, keys):
         """A kernel that fills the slots of a lease with the keys' blocks."""
         for index, key in enumerate(keys):
             self.give(partial(touch, lease.view(index), block(key), read=False))
 
-    def read(self, lease: Lease, into: list[NDArray[np.uint8]]) -> None:
+    def read(self, lease, into):
         for index, row in enumerate(into):
             self.give(partial(touch, lease.view(index), row, read=True))
 
 
-def touch(parts: Sequence[Any], data: NDArray[np.uint8], *, read: bool) -> None:
+def touch(parts, data, *, read):
     """As a kernel does, for the fake's addresses are this process's own."""
     start = data.ctypes.data
     for part in parts:
@@ -123,14 +117,14 @@ def touch(parts: Sequence[Any], data: NDArray[np.uint8], *, read: bool) -> None:
         start += part.nbytes
 
 
-def right(rows: list[NDArray[np.uint8]], keys: list[bytes]) -> bool:
+def right(rows, keys):
     return all(np.array_equal(row, block(key)) for row, key in zip(rows, keys, strict=True))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-async def test_blocks_go_in_and_come_out(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+async def test_blocks_go_in_and_come_out(client, daemon, cache):
     assert dict(cache.unmapped) == {}
     assert cache.arena.tiers == (Tier.DEVICE, Tier.HOST)
     assert await cache.put(KEYS, blocks(KEYS)) == OK
@@ -146,21 +140,21 @@ async def test_blocks_go_in_and_come_out(client: AsyncClient, daemon: DaemonProc
         assert lease.unchanged()
 
 
-async def test_across_groups_likewise(cache: Cache) -> None:
+async def test_across_groups_likewise(cache):
     assert await cache.across.put(KEYS, {0: blocks(KEYS)}, tier=Tier.DEVICE) == {0: OK}
     assert_bytes(KEYS, (await cache.across.get(KEYS)).groups[0])
     async with cache.across.acquire(KEYS, Tier.DEVICE) as lease:
         assert isinstance(lease.groups[0].view(0)[0], DeviceView)
 
 
-async def test_puts_that_follow_each_other_fill_slots_that_came_along(daemon: DaemonProcess, cache: Cache) -> None:
+async def test_puts_that_follow_each_other_fill_slots_that_came_along(daemon, cache):
     keys = chain("stock", 8)
     for parent, key in zip([None, *keys], keys, strict=False):
         assert await cache.put([key], [block(key)], parent=parent, tier=Tier.DEVICE) == [BlockResult.OK]
     assert_bytes(keys, await cache.get(keys))
 
 
-async def test_the_device_is_found_whatever_its_number_here(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_device_is_found_whatever_its_number_here(short_dir, monkeypatch):
     daemon = gpu_daemon(short_dir, sizes(device=4), ["--device", "cuda:1"], gpu={"devices": 2})
     daemon.start()
     use(load_fake(devices=2), monkeypatch)
@@ -188,14 +182,8 @@ BAD_IMPORT = {"call": "cuMemImportFromShareableHandle", "code": "CUDA_ERROR_INVA
     ids=["none visible", "another one", "driver", "reader"],
 )
 async def test_where_it_cannot_be_mapped_the_reason_is_told_and_the_rest_goes_on(
-    daemon: DaemonProcess,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    settings: dict[str, Any],
-    visible: str | None,
-    write: bool,
-    why: str,
-) -> None:
+    daemon, monkeypatch, name, settings, visible, write, why
+):
     use(load_fake(**settings), monkeypatch)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -219,7 +207,7 @@ async def test_where_it_cannot_be_mapped_the_reason_is_told_and_the_rest_goes_on
 class Array:
     """An array of this process on its GPU, of one block."""
 
-    def __init__(self, cache: Cache, content: NDArray[np.uint8] | None = None) -> None:
+    def __init__(self, cache, content=None):
         gpu = cache.gpu(Tier.DEVICE)
         assert gpu is not None
         self.memory = DeviceMemory.create(gpu.driver, BLOCK_BYTES)
@@ -229,17 +217,17 @@ class Array:
             touch([self], content, read=False)
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
+    def __cuda_array_interface__(self):
         return {"shape": (BLOCK_BYTES,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     @property
-    def bytes(self) -> NDArray[np.uint8]:
+    def bytes(self):
         row = np.empty(BLOCK_BYTES, dtype=np.uint8)
         touch([self], row, read=True)
         return row
 
 
-async def test_arrays_on_the_gpu_go_in_and_come_out(daemon: DaemonProcess, cache: Cache) -> None:
+async def test_arrays_on_the_gpu_go_in_and_come_out(daemon, cache):
     assert await cache.put(KEYS, [Array(cache, block(key)) for key in KEYS], tier=Tier.DEVICE) == OK
     out = [Array(cache) for _ in KEYS]
     found = await cache.get(KEYS, out, tier=Tier.DEVICE)
@@ -258,9 +246,7 @@ async def test_arrays_on_the_gpu_go_in_and_come_out(daemon: DaemonProcess, cache
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-async def committed_beside(
-    fake: ModuleType, cache: Cache, stream: Stream | None, monkeypatch: pytest.MonkeyPatch | None = None
-) -> list[NDArray[np.uint8]]:
+async def committed_beside(fake, cache, stream, monkeypatch=None):
     """What a reader finds of blocks that a kernel was still to write when their commit was asked for."""
     kernels = Kernels(fake, cache)
     if monkeypatch is not None:
@@ -285,22 +271,20 @@ async def committed_beside(
     return found
 
 
-async def test_a_block_is_committed_when_its_kernel_has_written_it(fake: ModuleType, cache: Cache) -> None:
+async def test_a_block_is_committed_when_its_kernel_has_written_it(fake, cache):
     assert right(await committed_beside(fake, cache, None), KEYS)
 
 
-async def test_by_default_the_kernel_on_torchs_current_stream(
-    fake: ModuleType, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_by_default_the_kernel_on_torchs_current_stream(fake, cache, monkeypatch):
     assert right(await committed_beside(fake, cache, None, monkeypatch), KEYS)
 
 
-async def test_without_the_fence_readers_find_other_bytes(fake: ModuleType, cache: Cache) -> None:
+async def test_without_the_fence_readers_find_other_bytes(fake, cache):
     """What the two tests before would see."""
     assert not right(await committed_beside(fake, cache, PASSED), KEYS)
 
 
-async def read_beside(fake: ModuleType, cache: Cache, *, fenced: bool) -> list[NDArray[np.uint8]]:
+async def read_beside(fake, cache, *, fenced):
     """What a kernel reads of slots whose release was asked for before it ran, and for which somebody is waiting."""
     assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
     kernels, rows = Kernels(fake, cache), list(np.zeros((3, BLOCK_BYTES), dtype=np.uint8))
@@ -323,15 +307,15 @@ async def read_beside(fake: ModuleType, cache: Cache, *, fenced: bool) -> list[N
     return rows
 
 
-async def test_a_slot_is_somebody_elses_when_its_kernel_has_read_it(fake: ModuleType, cache: Cache) -> None:
+async def test_a_slot_is_somebody_elses_when_its_kernel_has_read_it(fake, cache):
     assert right(await read_beside(fake, cache, fenced=True), KEYS)
 
 
-async def test_without_the_fence_it_reads_what_somebody_else_writes(fake: ModuleType, cache: Cache) -> None:
+async def test_without_the_fence_it_reads_what_somebody_else_writes(fake, cache):
     assert not right(await read_beside(fake, cache, fenced=False), KEYS)
 
 
-async def test_an_exit_of_the_block_waits_and_a_point_named_before_is_enough(fake: ModuleType, cache: Cache) -> None:
+async def test_an_exit_of_the_block_waits_and_a_point_named_before_is_enough(fake, cache):
     kernels, later = Kernels(fake, cache), threading.Event()
     async with cache.reserve(3, Tier.DEVICE) as lease:
         kernels.write(lease, KEYS)
@@ -343,7 +327,7 @@ async def test_an_exit_of_the_block_waits_and_a_point_named_before_is_enough(fak
     assert_bytes(KEYS, await cache.get(KEYS))
 
 
-async def test_host_leases_wait_for_no_kernel(fake: ModuleType, cache: Cache) -> None:
+async def test_host_leases_wait_for_no_kernel(fake, cache):
     kernels = Kernels(fake, cache)
     lease = await cache.reserve(1, Tier.HOST)
     assert await lease.commit(KEYS[:1], stream=kernels.stream) == [BlockResult.OK]
@@ -351,9 +335,7 @@ async def test_host_leases_wait_for_no_kernel(fake: ModuleType, cache: Cache) ->
     kernels.go()
 
 
-async def read_while_held(
-    daemon: DaemonProcess, name: str, hold: Path, monkeypatch: pytest.MonkeyPatch, *, waits: bool
-) -> list[NDArray[np.uint8]]:
+async def read_while_held(daemon, name, hold, monkeypatch, *, waits):
     """What a get without a lease finds where its copy begins when its slots are somebody else's already."""
     fake = use(load_fake(hold=hold), monkeypatch)
     async with await connect(daemon.address) as client:
@@ -380,26 +362,22 @@ async def read_while_held(
         return found
 
 
-def begun(fake: ModuleType) -> bool:
+def begun(fake):
     """Whether copies of this process wait in a stream."""
     return any(stream._work for stream in fake.STATE.streams.values())
 
 
-async def test_a_get_compares_generations_when_the_bytes_have_come(
-    daemon: DaemonProcess, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_get_compares_generations_when_the_bytes_have_come(daemon, name, tmp_path, monkeypatch):
     assert await read_while_held(daemon, name, tmp_path / "hold", monkeypatch, waits=True) == []
 
 
-async def test_a_get_that_did_not_wait_would_give_other_bytes_for_the_blocks(
-    daemon: DaemonProcess, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_get_that_did_not_wait_would_give_other_bytes_for_the_blocks(daemon, name, tmp_path, monkeypatch):
     found = await read_while_held(daemon, name, tmp_path / "hold", monkeypatch, waits=False)
     assert len(found) == 3
     assert not right(found, KEYS)
 
 
-def _told_of_the_fork(call: Callable[[], object]) -> int:
+def _told_of_the_fork(call):
     try:
         call()
     except ClientClosed as error:
@@ -407,7 +385,7 @@ def _told_of_the_fork(call: Callable[[], object]) -> int:
     return 3
 
 
-def test_a_forked_child_is_told_so_and_touches_no_cuda(fake: ModuleType, daemon: DaemonProcess, name: str) -> None:
+def test_a_forked_child_is_told_so_and_touches_no_cuda(fake, daemon, name):
     with Client(daemon.address) as client:
         cache = client.open_cache(name, SPEC, budgets=BUDGETS)
         lease = cache.reserve(1, Tier.DEVICE)
@@ -416,7 +394,7 @@ def test_a_forked_child_is_told_so_and_touches_no_cuda(fake: ModuleType, daemon:
         lease.release()
 
 
-def test_the_synchronous_client_keeps_the_same_order(fake: ModuleType, daemon: DaemonProcess, name: str) -> None:
+def test_the_synchronous_client_keeps_the_same_order(fake, daemon, name):
     with Client(daemon.address) as client, ThreadPoolExecutor(1) as thread:
         cache = client.open_cache(name, SPEC, budgets=BUDGETS)
         kernels = Kernels(fake, cache.inner)
@@ -432,9 +410,7 @@ def test_the_synchronous_client_keeps_the_same_order(fake: ModuleType, daemon: D
         assert_bytes(OTHERS, cache.get(OTHERS))
 
 
-async def test_where_this_process_lost_its_gpu_its_leases_stay_held(
-    daemon: DaemonProcess, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_this_process_lost_its_gpu_its_leases_stay_held(daemon, name, tmp_path, monkeypatch):
     lost = tmp_path / "lost"
     use(load_fake(lost=lost), monkeypatch)
     client = await connect(daemon.address)
@@ -452,9 +428,7 @@ async def test_where_this_process_lost_its_gpu_its_leases_stay_held(
         assert (await tier_stats(other, name, Tier.DEVICE)).held == 3, "no goodbye was said"
 
 
-async def test_a_restarted_daemon_keeps_a_slot_from_others_until_the_kernel_is_done(
-    fake: ModuleType, short_dir: Path
-) -> None:
+async def test_a_restarted_daemon_keeps_a_slot_from_others_until_the_kernel_is_done(fake, short_dir):
     """It has forgotten the session, not its slots; the client says that it is done with them when its kernel is."""
     supervised = supervised_gpu_daemon(short_dir, BUDGETS)
     supervised.start()
@@ -480,8 +454,8 @@ async def test_a_restarted_daemon_keeps_a_slot_from_others_until_the_kernel_is_d
 
 
 async def test_slots_of_a_client_killed_in_a_kernel_come_back_when_its_process_is_gone(
-    daemon: DaemonProcess, client: AsyncClient, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    daemon, client, cache, monkeypatch
+):
     """Neither its broken connection nor what others want gives them away while it can still write there."""
     for name, value in fake_gpu().items():
         monkeypatch.setenv(name, value)

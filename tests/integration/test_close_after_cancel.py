@@ -7,10 +7,9 @@ from contextlib import suppress
 
 from kvtier import Tier, connect
 from tests.integration.blocks import SPEC
-from tests.integration.daemon import StartDaemon
 
 
-async def test_a_cache_closes_behind_a_reserve_that_was_given_up(start_daemon: StartDaemon) -> None:
+async def test_a_cache_closes_behind_a_reserve_that_was_given_up(start_daemon):
     """It was refused: what nobody had waited for any more was still leased when the daemon came to the close."""
     daemon = start_daemon(host=8)
     async with await connect(daemon.address) as client:
@@ -30,7 +29,7 @@ async def test_a_cache_closes_behind_a_reserve_that_was_given_up(start_daemon: S
         await (await client.open_cache("mine", SPEC)).close()
 
 
-async def passes() -> None:
+async def passes():
     """What has begun says to the daemon what it has to say: that takes turns of the loop, and no answer."""
     for _ in range(50):
         await asyncio.sleep(0)

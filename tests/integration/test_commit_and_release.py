@@ -6,17 +6,17 @@ import asyncio
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Tier
+from kvtier import BlockResult, Tier
 from kvtier.errors import LeaseError
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(host=8))
 
 
-async def test_a_commit_can_end_its_lease(client: AsyncClient, cache: Cache) -> None:
+async def test_a_commit_can_end_its_lease(client, cache):
     keys = chain("together", 3)
     await cache.put(keys[:1], blocks(keys[:1]))
     lease = await cache.reserve(5, Tier.HOST)
@@ -37,7 +37,7 @@ async def test_a_commit_can_end_its_lease(client: AsyncClient, cache: Cache) -> 
         assert_bytes(keys, await cache.get(keys))
 
 
-async def test_it_ends_with_slots_that_stayed_blank_too(client: AsyncClient, cache: Cache) -> None:
+async def test_it_ends_with_slots_that_stayed_blank_too(client, cache):
     parent, child = chain("orphan", 2)
     lease = await cache.reserve(1, Tier.HOST)
     assert await lease.commit([child], parent=parent, release=True) == [BlockResult.PARENT_MISSING]
@@ -47,9 +47,7 @@ async def test_it_ends_with_slots_that_stayed_blank_too(client: AsyncClient, cac
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-async def test_all_others_are_released_beside_one_that_has_not_answered(
-    client: AsyncClient, cache: Cache, cancelled: bool
-) -> None:
+async def test_all_others_are_released_beside_one_that_has_not_answered(client, cache, cancelled):
     """Whichever of the two the daemon hears first."""
     keys = chain("others", 2)
     await cache.put(keys, blocks(keys))

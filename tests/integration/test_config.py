@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -16,18 +14,18 @@ from tests.integration.starting import kvtierd, message, tree
 BAD_CONFIG = 2
 
 
-def directories(home: Path) -> list[str]:
+def directories(home):
     return ["--runtime-dir", f"{home}/run", "--state-dir", f"{home}/state"]
 
 
-def written(home: Path, text: str) -> Path:
+def written(home, text):
     path = home / "kvtierd.toml"
     path.write_text(text)
     return path
 
 
 @contextmanager
-def running(home: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[DaemonProcess]:
+def running(home, *flags, env=None):
     """A daemon with nothing on its command line but its directories and ``flags``."""
     daemon = DaemonProcess(home, {}, flags)
     daemon.variables |= env or {}
@@ -38,7 +36,7 @@ def running(home: Path, *flags: str, env: dict[str, str] | None = None) -> Itera
         daemon.stop()
 
 
-async def tier_sizes(daemon: DaemonProcess) -> dict[Tier, int]:
+async def tier_sizes(daemon):
     """In slots, of a cache that takes everything."""
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("all", SPEC)
@@ -66,7 +64,7 @@ async def tier_sizes(daemon: DaemonProcess) -> dict[Tier, int]:
         ),
     ],
 )
-def test_a_bad_file_is_refused_before_anything_is_touched(short_dir: Path, text: str, says: str) -> None:
+def test_a_bad_file_is_refused_before_anything_is_touched(short_dir, text, says):
     path = written(short_dir, text)
     before = tree(short_dir)
     ended = kvtierd("--config", path, *directories(short_dir))
@@ -77,13 +75,13 @@ def test_a_bad_file_is_refused_before_anything_is_touched(short_dir: Path, text:
 
 
 @pytest.mark.parametrize("text", ["", "device_bytes = 0\nhost_bytes = '0'\ndisk_bytes = '0GiB'"])
-def test_a_daemon_without_any_tier_is_refused(short_dir: Path, text: str) -> None:
+def test_a_daemon_without_any_tier_is_refused(short_dir, text):
     ended = kvtierd("--config", written(short_dir, text), *directories(short_dir))
     assert ended.returncode == BAD_CONFIG
     assert "no tier is configured: set device_bytes, host_bytes or disk_bytes above 0" in message(ended)
 
 
-def test_every_fault_of_every_source_is_told_in_one_go(short_dir: Path) -> None:
+def test_every_fault_of_every_source_is_told_in_one_go(short_dir):
     path = written(short_dir, "host_bytes = -1\nmax_sessions = 0\n")
     flags = [*directories(short_dir), "--device-bytes", "many", "--wait-seconds", "0"]
     ended = kvtierd("--config", path, *flags, env={"KVTIERD_DISK_BYTES": "plenty", "KVTIERD_HOST_BYTE": "4096"})
@@ -98,7 +96,7 @@ def test_every_fault_of_every_source_is_told_in_one_go(short_dir: Path) -> None:
     }
 
 
-def test_no_directory_is_the_working_directory_by_an_empty_name(short_dir: Path) -> None:
+def test_no_directory_is_the_working_directory_by_an_empty_name(short_dir):
     """The runtime directory was, and got its lock and sockets."""
     ended = kvtierd("--runtime-dir", "", "--state-dir", f"{short_dir}/state", "--host-bytes", "4096")
     assert ended.returncode == BAD_CONFIG
@@ -106,7 +104,7 @@ def test_no_directory_is_the_working_directory_by_an_empty_name(short_dir: Path)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", "a directory"])
-def test_a_file_that_cannot_be_read_is_refused(short_dir: Path, content: bytes | str | None) -> None:
+def test_a_file_that_cannot_be_read_is_refused(short_dir, content):
     path = short_dir / "kvtierd.toml"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -117,7 +115,7 @@ def test_a_file_that_cannot_be_read_is_refused(short_dir: Path, content: bytes |
     assert message(ended).startswith(f"kvtierd: {path}: ")
 
 
-def test_unknown_flags_and_arguments_are_refused(short_dir: Path) -> None:
+def test_unknown_flags_and_arguments_are_refused(short_dir):
     for argument in ("--host-byte=4096", "start"):
         ended = kvtierd(*directories(short_dir), argument)
         assert ended.returncode == BAD_CONFIG
@@ -125,7 +123,7 @@ def test_unknown_flags_and_arguments_are_refused(short_dir: Path) -> None:
         assert "Traceback" not in ended.stderr
 
 
-async def test_flags_beat_the_environment_beats_the_file(short_dir: Path) -> None:
+async def test_flags_beat_the_environment_beats_the_file(short_dir):
     slot = SPEC.record_bytes(0)
     path = written(short_dir, f"device_bytes = {2 * slot}\nhost_bytes = {2 * slot}\ndisk_bytes = {2 * slot}\n")
     env = {"KVTIERD_CONFIG": str(path), "KVTIERD_HOST_BYTES": str(3 * slot), "KVTIERD_DISK_BYTES": str(3 * slot)}
@@ -133,7 +131,7 @@ async def test_flags_beat_the_environment_beats_the_file(short_dir: Path) -> Non
         assert await tier_sizes(daemon) == {Tier.DEVICE: 2, Tier.HOST: 3, Tier.DISK: 4}
 
 
-async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir: Path) -> None:
+async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir):
     slot = SPEC.record_bytes(0)
     path = written(short_dir, 'device_bytes = "1MiB"\nhost_bytes = "1MB"\n')
     with running(short_dir, "--config", str(path), "--disk-bytes", "0") as daemon:
@@ -142,7 +140,7 @@ async def test_sizes_are_bytes_or_text_and_a_tier_of_0_does_not_exist(short_dir:
 
 
 @pytest.mark.parametrize("tier", list(Tier))
-async def test_any_one_tier_is_enough(short_dir: Path, tier: Tier) -> None:
+async def test_any_one_tier_is_enough(short_dir, tier):
     with running(short_dir, f"--{tier}-bytes", "1MiB") as daemon:
         assert set(await tier_sizes(daemon)) == {tier}
 
@@ -158,9 +156,7 @@ async def test_any_one_tier_is_enough(short_dir: Path, tier: Tier) -> None:
         (("--disk-bytes", "1PiB"), "command line: --disk-bytes = 1125899906842624: more than the"),
     ],
 )
-def test_what_this_machine_can_never_have_is_refused_at_the_start(
-    short_dir: Path, flags: tuple[str, ...], says: str
-) -> None:
+def test_what_this_machine_can_never_have_is_refused_at_the_start(short_dir, flags, says):
     """What is only not free yet is refused to the caches that do not fit."""
     before = tree(short_dir)
     ended = kvtierd(*flags, *directories(short_dir))
@@ -169,7 +165,7 @@ def test_what_this_machine_can_never_have_is_refused_at_the_start(
     assert tree(short_dir) == before
 
 
-async def test_a_tier_too_small_for_a_block_is_refused_when_a_cache_is_opened(short_dir: Path) -> None:
+async def test_a_tier_too_small_for_a_block_is_refused_when_a_cache_is_opened(short_dir):
     """What a block takes is the cache's to say, so a start cannot know."""
     with running(short_dir, "--host-bytes", "4096") as daemon:
         async with await connect(daemon.address) as client:

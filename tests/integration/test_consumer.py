@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import runpy
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
-from kvtier import AsyncClient, connect
+from kvtier import connect
 from tests.integration.blocks import SPEC
-from tests.integration.daemon import StartDaemon
 from tests.integration.load import Load
 from tests.integration.waiting import eventually
 
@@ -18,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class Follow(Protocol):
-    def __call__(self, client: AsyncClient, cache: str, blocks: dict[bytes, int]) -> Coroutine[Any, Any, None]: ...
+    def __call__(self, client, cache, blocks): ...
 
 
-async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(start_daemon: StartDaemon) -> None:
+async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(start_daemon):
     follow = cast("Follow", runpy.run_path(str(ROOT / "examples/consumer.py"))["follow"])
     daemon = start_daemon("--chaos-seed", "4", device=6, host=12, disk=24)
     blocks: dict[bytes, int] = {}
@@ -32,7 +30,7 @@ async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(
             for end in (daemon.kill, daemon.stop, daemon.kill):
                 before = load.done.total()
 
-                async def done() -> int:
+                async def done():
                     load.check()
                     return load.done.total()
 
@@ -40,7 +38,7 @@ async def test_the_documented_consumer_knows_where_every_block_is_over_restarts(
                 await asyncio.to_thread(end)
                 await asyncio.to_thread(daemon.start)
 
-        async def agreement() -> bool:
+        async def agreement():
             assert not consumer.done(), consumer.result()
             return blocks == {row.key: row.residency async for row in cache.blocks()}
 

@@ -11,7 +11,6 @@ import pytest
 
 from kvtier import Tier, connect
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.starting import environment
 from tests.integration.trial import trial
 
@@ -22,11 +21,11 @@ PROVED = 6
 
 
 @pytest.fixture(autouse=True)
-def _say_seed() -> None:
+def _say_seed():
     print(f"KVTIER_SEED={SEED}")
 
 
-async def kill_under_load(start_daemon: StartDaemon, kills: int, seed: int, *flags: str) -> None:
+async def kill_under_load(start_daemon, kills, seed, *flags):
     async with trial(start_daemon, seed, *flags) as run:
         for number in range(1, kills + 1):
             start = await run.end_and_restart(run.daemon.kill)
@@ -37,17 +36,17 @@ async def kill_under_load(start_daemon: StartDaemon, kills: int, seed: int, *fla
         print(f"seen: {run.witness.events} events; start to serving, at most: {max(run.serving_s):.2f} s")
 
 
-async def test_kills_under_load(start_fresh: StartDaemon) -> None:
+async def test_kills_under_load(start_fresh):
     await kill_under_load(start_fresh, 4, SEED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(3))
-async def test_many_kills_under_load(start_fresh: StartDaemon, number: int) -> None:
+async def test_many_kills_under_load(start_fresh, number):
     await kill_under_load(start_fresh, 20, SEED + number, "--debug-checks")
 
 
-def start_and_kill_after(daemon: DaemonProcess, seconds: float) -> None:
+def start_and_kill_after(daemon, seconds):
     process = subprocess.Popen(
         daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -57,7 +56,7 @@ def start_and_kill_after(daemon: DaemonProcess, seconds: float) -> None:
     process.wait()
 
 
-async def test_kills_while_it_starts(start_daemon: StartDaemon) -> None:
+async def test_kills_while_it_starts(start_daemon):
     """Whatever a start was at when it died, the next one finds all blocks, and ids above all that came before."""
     rng = random.Random(SEED)
     daemon = start_daemon(device=8, host=8, disk=64)
@@ -79,7 +78,7 @@ async def test_kills_while_it_starts(start_daemon: StartDaemon) -> None:
         assert_bytes(keys, await cache.get(keys))
 
 
-async def test_kills_while_caches_are_made(start_daemon: StartDaemon) -> None:
+async def test_kills_while_caches_are_made(start_daemon):
     """A cache whose making was cut short is made whole by the client's next attempt; its room is not lost."""
     rng = random.Random(SEED)
     each = sizes(device=2, host=4, disk=16)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from kvtier import Tier, connect
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import StartDaemon
 from tests.integration.raw import attached
 
 
-async def test_no_token_and_no_key_is_ever_logged(start_daemon: StartDaemon) -> None:
+async def test_no_token_and_no_key_is_ever_logged(start_daemon):
     daemon = start_daemon("--log-level", "debug", device=4, host=4, disk=8)
     keys = chain("secret", 12)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
@@ -31,7 +29,7 @@ async def test_no_token_and_no_key_is_ever_logged(start_daemon: StartDaemon) -> 
         assert secret.upper() not in daemon.log
 
 
-def test_the_journal_has_what_stops_a_start_among_the_errors(tmp_path: Path) -> None:
+def test_the_journal_has_what_stops_a_start_among_the_errors(tmp_path):
     """Where `journalctl -p err` finds it, as it does what is logged later."""
     file = tmp_path / "kvtierd.toml"
     file.write_text('hots_bytes = "1GiB"\n')

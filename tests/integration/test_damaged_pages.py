@@ -6,12 +6,10 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, CallerError, Tier, connect
+from kvtier import CallerError, Tier, connect
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.supervised import SupervisedDaemon
 
@@ -32,13 +30,13 @@ with lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=16, lib_version=0
 """
 
 
-def dies(environment: Path) -> bool:
+def dies(environment):
     """Whether LMDB ends a process that reads all of it."""
     reader = subprocess.run([sys.executable, "-c", READS_ALL, str(environment)], capture_output=True, check=False)
     return reader.returncode == -signal.SIGABRT
 
 
-def damage(environment: Path) -> None:
+def damage(environment):
     """Zeroes a page without which LMDB ends the process."""
     with open(environment / "data.mdb", "r+b", buffering=0) as file:
         data = file.read()
@@ -56,14 +54,14 @@ def damage(environment: Path) -> None:
 
 
 @pytest.fixture
-def daemon(short_dir: Path) -> Iterator[SupervisedDaemon]:
+def daemon(short_dir):
     process = SupervisedDaemon(short_dir, sizes(host=LENGTH, disk=4 * LENGTH))
     process.start()
     yield process
     process.close()
 
 
-async def on_disk(client: AsyncClient, name: str) -> None:
+async def on_disk(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=LENGTH // 2, disk=2 * LENGTH))
     keys = chain(name, LENGTH)
     for first in range(0, LENGTH, 16):
@@ -72,7 +70,7 @@ async def on_disk(client: AsyncClient, name: str) -> None:
         await cache.move(some, Tier.DISK)
 
 
-async def test_an_index_that_ends_the_process_is_left_out(daemon: SupervisedDaemon) -> None:
+async def test_an_index_that_ends_the_process_is_left_out(daemon):
     async with await connect(daemon.address) as client:
         for name in ("good", "hurt"):
             await on_disk(client, name)

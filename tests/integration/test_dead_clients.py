@@ -21,15 +21,14 @@ import grpc
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull
+from kvtier import BlockResult, Tier, TierFull
 from kvtier.abi import attach
 from kvtier.arena import Arena
 from kvtier.session import Deadline
 from kvtier.v1 import admin_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
-from tests.integration.raw import RawClient, close_all
+from tests.integration.raw import close_all
 from tests.integration.seeing import session_of, tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -40,20 +39,20 @@ DEAD_CLIENT_S = 0.1
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=6, disk=16))
     await cache.put(KEYS, blocks(KEYS))
     return cache
 
 
-def status(daemon: DaemonProcess) -> dict[int, dict[str, object]]:
+def status(daemon):
     """The sessions as ``kvtier status`` shows them, by pid."""
     command = [sys.executable, "-m", "kvtier.cli", "status", "--json", "--address", daemon.address]
     shown = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout)
     return {session["pid"]: session for session in shown["sessions"]}
 
 
-async def test_a_killed_clients_slots_come_back(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+async def test_a_killed_clients_slots_come_back(client, daemon, cache):
     with Actor(
         "hold",
         address=daemon.address,
@@ -80,9 +79,7 @@ async def test_a_killed_clients_slots_come_back(client: AsyncClient, daemon: Dae
     await (await cache.reserve(6, Tier.HOST)).release()
 
 
-async def test_slots_are_back_within_a_tenth_of_a_second_of_a_clients_death(
-    client: AsyncClient, daemon: DaemonProcess, cache: Cache
-) -> None:
+async def test_slots_are_back_within_a_tenth_of_a_second_of_a_clients_death(client, daemon, cache):
     """An end is an event: a lease timer, or the daemon's quarter-second tick, would show in the median."""
     took = []
     with ExitStack() as stack:
@@ -107,7 +104,7 @@ async def test_slots_are_back_within_a_tenth_of_a_second_of_a_clients_death(
     assert max(took) < 1.0, took
 
 
-async def test_a_stopped_client_keeps_what_it_holds(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+async def test_a_stopped_client_keeps_what_it_holds(client, daemon, cache):
     """It may go on copying any moment. A neighbour's death does not change that."""
     script: dict[str, Any] = {"address": daemon.address, "cache": cache.name, "reserve": {"HOST": 3}, "acquire": {}}
     with Actor("hold", **script) as stopped, Actor("hold", **script) as killed:
@@ -123,9 +120,7 @@ async def test_a_stopped_client_keeps_what_it_holds(client: AsyncClient, daemon:
         assert [holder.pid for holder in full.value.holders] == [stopped.pid]
 
 
-async def test_a_client_that_ends_without_a_word_leaves_nothing(
-    client: AsyncClient, daemon: DaemonProcess, cache: Cache
-) -> None:
+async def test_a_client_that_ends_without_a_word_leaves_nothing(client, daemon, cache):
     """SIGTERM, no goodbye: the kernel tells the daemon all the same."""
     with Actor("hold", address=daemon.address, cache=cache.name, reserve={"HOST": 6}, acquire={}) as doomed:
         doomed.says()
@@ -136,9 +131,7 @@ async def test_a_client_that_ends_without_a_word_leaves_nothing(
 # -- broken connections ------------------------------------------------------------------------------------------------
 
 
-async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(
-    client: AsyncClient, raw: RawClient, cache: Cache
-) -> None:
+async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(client, raw, cache):
     keys = chain("written across a break", 3)
     cache_id = (await raw.open(cache.name)).cache_id
     fds = raw.socket.map(cache_id, write=True)
@@ -179,20 +172,18 @@ async def test_a_broken_connection_orphans_slots_until_its_process_comes_back(
     assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))
 
 
-def write(arena: Arena, slot: int, key: bytes) -> None:
+def write(arena, slot, key):
     start = 0
     for part in arena.view(Tier.HOST, 0, slot, write=True):
         part[:] = block(key)[start : start + part.size]
         start += part.size
 
 
-def assert_slot(arena: Arena, slot: int, key: bytes) -> None:
+def assert_slot(arena, slot, key):
     assert_bytes([key], [np.concatenate(arena.view(Tier.HOST, 0, slot, write=False))])
 
 
-async def test_orphaned_slots_are_free_when_the_process_dies(
-    client: AsyncClient, daemon: DaemonProcess, cache: Cache
-) -> None:
+async def test_orphaned_slots_are_free_when_the_process_dies(client, daemon, cache):
     with Actor(
         "hold",
         address=daemon.address,
@@ -211,9 +202,7 @@ async def test_orphaned_slots_are_free_when_the_process_dies(
     assert (await tier_stats(client, cache.name, Tier.DEVICE)).held == 0
 
 
-async def test_a_token_is_of_no_use_to_another_process(
-    client: AsyncClient, daemon: DaemonProcess, raw: RawClient, cache: Cache
-) -> None:
+async def test_a_token_is_of_no_use_to_another_process(client, daemon, raw, cache):
     """On the attach socket the process must be the same. gRPC cannot tell who calls: there the token is the proof, so
     who steals it can speak for the session while that is attached, and only so long."""
     cache_id = (await raw.open(cache.name)).cache_id
@@ -228,7 +217,7 @@ async def test_a_token_is_of_no_use_to_another_process(
     assert isinstance(raw.attach_again(), attach.Welcome)
 
 
-async def test_the_client_heals_a_broken_connection_by_itself(client: AsyncClient, cache: Cache) -> None:
+async def test_the_client_heals_a_broken_connection_by_itself(client, cache):
     keys = chain("healed", 2)
     session = client.session_id
     async with cache.reserve(2, Tier.HOST) as lease, cache.acquire(KEYS) as held:
@@ -246,8 +235,8 @@ async def test_the_client_heals_a_broken_connection_by_itself(client: AsyncClien
     assert (stats.held, stats.orphaned) == (0, 0)
 
 
-async def break_connection(client: AsyncClient) -> None:
+async def break_connection(client):
     """As a network would: neither the client nor the daemon has asked for it. Ends when the client knows."""
     link = await client._session.link(Deadline(PATIENCE_S))
-    link.attach._sock.shutdown(2)  # type: ignore[attr-defined]
+    link.attach._sock.shutdown(2)
     await asyncio.wait_for(link.attach.closed.wait(), PATIENCE_S)

@@ -9,14 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, CacheSpec, CallerError, Event, EventType, Heartbeat, Tier, TierFull, connect
+from kvtier import CacheSpec, CallerError, Event, EventType, Heartbeat, Tier, TierFull, connect
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.daemon import DaemonProcess
 from tests.integration.starting import environment, refused, tree
 
 SLOTS = {"device": 8, "host": 16, "disk": 128}
@@ -44,16 +42,16 @@ AT_ONCE_S = 5.0
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+def daemon(start_daemon):
     return start_daemon(**SLOTS)
 
 
 @pytest.fixture
-def never_started(short_dir: Path) -> DaemonProcess:
+def never_started(short_dir):
     return DaemonProcess(short_dir, sizes(**SLOTS))
 
 
-async def fill(daemon: DaemonProcess) -> None:
+async def fill(daemon):
     """Two caches with a chain on disk each."""
     async with await connect(daemon.address) as client:
         for name, keys in CHAINS.items():
@@ -62,39 +60,37 @@ async def fill(daemon: DaemonProcess) -> None:
             await cache.move(keys, Tier.DISK)
 
 
-async def assert_whole(daemon: DaemonProcess, *names: str) -> None:
+async def assert_whole(daemon, *names):
     async with await connect(daemon.address) as client:
         for name in names:
             cache = await client.open_cache(name, SPEC)
             assert_bytes(CHAINS[name], await cache.get(CHAINS[name]))
 
 
-def cache_dir(daemon: DaemonProcess, name: str) -> Path:
+def cache_dir(daemon, name):
     return daemon.disk_dir / "caches" / name
 
 
 # -- not ours ----------------------------------------------------------------------------------------------------------
 
 
-def somebodys_file(directory: Path) -> None:
+def somebodys_file(directory):
     (directory / "thesis.tex").write_text("the only copy")
 
 
-def somebodys_tree(directory: Path) -> None:
+def somebodys_tree(directory):
     (directory / "caches" / "photos").mkdir(parents=True)
     (directory / "caches" / "photos" / "1.jpg").write_bytes(bytes(100))
 
 
-def somebodys_superblock(directory: Path) -> None:
+def somebodys_superblock(directory):
     (directory / "SUPERBLOCK").write_bytes(b"\x00ext4 or so")
     somebodys_file(directory)
 
 
 @pytest.mark.parametrize("inhabit", [somebodys_file, somebodys_tree, somebodys_superblock])
 @pytest.mark.parametrize("which", ["disk", "state"])
-def test_a_foreign_directory_is_refused_untouched(
-    never_started: DaemonProcess, inhabit: Callable[[Path], None], which: str
-) -> None:
+def test_a_foreign_directory_is_refused_untouched(never_started, inhabit, which):
     directory = never_started.home / which
     directory.mkdir()
     inhabit(directory)
@@ -104,13 +100,13 @@ def test_a_foreign_directory_is_refused_untouched(
 
 
 @pytest.mark.parametrize("which", ["disk", "state", "run"])
-def test_a_file_in_place_of_a_directory_is_refused(never_started: DaemonProcess, which: str) -> None:
+def test_a_file_in_place_of_a_directory_is_refused(never_started, which):
     (never_started.home / which).write_text("not a directory")
     assert str(never_started.home / which) in refused(never_started)
     assert (never_started.home / which).read_text() == "not a directory"
 
 
-def test_a_runtime_directory_too_deep_for_a_socket_is_refused(never_started: DaemonProcess) -> None:
+def test_a_runtime_directory_too_deep_for_a_socket_is_refused(never_started):
     deep = never_started.home / ("d" * 100)
     said = refused(never_started, "--runtime-dir", deep, status=2)
     assert said.startswith("kvtierd: command line: --runtime-dir = ") and "107" in said
@@ -120,7 +116,7 @@ def test_a_runtime_directory_too_deep_for_a_socket_is_refused(never_started: Dae
 # -- damaged -----------------------------------------------------------------------------------------------------------
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(path, offset):
     content = bytearray(path.read_bytes())
     content[offset] ^= 0x40
     path.write_bytes(content)
@@ -135,7 +131,7 @@ SUPERBLOCKS = {
 
 
 @pytest.mark.parametrize("damage", SUPERBLOCKS.values(), ids=SUPERBLOCKS.keys())
-async def test_a_damaged_superblock_is_refused_untouched(daemon: DaemonProcess, damage: Callable[[Path], None]) -> None:
+async def test_a_damaged_superblock_is_refused_untouched(daemon, damage):
     """Of the disk, of the state: nothing starts on it, and once it is mended nothing is missing."""
     await fill(daemon)
     daemon.stop()
@@ -166,7 +162,7 @@ INDEXES = {
 }
 
 
-async def assert_left_out(daemon: DaemonProcess, why: str) -> None:
+async def assert_left_out(daemon, why):
     """That the cache is named and not served, and that the other one is."""
     await assert_whole(daemon, "good")
     async with await connect(daemon.address) as client:
@@ -180,7 +176,7 @@ async def assert_left_out(daemon: DaemonProcess, why: str) -> None:
         assert "hurt" in cleared, "who knew its blocks is told that they cannot be had"
 
 
-async def past_events(client: AsyncClient) -> AsyncIterator[Event]:
+async def past_events(client):
     last = (await client.stats()).last_event_id
     async with client.watch(oldest=True, heartbeats=True, heartbeat_s=0.02) as watch:
         async for item in watch:
@@ -191,9 +187,7 @@ async def past_events(client: AsyncClient) -> AsyncIterator[Event]:
 
 
 @pytest.mark.parametrize("damage", SUPERBLOCKS.values(), ids=SUPERBLOCKS.keys())
-async def test_a_cache_with_a_damaged_superblock_is_left_out(
-    daemon: DaemonProcess, damage: Callable[[Path], None]
-) -> None:
+async def test_a_cache_with_a_damaged_superblock_is_left_out(daemon, damage):
     await fill(daemon)
     daemon.stop()
     superblock = cache_dir(daemon, "hurt") / "SUPERBLOCK"
@@ -210,7 +204,7 @@ async def test_a_cache_with_a_damaged_superblock_is_left_out(
 
 
 @pytest.mark.parametrize("damage", INDEXES.values(), ids=INDEXES.keys())
-async def test_a_cache_with_a_damaged_index_is_left_out(daemon: DaemonProcess, damage: Callable[[Path], None]) -> None:
+async def test_a_cache_with_a_damaged_index_is_left_out(daemon, damage):
     """It names the index, and once that is mended everything is there."""
     await fill(daemon)
     daemon.stop()
@@ -227,7 +221,7 @@ async def test_a_cache_with_a_damaged_index_is_left_out(daemon: DaemonProcess, d
     await assert_whole(daemon, "good", "hurt")
 
 
-async def test_a_cache_without_its_slab_is_left_out_and_can_be_removed(daemon: DaemonProcess) -> None:
+async def test_a_cache_without_its_slab_is_left_out_and_can_be_removed(daemon):
     await fill(daemon)
     daemon.stop()
     slab = cache_dir(daemon, "hurt") / "group-0.slab"
@@ -250,7 +244,7 @@ async def test_a_cache_without_its_slab_is_left_out_and_can_be_removed(daemon: D
 
 
 @pytest.mark.parametrize("shared", ["state", "disk", "run"])
-async def test_a_second_daemon_is_refused_at_once(daemon: DaemonProcess, short_dir: Path, shared: str) -> None:
+async def test_a_second_daemon_is_refused_at_once(daemon, short_dir, shared):
     """It says which process has the directory; the one that has it does not notice."""
     await fill(daemon)
     second = DaemonProcess(short_dir, sizes(**SLOTS))
@@ -273,7 +267,7 @@ async def test_a_second_daemon_is_refused_at_once(daemon: DaemonProcess, short_d
     second.stop()
 
 
-async def test_many_starts_at_once_leave_one_daemon(never_started: DaemonProcess) -> None:
+async def test_many_starts_at_once_leave_one_daemon(never_started):
     processes = [
         await asyncio.create_subprocess_exec(
             *never_started.command(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -299,13 +293,13 @@ async def test_many_starts_at_once_leave_one_daemon(never_started: DaemonProcess
                 await process.wait()
 
 
-async def _loser(process: asyncio.subprocess.Process) -> str:
+async def _loser(process):
     _, said = await process.communicate()
     assert process.returncode == 1
     return said.decode()
 
 
-async def test_what_a_crash_leaves_is_no_hindrance(daemon: DaemonProcess) -> None:
+async def test_what_a_crash_leaves_is_no_hindrance(daemon):
     """Sockets nobody listens on, and lock files that name a process which is alive and has nothing to do with it."""
     await fill(daemon)
     daemon.kill()
@@ -319,7 +313,7 @@ async def test_what_a_crash_leaves_is_no_hindrance(daemon: DaemonProcess) -> Non
 
 
 @pytest.mark.parametrize("directory", ["StateDir", "RuntimeDir", "DiskRoot", "EventLog"])
-async def test_a_first_start_that_is_killed_is_no_hindrance(never_started: DaemonProcess, directory: str) -> None:
+async def test_a_first_start_that_is_killed_is_no_hindrance(never_started, directory):
     """With the disk tier where it is by default: in the directory of the state."""
     never_started.flags = ["--disk-dir", str(never_started.state_dir / "disk")]
     command = [sys.executable, "-c", DIES_ONCE_IT_HAS, directory, *never_started.command()[3:]]
@@ -331,7 +325,7 @@ async def test_a_first_start_that_is_killed_is_no_hindrance(never_started: Daemo
     never_started.stop()
 
 
-async def test_a_frozen_daemon_keeps_its_directories(daemon: DaemonProcess) -> None:
+async def test_a_frozen_daemon_keeps_its_directories(daemon):
     daemon.pause()
     try:
         assert f"in use by process {daemon.pid}" in refused(daemon)
@@ -345,7 +339,7 @@ async def test_a_frozen_daemon_keeps_its_directories(daemon: DaemonProcess) -> N
 # -- too small ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_disk_without_the_room_is_refused_before_anything_is_made(short_dir: Path) -> None:
+async def test_a_disk_without_the_room_is_refused_before_anything_is_made(short_dir):
     """As much as the file system has in all, and more than leaves its floor free."""
     spec = CacheSpec.single("huge blocks", "uint8", 1, layers=1024, kv_heads=1, head_size=1 << 15)
     status = os.statvfs(short_dir)

@@ -10,16 +10,13 @@ import asyncio
 import os
 import resource
 import time
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Cause, Cursor, Event, EventType, Tier, connect
+from kvtier import BlockResult, Cause, Cursor, Event, EventType, Tier, connect
 from kvtierd.tiers.disk.records import decode_records
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.stored import stored_in
 from tests.integration.stuck import stuck_disk
@@ -33,11 +30,11 @@ HURT_AT = 5
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+def daemon(start_daemon):
     return start_daemon(**SLOTS)
 
 
-async def on_disk(client: AsyncClient) -> Cache:
+async def on_disk(client):
     """A cache with three chains, only on disk."""
     cache = await client.open_cache("c", SPEC)
     for name in NAMES:
@@ -47,17 +44,17 @@ async def on_disk(client: AsyncClient) -> Cache:
     return cache
 
 
-def slab(daemon: DaemonProcess) -> Path:
+def slab(daemon):
     return daemon.disk_dir / "caches" / "c" / "group-0.slab"
 
 
-def disk_slot(daemon: DaemonProcess, key: bytes) -> int:
+def disk_slot(daemon, key):
     """Where the index says that a block lies."""
     stored = stored_in(daemon.disk_dir / "caches" / "c")
     return int(decode_records([stored[key]])["slot"][0])
 
 
-def flip_a_bit(daemon: DaemonProcess, key: bytes) -> None:
+def flip_a_bit(daemon, key):
     with slab(daemon).open("r+b") as file:
         file.seek(disk_slot(daemon, key) * SLOT_BYTES + 1234)
         (byte,) = file.read(1)
@@ -68,13 +65,13 @@ def flip_a_bit(daemon: DaemonProcess, key: bytes) -> None:
 
 
 @asynccontextmanager
-async def losses(client: AsyncClient) -> AsyncIterator[list[Event]]:
+async def losses(client):
     """The events of blocks that left the index, as they come."""
     events: list[Event] = []
     stats = await client.stats()
     watch = client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.REMOVED])
 
-    async def read() -> None:
+    async def read():
         async for item in watch:
             assert isinstance(item, Event)
             events.append(item)
@@ -86,17 +83,17 @@ async def losses(client: AsyncClient) -> AsyncIterator[list[Event]]:
     await watch.aclose()
 
 
-async def told(events: list[Event], count: int) -> dict[bytes, Cause | int]:
+async def told(events, count):
     """Causes by key, once ``count`` blocks are gone."""
 
-    async def causes() -> dict[bytes, Cause | int]:
+    async def causes():
         return {key: event.cause for event in events for key in event.keys}
 
     return await eventually(causes, lambda found: len(found) >= count)
 
 
 @pytest.mark.parametrize("running", [True, False])
-async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon: DaemonProcess, running: bool) -> None:
+async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon, running):
     keys = chain("hurt", LENGTH)
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)
@@ -124,7 +121,7 @@ async def test_a_flipped_bit_costs_its_block_and_what_stands_on_it(daemon: Daemo
         assert (await tier_stats(client, "c", Tier.DISK)).quarantined == 1
 
 
-async def test_every_block_flipped_is_a_miss_for_every_chain(daemon: DaemonProcess) -> None:
+async def test_every_block_flipped_is_a_miss_for_every_chain(daemon):
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)
         slab(daemon).write_bytes(b"\xa5" * slab(daemon).stat().st_size)
@@ -134,7 +131,7 @@ async def test_every_block_flipped_is_a_miss_for_every_chain(daemon: DaemonProce
         assert (await cache_stats(client, "c")).blocks == 0
 
 
-async def test_a_slab_cut_short_while_stopped_costs_what_was_cut_off(daemon: DaemonProcess) -> None:
+async def test_a_slab_cut_short_while_stopped_costs_what_was_cut_off(daemon):
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)
         await asyncio.to_thread(daemon.stop)
@@ -148,7 +145,7 @@ async def test_a_slab_cut_short_while_stopped_costs_what_was_cut_off(daemon: Dae
             assert (await cache.match(chain(name, LENGTH))).blocks == 0
 
 
-async def test_a_slab_cut_short_under_a_running_daemon_is_a_miss(daemon: DaemonProcess) -> None:
+async def test_a_slab_cut_short_under_a_running_daemon_is_a_miss(daemon):
     """Reads fail, so nothing is known of the bytes: they stay listed, are not served, and health says so."""
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)
@@ -166,7 +163,7 @@ async def test_a_slab_cut_short_under_a_running_daemon_is_a_miss(daemon: DaemonP
         assert_bytes(fresh, await cache.get(fresh))
 
 
-async def test_writes_that_fail_leave_their_blocks_where_they_are(daemon: DaemonProcess) -> None:
+async def test_writes_that_fail_leave_their_blocks_where_they_are(daemon):
     """The far half of the slab cannot be written: what is there stays, what comes is kept in memory or dropped."""
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)
@@ -196,7 +193,7 @@ async def test_writes_that_fail_leave_their_blocks_where_they_are(daemon: Daemon
         await eventually(client.stats, lambda stats: not stats.problems)
 
 
-async def test_deletions_that_fail_cost_no_slot_once_the_disk_is_well(daemon: DaemonProcess) -> None:
+async def test_deletions_that_fail_cost_no_slot_once_the_disk_is_well(daemon):
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -212,7 +209,7 @@ async def test_deletions_that_fail_cost_no_slot_once_the_disk_is_well(daemon: Da
             assert (await cache.match(chain(name, LENGTH))).blocks == (0 if name == "hurt" else LENGTH)
 
 
-async def test_a_hanging_disk_stops_neither_lookups_nor_memory(daemon: DaemonProcess) -> None:
+async def test_a_hanging_disk_stops_neither_lookups_nor_memory(daemon):
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)
         keys = chain("in memory", 4)
@@ -232,7 +229,7 @@ async def test_a_hanging_disk_stops_neither_lookups_nor_memory(daemon: DaemonPro
 
 
 @pytest.mark.long
-async def test_a_hanging_disk_shows_in_health(daemon: DaemonProcess) -> None:
+async def test_a_hanging_disk_shows_in_health(daemon):
     async with await connect(daemon.address) as client:
         cache = await on_disk(client)
         keys = chain("in memory", 4)
@@ -245,5 +242,5 @@ async def test_a_hanging_disk_shows_in_health(daemon: DaemonProcess) -> None:
         assert (await client.stats()).problems == ()
 
 
-async def _queued(client: AsyncClient) -> int:
+async def _queued(client):
     return sum(edge.queued_blocks for edge in (await cache_stats(client, "c")).edges)

@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ from kvtier import Client, Tier
 from kvtier.cli import main
 from kvtierd.main import main as daemon_main
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.test_cli import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +54,7 @@ class Block:
     text: str
 
     @property
-    def commands(self) -> list[list[str]]:
+    def commands(self):
         """Of a shell block: words of every command, those of a pipeline apart."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [
@@ -73,11 +72,11 @@ BLOCKS = [
 ]
 
 
-def of(how: str, language: str) -> list[Block]:
+def of(how, language):
     return [block for block in BLOCKS if (block.how, block.language) == (how, language)]
 
 
-def test_every_block_that_a_reader_could_type_says_how_it_is_checked() -> None:
+def test_every_block_that_a_reader_could_type_says_how_it_is_checked():
     typed = [block for block in BLOCKS if block.language in ("sh", "python", "toml")]
     assert [block for block in typed if block.how not in HOW] == []
     ran = {(block.page, block.language) for block in typed if block.how != "by-hand"}
@@ -93,12 +92,12 @@ def test_every_block_that_a_reader_could_type_says_how_it_is_checked() -> None:
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+def daemon(start_daemon):
     return start_daemon("--device-bytes", "64MiB", "--host-bytes", "64MiB", "--disk-bytes", "64MiB")
 
 
 @pytest.fixture
-def environment(daemon: DaemonProcess, tmp_path: Path) -> dict[str, str]:
+def environment(daemon, tmp_path):
     """Where ``kvtier`` and ``kvtierd`` are those of this tree, and this daemon is theirs."""
     for name, module in (("kvtier", "kvtier.cli"), ("kvtierd", "kvtierd.main")):
         script = tmp_path / name
@@ -107,7 +106,7 @@ def environment(daemon: DaemonProcess, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KVTIER_ADDRESS": daemon.address}
 
 
-def run(command: list[str], environment: dict[str, str], directory: Path) -> str:
+def run(command, environment, directory):
     """In a group of its own, so that nothing of a block that hangs goes on after it."""
     with subprocess.Popen(
         command,
@@ -127,7 +126,7 @@ def run(command: list[str], environment: dict[str, str], directory: Path) -> str
     return said
 
 
-def run_page(page: str, environment: dict[str, str], directory: Path) -> str:
+def run_page(page, environment, directory):
     """Its Python, block after block as a reader goes on, then its commands."""
     python = "\n".join(block.text for block in of("runnable", "python") if block.page == page)
     said = run([sys.executable, "-c", python], environment, directory) if python else ""
@@ -137,13 +136,13 @@ def run_page(page: str, environment: dict[str, str], directory: Path) -> str:
     return said
 
 
-def test_the_readme_s_tour(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_readme_s_tour(environment, tmp_path):
     said = run_page("README.md", environment, tmp_path)
     for each in ("cache my-cache: 4 blocks", "stored", "no leases", "float16", "move 4 blocks: 4 ok"):
         assert each in said, said
 
 
-def test_an_operator_s_look_around(daemon: DaemonProcess, environment: dict[str, str], tmp_path: Path) -> None:
+def test_an_operator_s_look_around(daemon, environment, tmp_path):
     keys = chain("docs", 3)
     with Client(daemon.address) as client:
         cache = client.open_cache("llama", SPEC, budgets=sizes(device=4, host=4, disk=4))
@@ -153,20 +152,18 @@ def test_an_operator_s_look_around(daemon: DaemonProcess, environment: dict[str,
         assert client.open_cache("llama").match(keys).blocks == 3, "a dry run changed something"
 
 
-def test_what_a_request_says_of_its_blocks(environment: dict[str, str], tmp_path: Path) -> None:
+def test_what_a_request_says_of_its_blocks(environment, tmp_path):
     """The page asserts what comes of it."""
     run_page("docs/retention.md", environment, tmp_path)
 
 
-def test_a_router_s_first_steps(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_router_s_first_steps(environment, tmp_path):
     said = run_page("docs/events.md", environment, tmp_path)
     assert "0 blocks are stored" in said
     assert "exact at" in said
 
 
-async def test_the_example_for_a_gpu(
-    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_example_for_a_gpu(daemon, monkeypatch, capsys):
     """It says so where there is none; what it would do there, it does on the stand-in."""
     if not torch.cuda.is_available():
         runpy.run_path(str(ROOT / "examples/gpu_slots.py"), run_name="__main__")
@@ -181,7 +178,7 @@ async def test_the_example_for_a_gpu(
 @pytest.mark.parametrize(
     "block", [*of("check-config", "sh"), *of("check-config", "toml")], ids=lambda block: block.page
 )
-def test_configurations_are_accepted(block: Block, environment: dict[str, str], tmp_path: Path) -> None:
+def test_configurations_are_accepted(block, environment, tmp_path):
     (tmp_path / "kvtierd.toml").write_text(block.text)
     told = [words[1:] for words in block.commands if words[0] == "kvtierd"] if block.language == "sh" else []
     flags = told or [["--config", str(tmp_path / "kvtierd.toml"), "--host-bytes", "1MiB"]]
@@ -189,7 +186,7 @@ def test_configurations_are_accepted(block: Block, environment: dict[str, str], 
         assert "right" in run(["kvtierd", *each, "--check-config"], environment, tmp_path)
 
 
-def spoken(words: list[str]) -> Iterator[str]:
+def spoken(words):
     """What of a command line there is not: verbs and options."""
     command: click.Command = {"kvtier": main, "kvtierd": daemon_main}[words[0]]
     options = set()
@@ -207,7 +204,7 @@ def spoken(words: list[str]) -> Iterator[str]:
                 yield word
 
 
-def test_what_takes_another_machine_names_what_there_is() -> None:
+def test_what_takes_another_machine_names_what_there_is():
     commands = [words for block in of("by-hand", "sh") for words in block.commands if words[0] in ("kvtier", "kvtierd")]
     assert len(commands) >= 3
     assert {tuple(words): missing for words in commands if (missing := list(spoken(words)))} == {}

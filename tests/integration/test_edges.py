@@ -10,16 +10,15 @@ from itertools import permutations
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Cause, Event, EventType, Tier, connect
+from kvtier import BlockResult, Cause, Event, EventType, Tier, connect
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import StartDaemon
 from tests.integration.seeing import cache_stats, edge_stats
 
 EDGES = list(permutations(Tier, 2))
 COUNT = 6
 
 
-async def stored_in(cache: Cache, tier: Tier, keys: list[bytes]) -> None:
+async def stored_in(cache, tier, keys):
     """Puts a chain where only ``tier`` has it."""
     await cache.put(keys, blocks(keys), tier=Tier.HOST if tier is Tier.HOST else Tier.DEVICE)
     if tier is Tier.DISK:
@@ -27,17 +26,17 @@ async def stored_in(cache: Cache, tier: Tier, keys: list[bytes]) -> None:
     assert set((await cache.match(keys)).residency) == {tier.bit}
 
 
-async def counted(client: AsyncClient, cache: Cache, src: Tier, dst: Tier) -> tuple[int, int, int]:
+async def counted(client, cache, src, dst):
     edge = await edge_stats(client, cache.name, f"{src}>{dst}")
     return (edge.blocks, edge.bytes, edge.failures) if edge else (0, 0, 0)
 
 
-def ids(edge: tuple[Tier, Tier]) -> str:
+def ids(edge):
     return f"{edge[0]}-{edge[1]}"
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=ids)
-async def test_a_move_goes_along_its_edge(client: AsyncClient, name: str, edge: tuple[Tier, Tier]) -> None:
+async def test_a_move_goes_along_its_edge(client, name, edge):
     src, dst = edge
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=COUNT, host=COUNT, disk=2 * COUNT))
     keys = chain(name, COUNT)
@@ -63,7 +62,7 @@ async def test_a_move_goes_along_its_edge(client: AsyncClient, name: str, edge: 
 
 
 @pytest.mark.parametrize("edge", [edge for edge in EDGES if edge[1] is not Tier.DISK], ids=ids)
-async def test_an_acquire_goes_along_its_edge(client: AsyncClient, name: str, edge: tuple[Tier, Tier]) -> None:
+async def test_an_acquire_goes_along_its_edge(client, name, edge):
     src, dst = edge
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=COUNT, host=COUNT, disk=2 * COUNT))
     keys = chain(name, COUNT)
@@ -74,7 +73,7 @@ async def test_an_acquire_goes_along_its_edge(client: AsyncClient, name: str, ed
     assert [b - a for a, b in zip(before, after, strict=True)] == [COUNT, COUNT * SLOT_BYTES, 0]
 
 
-async def test_eviction_cascades_down_to_the_disk_and_everything_comes_back(client: AsyncClient, name: str) -> None:
+async def test_eviction_cascades_down_to_the_disk_and_everything_comes_back(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=64))
     prompts = [chain(f"{name} {index}", 4) for index in range(10)]
     for keys in prompts:
@@ -88,14 +87,14 @@ async def test_eviction_cascades_down_to_the_disk_and_everything_comes_back(clie
     assert (stats.blocks, stats.removed) == (40, 0)
 
 
-async def test_late_copies_are_waited_for(start_daemon: StartDaemon, name: str) -> None:
+async def test_late_copies_are_waited_for(start_daemon, name):
     """Every slot that is freed is poisoned, and copies end late: whoever reads too early, reads poison."""
     daemon = start_daemon("--chaos-seed", "7", device=6, host=8, disk=96)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache(name, SPEC)
         prompts = [chain(f"{name} {index}", 3) for index in range(24)]
 
-        async def use(keys: list[bytes]) -> None:
+        async def use(keys):
             assert set(await cache.put(keys, blocks(keys))) == {BlockResult.OK}
             for _ in range(2):
                 assert_bytes(keys, await cache.get(keys))

@@ -7,19 +7,17 @@ import os
 import shutil
 import signal
 import stat
-from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier import AsyncClient, Cache, Cursor, CursorCompacted, Event, Gap, connect
+from kvtier import Cursor, CursorCompacted, Event, Gap, connect
 from kvtier.events import WatchItem
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import attached
 from tests.integration.test_slow_watcher import BLOCKS, SMALL_RING, last_event, store
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -32,7 +30,7 @@ YEAR_NS = 366 * 86400 * 10**9
 class Told:
     """What a watch told, as runs of ids by epoch, and its gaps."""
 
-    def __init__(self, items: Iterable[WatchItem]) -> None:
+    def __init__(self, items):
         self.ids: dict[int, list[int]] = {}
         self.gaps: list[Gap] = []
         for item in items:
@@ -43,11 +41,11 @@ class Told:
                     self.gaps.append(item)
 
     @property
-    def reasons(self) -> list[str]:
+    def reasons(self):
         return [gap.reason for gap in self.gaps]
 
 
-async def told(client: AsyncClient, **start: Any) -> Told:
+async def told(client, **start):
     """Everything from a start up to now."""
     end = await last_event(client)
     items: list[WatchItem] = []
@@ -57,28 +55,28 @@ async def told(client: AsyncClient, **start: Any) -> Told:
     return Told(items)
 
 
-async def put(cache: Cache, name: str, count: int = 2) -> None:
+async def put(cache, name, count=2):
     keys = chain(name, count)
     await cache.put(keys, blocks(keys))
 
 
-async def logged(client: AsyncClient) -> int:
+async def logged(client):
     """The last id, once the log has it."""
     last = (await last_event(client)).id
     await eventually(client.stats, lambda stats: stats.event_log.newest_id >= last)
     return last
 
 
-def no_gap(gaps: object) -> bool:
+def no_gap(gaps):
     return not gaps
 
 
 @asynccontextmanager
-async def filling(client: AsyncClient) -> AsyncIterator[Cache]:
+async def filling(client):
     """A cache with traffic."""
     cache = await client.open_cache("busy", SPEC)
 
-    async def fill() -> None:
+    async def fill():
         number = 0
         while True:
             try:
@@ -95,7 +93,7 @@ async def filling(client: AsyncClient) -> AsyncIterator[Cache]:
         await asyncio.wait([task])
 
 
-async def test_all_of_it_is_told_after_any_number_of_clean_restarts(start_fresh: StartDaemon) -> None:
+async def test_all_of_it_is_told_after_any_number_of_clean_restarts(start_fresh):
     daemon = start_fresh(**SLOTS)
     async with await connect(daemon.address) as client, Witness(client) as witness:
         cache = await client.open_cache("c", SPEC)
@@ -112,7 +110,7 @@ async def test_all_of_it_is_told_after_any_number_of_clean_restarts(start_fresh:
         assert no_gap(witness.gaps)
 
 
-async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(start_fresh: StartDaemon) -> None:
+async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(start_fresh):
     daemon = start_fresh(**SLOTS)
     kills, least = 3, []
     async with await connect(daemon.address) as client, Witness(client) as live:
@@ -148,7 +146,7 @@ async def test_kills_in_traffic_lose_what_was_not_logged_and_say_so_once(start_f
         assert resumed.gaps == late.gaps[1:]
 
 
-async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_fresh: StartDaemon) -> None:
+async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_fresh):
     daemon = start_fresh(*SMALL_RING, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open("watched")).cache_id
@@ -172,7 +170,7 @@ async def test_a_stopped_process_beside_seven_live_ones_misses_nothing(start_fre
             assert await asyncio.to_thread(followers[0].says) == {"ranges": [[start.id + 1, upto]], "gaps": []}
 
 
-async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted(start_fresh: StartDaemon) -> None:
+async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted(start_fresh):
     flags = ("--event-log-bytes", "1MiB", "--event-ring-bytes", "64KiB")
     daemon = start_fresh(*flags, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
@@ -213,16 +211,16 @@ async def test_a_watcher_that_falls_out_of_the_log_is_told_that_it_was_compacted
 
 
 class Jumping(DaemonProcess):
-    def command(self) -> list[str]:
+    def command(self):
         command = super().command()
         command[command.index("kvtierd.main")] = "tests.integration.jumping_daemon"
         return command
 
 
-async def test_a_clock_that_jumps_deletes_nothing_and_hides_nothing(short_dir: Path) -> None:
+async def test_a_clock_that_jumps_deletes_nothing_and_hides_nothing(short_dir):
     offset = short_dir / "offset"
 
-    def set_offset(nanoseconds: int) -> None:
+    def set_offset(nanoseconds):
         new = short_dir / "offset.new"
         new.write_text(str(nanoseconds))
         new.replace(offset)
@@ -263,9 +261,7 @@ async def test_a_clock_that_jumps_deletes_nothing_and_hides_nothing(short_dir: P
         daemon.stop()
 
 
-async def test_a_state_brought_back_from_before_gives_no_id_out_again(
-    start_fresh: StartDaemon, short_dir: Path
-) -> None:
+async def test_a_state_brought_back_from_before_gives_no_id_out_again(start_fresh, short_dir):
     """Only the state is put back, as of a backup; the log is ahead of it."""
     daemon = start_fresh(host=8)
     async with await connect(daemon.address) as client:
@@ -286,7 +282,7 @@ async def test_a_state_brought_back_from_before_gives_no_id_out_again(
     assert "the state is older than the event log" in daemon.log
 
 
-async def test_a_log_that_somebody_deleted_is_missed_and_begun_anew(start_fresh: StartDaemon) -> None:
+async def test_a_log_that_somebody_deleted_is_missed_and_begun_anew(start_fresh):
     daemon = start_fresh(host=8)
     async with await connect(daemon.address) as client:
         await put(await client.open_cache("c", SPEC), "before")
@@ -304,7 +300,7 @@ async def test_a_log_that_somebody_deleted_is_missed_and_begun_anew(start_fresh:
     assert stat.S_IMODE(os.stat(daemon.state_dir / "events").st_mode) == 0o700
 
 
-async def test_a_damaged_log_loses_what_is_damaged_and_the_daemon_serves(start_fresh: StartDaemon) -> None:
+async def test_a_damaged_log_loses_what_is_damaged_and_the_daemon_serves(start_fresh):
     daemon = start_fresh(host=8)
     async with await connect(daemon.address) as client:
         await put(await client.open_cache("c", SPEC), "before")

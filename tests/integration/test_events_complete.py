@@ -9,19 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise, permutations
-from pathlib import Path
 from typing import Final, TypeVar
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, CacheOptions, Cause, EventType, Tier, WritePolicy, connect
+from kvtier import BlockResult, CacheOptions, Cause, EventType, Tier, WritePolicy, connect
 from kvtier.client import WHY_GONE
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
 from tests.integration.books import Books, Told, moved
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.stored import stored_in
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_disk_faults import flip_a_bit
@@ -43,7 +41,7 @@ NOT_DRIVEN: Final = {
 _driven: Final[dict[Cause, set[EventType]]] = {}
 
 
-def drives(*said: tuple[EventType, Cause]) -> Callable[[Test], Test]:
+def drives(*said):
     """What a test asserts to have been told of."""
     for type, cause in said:
         _driven.setdefault(cause, set()).add(type)
@@ -55,18 +53,18 @@ CREATED, CLEARED = EventType.CREATED, EventType.CLEARED
 
 
 @asynccontextmanager
-async def kept(daemon: DaemonProcess) -> AsyncIterator[tuple[AsyncClient, Books]]:
+async def kept(daemon):
     async with await connect(daemon.address) as client, Books(client) as books:
         yield client, books
 
 
-async def put(cache: Cache, name: str, count: int = 1, *, tier: Tier = DEVICE, priorities: int = 35) -> list[bytes]:
+async def put(cache, name, count=1, *, tier=DEVICE, priorities=35):
     keys = chain(f"{cache.name} {name}", count)
     assert set(await cache.put(keys, blocks(keys), tier=tier, priorities=priorities)) == {BlockResult.OK}
     return keys
 
 
-async def insist(cache: Cache, name: str, count: int, *, tier: Tier, priorities: int) -> None:
+async def insist(cache, name, count, *, tier, priorities):
     """Until all of it is stored: what is put in pieces may lose the first to the next where slots are few."""
     keys = chain(f"{cache.name} {name}", count)
     async with asyncio.timeout(PATIENCE_S):
@@ -74,27 +72,27 @@ async def insist(cache: Cache, name: str, count: int, *, tier: Tier, priorities:
             pass
 
 
-async def move(cache: Cache, keys: Sequence[bytes], to: Tier) -> None:
+async def move(cache, keys, to):
     assert set(await cache.move(keys, to)) == {BlockResult.OK}
 
 
-async def hold(cache: Cache, keys: Sequence[bytes], tier: Tier) -> None:
+async def hold(cache, keys, tier):
     """Acquired, and let go of."""
     async with cache.acquire(keys, tier, min_blocks=len(keys)):
         pass
 
 
-def is_(type: EventType, cause: Cause | None = None, *, before: int = 0, after: int = 0) -> Wanted:
+def is_(type, cause=None, *, before=0, after=0):
     """Which changes are of the type and cause, from and to residencies with at least these tiers."""
 
-    def wanted(told: Told) -> bool:
+    def wanted(told):
         same = told.type is type and cause in (None, told.cause)
         return same and told.before & before == before and told.after & after == after
 
     return wanted
 
 
-async def say(books: Books, *said: tuple[EventType, Cause, int, int]) -> None:
+async def say(books, *said):
     """That each of these has been told of: type, cause, and tiers that the block was in before and is in after."""
     await books.causes(lambda told: True)
     for type, cause, before, after in said:
@@ -104,7 +102,7 @@ async def say(books: Books, *said: tuple[EventType, Cause, int, int]) -> None:
 
 
 @drives((CREATED, Cause.EXPLICIT), (STORED, Cause.COMMIT), (UPDATED, Cause.COMMIT))
-async def test_what_a_commit_does(start_fresh: StartDaemon) -> None:
+async def test_what_a_commit_does(start_fresh):
     async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         await books.agree(cache)
@@ -122,7 +120,7 @@ async def test_what_a_commit_does(start_fresh: StartDaemon) -> None:
 
 
 @drives((UPDATED, Cause.DEMAND), (UPDATED, Cause.PREFETCH), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.WRITE_THROUGH))
-async def test_every_edge_up_and_down_by_call(start_fresh: StartDaemon) -> None:
+async def test_every_edge_up_and_down_by_call(start_fresh):
     async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         for src, dst in permutations(Tier, 2):
@@ -152,7 +150,7 @@ async def test_every_edge_up_and_down_by_call(start_fresh: StartDaemon) -> None:
 
 
 @drives((REMOVED, Cause.EXPLICIT), (REMOVED, Cause.ANCESTOR), (UPDATED, Cause.EXPLICIT), (UPDATED, Cause.EXPIRED))
-async def test_drops_and_retention_in_every_tier(start_fresh: StartDaemon) -> None:
+async def test_drops_and_retention_in_every_tier(start_fresh):
     async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         for tier in Tier:
@@ -183,7 +181,7 @@ async def test_drops_and_retention_in_every_tier(start_fresh: StartDaemon) -> No
 
 
 @drives((REMOVED, Cause.RESET), (UPDATED, Cause.RESET))
-async def test_a_reset_and_what_it_leaves(start_fresh: StartDaemon) -> None:
+async def test_a_reset_and_what_it_leaves(start_fresh):
     async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
         for tier in Tier:
@@ -201,7 +199,7 @@ async def test_a_reset_and_what_it_leaves(start_fresh: StartDaemon) -> None:
 
 @drives((UPDATED, Cause.CAPACITY), (REMOVED, Cause.CAPACITY))
 @pytest.mark.parametrize("tiers", [(DEVICE, HOST, DISK), (DEVICE, DISK), (HOST, DISK), (DEVICE, HOST), (DEVICE,)])
-async def test_room_is_made_in_every_tier(start_fresh: StartDaemon, tiers: tuple[Tier, ...]) -> None:
+async def test_room_is_made_in_every_tier(start_fresh, tiers):
     async with kept(start_fresh(**SLOTS)) as (client, books):
         few = {str(tier): 4 for tier in tiers}
         cache = await client.open_cache("c", SPEC, budgets=sizes(**few))
@@ -223,7 +221,7 @@ async def test_room_is_made_in_every_tier(start_fresh: StartDaemon, tiers: tuple
 
 @drives((UPDATED, Cause.WRITE_THROUGH))
 @pytest.mark.parametrize("policy", [WritePolicy.THROUGH, WritePolicy.SELECTIVE])
-async def test_what_is_written_down_by_policy(start_fresh: StartDaemon, policy: WritePolicy) -> None:
+async def test_what_is_written_down_by_policy(start_fresh, policy):
     async with kept(start_fresh(**SLOTS)) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL, options=CacheOptions(write_policy=policy))
         for tier in (DEVICE, HOST):
@@ -235,7 +233,7 @@ async def test_what_is_written_down_by_policy(start_fresh: StartDaemon, policy: 
 
 
 @drives((UPDATED, Cause.WATERMARK))
-async def test_slots_are_kept_clean(start_fresh: StartDaemon) -> None:
+async def test_slots_are_kept_clean(start_fresh):
     flags = ("--clean-fraction", "0.8")
     async with kept(start_fresh(*flags, **SLOTS)) as (client, books):
         for name, below in (("with-host", HOST), ("without-host", DISK)):
@@ -249,7 +247,7 @@ async def test_slots_are_kept_clean(start_fresh: StartDaemon) -> None:
 
 
 @drives((REMOVED, Cause.CORRUPT), (REMOVED, Cause.ANCESTOR))
-async def test_bytes_that_are_not_what_they_were(start_fresh: StartDaemon) -> None:
+async def test_bytes_that_are_not_what_they_were(start_fresh):
     daemon = start_fresh(**SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
@@ -263,7 +261,7 @@ async def test_bytes_that_are_not_what_they_were(start_fresh: StartDaemon) -> No
 
 
 @drives((REMOVED, Cause.IO_ERROR), (UPDATED, Cause.IO_ERROR), (REMOVED, Cause.ANCESTOR))
-async def test_a_disk_that_is_given_up(start_fresh: StartDaemon) -> None:
+async def test_a_disk_that_is_given_up(start_fresh):
     daemon = start_fresh("--tier-grace-seconds", "0.2", **SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC)
@@ -295,7 +293,7 @@ async def test_a_disk_that_is_given_up(start_fresh: StartDaemon) -> None:
 
 @drives((CLEARED, Cause.SHUTDOWN), (CREATED, Cause.RECOVERED), (STORED, Cause.RECOVERED), (CLEARED, Cause.LOST))
 @pytest.mark.parametrize("cause", [Cause.SHUTDOWN, Cause.LOST])
-async def test_a_restart(start_fresh: StartDaemon, cause: Cause) -> None:
+async def test_a_restart(start_fresh, cause):
     daemon = start_fresh(**SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("on-disk", SPEC, budgets=SMALL)
@@ -327,7 +325,7 @@ async def test_a_restart(start_fresh: StartDaemon, cause: Cause) -> None:
 
 @drives((STORED, Cause.RECOVERED), (UPDATED, Cause.RECOVERED))
 @pytest.mark.parametrize("cause", [Cause.SHUTDOWN, Cause.LOST])
-async def test_memory_that_is_taken_over(short_dir: Path, cause: Cause) -> None:
+async def test_memory_that_is_taken_over(short_dir, cause):
     daemon = SupervisedDaemon(short_dir, sizes(device=8, host=8, disk=16))
     try:
         await asyncio.to_thread(daemon.start)
@@ -352,7 +350,7 @@ async def test_memory_that_is_taken_over(short_dir: Path, cause: Cause) -> None:
 
 
 @drives((CLEARED, Cause.EXPLICIT))
-async def test_a_cache_is_removed(start_fresh: StartDaemon) -> None:
+async def test_a_cache_is_removed(start_fresh):
     daemon = start_fresh(**SLOTS)
     async with kept(daemon) as (client, books):
         cache = await client.open_cache("c", SPEC, budgets=SMALL)
@@ -363,10 +361,10 @@ async def test_a_cache_is_removed(start_fresh: StartDaemon) -> None:
         assert not books.has("c")
 
 
-def test_every_cause_is_driven_or_has_a_reason_not_to_be() -> None:
+def test_every_cause_is_driven_or_has_a_reason_not_to_be():
     assert set(_driven) | set(NOT_DRIVEN) == set(Cause)
     assert not set(_driven) & set(NOT_DRIVEN)
 
 
-def test_every_cause_that_takes_a_block_away_has_words() -> None:
+def test_every_cause_that_takes_a_block_away_has_words():
     assert {cause for cause, said in _driven.items() if said & {REMOVED, CLEARED}} == set(WHY_GONE)

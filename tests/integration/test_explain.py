@@ -9,48 +9,47 @@ from typing import Any
 
 import pytest
 
-from kvtier import AsyncClient, Cache, Cause, Client, EventType, InvalidArgument, NotFound, Tier, connect
+from kvtier import Cause, Client, EventType, InvalidArgument, NotFound, Tier, connect
 from kvtier.cli.explain import GONE, UNKNOWN
-from kvtier.client import BlockExplained, CopyExplained, CopyState, Explanation, why_gone
+from kvtier.client import CopyState, why_gone
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.load import CHAIN_BLOCKS, Load
 from tests.integration.test_cli import kvtier
 from tests.integration.waiting import eventually
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=4, disk=8))
 
 
-def told_by_cli(daemon: DaemonProcess, key: bytes, *more: str, status: int = 0) -> dict[str, Any]:
+def told_by_cli(daemon, key, *more, status=0):
     said: dict[str, Any] = json.loads(
         kvtier("explain", key.hex(), "--json", "--address", daemon.address, *more, status=status).stdout
     )
     return said
 
 
-def shown(daemon: DaemonProcess, key: bytes, *more: str, status: int = 0) -> str:
+def shown(daemon, key, *more, status=0):
     return kvtier("explain", key.hex(), "--address", daemon.address, *more, status=status).stdout
 
 
-def only(told: Explanation) -> BlockExplained:
+def only(told):
     (block,) = told.blocks
     return block
 
 
-def at(told: Explanation, tier: Tier) -> CopyExplained:
+def at(told, tier):
     return next(copy for copy in only(told).copies if copy.tier is tier)
 
 
-def steps(told: Explanation) -> list[tuple[EventType, Cause | int, bytes]]:
+def steps(told):
     assert told.past is not None
     return [(each.type, each.cause, each.residency) for each in told.past]
 
 
-async def test_a_block_in_three_tiers(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_a_block_in_three_tiers(daemon, client, cache):
     keys = chain(cache.name, 3)
     await cache.put(keys, blocks(keys), priorities=50)
     await cache.move(keys[:2], Tier.DISK)
@@ -80,7 +79,7 @@ async def test_a_block_in_three_tiers(daemon: DaemonProcess, client: AsyncClient
     assert said["past"][0]["type"] == "stored"
 
 
-async def test_leases_and_pins_hold_it(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_leases_and_pins_hold_it(daemon, client, cache):
     keys = chain("held elsewhere", 1)
     await cache.put(keys, blocks(keys))
     await cache.pin(keys, Tier.DEVICE)
@@ -99,7 +98,7 @@ async def test_leases_and_pins_hold_it(daemon: DaemonProcess, client: AsyncClien
     await cache.unpin(keys, Tier.DEVICE)
 
 
-async def test_a_retention_that_ended_is_in_its_past(client: AsyncClient, cache: Cache) -> None:
+async def test_a_retention_that_ended_is_in_its_past(client, cache):
     keys = chain(cache.name, 1)
     await cache.put(keys, blocks(keys))
     await cache.set_retention(keys, 90, 0.05)
@@ -110,7 +109,7 @@ async def test_a_retention_that_ended_is_in_its_past(client: AsyncClient, cache:
     assert [list(each.priorities) for each in told.past or ()] == [[35], [90], [35]]
 
 
-async def test_dropped_by_call_and_with_its_ancestor(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_dropped_by_call_and_with_its_ancestor(daemon, client, cache):
     keys = chain(cache.name, 2)
     await cache.put(keys, blocks(keys))
     await cache.drop(keys[:1])
@@ -125,7 +124,7 @@ async def test_dropped_by_call_and_with_its_ancestor(daemon: DaemonProcess, clie
     assert "77" in why_gone(77), "a cause of a newer daemon"
 
 
-async def test_gone_with_its_cache(client: AsyncClient, name: str) -> None:
+async def test_gone_with_its_cache(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=2))
     keys = chain(name, 1)
     await cache.put(keys, blocks(keys))
@@ -135,14 +134,14 @@ async def test_gone_with_its_cache(client: AsyncClient, name: str) -> None:
     assert [(end.type, end.cause) for end in told.endings()] == [(EventType.CLEARED, Cause.EXPLICIT)]
 
 
-async def test_nothing_is_known_of_it(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_nothing_is_known_of_it(daemon, client, cache):
     key = chain("never stored", 1)[0]
     told = await client.explain(key)
     assert (told.state, told.past, told.blocks) == ("unknown", (), ())
     assert "never stored" in shown(daemon, key[:8], status=UNKNOWN)
 
 
-async def test_several_keys_begin_alike(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_several_keys_begin_alike(daemon, client, cache):
     beginning = bytes.fromhex("0badf00d")
     twins = [beginning + bytes([number]) * 28 for number in (1, 2)]
     for key in twins:
@@ -156,7 +155,7 @@ async def test_several_keys_begin_alike(daemon: DaemonProcess, client: AsyncClie
     assert (await client.explain(beginning)).keys == tuple(twins), "by the log alone"
 
 
-async def test_looking_is_no_use(client: AsyncClient, cache: Cache) -> None:
+async def test_looking_is_no_use(client, cache):
     keys = chain(cache.name, 1)
     await cache.put(keys, blocks(keys))
     await client.explain(keys[0])
@@ -164,7 +163,7 @@ async def test_looking_is_no_use(client: AsyncClient, cache: Cache) -> None:
     assert (stats.hits_device, stats.misses) == (0, 0)
 
 
-async def test_what_is_asked_wrongly_is_refused(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_what_is_asked_wrongly_is_refused(daemon, client, cache):
     for wrong in (b"abc", "no hex at all"):
         with pytest.raises(InvalidArgument, match="key = "):
             await client.explain(wrong)
@@ -174,7 +173,7 @@ async def test_what_is_asked_wrongly_is_refused(daemon: DaemonProcess, client: A
     assert "8 to 64 hexadecimal digits" in said
 
 
-async def test_a_page_for_people(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_a_page_for_people(daemon, client, cache):
     keys = chain(cache.name, 2)
     await cache.put(keys, blocks(keys), priorities=[35, 70])
     await cache.move(keys, Tier.HOST)
@@ -187,7 +186,7 @@ async def test_a_page_for_people(daemon: DaemonProcess, client: AsyncClient, cac
     assert len(told_by_cli(daemon, keys[0], "--limit", "1")["past"]) == 1
 
 
-def test_the_synchronous_client_explains_alike(daemon: DaemonProcess, name: str) -> None:
+def test_the_synchronous_client_explains_alike(daemon, name):
     keys = chain(name, 1)
     with Client(daemon.address) as client:
         cache = client.open_cache(name, SPEC, budgets=sizes(host=2))
@@ -197,7 +196,7 @@ def test_the_synchronous_client_explains_alike(daemon: DaemonProcess, name: str)
         assert [each.cause for each in told.past or ()] == [Cause.COMMIT]
 
 
-async def test_its_past_outlives_the_daemon(start_daemon: StartDaemon) -> None:
+async def test_its_past_outlives_the_daemon(start_daemon):
     daemon = start_daemon(host=4, disk=8)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
@@ -217,7 +216,7 @@ async def test_its_past_outlives_the_daemon(start_daemon: StartDaemon) -> None:
     assert (lost.state, [end.cause for end in lost.endings()]) == ("gone", [Cause.SHUTDOWN])
 
 
-async def test_while_everything_moves_answers_are_whole(daemon: DaemonProcess, client: AsyncClient, name: str) -> None:
+async def test_while_everything_moves_answers_are_whole(daemon, client, name):
     await client.open_cache(name, SPEC, budgets=sizes(device=24, host=32, disk=64))
     seen: set[str] = set()
     async with Load(daemon.address, name, chains=12, workers=3, seed=7) as load:

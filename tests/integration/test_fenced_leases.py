@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kvtier import (
-    AsyncClient,
     BlockResult,
-    Cache,
     Client,
     DeadlineExceeded,
     DeviceError,
@@ -22,9 +18,8 @@ from kvtier import (
     connect,
     session,
 )
-from kvtier.lease import ReadLease, WriteLease
+from kvtier.lease import ReadLease
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
 from tests.integration.gate import Gate
 from tests.integration.seeing import tier_stats
 from tests.integration.touching import write_into
@@ -36,40 +31,40 @@ SOON_S = 0.05
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
 
 
-def fill(lease: WriteLease) -> None:
+def fill(lease):
     for index, key in enumerate(KEYS):
         write_into(lease.view(index), block(key))
 
 
-async def written(cache: Cache) -> WriteLease:
+async def written(cache):
     lease = await cache.reserve(3, Tier.DEVICE)
     fill(lease)
     return lease
 
 
-async def read(cache: Cache) -> ReadLease:
+async def read(cache):
     assert await cache.put(KEYS, blocks(KEYS), tier=Tier.DEVICE) == OK
     return await cache.acquire(KEYS, Tier.DEVICE)
 
 
-async def held(client: AsyncClient, cache: Cache) -> tuple[int, int]:
+async def held(client, cache):
     """Leased slots of the device tier, as the daemon sees them: blank ones, and all."""
     stats = await tier_stats(client, cache.name, Tier.DEVICE)
     return stats.blank, stats.held
 
 
-async def begun(call: Coroutine[Any, Any, Any], gate: Gate) -> asyncio.Task[Any]:
+async def begun(call, gate):
     """The call, when it waits at the gate."""
     task = asyncio.create_task(call)
     assert await asyncio.to_thread(gate.asked.wait, PATIENCE_S)
     return task
 
 
-async def test_a_commit_is_sent_after_the_work(client: AsyncClient, cache: Cache) -> None:
+async def test_a_commit_is_sent_after_the_work(client, cache):
     gate, lease = Gate(), await written(cache)
     task = await begun(lease.commit(KEYS, stream=gate), gate)
     assert await held(client, cache) == (3, 3)
@@ -80,7 +75,7 @@ async def test_a_commit_is_sent_after_the_work(client: AsyncClient, cache: Cache
     assert_bytes(KEYS, await cache.get(KEYS))
 
 
-async def test_a_release_is_sent_after_the_work(client: AsyncClient, cache: Cache) -> None:
+async def test_a_release_is_sent_after_the_work(client, cache):
     gate, lease = Gate(), await read(cache)
     task = await begun(lease.release(stream=gate), gate)
     assert await held(client, cache) == (0, 3)
@@ -89,7 +84,7 @@ async def test_a_release_is_sent_after_the_work(client: AsyncClient, cache: Cach
     assert await held(client, cache) == (0, 0)
 
 
-async def test_so_is_a_trim(client: AsyncClient, cache: Cache) -> None:
+async def test_so_is_a_trim(client, cache):
     gate, lease = Gate(), await read(cache)
     task = await begun(lease.trim(2, stream=gate), gate)
     assert await held(client, cache) == (0, 3)
@@ -99,7 +94,7 @@ async def test_so_is_a_trim(client: AsyncClient, cache: Cache) -> None:
     await lease.release()
 
 
-async def test_so_is_a_release_across_groups(client: AsyncClient, cache: Cache) -> None:
+async def test_so_is_a_release_across_groups(client, cache):
     gate = Gate()
     await (await read(cache)).release()
     lease = await cache.across.acquire(KEYS, Tier.DEVICE)
@@ -110,9 +105,7 @@ async def test_so_is_a_release_across_groups(client: AsyncClient, cache: Cache) 
     assert await held(client, cache) == (0, 0)
 
 
-async def test_a_commit_whose_time_is_up_has_sent_nothing_and_can_be_made_again(
-    client: AsyncClient, cache: Cache
-) -> None:
+async def test_a_commit_whose_time_is_up_has_sent_nothing_and_can_be_made_again(client, cache):
     gate, lease = Gate(), await written(cache)
     with pytest.raises(DeadlineExceeded, match="nothing was sent") as caught:
         await lease.commit(KEYS, stream=gate, timeout=SOON_S)
@@ -123,7 +116,7 @@ async def test_a_commit_whose_time_is_up_has_sent_nothing_and_can_be_made_again(
     await lease.release()
 
 
-async def test_a_commit_that_is_cancelled_meanwhile_has_sent_nothing(client: AsyncClient, cache: Cache) -> None:
+async def test_a_commit_that_is_cancelled_meanwhile_has_sent_nothing(client, cache):
     gate, lease = Gate(), await written(cache)
     task = await begun(lease.commit(KEYS, stream=gate, release=True), gate)
     task.cancel()
@@ -135,9 +128,7 @@ async def test_a_commit_that_is_cancelled_meanwhile_has_sent_nothing(client: Asy
 
 
 @pytest.mark.parametrize("call", [ReadLease.release, lambda lease, **more: lease.trim(2, **more)], ids=["all", "some"])
-async def test_a_release_whose_time_is_up_has_sent_nothing_and_can_be_made_again(
-    client: AsyncClient, cache: Cache, call: Callable[..., Coroutine[Any, Any, None]]
-) -> None:
+async def test_a_release_whose_time_is_up_has_sent_nothing_and_can_be_made_again(client, cache, call):
     gate, lease = Gate(), await read(cache)
     with pytest.raises(DeadlineExceeded, match="they are held"):
         if call is ReadLease.release:
@@ -152,7 +143,7 @@ async def test_a_release_whose_time_is_up_has_sent_nothing_and_can_be_made_again
     assert await held(client, cache) == (0, 0)
 
 
-async def test_a_release_that_is_cancelled_meanwhile_goes_on_by_itself(client: AsyncClient, cache: Cache) -> None:
+async def test_a_release_that_is_cancelled_meanwhile_goes_on_by_itself(client, cache):
     gate, lease = Gate(), await read(cache)
     task = await begun(lease.release(stream=gate), gate)
     task.cancel()
@@ -163,7 +154,7 @@ async def test_a_release_that_is_cancelled_meanwhile_goes_on_by_itself(client: A
     await eventually(lambda: held(client, cache), lambda now: now == (0, 0))
 
 
-async def test_where_the_device_cannot_tell_nothing_is_sent(client: AsyncClient, cache: Cache) -> None:
+async def test_where_the_device_cannot_tell_nothing_is_sent(client, cache):
     gate, lease = Gate(), await read(cache)
     gate.fail(DeviceError("gone", call="cuEventQuery", code=719, reason="DEVICE_LOST"))
     with pytest.raises(DeviceError):
@@ -173,16 +164,16 @@ async def test_where_the_device_cannot_tell_nothing_is_sent(client: AsyncClient,
     await lease.release()
 
 
-async def test_what_is_no_stream_is_refused(cache: Cache) -> None:
+async def test_what_is_no_stream_is_refused(cache):
     lease = await read(cache)
     for wrong in (-1, 2**64, True, "0", 1.5):
         with pytest.raises(InvalidArgument, match="stream = "):
-            await lease.release(stream=wrong)  # type: ignore[arg-type]
+            await lease.release(stream=wrong)
     assert not lease.released
     await lease.release(stream=0)
 
 
-async def test_close_gives_back_after_the_work(client: AsyncClient, cache: Cache) -> None:
+async def test_close_gives_back_after_the_work(client, cache):
     gate = Gate()
     await read(cache)
     task = await begun(cache.close(stream=gate), gate)
@@ -192,7 +183,7 @@ async def test_close_gives_back_after_the_work(client: AsyncClient, cache: Cache
     assert await held(client, cache) == (0, 0)
 
 
-async def test_a_goodbye_is_said_after_the_work(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+async def test_a_goodbye_is_said_after_the_work(client, daemon, cache):
     gate, other = Gate(), await connect(daemon.address)
     await read(await other.open_cache(cache.name, SPEC))
     task = await begun(other.close(stream=gate), gate)
@@ -202,9 +193,7 @@ async def test_a_goodbye_is_said_after_the_work(client: AsyncClient, daemon: Dae
     assert await held(client, cache) == (0, 0)
 
 
-async def test_no_goodbye_is_said_to_work_that_does_not_end(
-    client: AsyncClient, daemon: DaemonProcess, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_goodbye_is_said_to_work_that_does_not_end(client, daemon, cache, monkeypatch):
     """The slots stay out of circulation until the process, which may still touch them, is gone."""
     monkeypatch.setattr(session, "_WORK_GRACE_S", SOON_S)
     other = await connect(daemon.address)
@@ -214,7 +203,7 @@ async def test_no_goodbye_is_said_to_work_that_does_not_end(
     assert (await cache.drop(KEYS)).results == [BlockResult.HELD] * 3
 
 
-def test_the_synchronous_client_waits_alike(daemon: DaemonProcess, name: str) -> None:
+def test_the_synchronous_client_waits_alike(daemon, name):
     with Client(daemon.address) as client, ThreadPoolExecutor(1) as thread:
         cache = client.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
         lease = cache.reserve(3, Tier.DEVICE)

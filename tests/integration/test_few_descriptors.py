@@ -12,7 +12,6 @@ import pytest
 from kvtier import RetryableError, connect
 from kvtier.abi import attach
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import AttachSocket
 from tests.integration.waiting import eventually
 
@@ -20,11 +19,11 @@ MOST_DESCRIPTORS = 4
 """Of a session: its connection, its line for commits, its gRPC connection and its pidfd."""
 
 
-def descriptors(daemon: DaemonProcess) -> set[int]:
+def descriptors(daemon):
     return {int(number) for number in os.listdir(f"/proc/{daemon.pid}/fd")}
 
 
-def leave(daemon: DaemonProcess, free: int) -> tuple[int, int]:
+def leave(daemon, free):
     """So many descriptors for all that it will ever open. Returns the limits of before."""
     taken = descriptors(daemon)
     first_refused = next(islice((number for number in count() if number not in taken), free, None))
@@ -32,11 +31,11 @@ def leave(daemon: DaemonProcess, free: int) -> tuple[int, int]:
     return resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (first_refused, most))
 
 
-async def test_each_session_takes_as_many_descriptors(start_daemon: StartDaemon) -> None:
+async def test_each_session_takes_as_many_descriptors(start_daemon):
     daemon = start_daemon(device=16, host=16, disk=16)
     async with AsyncExitStack() as stack:
 
-        async def come(name: str) -> int:
+        async def come(name):
             client = await stack.enter_async_context(await connect(daemon.address))
             cache = await client.open_cache("mine", SPEC)
             keys = chain(name, 2)
@@ -48,7 +47,7 @@ async def test_each_session_takes_as_many_descriptors(start_daemon: StartDaemon)
         assert each <= MOST_DESCRIPTORS
 
 
-async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_again(start_daemon: StartDaemon) -> None:
+async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_again(start_daemon):
     daemon = start_daemon(host=4, disk=4)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("mine", SPEC)
@@ -67,7 +66,7 @@ async def test_without_descriptors_sessions_go_on_and_others_are_told_to_come_ag
         more = chain("more", 2)
         await cache.put(more, blocks(more))
 
-        async def taken() -> set[int]:
+        async def taken():
             return descriptors(daemon)
 
         assert await eventually(taken, lambda now: now <= before)

@@ -6,14 +6,12 @@ Runs as root only, since only root can become somebody else.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
-from kvtier import AsyncClient, Tier, connect
+from kvtier import Tier, connect
 from tests.integration.actors import NOBODY, Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import attached, close_all
 
 ALLOWED = f'{{"uids": [{NOBODY}], "caches": ["*"], "verbs": ["read", "write", "watch"]}}'
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become a
 REFUSED = "PermissionError"
 
 
-async def foreigner(daemon: DaemonProcess) -> dict[str, Any]:
+async def foreigner(daemon):
     """What nobody is told, with a live session's token and descriptors in hand."""
     async with attached(daemon.address) as victim:
         cache_id = (await victim.open("mine", SPEC)).cache_id
@@ -41,7 +39,7 @@ async def foreigner(daemon: DaemonProcess) -> dict[str, Any]:
             close_all(fds)
 
 
-def open_up(daemon: DaemonProcess) -> None:
+def open_up(daemon):
     """As a careless administrator would."""
     daemon.home.chmod(0o755)
     os.chmod(daemon.address, 0o755)
@@ -49,7 +47,7 @@ def open_up(daemon: DaemonProcess) -> None:
         path.chmod(0o666)
 
 
-async def test_the_directory_keeps_others_out(start_daemon: StartDaemon) -> None:
+async def test_the_directory_keeps_others_out(start_daemon):
     daemon = start_daemon(device=2, host=2)
     assert os.stat(daemon.address).st_mode & 0o777 == 0o750
     assert [path.stat().st_mode & 0o777 for path in daemon.sockets] == [0o660, 0o660]
@@ -59,7 +57,7 @@ async def test_the_directory_keeps_others_out(start_daemon: StartDaemon) -> None
     assert set(told["rpc"].values()) == {"UNAVAILABLE"}
 
 
-async def test_the_sockets_keep_others_out_of_an_open_directory(start_daemon: StartDaemon) -> None:
+async def test_the_sockets_keep_others_out_of_an_open_directory(start_daemon):
     daemon = start_daemon(device=2, host=2)
     daemon.home.chmod(0o755)
     os.chmod(daemon.address, 0o755)
@@ -67,7 +65,7 @@ async def test_the_sockets_keep_others_out_of_an_open_directory(start_daemon: St
     assert told["connects"] == {"attach.sock": REFUSED, "kvtierd.sock": REFUSED}
 
 
-async def test_credentials_and_tokens_keep_others_out_of_open_sockets(start_daemon: StartDaemon) -> None:
+async def test_credentials_and_tokens_keep_others_out_of_open_sockets(start_daemon):
     """A token is as good as its session on gRPC, which cannot tell who calls: it is the directory's mode that keeps
     others from trying one. On the attach socket, and with descriptors, a user's identity is what counts."""
     daemon = start_daemon(device=2, host=2)
@@ -82,13 +80,13 @@ async def test_credentials_and_tokens_keep_others_out_of_open_sockets(start_daem
         await works(client)
 
 
-async def test_a_user_who_is_allowed_may_attach(start_daemon: StartDaemon) -> None:
+async def test_a_user_who_is_allowed_may_attach(start_daemon):
     daemon = start_daemon("--allow", ALLOWED, device=2, host=2)
     open_up(daemon)
     assert (await foreigner(daemon))["hello"] == "welcome"
 
 
-async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(start_daemon: StartDaemon) -> None:
+async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(start_daemon):
     """Least of all what says where they are: others read by that, without asking anybody."""
     daemon = start_daemon("--allow", ALLOWED, device=2, host=8)
     open_up(daemon)
@@ -123,7 +121,7 @@ async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(st
         assert (await client.stats()).problems == ()
 
 
-async def works(client: AsyncClient) -> None:
+async def works(client):
     cache = await client.open_cache("mine", SPEC)
     keys = chain("mine", 2)
     await cache.put(keys, blocks(keys))

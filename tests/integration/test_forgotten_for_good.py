@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Tier, connect
+from kvtier import BlockResult, Tier, connect
 from tests.integration.blocks import SPEC, blocks, chain
-from tests.integration.daemon import StartDaemon
 
 CHAINS = [chain(f"bad {number}", 16) for number in range(12)]
 
 
-async def by_reset(cache: Cache) -> None:
+async def by_reset(cache):
     assert (await cache.reset()).dropped == sum(map(len, CHAINS))
 
 
-async def by_drop(cache: Cache) -> None:
+async def by_drop(cache):
     for keys in CHAINS:
         assert (await cache.drop(keys[:1])).dropped == len(keys)
 
 
-async def matches(client: AsyncClient, name: str) -> int:
+async def matches(client, name):
     cache = await client.open_cache(name, SPEC)
     return sum([(await cache.match(keys)).blocks for keys in CHAINS])
 
 
 @pytest.mark.parametrize("forget", [by_reset, by_drop])
 @pytest.mark.parametrize("settled", [True, False])
-async def test_it_stays_forgotten_over_a_kill(
-    start_daemon: StartDaemon, forget: Callable[[Cache], Awaitable[None]], settled: bool
-) -> None:
+async def test_it_stays_forgotten_over_a_kill(start_daemon, forget, settled):
     """``settled``: all of it is on disk before; else some of it is still being written."""
     daemon = start_daemon(host=32, disk=256)
     async with await connect(daemon.address) as client:

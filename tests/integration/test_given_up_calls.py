@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
 from kvtier import Cache, Tier, arena, connect
 from kvtier.lease import ReadLease, WriteLease
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.waiting import eventually
 
 KEYS = chain("given up", 2)
@@ -20,7 +18,7 @@ Take = Callable[[Cache], Awaitable[WriteLease | ReadLease]]
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+def daemon(start_daemon):
     return start_daemon(host=8)
 
 
@@ -29,16 +27,14 @@ def daemon(start_daemon: StartDaemon) -> DaemonProcess:
     [lambda cache: cache.reserve(2, Tier.HOST), lambda cache: cache.acquire(KEYS, Tier.HOST)],
     ids=["reserve", "acquire"],
 )
-async def test_a_daemon_that_hangs_when_a_call_is_given_up(
-    daemon: DaemonProcess, take: Take, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_daemon_that_hangs_when_a_call_is_given_up(daemon, take, monkeypatch, caplog):
     monkeypatch.setattr(arena, "_GIVE_BACK_S", 0.05)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC, budgets=sizes(host=8))
         await cache.put(KEYS, blocks(KEYS))
         granted, send = asyncio.Event(), arena.send
 
-        async def unheard(*call: Any) -> None:
+        async def unheard(*call):
             await send(*call)
             granted.set()
             await asyncio.Event().wait()
@@ -58,10 +54,10 @@ async def test_a_daemon_that_hangs_when_a_call_is_given_up(
         await eventually(client.leases, lambda held: not held)
 
 
-def _records(caplog: pytest.LogCaptureFixture) -> Callable[[], Awaitable[list[str]]]:
+def _records(caplog):
     """What was said of attempts to give back that did not succeed."""
 
-    async def said() -> list[str]:
+    async def said():
         return [record.getMessage() for record in caplog.records if "give" in record.getMessage()]
 
     return said

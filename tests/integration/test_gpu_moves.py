@@ -4,22 +4,18 @@ refuse whatever nothing orders: every byte is compared, and what fails costs nob
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
-from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
 
-from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull, connect
+from kvtier import BlockResult, Tier, TierFull, connect
 from kvtier.types import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
 from tests.integration.on_gpu import calls, gpu_daemon, not_given_back
 from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, scrape
@@ -35,7 +31,7 @@ ROOM = {"device": 6, "host": 8, "disk": 96}
 
 
 @contextmanager
-def serving(home: Path, *flags: str, gpu: dict[str, Any] | None = None, **slots: int) -> Iterator[DaemonProcess]:
+def serving(home, *flags, gpu=None, **slots):
     """Stopped at the end, after which nothing of the GPU's may be left."""
     daemon = gpu_daemon(home, sizes(**slots), flags, gpu={"max_delay_ms": 2, **(gpu or {})})
     daemon.start()
@@ -48,7 +44,7 @@ def serving(home: Path, *flags: str, gpu: dict[str, Any] | None = None, **slots:
 
 
 @contextmanager
-def troubled(home: Path, *flags: str, gpu: dict[str, Any], **slots: int) -> Iterator[DaemonProcess]:
+def troubled(home, *flags, gpu, **slots):
     """Its log may name errors. Killed at the end if it runs still."""
     daemon = gpu_daemon(home, sizes(**slots), flags, gpu=gpu)
     daemon.start()
@@ -59,17 +55,17 @@ def troubled(home: Path, *flags: str, gpu: dict[str, Any], **slots: int) -> Iter
             daemon.kill()
 
 
-async def opened(client: AsyncClient, name: str = "c") -> Cache:
+async def opened(client, name="c"):
     """Its bytes pass through the daemon."""
     return await client.open_cache(name, SPEC, mapped=False)
 
 
-async def problems(client: AsyncClient) -> tuple[str, ...]:
+async def problems(client):
     return (await client.stats()).problems
 
 
 @pytest.mark.parametrize("gpu", [{}, OLD_DRIVER], ids=["batches", "one-by-one"])
-async def test_every_edge_carries_every_byte(short_dir: Path, gpu: dict[str, Any]) -> None:
+async def test_every_edge_carries_every_byte(short_dir, gpu):
     with serving(short_dir, device=6, host=6, disk=12, gpu=gpu) as daemon:
         async with await connect(daemon.address) as client:
             cache = await opened(client)
@@ -87,13 +83,13 @@ async def test_every_edge_carries_every_byte(short_dir: Path, gpu: dict[str, Any
 
 
 @pytest.mark.parametrize("gpu", [{"seed": 3}, OLD_DRIVER], ids=["batches", "one-by-one"])
-async def test_a_working_set_larger_than_the_device_keeps_its_bytes(short_dir: Path, gpu: dict[str, Any]) -> None:
+async def test_a_working_set_larger_than_the_device_keeps_its_bytes(short_dir, gpu):
     with serving(short_dir, **ROOM, gpu=gpu) as daemon:
         async with await connect(daemon.address) as client:
             cache = await opened(client)
             prompts = [chain(f"prompt {number}", 3) for number in range(12)]
 
-            async def use(keys: list[bytes]) -> None:
+            async def use(keys):
                 assert set(await cache.put(keys, blocks(keys), tier=DEVICE)) == OK
                 for tier in (DEVICE, HOST):
                     assert_bytes(keys, await cache.get(keys, tier=tier))
@@ -106,7 +102,7 @@ async def test_a_working_set_larger_than_the_device_keeps_its_bytes(short_dir: P
             assert min(moved[edge] for edge in ("device>host", "host>disk", "disk>device")) > 0
 
 
-async def test_what_a_device_slot_holds_can_be_checked_from_afar(short_dir: Path) -> None:
+async def test_what_a_device_slot_holds_can_be_checked_from_afar(short_dir):
     keys = chain("sums", 3)
     with serving(short_dir, device=4) as daemon:
         async with attached(daemon.address) as raw, await connect(daemon.address) as client:
@@ -119,18 +115,18 @@ async def test_what_a_device_slot_holds_can_be_checked_from_afar(short_dir: Path
             assert told.checksums[:48] == b"".join(xxhash.xxh3_128_digest(block(key).data) for key in keys)
 
 
-async def test_host_memory_is_page_locked_and_counted(short_dir: Path) -> None:
+async def test_host_memory_is_page_locked_and_counted(short_dir):
     with serving(short_dir, *LISTEN, device=4, host=8) as daemon:
         async with await connect(daemon.address) as client:
             await opened(client)
 
-            async def locked() -> float:
+            async def locked():
                 return (await scrape(daemon)).value("kvtier_page_locked_bytes", cache="c")
 
             await eventually(locked, lambda nbytes: nbytes == 8 * SLOT_BYTES)
 
 
-async def test_memory_that_cannot_be_page_locked_is_used_as_it_is(short_dir: Path) -> None:
+async def test_memory_that_cannot_be_page_locked_is_used_as_it_is(short_dir):
     failure = {"call": "cuMemHostRegister", "code": "CUDA_ERROR_OUT_OF_MEMORY", "times": 0}
     keys = chain("pageable", 4)
     with serving(short_dir, device=4, host=8, gpu={"fail": [failure]}) as daemon:
@@ -144,7 +140,7 @@ async def test_memory_that_cannot_be_page_locked_is_used_as_it_is(short_dir: Pat
                 assert_bytes(keys, await cache.get(keys, tier=tier))
 
 
-async def test_a_copy_that_fails_leaves_its_source_and_is_tried_again(short_dir: Path) -> None:
+async def test_a_copy_that_fails_leaves_its_source_and_is_tried_again(short_dir):
     failure = {"call": "cuMemcpyBatchAsync", "code": "CUDA_ERROR_INVALID_VALUE"}
     keys = chain("failing", 4)
     with troubled(short_dir, device=4, host=8, gpu={"fail": [failure]}) as daemon:
@@ -161,7 +157,7 @@ async def test_a_copy_that_fails_leaves_its_source_and_is_tried_again(short_dir:
         assert daemon.ended() == 0
 
 
-async def test_while_the_gpu_is_busy_others_are_served_and_nothing_is_ready_too_soon(short_dir: Path) -> None:
+async def test_while_the_gpu_is_busy_others_are_served_and_nothing_is_ready_too_soon(short_dir):
     hold = short_dir / "hold"
     keys, others = chain("held", 4), chain("others", 4)
     with serving(short_dir, device=4, host=12, gpu={"hold": hold}) as daemon:
@@ -180,7 +176,7 @@ async def test_while_the_gpu_is_busy_others_are_served_and_nothing_is_ready_too_
             assert_bytes(keys, await cache.get(keys, tier=DEVICE))
 
 
-def one_put(cache_id: int, key: bytes) -> list[str]:
+def one_put(cache_id, key):
     """A put of one block to the device but for the end of its stream: its messages as they are on the wire, in hex."""
     data = block(key)
     commit = blocks_pb2.CommitRequest(cache_id=cache_id, keys=key, parents=ROOT_PARENT)
@@ -191,7 +187,7 @@ def one_put(cache_id: int, key: bytes) -> list[str]:
     return [message.SerializeToString().hex() for message in messages]
 
 
-async def test_a_slot_is_not_given_to_others_while_the_gpu_still_writes_to_it(short_dir: Path) -> None:
+async def test_a_slot_is_not_given_to_others_while_the_gpu_still_writes_to_it(short_dir):
     """Its session's process is killed in the middle of a put."""
     hold = short_dir / "hold"
     keys = chain("dying", 1)
@@ -199,7 +195,7 @@ async def test_a_slot_is_not_given_to_others_while_the_gpu_still_writes_to_it(sh
         async with await connect(daemon.address) as client:
             cache = await opened(client)
 
-            async def device() -> Any:
+            async def device():
                 return await tier_stats(client, "c", DEVICE)
 
             hold.touch()
@@ -218,7 +214,7 @@ async def test_a_slot_is_not_given_to_others_while_the_gpu_still_writes_to_it(sh
             assert_bytes(keys, await cache.get(keys, tier=DEVICE))
 
 
-async def test_a_stop_frees_no_memory_that_the_gpu_still_copies(short_dir: Path) -> None:
+async def test_a_stop_frees_no_memory_that_the_gpu_still_copies(short_dir):
     hold = short_dir / "hold"
     keys = chain("stop", 2)
     with troubled(short_dir, "--shutdown-seconds", "0.2", device=4, host=8, gpu={"hold": hold}) as daemon:
@@ -236,7 +232,7 @@ async def test_a_stop_frees_no_memory_that_the_gpu_still_copies(short_dir: Path)
         assert not_given_back(short_dir, pid).keys() >= {"cuMemUnmap", "cuMemHostUnregister", "cuStreamDestroy"}
 
 
-async def test_a_gpu_that_is_lost_in_the_middle_of_a_copy_ends_the_daemon(short_dir: Path) -> None:
+async def test_a_gpu_that_is_lost_in_the_middle_of_a_copy_ends_the_daemon(short_dir):
     hold, lost = short_dir / "hold", short_dir / "lost"
     keys = chain("lost", 4)
     with troubled(short_dir, device=4, host=8, gpu={"hold": hold, "lost": lost}) as daemon:
@@ -254,7 +250,7 @@ async def test_a_gpu_that_is_lost_in_the_middle_of_a_copy_ends_the_daemon(short_
         assert "the daemon ends: the GPU is lost" in daemon.log
 
 
-async def test_a_stop_does_not_wait_for_ever_for_a_stream_that_the_gpu_holds_up(short_dir: Path) -> None:
+async def test_a_stop_does_not_wait_for_ever_for_a_stream_that_the_gpu_holds_up(short_dir):
     hold = short_dir / "hold"
     keys = chain("stream", 1)
     with troubled(short_dir, "--shutdown-seconds", "0.2", device=4, gpu={"hold": hold}) as daemon:
@@ -269,7 +265,7 @@ async def test_a_stop_does_not_wait_for_ever_for_a_stream_that_the_gpu_holds_up(
                 assert await asyncio.to_thread(daemon.ended) != 0
 
 
-async def test_checksums_that_the_gpu_holds_up_take_no_threads_from_others(short_dir: Path) -> None:
+async def test_checksums_that_the_gpu_holds_up_take_no_threads_from_others(short_dir):
     """More of them than the loop's own executor has threads, each given up by who asked."""
     hold = short_dir / "hold"
     keys = chain("sums", 1)
@@ -290,5 +286,5 @@ async def test_checksums_that_the_gpu_holds_up_take_no_threads_from_others(short
                 hold.unlink()
 
 
-async def cuda_calls(home: Path, pid: int, name: str) -> int:
+async def cuda_calls(home, pid, name):
     return sum(line["call"] == name for line in calls(home, pid))

@@ -9,16 +9,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier import RetryableError, Tier, connect
 from kvtier.abi import attach
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
 from tests.integration.on_gpu import (
     CUDA,
     calls,
@@ -32,7 +29,6 @@ from tests.integration.on_gpu import (
 )
 from tests.integration.raw import attached, close_all
 from tests.integration.starting import refused
-from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_cli import kvtier
 
 MIB = 1 << 20
@@ -52,7 +48,7 @@ ctypes.memmove(memory.address, text, len(text))
 """
 
 
-def exchange(mapped: attach.Mapped, fds: dict[str, int], text: str) -> bytes:
+def exchange(mapped, fds, text):
     """What stood at the beginning of the GPU's memory, for another process, which then writes ``text`` there."""
     assert mapped.cuda is not None
     fd = fds[attach.CUDA]
@@ -68,7 +64,7 @@ def exchange(mapped: attach.Mapped, fds: dict[str, int], text: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
+def daemon():
     """Shared by those who only look: all of it is one cache's, "c"."""
     with tempfile.TemporaryDirectory(prefix="kv-") as home:
         process = gpu_daemon(Path(home), sizes(device=DEVICE, host=HOST))
@@ -78,14 +74,14 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-def supervised(short_dir: Path) -> Iterator[SupervisedDaemon]:
+def supervised(short_dir):
     process = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
     process.start()
     yield process
     process.close()
 
 
-async def test_another_process_maps_the_same_memory(daemon: DaemonProcess) -> None:
+async def test_another_process_maps_the_same_memory(daemon):
     async with attached(daemon.address) as raw:
         opened = await raw.open("c")
         said, fds = mapped(raw, opened.cache_id, write=True)
@@ -96,7 +92,7 @@ async def test_another_process_maps_the_same_memory(daemon: DaemonProcess) -> No
         close_all(fds)
 
 
-async def test_a_reader_is_told_why_it_gets_none(daemon: DaemonProcess) -> None:
+async def test_a_reader_is_told_why_it_gets_none(daemon):
     async with attached(daemon.address) as raw:
         opened = await raw.open("c")
         said, fds = mapped(raw, opened.cache_id, write=False)
@@ -105,7 +101,7 @@ async def test_a_reader_is_told_why_it_gets_none(daemon: DaemonProcess) -> None:
         close_all(fds)
 
 
-async def test_status_says_which_gpu_it_is(daemon: DaemonProcess) -> None:
+async def test_status_says_which_gpu_it_is(daemon):
     async with await connect(daemon.address) as client:
         device = (await client.stats()).device
         assert device is not None
@@ -114,7 +110,7 @@ async def test_status_says_which_gpu_it_is(daemon: DaemonProcess) -> None:
         assert f"device tier: Fake GPU 0 {device.uuid}, 1.0 GiB" in shown.stdout
 
 
-async def test_a_cache_that_goes_gives_its_memory_back(short_dir: Path) -> None:
+async def test_a_cache_that_goes_gives_its_memory_back(short_dir):
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
     daemon.start()
     pid = daemon.pid
@@ -127,7 +123,7 @@ async def test_a_cache_that_goes_gives_its_memory_back(short_dir: Path) -> None:
     assert not_given_back(short_dir, pid) == {}
 
 
-async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir: Path) -> None:
+async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir):
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), gpu={"features_off": ["vmm"]})
     daemon.start()
     pid = daemon.pid
@@ -144,7 +140,7 @@ async def test_memory_that_cannot_be_shared_serves_all_the_same(short_dir: Path)
 
 
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
-async def test_the_gpus_blocks_survive_the_daemon(supervised: SupervisedDaemon, end: str) -> None:
+async def test_the_gpus_blocks_survive_the_daemon(supervised, end):
     """Not a byte has moved, nor a generation changed, and the next daemon copies them."""
     keys = chain("gpu", DEVICE)
     async with await connect(supervised.address) as client:
@@ -173,9 +169,7 @@ IMPORT_FAILS = {"fail": [{"call": "cuMemImportFromShareableHandle", "code": "CUD
     ],
     ids=["import", "never kept", "another GPU"],
 )
-async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(
-    short_dir: Path, gpu: dict[str, Any], changed: str, why: str
-) -> None:
+async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(short_dir, gpu, changed, why):
     on_device, on_host = chain("gpu", 2), chain("host", 3)
     config = short_dir / "kvtierd.toml"
     config.write_text('device = "cuda"')
@@ -211,7 +205,7 @@ async def test_gpu_memory_that_is_gone_costs_the_device_tier_alone(
 # -- starts and sizes --------------------------------------------------------------------------------------------------
 
 
-async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir: Path) -> None:
+async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir):
     """Of three slots two take all that the GPU has, since pools begin at multiples of its pages."""
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST), gpu={"memory": GPU_BYTES})
     daemon.start()
@@ -233,7 +227,7 @@ async def test_a_cache_that_does_not_fit_is_refused_and_takes_nothing(short_dir:
     [{"memory": GPU_BYTES - 1}, {"fail": [{"call": "cuMemCreate", "code": "CUDA_ERROR_INVALID_DEVICE", "times": 0}]}],
     ids=["taken", "fails"],
 )
-async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_dir: Path, gpu: dict[str, Any]) -> None:
+async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_dir, gpu):
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST, disk=16))
     daemon.start()
     keys = chain("kept", 3)
@@ -259,7 +253,7 @@ async def test_a_restart_without_room_on_the_gpu_serves_the_other_tiers(short_di
     assert daemon.ended() == 0
 
 
-async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir: Path) -> None:
+async def test_a_share_is_of_what_is_free_and_of_what_was_kept(short_dir):
     supervised = supervised_gpu_daemon(short_dir, {}, ["--device-bytes", "50%"], gpu={"memory": 32 * MIB})
     supervised.start()
     slots = 16 * MIB // SPEC.record_bytes(0)
@@ -283,15 +277,13 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
     ],
     ids=["none", "no such", "too small"],
 )
-def test_a_start_without_the_gpu_says_what_is_missing_and_touches_nothing(
-    short_dir: Path, flags: tuple[str, ...], variables: dict[str, str], says: str
-) -> None:
+def test_a_start_without_the_gpu_says_what_is_missing_and_touches_nothing(short_dir, flags, variables, says):
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST))
     daemon.variables |= variables
     assert re.search(says, refused(daemon, *flags, status=2))
 
 
-def test_a_start_without_bindings_or_driver_says_so(short_dir: Path) -> None:
+def test_a_start_without_bindings_or_driver_says_so(short_dir):
     """This machine has NVIDIA's bindings and no driver."""
     daemon = gpu_daemon(short_dir, sizes(device=DEVICE))
     daemon.variables = {}

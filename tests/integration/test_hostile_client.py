@@ -11,7 +11,6 @@ import os
 import random
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -20,14 +19,13 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Tier, connect
+from kvtier import BlockResult, Tier, connect
 from kvtier.abi import attach
 from kvtier.v1 import blocks_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.punching import protect, punch
-from tests.integration.raw import AttachSocket, RawClient, channel_to, close_all, refusal
+from tests.integration.raw import AttachSocket, channel_to, close_all, refusal
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -35,7 +33,7 @@ Code = grpc.StatusCode
 
 
 @pytest.fixture
-async def bystander(client: AsyncClient, name: str) -> AsyncIterator[Cache]:
+async def bystander(client, name):
     """Another client with a cache of its own; whatever happened, its bytes are right in the end."""
     cache = await client.open_cache(f"{name[:100]}.bystander", SPEC, budgets=sizes(device=4, host=4, disk=16))
     keys = chain("bystander", 8)
@@ -49,7 +47,7 @@ async def bystander(client: AsyncClient, name: str) -> AsyncIterator[Cache]:
 
 
 @pytest.fixture
-async def mapped(raw: RawClient, name: str) -> AsyncIterator[tuple[int, dict[str, int]]]:
+async def mapped(raw, name):
     """A cache mapped writable by hand: its id and the descriptors."""
     cache_id = (await raw.open(name, budgets=sizes(device=4, host=4, disk=16))).cache_id
     fds = raw.socket.map(cache_id, write=True)
@@ -64,9 +62,7 @@ Mapped = tuple[int, dict[str, int]]
 
 @pytest.mark.parametrize("segment", (attach.CONTROL, attach.HOST, attach.DEVICE))
 @pytest.mark.parametrize("change", [lambda size: 0, lambda size: size - 4096, lambda size: size + 4096])
-async def test_a_segment_changes_its_size_for_nobody(
-    bystander: Cache, mapped: Mapped, segment: str, change: Callable[[int], int]
-) -> None:
+async def test_a_segment_changes_its_size_for_nobody(bystander, mapped, segment, change):
     fd = mapped[1][segment]
     size = os.fstat(fd).st_size
     with pytest.raises(OSError, match=r"not permitted|Invalid argument"):
@@ -74,7 +70,7 @@ async def test_a_segment_changes_its_size_for_nobody(
     assert os.fstat(fd).st_size == size
 
 
-async def test_what_was_given_read_only_stays_so(bystander: Cache, mapped: Mapped, raw: RawClient) -> None:
+async def test_what_was_given_read_only_stays_so(bystander, mapped, raw):
     cache_id, fds = mapped
     read_only = raw.socket.map(cache_id, write=False)
     try:
@@ -92,9 +88,7 @@ async def test_what_was_given_read_only_stays_so(bystander: Cache, mapped: Mappe
 
 
 @pytest.mark.parametrize("spoil", ["punch", "scribble"])
-async def test_a_spoilt_cache_is_its_own_loss(
-    client: AsyncClient, bystander: Cache, mapped: Mapped, raw: RawClient, name: str, spoil: str
-) -> None:
+async def test_a_spoilt_cache_is_its_own_loss(client, bystander, mapped, raw, name, spoil):
     """Over slots READY, blank and free, while they are moved down to the disk and up again."""
     cache_id, fds = mapped
     own = await client.open_cache(name, SPEC)
@@ -102,11 +96,11 @@ async def test_a_spoilt_cache_is_its_own_loss(
     await own.put(keys, blocks(keys), tier=Tier.HOST)
     await raw.reserve(cache_id, Tier.HOST, 1)
 
-    def punch_all() -> None:
+    def punch_all():
         for segment in (attach.HOST, attach.DEVICE):
             punch(fds[segment], 0, os.fstat(fds[segment]).st_size)
 
-    def scribble() -> None:
+    def scribble():
         for segment in (attach.HOST, attach.DEVICE):
             size = os.fstat(fds[segment]).st_size
             with mmap.mmap(fds[segment], size) as view:
@@ -126,15 +120,13 @@ async def test_a_spoilt_cache_is_its_own_loss(
     assert (await client.stats()).problems == ()
 
 
-async def test_slots_scribbled_while_they_are_copied_hurt_nobody_else(
-    client: AsyncClient, bystander: Cache, mapped: Mapped, name: str
-) -> None:
+async def test_slots_scribbled_while_they_are_copied_hurt_nobody_else(client, bystander, mapped, name):
     """Also what the disk has just been read into: the checksum then fails, and the block is lost as if the disk had
     spoilt it. That is a miss of this cache and a quarantined slot of its own budget, and nothing of anybody else."""
     own = await client.open_cache(name, SPEC)
     stop = threading.Event()
 
-    def scribble() -> None:
+    def scribble():
         generator = np.random.default_rng(1)
         with ExitStack() as stack:
             views = [stack.enter_context(mmap.mmap(mapped[1][s], 0)) for s in (attach.HOST, attach.DEVICE)]
@@ -184,9 +176,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=list(GARBAGE))
-async def test_garbage_on_the_attach_socket_ends_that_connection(
-    daemon: DaemonProcess, bystander: Cache, data: bytes
-) -> None:
+async def test_garbage_on_the_attach_socket_ends_that_connection(daemon, bystander, data):
     with AttachSocket(daemon.address) as sock:
         sock.send(data)
         answer, _ = sock.receive()
@@ -196,9 +186,7 @@ async def test_garbage_on_the_attach_socket_ends_that_connection(
 
 
 @pytest.mark.parametrize("data", [b"{}", HELLO, b'{"op": "map", "cache_id": -1, "write": true}', GARBAGE["too long"]])
-async def test_garbage_after_the_hello_detaches_the_session(
-    client: AsyncClient, daemon: DaemonProcess, bystander: Cache, data: bytes
-) -> None:
+async def test_garbage_after_the_hello_detaches_the_session(client, daemon, bystander, data):
     with AttachSocket(daemon.address) as sock:
         welcome = sock.hello()
         assert isinstance(welcome, attach.Welcome)
@@ -213,13 +201,13 @@ async def test_garbage_after_the_hello_detaches_the_session(
         assert sock.receive() == (b"", [])
 
 
-async def test_who_does_not_read_its_answers_is_hung_up_on(daemon: DaemonProcess, bystander: Cache) -> None:
+async def test_who_does_not_read_its_answers_is_hung_up_on(daemon, bystander):
     with AttachSocket(daemon.address) as sock:
         assert isinstance(sock.hello(), attach.Welcome)
         sock.sock.setblocking(False)
         question = attach.encode(attach.Map(2**60, write=True))
 
-        async def ask() -> bool:
+        async def ask():
             try:
                 for _ in range(1000):
                     sock.send(question)
@@ -232,11 +220,11 @@ async def test_who_does_not_read_its_answers_is_hung_up_on(daemon: DaemonProcess
         await eventually(ask, bool)
 
 
-async def test_descriptors_sent_along_are_not_kept(daemon: DaemonProcess, bystander: Cache) -> None:
-    def held() -> int:
+async def test_descriptors_sent_along_are_not_kept(daemon, bystander):
+    def held():
         return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
-    async def count() -> int:
+    async def count():
         return held()
 
     before = held()
@@ -249,7 +237,7 @@ async def test_descriptors_sent_along_are_not_kept(daemon: DaemonProcess, bystan
     await eventually(count, lambda count: count <= before)
 
 
-async def test_too_many_connections_are_turned_away(start_daemon: StartDaemon) -> None:
+async def test_too_many_connections_are_turned_away(start_daemon):
     daemon = start_daemon("--max-sessions", "8", host=4)  # half of them for one user
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("mine", SPEC)
@@ -272,7 +260,7 @@ async def test_too_many_connections_are_turned_away(start_daemon: StartDaemon) -
             assert set(answers) == {"Welcome", "TOO_MANY_OF_IDENTITY", "NoneType"}
             assert_bytes(keys, await cache.get(keys))
 
-        async def come() -> attach.Welcome | attach.Failure:
+        async def come():
             with AttachSocket(daemon.address) as sock:
                 return sock.hello()
 
@@ -297,7 +285,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     ],
     ids=["zeros", "http/1.1", "half a preface", "noise behind a preface", "huge frame", "noise"],
 )
-async def test_garbage_on_the_grpc_socket(daemon: DaemonProcess, bystander: Cache, data: bytes) -> None:
+async def test_garbage_on_the_grpc_socket(daemon, bystander, data):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(PATIENCE_S)
         sock.connect(attach.socket_path(daemon.address, attach.RPC_SOCKET))
@@ -306,18 +294,18 @@ async def test_garbage_on_the_grpc_socket(daemon: DaemonProcess, bystander: Cach
 
 
 @pytest.fixture
-async def untyped(daemon: DaemonProcess, raw: RawClient) -> AsyncIterator[Callable[[str, bytes], Any]]:
+async def untyped(daemon, raw):
     """Calls any method with any bytes, under a session."""
     async with channel_to(daemon.address) as channel:
 
-        def call(method: str, data: bytes) -> Any:
+        def call(method, data):
             send: Any = channel.unary_unary(method)
             return send(data, metadata=raw.metadata, timeout=PATIENCE_S)
 
         yield call
 
 
-async def test_bytes_that_are_no_message(bystander: Cache, untyped: Callable[[str, bytes], Any]) -> None:
+async def test_bytes_that_are_no_message(bystander, untyped):
     for service, methods in {
         "Blocks": (
             "Match",
@@ -340,19 +328,17 @@ async def test_bytes_that_are_no_message(bystander: Cache, untyped: Callable[[st
             assert (method, fault.code, fault.detail.field) == (method, Code.INVALID_ARGUMENT, "request")
 
 
-async def test_methods_that_are_not_there(bystander: Cache, untyped: Callable[[str, bytes], Any]) -> None:
+async def test_methods_that_are_not_there(bystander, untyped):
     for method in ("/kvtier.v1.Blocks/Format", "/kvtier.v2.Blocks/Match", "/", "/x"):
         assert (await refusal(untyped(method, b""))).code is Code.UNIMPLEMENTED
 
 
-async def test_a_message_beyond_all_measure(bystander: Cache, untyped: Callable[[str, bytes], Any]) -> None:
+async def test_a_message_beyond_all_measure(bystander, untyped):
     fault = await refusal(untyped("/kvtier.v1.Blocks/Match", bytes(65 << 20)))
     assert fault.code is Code.RESOURCE_EXHAUSTED
 
 
-async def test_many_keys_of_which_none_is_stored_hold_nobody_up(
-    client: AsyncClient, bystander: Cache, mapped: Mapped, raw: RawClient
-) -> None:
+async def test_many_keys_of_which_none_is_stored_hold_nobody_up(client, bystander, mapped, raw):
     cache_id, _ = mapped
     keys = b"".join(chain("none", 16_384))
     request = blocks_pb2.AcquireRequest(

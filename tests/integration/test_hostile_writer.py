@@ -8,21 +8,18 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Client, Tier, connect
+from kvtier import BlockResult, Client, Tier, connect
 from kvtier.abi import attach
-from kvtier.abi.control import Segment
 from kvtier.abi.layout import BUCKET_BYTES, INDEXES_HERE, ArenaLayout
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.punching import punch
-from tests.integration.raw import RawClient, attached, close_all
+from tests.integration.raw import attached, close_all
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import eventually
 
@@ -32,7 +29,7 @@ READS = 150
 
 
 @contextmanager
-def mapped(raw: RawClient, cache: Cache, *, write: bool) -> Iterator[Mapping[str, int]]:
+def mapped(raw, cache, *, write):
     """The cache's descriptors, in hands that do with them what they like."""
     fds = raw.socket.map(cache.info.cache_id, write=write)
     try:
@@ -41,24 +38,20 @@ def mapped(raw: RawClient, cache: Cache, *, write: bool) -> Iterator[Mapping[str
         close_all(fds)
 
 
-def scribble(fd: int, rng: np.random.Generator) -> None:
+def scribble(fd, rng):
     with mmap.mmap(fd, os.fstat(fd).st_size) as view:
         start = int(rng.integers(len(view) // 4096)) * 4096
         view[start : start + 65536] = rng.bytes(len(view[start : start + 65536]))
 
 
-def punch_out(fd: int, rng: np.random.Generator) -> None:
+def punch_out(fd, rng):
     punch(fd, int(rng.integers(os.fstat(fd).st_size // 4096)) * 4096, 65536)
 
 
 @pytest.mark.parametrize("spoil", [scribble, punch_out])
 async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_theirs(
-    daemon: DaemonProcess,
-    client: AsyncClient,
-    raw: RawClient,
-    name: str,
-    spoil: Callable[[int, np.random.Generator], None],
-) -> None:
+    daemon, client, raw, name, spoil
+):
     budgets = sizes(host=16, disk=16)
     keys = chain("both", 8)
     spoilt, healthy = [await client.open_cache(f"{name}{index}", SPEC, budgets=budgets) for index in range(2)]
@@ -67,15 +60,15 @@ async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_
     await raw.open(spoilt.name)
     over, failures = threading.Event(), list[BaseException]()
 
-    def go_on(action: Callable[[], None]) -> None:
+    def go_on(action):
         try:
             while not over.is_set():
                 action()
         except BaseException as error:  # noqa: BLE001  it is raised below
             failures.append(error)
 
-    def read(cache: object, *, right: bool) -> None:
-        found = cache.get(keys)  # type: ignore[attr-defined]
+    def read(cache, *, right):
+        found = cache.get(keys)
         assert [len(block) for block in found] == [BLOCK_BYTES] * 8
         if right:
             assert_bytes(keys, found)
@@ -92,7 +85,7 @@ async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_
         for thread in threads:
             thread.start()
 
-        async def read_so_far() -> int:
+        async def read_so_far():
             return READS * 8 if failures else min(bad.reads.hits, good.reads.hits)
 
         await eventually(read_so_far, lambda hits: hits >= READS * 8)
@@ -107,9 +100,7 @@ async def test_readers_of_a_cache_that_is_spoilt_get_its_garbage_and_others_get_
     assert (await client.stats()).problems == ()
 
 
-async def test_a_writer_stopped_in_the_middle_of_a_slot_holds_that_slot_and_nobody_up(
-    daemon: DaemonProcess, client: AsyncClient, name: str
-) -> None:
+async def test_a_writer_stopped_in_the_middle_of_a_slot_holds_that_slot_and_nobody_up(daemon, client, name):
     slots = 8
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=slots, disk=32))
     keys = chain("before", 4)
@@ -129,7 +120,7 @@ async def test_a_writer_stopped_in_the_middle_of_a_slot_holds_that_slot_and_nobo
             assert slot not in rest.slots
         writer.kill()
 
-        async def all_slots() -> int:
+        async def all_slots():
             return sum(each.held + each.orphaned for each in (await cache_stats(client, name)).tiers)
 
         await eventually(all_slots, lambda held: held == 0)
@@ -137,7 +128,7 @@ async def test_a_writer_stopped_in_the_middle_of_a_slot_holds_that_slot_and_nobo
             assert slot in everything.slots
 
 
-def reopened(fd: int) -> Segment:
+def reopened(fd):
     """A read-only descriptor's segment, writable: what the daemon's own user can do."""
     os.fchmod(fd, 0o600)
     try:
@@ -150,7 +141,7 @@ def reopened(fd: int) -> Segment:
         os.close(writable)
 
 
-async def test_the_daemons_own_user_could_and_then_readers_ask(start_daemon: StartDaemon) -> None:
+async def test_the_daemons_own_user_could_and_then_readers_ask(start_daemon):
     """The same uid is the same trust: it can write ``control``, too. As a machine might that died in the middle of it,
     it leaves every bucket odd; nobody waits for them."""
     daemon = start_daemon(host=8)

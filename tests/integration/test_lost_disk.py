@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-from pathlib import Path
 
-from kvtier import AsyncClient, BlockResult, Cause, Cursor, Event, EventType, Tier, connect
+from kvtier import BlockResult, Cause, Cursor, Event, EventType, Tier, connect
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import eventually
 
@@ -17,24 +15,24 @@ KEYS = chain("only there", 80)
 IN_MEMORY = chain("in memory", 4)
 
 
-def slab(daemon: DaemonProcess) -> Path:
+def slab(daemon):
     return daemon.disk_dir / "caches" / "c" / "group-0.slab"
 
 
-def limit_files(daemon: DaemonProcess, nbytes: int) -> None:
+def limit_files(daemon, nbytes):
     """No write of the daemon's goes beyond so many bytes of any file."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (nbytes, hard))
 
 
-async def disk_is_lost(client: AsyncClient) -> tuple[str, ...]:
-    async def problems() -> tuple[str, ...]:
+async def disk_is_lost(client):
+    async def problems():
         return tuple(problem for problem in (await client.stats()).problems if "out of service" in problem)
 
     return await eventually(problems, lambda found: found)
 
 
-async def test_a_dead_disk_is_given_up_and_a_mended_one_taken_back(start_daemon: StartDaemon) -> None:
+async def test_a_dead_disk_is_given_up_and_a_mended_one_taken_back(start_daemon):
     daemon = start_daemon("--tier-grace-seconds", "0.2", device=8, host=8, disk=DISK_SLOTS)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     async with await connect(daemon.address) as client:

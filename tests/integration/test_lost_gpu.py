@@ -6,9 +6,7 @@ The daemon ends, and its supervisor starts it anew until the GPU can be opened a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from kvtier import Cursor, KvtierError, Mirror, Tier, connect
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.on_gpu import calls, supervised_gpu_daemon
-from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
 
 DEVICE, HOST, DISK = 4, 8, 64
@@ -29,25 +26,25 @@ ECC: Final = "CUDA_ERROR_ECC_UNCORRECTABLE"
 class Gpu:
     """What the fake is told by a file."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home):
         self.file = home / "lost"
 
-    def lose(self) -> None:
+    def lose(self):
         new = self.file.with_suffix(".new")
         new.write_text(ECC)
         new.rename(self.file)
 
-    def mend(self) -> None:
+    def mend(self):
         self.file.unlink()
 
 
 @pytest.fixture
-def gpu(short_dir: Path) -> Gpu:
+def gpu(short_dir):
     return Gpu(short_dir)
 
 
 @pytest.fixture
-def daemon(short_dir: Path, gpu: Gpu) -> Iterator[SupervisedDaemon]:
+def daemon(short_dir, gpu):
     process = supervised_gpu_daemon(short_dir, sizes(device=DEVICE, host=HOST, disk=DISK), gpu={"lost": str(gpu.file)})
     try:
         process.start()
@@ -56,10 +53,10 @@ def daemon(short_dir: Path, gpu: Gpu) -> Iterator[SupervisedDaemon]:
         process.close()
 
 
-async def ended(daemon: SupervisedDaemon, starts: int) -> None:
+async def ended(daemon, starts):
     """Returns when the daemon has ended, and so many starts after it have failed."""
 
-    async def log() -> str:
+    async def log():
         return daemon.log
 
     told = await eventually(log, lambda text: text.count("the daemon died status=1") > starts, within=3 * PATIENCE_S)
@@ -67,9 +64,7 @@ async def ended(daemon: SupervisedDaemon, starts: int) -> None:
     assert "the daemon ends: the GPU is lost" in told
 
 
-async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(
-    daemon: SupervisedDaemon, gpu: Gpu, short_dir: Path
-) -> None:
+async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(daemon, gpu, short_dir):
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(ON_DISK, blocks(ON_DISK), tier=Tier.HOST)
@@ -96,14 +91,14 @@ async def test_the_daemon_ends_and_the_next_one_has_what_host_and_disk_held(
     assert "Traceback" not in daemon.log
 
 
-async def test_nobody_gets_wrong_bytes_or_wrong_events(daemon: SupervisedDaemon, gpu: Gpu) -> None:
+async def test_nobody_gets_wrong_bytes_or_wrong_events(daemon, gpu):
     """Copies between all tiers are under way when it happens."""
     async with await connect(daemon.address) as client, Mirror(client, ["c"]) as mirror:
         cache = await client.open_cache("c", SPEC)
         chains = [chain(f"traffic {number}", 3) for number in range(12)]
         over = asyncio.Event()
 
-        async def use(number: int) -> None:
+        async def use(number):
             turn = number
             while not over.is_set():
                 turn += 5

@@ -9,9 +9,6 @@ import shutil
 import pytest
 
 from kvtier import (
-    AsyncClient,
-    Cache,
-    Cursor,
     Event,
     EventType,
     Gap,
@@ -20,7 +17,6 @@ from kvtier import (
     connect,
 )
 from tests.integration.blocks import SPEC, blocks, chain
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.steering import Steering
 from tests.integration.test_watch_restart import now, up_to
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -28,7 +24,7 @@ from tests.integration.waiting import PATIENCE_S, eventually
 SLOTS = {"device": 8, "host": 16, "disk": 32}
 
 
-async def beyond(client: AsyncClient, cursor: Cursor) -> Cache:
+async def beyond(client, cursor):
     """Another cache's blocks, until the daemon's ids have passed the cursor's."""
     cache = await client.open_cache("c", SPEC)
     number = 0
@@ -39,7 +35,7 @@ async def beyond(client: AsyncClient, cursor: Cursor) -> Cache:
     return cache
 
 
-async def without_state(daemon: DaemonProcess) -> None:
+async def without_state(daemon):
     await asyncio.to_thread(daemon.stop)
     for directory in (daemon.state_dir, daemon.disk_dir):
         shutil.rmtree(directory)
@@ -47,7 +43,7 @@ async def without_state(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("log", ["64MiB", "0"])
-async def test_a_watch_is_told_and_begins_with_the_oldest_event(start_daemon: StartDaemon, log: str) -> None:
+async def test_a_watch_is_told_and_begins_with_the_oldest_event(start_daemon, log):
     daemon = start_daemon("--event-log-bytes", log, **SLOTS)
     keys = chain("before", 6)
     async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
@@ -65,7 +61,7 @@ async def test_a_watch_is_told_and_begins_with_the_oldest_event(start_daemon: St
         assert isinstance(items[0], Event) and items[0].type is EventType.CREATED
 
 
-async def test_a_mirror_takes_another_snapshot(start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mirror_takes_another_snapshot(start_daemon, monkeypatch):
     steering = Steering().installed(monkeypatch)
     daemon = start_daemon(**SLOTS)
     keys = chain("before", 6)
@@ -78,7 +74,7 @@ async def test_a_mirror_takes_another_snapshot(start_daemon: StartDaemon, monkey
             assert old is not None
             steering.hold()
 
-            async def held() -> int:
+            async def held():
                 return steering.holding
 
             await eventually(held, lambda it: it == 1)
@@ -87,7 +83,7 @@ async def test_a_mirror_takes_another_snapshot(start_daemon: StartDaemon, monkey
             assert mirror.longest_prefix(keys) == 6, "it has not looked yet"
             steering.go_to(None)
 
-            async def resyncs() -> int:
+            async def resyncs():
                 return mirror.resyncs
 
             await eventually(resyncs, lambda it: it == 1)
@@ -96,7 +92,7 @@ async def test_a_mirror_takes_another_snapshot(start_daemon: StartDaemon, monkey
             await steering.assert_agrees(mirror, cache)
 
 
-async def test_ids_go_on_above_those_of_a_log_that_is_left(start_daemon: StartDaemon) -> None:
+async def test_ids_go_on_above_those_of_a_log_that_is_left(start_daemon):
     daemon = start_daemon(**SLOTS)
     keys = chain("before", 6)
     async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:

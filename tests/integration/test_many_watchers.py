@@ -10,17 +10,14 @@ import asyncio
 from collections import Counter
 from contextlib import ExitStack
 from itertools import count
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
-from kvtier import AsyncClient, Tier, connect
-from kvtier.types import DaemonStats
+from kvtier import Tier, connect
 from kvtier.v1 import blocks_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain
 from tests.integration.crowd import KINDS
-from tests.integration.daemon import DaemonProcess, StartDaemon
-from tests.integration.raw import RawClient, attached
+from tests.integration.raw import attached
 from tests.integration.test_slow_watcher import memory
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -40,35 +37,33 @@ MORE_MEMORY: Final = 24 << 20
 class Traffic:
     """Puts without bytes, one after the other: each makes room by moves from the device to the host and out of it."""
 
-    def __init__(self, raw: RawClient, cache: int) -> None:
+    def __init__(self, raw, cache):
         self.puts = 0
         self._raw = raw
         self._cache = cache
         self._stopping = False
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self):
         self._task = asyncio.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind, error, trace):
         self._stopping = True
         async with asyncio.timeout(PATIENCE_S):
             await self._task
 
-    async def goes_on(self, seconds: float) -> None:
+    async def goes_on(self, seconds):
         """For so long, and at least by a few puts more."""
         some = self.puts + 3
         await asyncio.wait([self._task], timeout=seconds)
         assert not self._task.done(), self._task.result()
 
-        async def puts() -> int:
+        async def puts():
             return self.puts
 
         await eventually(puts, lambda done: done >= some)
 
-    async def _run(self) -> None:
+    async def _run(self):
         raw, cache = self._raw, self._cache
         for number in count():
             if self._stopping:
@@ -83,13 +78,13 @@ class Traffic:
 class Visitors:
     """The processes."""
 
-    def __init__(self, daemon: DaemonProcess, stack: ExitStack) -> None:
+    def __init__(self, daemon, stack):
         self._address = daemon.address
         self._stack = stack
         self._seeds = count()
         self._there: list[Actor] = []
 
-    async def come(self, processes: int) -> None:
+    async def come(self, processes):
         """Returns when all of them have begun."""
         fresh = [
             Actor("come_and_go", address=self._address, cache=NAME, seed=seed, watchers=EACH, stay_s=STAY_S)
@@ -100,10 +95,10 @@ class Visitors:
             await asyncio.to_thread(actor.says)
         self._there += fresh
 
-    def kill_one(self) -> None:
+    def kill_one(self):
         self._there.pop(0).kill()
 
-    async def go(self) -> Counter[str]:
+    async def go(self):
         """Nothing happens any more: what all of them have seen."""
         seen: Counter[str] = Counter()
         for actor in self._there:
@@ -113,7 +108,7 @@ class Visitors:
         return seen
 
 
-async def test_a_hundred_watchers_come_and_go(start_daemon: StartDaemon) -> None:
+async def test_a_hundred_watchers_come_and_go(start_daemon):
     flags = ("--event-ring-bytes", str(RING_BYTES), "--max-sessions", "64")
     daemon = start_daemon(*flags, device=8 * BLOCKS, host=64 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
@@ -141,7 +136,7 @@ async def test_a_hundred_watchers_come_and_go(start_daemon: StartDaemon) -> None
         assert sum(seen[kind] for kind in KINDS) > 2 * PROCESSES * EACH, "they came, and did not go"
 
 
-async def nobody_is_left(client: AsyncClient, before: DaemonStats) -> None:
+async def nobody_is_left(client, before):
     """No watcher, and no session that was not there before."""
     after = await eventually(client.stats, lambda stats: stats.watchers == 0 and len(stats.sessions) <= 2)
     assert after.watcher_stats == ()

@@ -7,15 +7,14 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, Cache, Tier, connect
+from kvtier import Tier, connect
 from kvtierd.service.metrics import METRICS
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import attached
 from tests.integration.scraping import LISTEN, Scrape, port_of, scrape
 from tests.integration.seeing import cache_stats
@@ -28,12 +27,12 @@ KEYS = chain("metrics", 6)
 
 
 @pytest.fixture
-def daemon(start_fresh: StartDaemon) -> DaemonProcess:
+def daemon(start_fresh):
     return start_fresh(*LISTEN, **SLOTS)
 
 
 @pytest.fixture(scope="module")
-def seen() -> Iterator[Scrape]:
+def seen():
     """One scrape for all that only look at it: of a daemon where :func:`traffic` was."""
     home = Path(tempfile.mkdtemp(prefix="kv-"))
     daemon = DaemonProcess(home, sizes(**SLOTS), LISTEN)
@@ -45,13 +44,13 @@ def seen() -> Iterator[Scrape]:
         shutil.rmtree(home)
 
 
-async def scrape_after_traffic(daemon: DaemonProcess) -> Scrape:
+async def scrape_after_traffic(daemon):
     async with await connect(daemon.address) as client:
         await traffic(client)
         return await scrape(daemon)
 
 
-async def traffic(client: AsyncClient) -> Cache:
+async def traffic(client):
     """Six blocks, four of which are found on disk and two on the device; three are asked for that are not stored."""
     cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
     await cache.put(KEYS, blocks(KEYS))
@@ -62,14 +61,12 @@ async def traffic(client: AsyncClient) -> Cache:
 
 
 @pytest.fixture
-async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+async def client(daemon):
     async with await connect(daemon.address) as client:
         yield client
 
 
-async def test_slots_are_those_of_the_statistics_and_sum_to_the_capacity(
-    daemon: DaemonProcess, client: AsyncClient
-) -> None:
+async def test_slots_are_those_of_the_statistics_and_sum_to_the_capacity(daemon, client):
     cache = await traffic(client)
     async with cache.reserve(2, Tier.HOST):
         seen = await scrape(daemon)
@@ -83,14 +80,14 @@ async def test_slots_are_those_of_the_statistics_and_sum_to_the_capacity(
         assert seen.value("kvtier_leases", cache="c", state="live") == 1
 
 
-def test_hits_are_attributed_to_the_tier_of_the_match(seen: Scrape) -> None:
+def test_hits_are_attributed_to_the_tier_of_the_match(seen):
     hits = {tier: seen.value("kvtier_hit_blocks_total", cache="c", tier=str(tier)) for tier in Tier}
     assert hits == {Tier.DEVICE: 2, Tier.HOST: 0, Tier.DISK: 4}
     assert seen.value("kvtier_missed_blocks_total", cache="c") == 3
     assert seen.value("kvtier_stored_blocks_total", cache="c") == seen.value("kvtier_blocks", cache="c") == 6
 
 
-def test_moves_are_counted_by_edge_and_timed(seen: Scrape) -> None:
+def test_moves_are_counted_by_edge_and_timed(seen):
     down, up = {"from": "device", "to": "disk"}, {"from": "disk", "to": "device"}
     assert seen.value("kvtier_moved_blocks_total", **up) == 4
     assert seen.value("kvtier_moved_bytes_total", **up) == 4 * SLOT_BYTES
@@ -101,7 +98,7 @@ def test_moves_are_counted_by_edge_and_timed(seen: Scrape) -> None:
     assert seen.values("kvtier_queued_blocks") and seen.value("kvtier_queued_blocks") == 0
 
 
-async def test_sessions_watchers_and_events(daemon: DaemonProcess, client: AsyncClient) -> None:
+async def test_sessions_watchers_and_events(daemon, client):
     await traffic(client)
     async with client.watch(heartbeats=True, heartbeat_s=0.02) as watch:
         await anext(watch)
@@ -114,7 +111,7 @@ async def test_sessions_watchers_and_events(daemon: DaemonProcess, client: Async
     assert (seen.value("kvtier_problems"), seen.value("kvtier_epoch")) == (0, 1)
 
 
-async def test_orphaned_leases_are_told_from_live_ones(daemon: DaemonProcess, client: AsyncClient) -> None:
+async def test_orphaned_leases_are_told_from_live_ones(daemon, client):
     await client.open_cache("c", SPEC)
     async with attached(daemon.address) as raw:
         opened = await raw.open("c")
@@ -129,11 +126,11 @@ async def test_orphaned_leases_are_told_from_live_ones(daemon: DaemonProcess, cl
         assert seen.value("kvtier_sessions", state="detached") == 1
 
 
-async def test_the_loop_is_timed(daemon: DaemonProcess) -> None:
+async def test_the_loop_is_timed(daemon):
     await eventually(lambda: scrape(daemon), lambda seen: seen.value("kvtier_loop_lateness_seconds_count") >= 2)
 
 
-def test_every_metric_is_told_and_documented(seen: Scrape) -> None:
+def test_every_metric_is_told_and_documented(seen):
     page = (DOCS / "operations.md").read_text()
     for name, (_, labels) in METRICS.items():
         family = seen.families[name.removesuffix("_total")]
@@ -143,7 +140,7 @@ def test_every_metric_is_told_and_documented(seen: Scrape) -> None:
     assert "kvtier_loop_lateness_seconds" in page
 
 
-def test_the_dashboard_asks_for_what_there_is(seen: Scrape) -> None:
+def test_the_dashboard_asks_for_what_there_is(seen):
     asked = re.findall(r'"expr": "(.*)"', (DOCS / "grafana-dashboard.json").read_text())
     assert len(asked) > 10
     names = {sample.name for family in seen.families.values() for sample in family.samples}
@@ -151,20 +148,18 @@ def test_the_dashboard_asks_for_what_there_is(seen: Scrape) -> None:
         assert set(re.findall(r"\b(?:kvtier|process)_\w+", query)) <= names, query
 
 
-def test_nothing_listens_unless_asked(start_fresh: StartDaemon) -> None:
+def test_nothing_listens_unless_asked(start_fresh):
     assert "serving metrics" not in start_fresh(host=4).log
 
 
-def test_an_address_that_is_taken_stops_the_start(start_fresh: StartDaemon, short_dir: Path) -> None:
+def test_an_address_that_is_taken_stops_the_start(start_fresh, short_dir):
     first = start_fresh(*LISTEN, host=4)
     second = DaemonProcess(short_dir, sizes(host=4))
     says = refused(second, "--metrics-listen", f"127.0.0.1:{port_of(first)}", status=2)
     assert "command line: --metrics-listen = " in says and "in use" in says
 
 
-async def test_a_client_that_says_nothing_holds_up_neither_the_daemon_nor_its_stop(
-    daemon: DaemonProcess, client: AsyncClient
-) -> None:
+async def test_a_client_that_says_nothing_holds_up_neither_the_daemon_nor_its_stop(daemon, client):
     with socket.create_connection(("127.0.0.1", port_of(daemon))):
         cache = await client.open_cache("c", SPEC)
         assert (await cache.match(KEYS)).blocks == 0

@@ -9,14 +9,11 @@ import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 
 from kvtier import (
-    AsyncClient,
     BlockResult,
-    Cache,
     Client,
     Cursor,
     Event,
@@ -33,7 +30,6 @@ from kvtier import (
 )
 from tests.events_page import told
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import StartDaemon
 from tests.integration.load import CHAIN_BLOCKS, Load
 from tests.integration.models import VSWA, by_hand, content, groups_of
 from tests.integration.raw import attached
@@ -48,21 +44,21 @@ WINDOWS = by_hand(VSWA, device=24, host=32, disk=48)
 
 
 @pytest.fixture
-def steering(monkeypatch: pytest.MonkeyPatch) -> Steering:
+def steering(monkeypatch):
     return Steering().installed(monkeypatch)
 
 
-async def now(client: AsyncClient) -> Cursor:
+async def now(client):
     stats = await client.stats()
     return Cursor(stats.epoch, stats.last_event_id)
 
 
-async def caught_up(mirror: Mirror, client: AsyncClient) -> None:
+async def caught_up(mirror, client):
     await mirror.synced(await now(client), timeout=PATIENCE_S)
 
 
-async def until(mirror: Mirror, state: MirrorState) -> None:
-    async def found() -> MirrorState:
+async def until(mirror, state):
+    async def found():
         return mirror.state
 
     await eventually(found, lambda it: it is state)
@@ -72,12 +68,12 @@ class Sequences:
     """Somebody who works on a cache of several windows and never stops: chains stored over all groups, some beginning
     where others end, priorities that expire, moves and drops."""
 
-    def __init__(self, client: AsyncClient, name: str, seed: int) -> None:
+    def __init__(self, client, name, seed):
         self.client, self.name = client, name
         self.chains = [chain(f"{name} {number}", CHAIN_BLOCKS) for number in range(8)]
         self._rng = random.Random(seed)
 
-    async def work(self) -> None:
+    async def work(self):
         while True:
             try:
                 cache = await self.client.open_cache(self.name, VSWA, budgets=WINDOWS)
@@ -86,29 +82,27 @@ class Sequences:
             except (RetryableError, NotFound, LeaseLost):
                 continue  # no room now, or the cache or the daemon has gone: another operation, or the next life
 
-    def _some(self) -> list[bytes]:
+    def _some(self):
         return self._rng.choice(self.chains)[: self._rng.randint(1, CHAIN_BLOCKS)]
 
-    async def _put(self, cache: Cache) -> None:
+    async def _put(self, cache):
         keys = self._some()
         await cache.across.put(keys, {group: content(VSWA, group, keys) for group in groups_of(VSWA)})
 
-    async def _retain(self, cache: Cache) -> None:
+    async def _retain(self, cache):
         """For a moment: then the priority goes back, and that is an event as well."""
         group = cache.in_group(self._rng.choice(groups_of(VSWA)))
         await group.set_retention(self._some(), self._rng.randint(0, 100), self._rng.choice((None, 0.01, 0.1)))
 
-    async def _move(self, cache: Cache) -> None:
+    async def _move(self, cache):
         await cache.in_group(self._rng.choice(groups_of(VSWA))).move(self._some(), self._rng.choice(tuple(Tier)))
 
-    async def _drop(self, cache: Cache) -> None:
+    async def _drop(self, cache):
         await cache.in_group(self._rng.choice(groups_of(VSWA))).drop(self._some()[-1:])
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_it_says_what_listings_say_while_everything_happens(
-    start_daemon: StartDaemon, steering: Steering, seed: int
-) -> None:
+async def test_it_says_what_listings_say_while_everything_happens(start_daemon, steering, seed):
     daemon, rng = start_daemon(*ROOM, "--chaos-seed", str(seed)), random.Random(seed)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(await connect(daemon.address))
@@ -121,18 +115,18 @@ async def test_it_says_what_listings_say_while_everything_happens(
         working = asyncio.create_task(sequences.work())
         stack.callback(working.cancel)
 
-        async def reset() -> None:
+        async def reset():
             await many.reset(force=True)
 
-        async def replace() -> None:
+        async def replace():
             await client.remove_cache("many", force=True)
             await client.open_cache("many", VSWA, budgets=WINDOWS)
 
-        async def restart() -> None:
+        async def restart():
             await asyncio.to_thread(daemon.stop)
             await asyncio.to_thread(daemon.start)
 
-        async def kill() -> None:
+        async def kill():
             await asyncio.to_thread(daemon.kill)
             await asyncio.to_thread(daemon.start)
 
@@ -160,7 +154,7 @@ async def test_it_says_what_listings_say_while_everything_happens(
         assert await kinds(client) <= told(), "docs/events.md does not know of all that happens"
 
 
-async def kinds(client: AsyncClient) -> set[tuple[str, str]]:
+async def kinds(client):
     """Type and cause of every event that is held."""
     end, found = await now(client), set()
     async with client.watch(oldest=True) as watch, asyncio.timeout(PATIENCE_S):
@@ -172,9 +166,7 @@ async def kinds(client: AsyncClient) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("log", ["0", "64MiB"])
-async def test_what_it_was_too_slow_for_it_makes_up_for(
-    start_daemon: StartDaemon, steering: Steering, log: str
-) -> None:
+async def test_what_it_was_too_slow_for_it_makes_up_for(start_daemon, steering, log):
     """With a snapshot where the daemon has forgotten it, and from its log where it has one."""
     daemon = start_daemon(*SMALL_RING, "--event-log-bytes", log, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
@@ -194,7 +186,7 @@ async def test_what_it_was_too_slow_for_it_makes_up_for(
             assert mirror.longest_prefix(chain("prompt 219", BLOCKS)) == BLOCKS
 
 
-async def test_caches_come_and_go_and_come_back_as_others(start_daemon: StartDaemon, steering: Steering) -> None:
+async def test_caches_come_and_go_and_come_back_as_others(start_daemon, steering):
     daemon = start_daemon(*ROOM)
     keys = chain("one", 6)
     async with await connect(daemon.address) as client, Mirror(client, ["later"], heartbeat_s=0.1) as mirror:
@@ -218,20 +210,18 @@ async def test_caches_come_and_go_and_come_back_as_others(start_daemon: StartDae
         assert mirror.resyncs == 0
 
 
-async def test_a_right_that_goes_makes_it_stale_and_one_that_comes_back_exact(
-    start_daemon: StartDaemon, tmp_path: Path
-) -> None:
+async def test_a_right_that_goes_makes_it_stale_and_one_that_comes_back_exact(start_daemon, tmp_path):
     file = tmp_path / "kvtierd.toml"
     file.write_text(ALL)
     daemon = start_daemon("--config", str(file), "--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=16)
     keys = chain("right", 4)
 
-    async def rules(text: str) -> None:
+    async def rules(text):
         before = daemon.log.count("changed=allow")
         file.write_text(text)
         os.kill(daemon.pid, signal.SIGHUP)
 
-        async def changes() -> int:
+        async def changes():
             return daemon.log.count("changed=allow")
 
         await eventually(changes, lambda count: count > before)
@@ -251,7 +241,7 @@ async def test_a_right_that_goes_makes_it_stale_and_one_that_comes_back_exact(
             assert mirror.longest_prefix(keys) == 4
 
 
-async def test_who_of_several_has_the_longest_prefix(start_daemon: StartDaemon) -> None:
+async def test_who_of_several_has_the_longest_prefix(start_daemon):
     daemons = {name: start_daemon(device=8, host=16, disk=32) for name in ("one", "two")}
     keys = chain("shared", 6)
     async with AsyncExitStack() as stack:
@@ -282,7 +272,7 @@ async def test_who_of_several_has_the_longest_prefix(start_daemon: StartDaemon) 
         assert {each.name: each.blocks for each in rank_mirrors(mirrors, keys)} == {"one": 3, "two": left}
 
 
-async def test_a_daemon_that_forgot_everything_is_followed_anew(start_daemon: StartDaemon) -> None:
+async def test_a_daemon_that_forgot_everything_is_followed_anew(start_daemon):
     """Its ids begin again: the mirror's cursor lies in a future that will be another one."""
     daemon = start_daemon(device=8, host=16, disk=32)
     keys = chain("forgotten", 6)
@@ -304,7 +294,7 @@ async def test_a_daemon_that_forgot_everything_is_followed_anew(start_daemon: St
             assert mirror.longest_prefix(keys) == 2
 
 
-def test_threads_look_without_waiting_for_another(start_daemon: StartDaemon) -> None:
+def test_threads_look_without_waiting_for_another(start_daemon):
     daemon = start_daemon(device=8, host=16, disk=32)
     keys = chain("threads", 6)
     with Client(daemon.address) as client, sync.Mirror(client, ["c"]) as mirror:

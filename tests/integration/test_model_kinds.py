@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier import BlockResult, Cache, CacheSpec, InvalidArgument, SpecMismatch, Tier, WindowGroupSpec, connect
+from kvtier import BlockResult, InvalidArgument, SpecMismatch, Tier, WindowGroupSpec, connect
 from tests.integration.blocks import chain
-from tests.integration.daemon import StartFor
 from tests.integration.models import MODELS, SCALES, VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.touching import write_into
 
@@ -18,16 +17,16 @@ KEYS = chain("models", 16)
 
 
 @pytest.fixture(params=MODELS)
-def spec(request: pytest.FixtureRequest) -> CacheSpec:
+def spec(request):
     return MODELS[request.param]
 
 
-async def fill(cache: Cache) -> None:
+async def fill(cache):
     blocks = content(cache.spec, cache.group, KEYS)
     assert await cache.put(KEYS, blocks, tier=Tier.DEVICE) == [BlockResult.OK] * len(KEYS)
 
 
-async def test_bytes_are_right_through_every_tier_and_a_restart(start_for: StartFor, spec: CacheSpec) -> None:
+async def test_bytes_are_right_through_every_tier_and_a_restart(start_for, spec):
     daemon = start_for(spec, **SLOTS)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("model", spec, budgets=by_hand(spec, **SLOTS))
@@ -48,7 +47,7 @@ async def test_bytes_are_right_through_every_tier_and_a_restart(start_for: Start
         assert not (await client.stats()).problems
 
 
-async def test_views_are_the_pools_of_a_block(start_for: StartFor, spec: CacheSpec) -> None:
+async def test_views_are_the_pools_of_a_block(start_for, spec):
     """What an engine writes pool by pool is what it reads as one block."""
     daemon = start_for(spec, device=2)
     async with await connect(daemon.address) as client:
@@ -65,7 +64,7 @@ async def test_views_are_the_pools_of_a_block(start_for: StartFor, spec: CacheSp
             assert_content(spec, group.group, KEYS[:1], await group.get(KEYS[:1]))
 
 
-async def test_capacity_is_told_by_tier_and_group_in_blocks_tokens_and_bytes(start_for: StartFor) -> None:
+async def test_capacity_is_told_by_tier_and_group_in_blocks_tokens_and_bytes(start_for):
     daemon = start_for(VSWA, **SLOTS)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("model", VSWA, budgets=by_hand(VSWA, **SLOTS))
@@ -78,7 +77,7 @@ async def test_capacity_is_told_by_tier_and_group_in_blocks_tokens_and_bytes(sta
             assert cache.in_group(group).slots(Tier.HOST) == SLOTS["host"]
 
 
-async def test_a_budget_is_split_by_what_a_sequence_keeps(start_for: StartFor) -> None:
+async def test_a_budget_is_split_by_what_a_sequence_keeps(start_for):
     """Windows of 64 and 100 tokens keep 5 and 8 blocks of 16, the full group one for each."""
     daemon = start_for(VSWA, device=64)
     async with await connect(daemon.address) as client:
@@ -87,7 +86,7 @@ async def test_a_budget_is_split_by_what_a_sequence_keeps(start_for: StartFor) -
         assert [cache.in_group(group).slots(Tier.DEVICE) for group in groups_of(VSWA)] == [5, 40, 8]
 
 
-async def test_groups_of_a_cache_do_not_see_each_other_s_blocks(start_for: StartFor) -> None:
+async def test_groups_of_a_cache_do_not_see_each_other_s_blocks(start_for):
     daemon = start_for(VSWA, device=8)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("model", VSWA)
@@ -103,7 +102,7 @@ async def test_groups_of_a_cache_do_not_see_each_other_s_blocks(start_for: Start
         assert (await client.stats()).caches[0].tiers[0].held == 0
 
 
-async def test_a_scale_s_dtype_is_part_of_what_bytes_mean(start_for: StartFor) -> None:
+async def test_a_scale_s_dtype_is_part_of_what_bytes_mean(start_for):
     daemon = start_for(SCALES, device=2, host=2)
     async with await connect(daemon.address) as client:
         await client.open_cache("model", SCALES)

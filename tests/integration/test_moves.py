@@ -7,7 +7,6 @@ import asyncio
 from kvtier import Tier, connect
 from kvtier.v1 import blocks_pb2, common_pb2
 from tests.integration.blocks import SPEC, blocks, chain
-from tests.integration.daemon import StartDaemon
 from tests.integration.raw import attached
 from tests.integration.seeing import cache_stats, edge_stats
 from tests.integration.stuck import stuck_disk
@@ -17,7 +16,7 @@ COUNT = 4
 OK = bytes([common_pb2.BLOCK_RESULT_OK]) * COUNT
 
 
-async def test_a_move_that_waits_is_one_move_for_all_who_ask_for_it_under_its_number(start_daemon: StartDaemon) -> None:
+async def test_a_move_that_waits_is_one_move_for_all_who_ask_for_it_under_its_number(start_daemon):
     daemon = start_daemon(device=0, host=2 * COUNT, disk=2 * COUNT)
     keys = chain("moved", COUNT)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
@@ -29,7 +28,7 @@ async def test_a_move_that_waits_is_one_move_for_all_who_ask_for_it_under_its_nu
         with stuck_disk(daemon, "c") as disk:
             first, second, third = (asyncio.ensure_future(raw.call(raw.stubs.blocks.Move, request)) for _ in range(3))
 
-            async def under_way() -> int:
+            async def under_way():
                 stats = await cache_stats(client, "c")
                 return sum(tier.filling for tier in stats.tiers)
 

@@ -6,9 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -23,14 +21,14 @@ WATCHDOG_S = 1.0
 
 
 @pytest.fixture
-def manager(short_dir: Path) -> Iterator[NotifySocket]:
+def manager(short_dir):
     sock = NotifySocket(short_dir / "notify")
     yield sock
     sock.close()
 
 
 @pytest.fixture
-def daemon(short_dir: Path, manager: NotifySocket) -> Iterator[DaemonProcess]:
+def daemon(short_dir, manager):
     (short_dir / "kvtierd.toml").write_text("")
     process = DaemonProcess(short_dir, sizes(host=8, disk=64), ["--config", str(short_dir / "kvtierd.toml")])
     process.variables |= {"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))}
@@ -39,7 +37,7 @@ def daemon(short_dir: Path, manager: NotifySocket) -> Iterator[DaemonProcess]:
         process.stop()
 
 
-def test_a_life_is_told_from_start_to_stop(daemon: DaemonProcess, manager: NotifySocket) -> None:
+def test_a_life_is_told_from_start_to_stop(daemon, manager):
     daemon.start()
     first = manager.wait_for_field("STATUS")
     assert first.fields["STATUS"].startswith("starting")
@@ -54,13 +52,13 @@ def test_a_life_is_told_from_start_to_stop(daemon: DaemonProcess, manager: Notif
     assert int(extended.fields["EXTEND_TIMEOUT_USEC"]) > 30_000_000, "no less than shutdown_seconds"
 
 
-def test_the_watchdog_is_fed_in_time_while_all_is_well(daemon: DaemonProcess, manager: NotifySocket) -> None:
+def test_the_watchdog_is_fed_in_time_while_all_is_well(daemon, manager):
     daemon.start()
     at = [manager.wait_for_field("WATCHDOG").at for _ in range(7)]
     assert max(after - before for before, after in pairwise(at)) < WATCHDOG_S
 
 
-def test_a_reload_begins_and_ends_with_a_word(daemon: DaemonProcess, manager: NotifySocket) -> None:
+def test_a_reload_begins_and_ends_with_a_word(daemon, manager):
     daemon.start()
     manager.wait_for_field("READY")
     before = time.monotonic_ns() // 1000
@@ -73,7 +71,7 @@ def test_a_reload_begins_and_ends_with_a_word(daemon: DaemonProcess, manager: No
     assert ended.fields["STATUS"] == f"serving at {daemon.address}; {refused}"
 
 
-async def test_a_stuck_lane_starves_the_watchdog(daemon: DaemonProcess, manager: NotifySocket) -> None:
+async def test_a_stuck_lane_starves_the_watchdog(daemon, manager):
     """The loop goes on serving, so nothing else would ever tell the manager."""
     daemon.start()
     async with await connect(daemon.address) as client:
@@ -89,7 +87,7 @@ async def test_a_stuck_lane_starves_the_watchdog(daemon: DaemonProcess, manager:
             await moving
 
 
-def test_a_start_that_fails_says_why(daemon: DaemonProcess, manager: NotifySocket) -> None:
+def test_a_start_that_fails_says_why(daemon, manager):
     daemon.state_dir.mkdir()
     (daemon.state_dir / "photo.jpg").touch()
     assert "photo.jpg" in refused(daemon)
@@ -98,7 +96,7 @@ def test_a_start_that_fails_says_why(daemon: DaemonProcess, manager: NotifySocke
     assert not any("READY" in message.fields for message in manager.heard)
 
 
-def starved(manager: NotifySocket) -> None:
+def starved(manager):
     """Waits until the manager would act: no feed for an interval. Fails if that does not come."""
     end = time.monotonic() + 20 * WATCHDOG_S
     fed = time.monotonic()
@@ -109,14 +107,12 @@ def starved(manager: NotifySocket) -> None:
             fed = message.at
 
 
-async def test_arenas_are_stored_with_the_manager_and_forgotten_with_their_cache(
-    daemon: DaemonProcess, manager: NotifySocket
-) -> None:
+async def test_arenas_are_stored_with_the_manager_and_forgotten_with_their_cache(daemon, manager):
     daemon.start()
     async with await connect(daemon.address) as client:
         await client.open_cache("kept", SPEC)
 
-        def stored() -> dict[str, int]:
+        def stored():
             messages = [message for message in manager.heard if message.fields.get("FDSTORE") == "1"]
             return {message.fields["FDNAME"]: len(message.fds) for message in messages}
 

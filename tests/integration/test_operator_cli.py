@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtier import AsyncClient, Cache, LeaseLost, Tier
+from kvtier import LeaseLost, Tier
 from tests.integration.blocks import SLOT_BYTES, SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
 from tests.integration.test_cli import DEADLINE_S, KVTIER
 
 
-def kvtier(*arguments: str, status: int = 0, said: str | None = None) -> subprocess.CompletedProcess[str]:
+def kvtier(*arguments, status=0, said=None):
     """Runs a command to its end, which must have this exit status and no traceback; ``said``: to its standard input."""
     done = subprocess.run(
         [*KVTIER, *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S, input=said or ""
@@ -26,25 +22,25 @@ def kvtier(*arguments: str, status: int = 0, said: str | None = None) -> subproc
     return done
 
 
-def answer(*arguments: str, status: int = 0, said: str | None = None) -> Any:
+def answer(*arguments, status=0, said=None):
     return json.loads(kvtier(*arguments, "--json", status=status, said=said).stdout)
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=16))
 
 
 @pytest.fixture
-def at(daemon: DaemonProcess) -> tuple[str, str]:
+def at(daemon):
     return ("--address", daemon.address)
 
 
-async def where(cache: Cache, keys: Sequence[bytes]) -> list[int]:
+async def where(cache, keys):
     return [place.residency for place in await cache.locate(keys)]
 
 
-async def test_move_by_key_by_file_and_all(at: tuple[str, str], cache: Cache, tmp_path: Path) -> None:
+async def test_move_by_key_by_file_and_all(at, cache, tmp_path):
     keys = chain(cache.name, 3)
     await cache.put(keys, blocks(keys))
     done = answer("move", cache.name, "host", keys[2].hex(), *at)
@@ -62,7 +58,7 @@ async def test_move_by_key_by_file_and_all(at: tuple[str, str], cache: Cache, tm
     assert "move 1 blocks: 1 ok" in said
 
 
-async def test_what_could_not_be_moved_is_named(at: tuple[str, str], cache: Cache) -> None:
+async def test_what_could_not_be_moved_is_named(at, cache):
     keys = chain(cache.name, 2)
     await cache.put(keys[:1], blocks(keys[:1]))
     done = answer("move", cache.name, "host", keys[0].hex(), keys[1].hex(), *at, status=1)
@@ -71,7 +67,7 @@ async def test_what_could_not_be_moved_is_named(at: tuple[str, str], cache: Cach
     assert f"{keys[1].hex()}  not_found" in said
 
 
-async def test_leases_say_who_holds_what(at: tuple[str, str], client: AsyncClient, cache: Cache) -> None:
+async def test_leases_say_who_holds_what(at, client, cache):
     keys = chain(cache.name, 2)
     await cache.put(keys, blocks(keys))
     async with cache.acquire(keys), cache.reserve(3, Tier.HOST):
@@ -87,7 +83,7 @@ async def test_leases_say_who_holds_what(at: tuple[str, str], client: AsyncClien
     assert "no leases" in kvtier("leases", "--cache", cache.name, *at).stdout
 
 
-async def test_a_hanging_client_is_kicked(at: tuple[str, str], client: AsyncClient, cache: Cache) -> None:
+async def test_a_hanging_client_is_kicked(at, client, cache):
     lease = await cache.reserve(4)
     session = str(client.session_id)
     dry = answer("kick", session, "--dry-run", *at)
@@ -100,7 +96,7 @@ async def test_a_hanging_client_is_kicked(at: tuple[str, str], client: AsyncClie
     assert "no such session" in kvtier("kick", session, *at, status=1).stderr
 
 
-async def test_cache_ls(at: tuple[str, str], cache: Cache) -> None:
+async def test_cache_ls(at, cache):
     keys = chain(cache.name, 3)
     await cache.put(keys, blocks(keys))
     (info,) = [each for each in answer("cache", "ls", *at) if each["name"] == cache.name]
@@ -130,17 +126,17 @@ async def test_cache_ls(at: tuple[str, str], cache: Cache) -> None:
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
-def test_what_makes_no_sense_is_refused(at: tuple[str, str], arguments: Sequence[str], status: int, says: str) -> None:
+def test_what_makes_no_sense_is_refused(at, arguments, status, says):
     assert says in kvtier(*arguments, *at, status=status).stderr
 
 
-def test_no_daemon_is_a_message_here_too(short_dir: Path) -> None:
+def test_no_daemon_is_a_message_here_too(short_dir):
     said = kvtier("kick", "1", "--json", "--address", str(short_dir), status=1)
     assert "no daemon answers" in said.stderr
     assert said.stdout == ""
 
 
-def test_the_doctor_finds_the_daemon_and_what_it_was_given(daemon: DaemonProcess) -> None:
+def test_the_doctor_finds_the_daemon_and_what_it_was_given(daemon):
     flags = ("--runtime-dir", daemon.address, "--disk-dir", str(daemon.disk_dir), "--host-bytes", "1MiB")
     found = {each["check"]: each for each in answer("doctor", *flags, "--disk-bytes", "64MiB")}
     assert f"pid {daemon.pid}" in found["daemon"]["found"]
@@ -149,7 +145,7 @@ def test_the_doctor_finds_the_daemon_and_what_it_was_given(daemon: DaemonProcess
     assert "locked memory" in kvtier("doctor", *flags).stdout
 
 
-async def test_drop_says_what_goes_before_it_goes(at: tuple[str, str], cache: Cache) -> None:
+async def test_drop_says_what_goes_before_it_goes(at, cache):
     keys = chain(cache.name, 4)
     await cache.put(keys, blocks(keys))
     dry = answer("drop", cache.name, keys[1].hex(), "--dry-run", *at)
@@ -165,7 +161,7 @@ async def test_drop_says_what_goes_before_it_goes(at: tuple[str, str], cache: Ca
     assert "drop 1 blocks: 1 ok, 1 dropped" in said
 
 
-async def test_what_is_pinned_stays_until_it_is_unpinned(at: tuple[str, str], cache: Cache) -> None:
+async def test_what_is_pinned_stays_until_it_is_unpinned(at, cache):
     keys = chain(cache.name, 3)
     await cache.put(keys, blocks(keys))
     assert answer("pin", cache.name, "device", keys[0].hex(), keys[2].hex(), *at)["done"] == 2
@@ -180,7 +176,7 @@ async def test_what_is_pinned_stays_until_it_is_unpinned(at: tuple[str, str], ca
     assert answer("drop", cache.name, keys[0].hex(), *at)["dropped"] == 3
 
 
-async def test_reset_forgets_all_or_what_it_can(at: tuple[str, str], cache: Cache) -> None:
+async def test_reset_forgets_all_or_what_it_can(at, cache):
     one, two = chain(f"{cache.name}-1", 2), chain(f"{cache.name}-2", 3)
     for keys in (one, two):
         await cache.put(keys, blocks(keys))
@@ -195,7 +191,7 @@ async def test_reset_forgets_all_or_what_it_can(at: tuple[str, str], cache: Cach
     assert not [block async for block in cache.blocks()]
 
 
-async def test_a_cache_is_removed(daemon: DaemonProcess, at: tuple[str, str], client: AsyncClient, name: str) -> None:
+async def test_a_cache_is_removed(daemon, at, client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, disk=16))
     keys = chain(name, 3)
     await cache.put(keys, blocks(keys))

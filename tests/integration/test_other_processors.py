@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,14 @@ from tests.integration.test_cli import kvtier
 
 
 class Foreign(DaemonProcess):
-    def command(self) -> list[str]:
+    def command(self):
         command = super().command()
         command[command.index("kvtierd.main")] = "tests.integration.foreign_daemon"
         return command
 
 
 @pytest.fixture(scope="module")
-def foreign() -> Iterator[DaemonProcess]:
+def foreign():
     home = Path(tempfile.mkdtemp(prefix="kv-"))
     try:
         process = Foreign(home, sizes(device=4, host=8, disk=16))
@@ -38,7 +37,7 @@ def foreign() -> Iterator[DaemonProcess]:
         shutil.rmtree(home)
 
 
-async def test_all_goes_by_calls_and_leases_there(foreign: DaemonProcess) -> None:
+async def test_all_goes_by_calls_and_leases_there(foreign):
     async with await connect(foreign.address) as client:
         cache = await client.open_cache("llama", SPEC)
         assert cache.mapped

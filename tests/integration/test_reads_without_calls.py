@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Client, InvalidArgument, Tier, arena, buffers, connect, errors
-from kvtier.buffers import Bytes
+from kvtier import BlockResult, Client, InvalidArgument, Tier, arena, buffers, connect, errors
 from kvtier.wire import ReadCounts
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon, StartFor
 from tests.integration.models import VSWA, assert_content, by_hand, content, groups_of
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.stuck import stuck_disk
@@ -28,14 +25,14 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> AsyncIterator[Cache]:
+async def cache(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=SLOTS, host=SLOTS, disk=4 * SLOTS))
     assert cache.lookups == "shared memory"
     yield cache
     await cache.close()
 
 
-async def spread(cache: Cache, name: str) -> list[bytes]:
+async def spread(cache, name):
     """A chain whose blocks are in every combination of tiers, the last ones nowhere."""
     keys = chain(name, 12)
     assert await cache.put(keys[:9], blocks(keys[:9]), tier=Tier.HOST) == [BlockResult.OK] * 9
@@ -44,7 +41,7 @@ async def spread(cache: Cache, name: str) -> list[bytes]:
     return keys
 
 
-async def test_lookups_say_what_the_daemon_says(cache: Cache, client: AsyncClient) -> None:
+async def test_lookups_say_what_the_daemon_says(cache, client):
     keys = await spread(cache, "lookups")
     bound = cache._binder.binding
     async with await connect(client.address) as other:  # its calls tell nothing of ours
@@ -65,7 +62,7 @@ async def test_lookups_say_what_the_daemon_says(cache: Cache, client: AsyncClien
     assert bound is cache._binder.binding
 
 
-async def test_a_get_copies_what_is_mapped_and_asks_for_the_rest(cache: Cache) -> None:
+async def test_a_get_copies_what_is_mapped_and_asks_for_the_rest(cache):
     keys = await spread(cache, "get")
     assert_bytes(keys[:7], await cache.get(keys[:7]))
     assert (cache.reads.hits, cache.reads.misses, cache.reads.calls) == (7, 0, 0)
@@ -80,7 +77,7 @@ async def test_a_get_copies_what_is_mapped_and_asks_for_the_rest(cache: Cache) -
     assert (cache.reads.misses, cache.reads.calls) == (5, 1)
 
 
-async def test_a_tier_that_is_asked_for_is_the_one_that_is_read(cache: Cache) -> None:
+async def test_a_tier_that_is_asked_for_is_the_one_that_is_read(cache):
     keys = await spread(cache, "tier")
     assert_bytes(keys[:2], await cache.get(keys[:2], tier=Tier.HOST))
     assert cache.reads.calls == 0
@@ -90,7 +87,7 @@ async def test_a_tier_that_is_asked_for_is_the_one_that_is_read(cache: Cache) ->
         await cache.get(keys, tier=Tier.DISK)
 
 
-async def test_what_was_copied_is_compared_with_the_daemons_memory(cache: Cache) -> None:
+async def test_what_was_copied_is_compared_with_the_daemons_memory(cache):
     keys = await spread(cache, "verified")
     assert_bytes(keys[:9], await cache.get(keys, verify=True))
     assert await cache.get(chain("strangers", 1), verify=True) == []
@@ -102,7 +99,7 @@ async def test_what_was_copied_is_compared_with_the_daemons_memory(cache: Cache)
     with pytest.MonkeyPatch.context() as damage:
         right = buffers.out_of_slots
 
-        def flipping(pools: Sequence[Bytes], slots: Sequence[int], rows: Sequence[Bytes]) -> None:
+        def flipping(pools, slots, rows):
             right(pools, slots, rows)
             rows[-1][0] ^= 1
 
@@ -111,7 +108,7 @@ async def test_what_was_copied_is_compared_with_the_daemons_memory(cache: Cache)
             await cache.get(keys[:5], tier=Tier.HOST, verify=True)
 
 
-async def test_what_is_wrong_is_refused_though_nothing_is_called(cache: Cache) -> None:
+async def test_what_is_wrong_is_refused_though_nothing_is_called(cache):
     keys = await spread(cache, "wrong")
     with pytest.raises(InvalidArgument, match="timeout"):
         await cache.match(keys, timeout=0)
@@ -129,7 +126,7 @@ async def test_what_is_wrong_is_refused_though_nothing_is_called(cache: Cache) -
         await cache.match(keys)
 
 
-async def test_a_slot_given_away_while_it_is_copied_is_a_miss(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slot_given_away_while_it_is_copied_is_a_miss(cache, monkeypatch):
     """The generation changes under the copy: once, then for good. Nothing wrong is ever returned."""
     keys = chain("reused", 4)
     await cache.put(keys, blocks(keys), tier=Tier.HOST)
@@ -137,7 +134,7 @@ async def test_a_slot_given_away_while_it_is_copied_is_a_miss(cache: Cache, monk
     honest = arena.generations
     lies = 1
 
-    def lying(tier: Tier, group: int, slots: np.ndarray) -> np.ndarray:
+    def lying(tier, group, slots):
         nonlocal lies
         lies -= 1
         return honest(tier, group, slots) + np.uint64(2 * (lies >= 0))
@@ -151,7 +148,7 @@ async def test_a_slot_given_away_while_it_is_copied_is_a_miss(cache: Cache, monk
     assert (cache.reads.hits, cache.reads.reuses, cache.reads.calls) == (8, 12, 1)
 
 
-async def test_a_chain_that_is_read_again_comes_as_it_came_first(cache: Cache, client: AsyncClient) -> None:
+async def test_a_chain_that_is_read_again_comes_as_it_came_first(cache, client):
     keys = chain("again", 4)
     packed = b"".join(keys)
     await cache.put(keys, blocks(keys), tier=Tier.HOST)
@@ -185,7 +182,7 @@ async def test_a_chain_that_is_read_again_comes_as_it_came_first(cache: Cache, c
         await cache.get(packed, tier=Tier.HOST)
 
 
-async def test_what_is_read_again_has_not_been_forgotten_meanwhile(cache: Cache) -> None:
+async def test_what_is_read_again_has_not_been_forgotten_meanwhile(cache):
     """Every time there is something else where the chain was: nothing, other bytes, its blocks in another tier."""
     keys = chain("changing", 3)
     packed = b"".join(keys)
@@ -207,7 +204,7 @@ async def test_what_is_read_again_has_not_been_forgotten_meanwhile(cache: Cache)
     assert cache.reads.calls == 0
 
 
-async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache: Cache) -> None:
+async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache):
     for number in range(20):
         keys = chain(f"at once {number}", 3)
         await cache.put(keys, blocks(keys), tier=Tier.HOST)
@@ -217,7 +214,7 @@ async def test_a_commit_that_was_answered_is_found_and_a_drop_is_not(cache: Cach
     assert cache.reads.calls == 0
 
 
-async def test_what_was_dropped_while_it_was_copied_is_not_remembered(daemon: DaemonProcess, name: str) -> None:
+async def test_what_was_dropped_while_it_was_copied_is_not_remembered(daemon, name):
     """Its slot keeps its generation for as long as the disk takes; what is stored under its key by then is the new."""
     keys = chain("dropped", 3)
     async with await connect(daemon.address) as client:
@@ -237,7 +234,7 @@ async def test_what_was_dropped_while_it_was_copied_is_not_remembered(daemon: Da
         assert (await dropping).dropped == 3
 
 
-async def test_what_is_read_without_calls_outlives_what_is_not(cache: Cache, client: AsyncClient) -> None:
+async def test_what_is_read_without_calls_outlives_what_is_not(cache, client):
     read, unread = chain("read", 4), chain("unread", 4)
     for keys in (read, unread):
         await cache.put(keys, blocks(keys), tier=Tier.HOST)
@@ -256,7 +253,7 @@ async def test_what_is_read_without_calls_outlives_what_is_not(cache: Cache, cli
         assert [place.residency & Tier.HOST.bit for place in await cache.locate(unread)] == [0] * 4
 
 
-def test_the_synchronous_client_reads_in_the_calling_thread(daemon: DaemonProcess, name: str) -> None:
+def test_the_synchronous_client_reads_in_the_calling_thread(daemon, name):
     with Client(daemon.address) as client:
         cache = client.open_cache(name, SPEC, budgets=sizes(host=SLOTS, disk=SLOTS))
         keys = chain("sync", 6)
@@ -285,7 +282,7 @@ def test_the_synchronous_client_reads_in_the_calling_thread(daemon: DaemonProces
             cache.prefix_length(keys)
 
 
-def test_several_threads_read_while_others_write(daemon: DaemonProcess, name: str) -> None:
+def test_several_threads_read_while_others_write(daemon, name):
     """Slots are given away under the readers all the time: what comes is right, or does not come."""
     wrong: list[str] = []
     with Client(daemon.address) as client:
@@ -293,7 +290,7 @@ def test_several_threads_read_while_others_write(daemon: DaemonProcess, name: st
         chains = [chain(f"churn {number}", 4) for number in range(5)]
         ending = threading.Event()
 
-        def read(seed: int) -> None:
+        def read(seed):
             rng = np.random.default_rng(seed)
             while not ending.is_set():
                 keys = chains[rng.integers(len(chains))]
@@ -318,7 +315,7 @@ def test_several_threads_read_while_others_write(daemon: DaemonProcess, name: st
         assert cache.reads.hits > 0
 
 
-def test_several_groups_in_the_calling_thread(start_for: StartFor) -> None:
+def test_several_groups_in_the_calling_thread(start_for):
     daemon = start_for(VSWA, host=16)
     with Client(daemon.address) as client:
         cache = client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16))
@@ -334,7 +331,7 @@ def test_several_groups_in_the_calling_thread(start_for: StartFor) -> None:
         assert (cache.reads.calls, cache.reads.misses) == (0, 1)
 
 
-async def test_several_groups(start_for: StartFor) -> None:
+async def test_several_groups(start_for):
     daemon = start_for(VSWA, host=16, disk=16)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", VSWA, budgets=by_hand(VSWA, host=16, disk=16))
@@ -358,9 +355,7 @@ async def test_several_groups(start_for: StartFor) -> None:
             await cache.across.get(keys, tier=Tier.DISK)
 
 
-async def test_reads_go_on_without_a_daemon_and_with_the_next_one(
-    start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_reads_go_on_without_a_daemon_and_with_the_next_one(start_daemon, caplog):
     daemon = start_daemon(host=SLOTS, disk=4 * SLOTS)
     async with await connect(daemon.address) as client:
         caches = [await client.open_cache(name, SPEC, budgets=sizes(host=8, disk=32)) for name in ("a", "b")]
@@ -391,11 +386,11 @@ async def test_reads_go_on_without_a_daemon_and_with_the_next_one(
             assert cache.reads.calls == before + 1
 
 
-async def _answer(value: T) -> T:
+async def _answer(value):
     return value
 
 
-async def test_a_kill_under_a_reader(short_dir: Path) -> None:
+async def test_a_kill_under_a_reader(short_dir):
     """The host tier outlives the daemon: a thread that reads all the time sees nothing of its end."""
     daemon = SupervisedDaemon(short_dir, sizes(host=SLOTS))
     daemon.start()
@@ -406,7 +401,7 @@ async def test_a_kill_under_a_reader(short_dir: Path) -> None:
             cache.put(keys, blocks(keys))
             ending, failures = threading.Event(), list[BaseException]()
 
-            def read() -> None:
+            def read():
                 while not ending.is_set():
                     try:
                         assert_bytes(keys, cache.get(keys))
@@ -432,9 +427,7 @@ async def test_a_kill_under_a_reader(short_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("most_here", [1 << 30, 0], ids=["as it is opened", "in a thread"])
-async def test_the_first_lookup_has_no_page_of_the_index_to_map(
-    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, most_here: int
-) -> None:
+async def test_the_first_lookup_has_no_page_of_the_index_to_map(start_daemon, monkeypatch, most_here):
     monkeypatch.setattr(arena, "_TOUCHED_HERE", most_here)
     async with await connect(start_daemon(host=4096).address) as client:
         cache = await client.open_cache("whole", SPEC)
@@ -443,12 +436,12 @@ async def test_the_first_lookup_has_no_page_of_the_index_to_map(
         await eventually(lambda: resident_control(cache), lambda nbytes: nbytes >= cache.arena.lookup_bytes)
 
 
-def _resident_control(name: str) -> int:
+def _resident_control(name):
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     sizes = [next(line for line in lines if line.startswith("Rss:")) for line in lines if f":{name}:control" in line]
     return sum(int(size.split()[1]) * 1024 for size in sizes)
 
 
-async def resident_control(cache: Cache) -> int:
+async def resident_control(cache):
     """Bytes of its control segment that are mapped in this process."""
     return await asyncio.to_thread(_resident_control, cache.name)

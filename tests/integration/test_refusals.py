@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtier import AsyncClient, Cache, DeadlineExceeded, InvalidArgument, PoolSpec, SpecMismatch, Tier, WindowGroupSpec
+from kvtier import Cache, DeadlineExceeded, InvalidArgument, PoolSpec, SpecMismatch, Tier, WindowGroupSpec
 from kvtier.abi.control import MAX_SLOTS
 from kvtier.abi.spec import CacheSpec
 from kvtier.errors import Fault
@@ -19,7 +19,6 @@ from kvtier.v1 import blocks_pb2, caches_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire, tier_to_wire
 from tests.forking import is_own_command
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.raw import RawClient
 from tests.integration.seeing import state, state_seen_by, tier_stats
 from tests.integration.waiting import eventually
 
@@ -30,7 +29,7 @@ PACKED, PACKED_NEW = b"".join(KEYS), b"".join(NEW)
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
-async def test_a_full_tier_is_refused_at_once_with_its_holders(raw: RawClient, name: str, tier: Tier) -> None:
+async def test_a_full_tier_is_refused_at_once_with_its_holders(raw, name, tier):
     cache = (await raw.open(name, budgets=sizes(device=4, host=4, disk=8))).cache_id
     reserved = await raw.reserve(cache, tier, 3)
     await raw.commit(cache, reserved, KEYS[:2])
@@ -47,7 +46,7 @@ async def test_a_full_tier_is_refused_at_once_with_its_holders(raw: RawClient, n
     assert await state(raw) == before
 
 
-async def test_a_chain_is_refused_alone_where_room_or_blocks_are_short(raw: RawClient, name: str) -> None:
+async def test_a_chain_is_refused_alone_where_room_or_blocks_are_short(raw, name):
     cache = (await raw.open(name, budgets=sizes(device=3, host=4))).cache_id
     stored = await raw.reserve(cache, Tier.HOST, 3)
     await raw.commit(cache, stored, KEYS)
@@ -76,9 +75,7 @@ OTHER_SPECS = {
 
 
 @pytest.mark.parametrize(("field", "other"), OTHER_SPECS.items(), ids=list(OTHER_SPECS))
-async def test_another_spec_than_the_caches_is_refused(
-    raw: RawClient, client: AsyncClient, name: str, field: str, other: CacheSpec
-) -> None:
+async def test_another_spec_than_the_caches_is_refused(raw, client, name, field, other):
     await raw.open(name, budgets=sizes(host=1))
     before = await state(raw)
     fault = await raw.refusal(raw.stubs.caches.Open, caches_pb2.OpenRequest(name=name, spec=spec_to_wire(other)))
@@ -90,7 +87,7 @@ async def test_another_spec_than_the_caches_is_refused(
         await client.open_cache(name, other)
 
 
-async def test_other_budgets_than_the_caches_are_refused(raw: RawClient, name: str) -> None:
+async def test_other_budgets_than_the_caches_are_refused(raw, name):
     await raw.open(name, budgets=sizes(device=2, host=4))
     before = await state(raw)
     for asked in (sizes(device=3), sizes(disk=1)):
@@ -104,7 +101,7 @@ async def test_other_budgets_than_the_caches_are_refused(raw: RawClient, name: s
 
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 63, 2**64 - 1])
-async def test_a_budget_beyond_what_is_left_is_refused(raw: RawClient, name: str, size: int) -> None:
+async def test_a_budget_beyond_what_is_left_is_refused(raw, name, size):
     before = await state(raw)
     request = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budgets_to_wire({Tier.HOST: size}))
     fault = await raw.refusal(raw.stubs.caches.Open, request)
@@ -117,7 +114,7 @@ async def test_a_budget_beyond_what_is_left_is_refused(raw: RawClient, name: str
     assert await state(raw) == before
 
 
-async def test_a_cache_whose_leases_are_held_is_not_closed(raw: RawClient, name: str) -> None:
+async def test_a_cache_whose_leases_are_held_is_not_closed(raw, name):
     cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
     await raw.reserve(cache, Tier.HOST, 1)
     before = await state(raw)
@@ -130,7 +127,7 @@ async def test_a_cache_whose_leases_are_held_is_not_closed(raw: RawClient, name:
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=2, host=4))
 
 
@@ -158,9 +155,7 @@ CLIENT_CASES: dict[str, tuple[Callable[[Cache], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CLIENT_CASES.values(), ids=list(CLIENT_CASES))
-async def test_refused_through_the_client(
-    client: AsyncClient, cache: Cache, case: tuple[Callable[[Cache], Any], str]
-) -> None:
+async def test_refused_through_the_client(client, cache, case):
     call, field = case
     before = await state_seen_by(client)
     with pytest.raises(InvalidArgument) as refused:
@@ -172,7 +167,7 @@ async def test_refused_through_the_client(
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 129])
-async def test_bad_names_through_the_client(client: AsyncClient, name: str) -> None:
+async def test_bad_names_through_the_client(client, name):
     with pytest.raises(InvalidArgument) as refused:
         await client.open_cache(name, SPEC)
     assert refused.value.field == "name"
@@ -181,7 +176,7 @@ async def test_bad_names_through_the_client(client: AsyncClient, name: str) -> N
 # -- deadlines ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_wait_ends_at_its_deadline_with_nothing_held(client: AsyncClient, raw: RawClient, name: str) -> None:
+async def test_a_wait_ends_at_its_deadline_with_nothing_held(client, raw, name):
     """Room for these is made by writing to the disk, which takes longer than a nanosecond."""
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, disk=64))
     cache_id = (await raw.open(name)).cache_id

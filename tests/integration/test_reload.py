@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, connect
+from kvtier import connect
 from tests.integration.blocks import SPEC
 from tests.integration.daemon import DaemonProcess
 from tests.integration.waiting import eventually
 
 
 @pytest.fixture
-def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
+def daemon(short_dir):
     (short_dir / "kvtierd.toml").write_text('host_bytes = "1MiB"\n')
     process = DaemonProcess(short_dir, {}, ["--config", str(short_dir / "kvtierd.toml")])
     process.start()
@@ -25,22 +23,22 @@ def daemon(short_dir: Path) -> Iterator[DaemonProcess]:
     process.stop()
 
 
-def reload(daemon: DaemonProcess, text: str) -> None:
+def reload(daemon, text):
     (daemon.home / "kvtierd.toml").write_text(text)
     os.kill(daemon.pid, signal.SIGHUP)
 
 
 @asynccontextmanager
-async def seen(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+async def seen(daemon):
     async with await connect(daemon.address) as client:
         yield client
 
 
-async def problems(client: AsyncClient) -> tuple[str, ...]:
+async def problems(client):
     return (await client.stats()).problems
 
 
-async def test_live_keys_change_and_the_others_are_named_for_the_operator(daemon: DaemonProcess) -> None:
+async def test_live_keys_change_and_the_others_are_named_for_the_operator(daemon):
     async with seen(daemon) as client:
         reload(daemon, 'host_bytes = "2MiB"\nlog_level = "debug"\n')
         said = await eventually(lambda: problems(client), bool)
@@ -50,7 +48,7 @@ async def test_live_keys_change_and_the_others_are_named_for_the_operator(daemon
         await eventually(lambda: problems(client), lambda said: not said)
 
 
-async def test_a_broken_file_changes_nothing_and_says_where_it_is_broken(daemon: DaemonProcess) -> None:
+async def test_a_broken_file_changes_nothing_and_says_where_it_is_broken(daemon):
     async with seen(daemon) as client:
         reload(daemon, 'host_bytes = "1MiB"\nlog_level = "debug"\nwait_seconds = "soon"\n')
         (said,) = await eventually(lambda: problems(client), bool)

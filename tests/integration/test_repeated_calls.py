@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from kvtier import AsyncClient, Cache, Tier
+from kvtier import Tier
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire
 from tests.integration.blocks import SPEC, chain, sizes
-from tests.integration.daemon import DaemonProcess
-from tests.integration.raw import RawClient, attached, commit_request
+from tests.integration.raw import attached, commit_request
 from tests.integration.seeing import state, tier_stats
 from tests.integration.waiting import eventually
 
@@ -25,17 +23,17 @@ KEYS = chain("repeated", 2)
 PACKED = b"".join(KEYS)
 
 
-async def nothing_moves(raw: RawClient) -> None:
+async def nothing_moves(raw):
     """What a call has set in motion, such as the deletion of what it dropped from disk, is over."""
 
-    async def still() -> bool:
+    async def still():
         stats: admin_pb2.StatsResponse = await raw.call(raw.stubs.admin.Stats, admin_pb2.StatsRequest())
         return not any(tier.filling or tier.retiring for cache in stats.caches for tier in cache.tiers)
 
     await eventually(still, bool)
 
 
-async def twice(raw: RawClient, method: Any, request: Any) -> Any:
+async def twice(raw, method, request):
     """The answer, after the same call has been made again to no effect."""
     first: Message = await raw.call(method, request)
     await nothing_moves(raw)
@@ -46,7 +44,7 @@ async def twice(raw: RawClient, method: Any, request: Any) -> Any:
     return first
 
 
-async def test_every_verb_that_changes_something_does_so_once(raw: RawClient, name: str) -> None:
+async def test_every_verb_that_changes_something_does_so_once(raw, name):
     caches, wire = raw.stubs.caches, raw.stubs.blocks
     budgets = budgets_to_wire(sizes(device=2, host=4, disk=8))
     opening = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budgets, seq=1)
@@ -71,7 +69,7 @@ async def test_every_verb_that_changes_something_does_so_once(raw: RawClient, na
     await twice(raw, caches.Close, caches_pb2.CloseRequest(cache_id=cache, seq=8))
 
 
-async def test_a_refused_call_has_changed_nothing_and_runs_anew(raw: RawClient, name: str) -> None:
+async def test_a_refused_call_has_changed_nothing_and_runs_anew(raw, name):
     cache = (await raw.open(name, budgets=sizes(host=2))).cache_id
     held = await raw.reserve(cache, Tier.HOST, 2)
     request = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, seq=1)
@@ -84,7 +82,7 @@ async def test_a_refused_call_has_changed_nothing_and_runs_anew(raw: RawClient, 
 
 
 @pytest.mark.parametrize("difference", ["count", "method"])
-async def test_a_number_belongs_to_one_call(raw: RawClient, name: str, difference: str) -> None:
+async def test_a_number_belongs_to_one_call(raw, name, difference):
     wire = raw.stubs.blocks
     cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
     first = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, seq=77)
@@ -98,7 +96,7 @@ async def test_a_number_belongs_to_one_call(raw: RawClient, name: str, differenc
     assert await state(raw) == before
 
 
-async def test_sessions_number_their_calls_for_themselves(daemon: DaemonProcess, raw: RawClient, name: str) -> None:
+async def test_sessions_number_their_calls_for_themselves(daemon, raw, name):
     cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
     request = blocks_pb2.ReserveRequest(cache_id=cache, tier=HOST, count=1, seq=5)
     mine = await raw.call(raw.stubs.blocks.Reserve, request)
@@ -109,13 +107,13 @@ async def test_sessions_number_their_calls_for_themselves(daemon: DaemonProcess,
     assert list(mine.slots) != list(theirs.slots)
 
 
-async def test_calls_without_a_number_are_calls_of_their_own(raw: RawClient, name: str) -> None:
+async def test_calls_without_a_number_are_calls_of_their_own(raw, name):
     cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
     leases = {(await raw.reserve(cache, Tier.HOST, 1)).lease_id for _ in range(3)}
     assert len(leases) == 3
 
 
-async def test_a_repeat_while_the_first_still_runs_is_the_same_call(raw: RawClient, name: str) -> None:
+async def test_a_repeat_while_the_first_still_runs_is_the_same_call(raw, name):
     cache = (await raw.open(name, budgets=sizes(device=4, host=4, disk=16))).cache_id
     await raw.commit(cache, await raw.reserve(cache, Tier.DEVICE, 2), KEYS)
     request = blocks_pb2.MoveRequest(cache_id=cache, to=DISK, keys=PACKED, seq=9)
@@ -123,9 +121,7 @@ async def test_a_repeat_while_the_first_still_runs_is_the_same_call(raw: RawClie
     assert len({answer.SerializeToString() for answer in answers}) == 1
 
 
-async def test_what_a_cancelled_call_got_is_learned_by_asking_again(
-    client: AsyncClient, raw: RawClient, name: str
-) -> None:
+async def test_what_a_cancelled_call_got_is_learned_by_asking_again(client, raw, name):
     """An answer on its way while the call is cancelled grants slots that nobody knows of: only its number does."""
     cache = (await raw.open(name, budgets=sizes(host=4))).cache_id
     generator = random.Random(5)
@@ -142,11 +138,11 @@ async def test_what_a_cancelled_call_got_is_learned_by_asking_again(
     assert (stats.free, stats.held) == (4, 0)
 
 
-async def test_the_client_gives_back_what_its_cancelled_calls_got(client: AsyncClient, name: str) -> None:
+async def test_the_client_gives_back_what_its_cancelled_calls_got(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=2, host=4))
     generator = random.Random(6)
 
-    async def take() -> None:
+    async def take():
         await (cache.reserve(1, Tier.HOST) if generator.random() < 0.5 else cache.acquire(KEYS, Tier.HOST))
 
     await put_two(cache)
@@ -161,6 +157,6 @@ async def test_the_client_gives_back_what_its_cancelled_calls_got(client: AsyncC
     assert stats.blank == 0
 
 
-async def put_two(cache: Cache) -> None:
+async def put_two(cache):
     async with cache.reserve(2, Tier.HOST) as lease:
         await lease.commit(KEYS, parents=[None, KEYS[0]])

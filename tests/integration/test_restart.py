@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from kvtier import (
-    AsyncClient,
-    Cache,
     CacheSpec,
     Cause,
     Cursor,
@@ -22,7 +20,6 @@ from kvtier import (
 )
 from kvtier.abi.layout import first_generation
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.starting import refused
 from tests.integration.stuck import stuck_disk
@@ -36,16 +33,16 @@ IN_MEMORY = chain("in memory", 5)
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+def daemon(start_daemon):
     return start_daemon(**SLOTS)
 
 
-async def restart(daemon: DaemonProcess) -> None:
+async def restart(daemon):
     await asyncio.to_thread(daemon.stop)
     await asyncio.to_thread(daemon.start)
 
 
-async def filled(client: AsyncClient) -> Cache:
+async def filled(client):
     """A cache with one chain that is only on disk, and one that is only in memory."""
     cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
     await cache.put(ON_DISK, blocks(ON_DISK))
@@ -55,7 +52,7 @@ async def filled(client: AsyncClient) -> Cache:
     return cache
 
 
-async def test_epoch_stays_and_ids_go_on(daemon: DaemonProcess) -> None:
+async def test_epoch_stays_and_ids_go_on(daemon):
     async with await connect(daemon.address) as client:
         await filled(client)
         before = await client.stats()
@@ -68,7 +65,7 @@ async def test_epoch_stays_and_ids_go_on(daemon: DaemonProcess) -> None:
         assert (first.epoch, first.event_id) == (before.epoch, before.last_event_id + 1)
 
 
-async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon: DaemonProcess) -> None:
+async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon):
     async with await connect(daemon.address) as client:
         cache = await filled(client)
         await restart(daemon)
@@ -82,7 +79,7 @@ async def test_what_was_on_disk_is_there_and_memory_is_gone(daemon: DaemonProces
         assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
 
 
-async def test_a_cache_is_announced_anew(daemon: DaemonProcess) -> None:
+async def test_a_cache_is_announced_anew(daemon):
     async with await connect(daemon.address) as client:
         await filled(client)
         before = await client.stats()
@@ -103,7 +100,7 @@ async def test_a_cache_is_announced_anew(daemon: DaemonProcess) -> None:
         assert found == dict(zip(ON_DISK, [None, *ON_DISK[:-1]], strict=True))
 
 
-async def test_budgets_and_spec_are_remembered(daemon: DaemonProcess) -> None:
+async def test_budgets_and_spec_are_remembered(daemon):
     async with await connect(daemon.address) as client:
         await client.open_cache("small", SPEC, budgets=sizes(device=2, host=3, disk=4))
     await restart(daemon)
@@ -115,7 +112,7 @@ async def test_budgets_and_spec_are_remembered(daemon: DaemonProcess) -> None:
             await client.open_cache("small", other)
 
 
-async def test_generations_never_restart(daemon: DaemonProcess) -> None:
+async def test_generations_never_restart(daemon):
     async with await connect(daemon.address) as client:
         cache = await filled(client)
         old, slots = cache.arena, np.arange(SLOTS["device"])
@@ -128,7 +125,7 @@ async def test_generations_never_restart(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("cleanly", [True, False])
-async def test_leases_die_with_their_daemon(daemon: DaemonProcess, cleanly: bool) -> None:
+async def test_leases_die_with_their_daemon(daemon, cleanly):
     async with await connect(daemon.address) as client:
         cache = await filled(client)
         written, read = await cache.reserve(3), await cache.acquire(ON_DISK[:2], Tier.HOST)
@@ -150,7 +147,7 @@ async def test_leases_die_with_their_daemon(daemon: DaemonProcess, cleanly: bool
         assert (await tier_stats(client, "c", Tier.DEVICE)).held == 0
 
 
-async def test_calls_that_wait_for_room_go_on_in_the_next_life(start_daemon: StartDaemon) -> None:
+async def test_calls_that_wait_for_room_go_on_in_the_next_life(start_daemon):
     daemon = start_daemon(device=4, disk=16)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
@@ -167,19 +164,19 @@ async def test_calls_that_wait_for_room_go_on_in_the_next_life(start_daemon: Sta
         await waiting
 
 
-async def four_blank_slots(cache: Cache) -> None:
+async def four_blank_slots(cache):
     async with cache.reserve(4, timeout=PATIENCE_S * 3) as lease:
         assert len(lease) == 4
 
 
-async def test_put_and_get_outlive_any_number_of_restarts(daemon: DaemonProcess) -> None:
+async def test_put_and_get_outlive_any_number_of_restarts(daemon):
     """One client, never told to reconnect, one chain after another while the daemon comes and goes."""
     rounds = 3
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC, budgets=sizes(**SLOTS))
         done = asyncio.Event()
 
-        async def work() -> int:
+        async def work():
             count = 0
             while not done.is_set():
                 keys = chain(f"work {count}", 4)
@@ -197,7 +194,7 @@ async def test_put_and_get_outlive_any_number_of_restarts(daemon: DaemonProcess)
         assert await worker > rounds
 
 
-async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon: DaemonProcess) -> None:
+async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon):
     async with await connect(daemon.address) as client:
         await filled(client)
     daemon.stop()
@@ -213,7 +210,7 @@ async def test_smaller_memory_is_taken_and_a_smaller_disk_is_refused(daemon: Dae
         assert_bytes(ON_DISK, await cache.get(ON_DISK))
 
 
-async def test_a_client_that_connects_while_nobody_serves_waits(daemon: DaemonProcess) -> None:
+async def test_a_client_that_connects_while_nobody_serves_waits(daemon):
     daemon.stop()
     connecting = asyncio.create_task(connect(daemon.address, wait=PATIENCE_S))
     await asyncio.to_thread(daemon.start)
@@ -221,7 +218,7 @@ async def test_a_client_that_connects_while_nobody_serves_waits(daemon: DaemonPr
         assert (await client.stats()).pid == daemon.pid
 
 
-async def test_clean_stops_under_load(start_daemon: StartDaemon) -> None:
+async def test_clean_stops_under_load(start_daemon):
     """What holds for kills holds here, and more: the epoch stays, and a watcher misses nothing at all."""
     stops = 4
     async with trial(start_daemon, 1) as run:

@@ -7,9 +7,7 @@ import asyncio
 import pytest
 
 from kvtier import (
-    AsyncClient,
     BlockResult,
-    Cache,
     Cause,
     EventType,
     InvalidArgument,
@@ -22,7 +20,6 @@ from kvtier.errors import StillHeld
 from kvtier.events import Event
 from kvtier.wire import split_keys
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import StartDaemon
 
 OK = BlockResult.OK
 KEYS = chain("retention", 4)
@@ -30,15 +27,15 @@ TOKENS = SPEC.tokens_per_block
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
 
 
-async def priorities(cache: Cache) -> dict[bytes, int]:
+async def priorities(cache):
     return {block.key: block.priority async for block in cache.blocks()}
 
 
-async def first(client: AsyncClient, cache: Cache, cause: Cause) -> Event:
+async def first(client, cache, cause):
     """The first event of this cause in the cache, of those that the daemon still has."""
     async with asyncio.timeout(20):
         async with client.watch(oldest=True, causes=[cause], caches=[cache.name]) as watch:
@@ -48,13 +45,13 @@ async def first(client: AsyncClient, cache: Cache, cause: Cause) -> Event:
     raise AssertionError("unreachable")
 
 
-async def test_ranges_of_tokens_give_blocks_their_priorities(cache: Cache) -> None:
+async def test_ranges_of_tokens_give_blocks_their_priorities(cache):
     retention = Retention((TokenRange(0, TOKENS + 1, 80), TokenRange(2 * TOKENS, None, 50)), prompt_tokens=3 * TOKENS)
     assert await cache.put(KEYS, blocks(KEYS), retention=retention) == [OK] * 4
     assert list((await priorities(cache)).values()) == [80, 80, 50, 35]
 
 
-async def test_a_priority_expires_and_says_so(client: AsyncClient, cache: Cache) -> None:
+async def test_a_priority_expires_and_says_so(client, cache):
     retention = Retention((TokenRange(0, None, 80, 0.01),))
     await cache.put(KEYS[:2], blocks(KEYS[:2]), retention=retention)
     event = await first(client, cache, Cause.EXPIRED)
@@ -63,14 +60,14 @@ async def test_a_priority_expires_and_says_so(client: AsyncClient, cache: Cache)
     assert set(event.priorities) == {35}
 
 
-async def test_an_acquire_brings_a_retention_for_what_it_finds(cache: Cache) -> None:
+async def test_an_acquire_brings_a_retention_for_what_it_finds(cache):
     await cache.put(KEYS[:3], blocks(KEYS[:3]), priorities=20)
     async with cache.acquire(KEYS, retention=Retention((TokenRange(TOKENS, 2 * TOKENS, 90),))) as lease:
         assert lease.blocks == 3
     assert list((await priorities(cache)).values()) == [90, 90, 20]
 
 
-async def test_retention_of_stored_blocks_changes(cache: Cache) -> None:
+async def test_retention_of_stored_blocks_changes(cache):
     await cache.put(KEYS[:2], blocks(KEYS[:2]))
     results = await cache.set_retention(KEYS[:3], [10, 60, 5], [None, 3600, None])
     assert results == [OK, OK, BlockResult.NOT_FOUND]
@@ -80,7 +77,7 @@ async def test_retention_of_stored_blocks_changes(cache: Cache) -> None:
     assert caught.value.field == "priorities"
 
 
-async def test_what_is_pinned_stays_and_is_listed(cache: Cache) -> None:
+async def test_what_is_pinned_stays_and_is_listed(cache):
     await cache.put(KEYS, blocks(KEYS))
     assert await cache.pin(KEYS[:2], Tier.DEVICE) == [OK, OK]
     assert await cache.pin(KEYS[:1], Tier.HOST) == [BlockResult.NOT_READY]
@@ -96,7 +93,7 @@ async def test_what_is_pinned_stays_and_is_listed(cache: Cache) -> None:
     assert (await cache.drop(KEYS[:1])).dropped == 4
 
 
-async def test_no_more_than_its_share_of_a_tier_is_pinned(cache: Cache) -> None:
+async def test_no_more_than_its_share_of_a_tier_is_pinned(cache):
     keys = chain("many", 8)
     for start in (0, 4):
         parent = keys[start - 1] if start else None
@@ -105,7 +102,7 @@ async def test_no_more_than_its_share_of_a_tier_is_pinned(cache: Cache) -> None:
     await cache.unpin(keys[:4], Tier.DEVICE)
 
 
-async def test_a_dry_run_says_and_does_not(cache: Cache) -> None:
+async def test_a_dry_run_says_and_does_not(cache):
     await cache.put(KEYS, blocks(KEYS))
     assert (await cache.drop(KEYS[1:2], dry_run=True)).dropped == 3
     assert await cache.move([*KEYS[:1], chain("nowhere", 1)[0]], Tier.HOST, dry_run=True) == [OK, BlockResult.NOT_FOUND]
@@ -113,7 +110,7 @@ async def test_a_dry_run_says_and_does_not(cache: Cache) -> None:
     assert (await cache.match(KEYS)).residency == bytes([Tier.DEVICE.bit] * 4)
 
 
-async def test_a_reset_forgets_everything(client: AsyncClient, cache: Cache) -> None:
+async def test_a_reset_forgets_everything(client, cache):
     await cache.put(KEYS, blocks(KEYS))
     await cache.move(KEYS[:2], Tier.DISK)
     report = await cache.reset()
@@ -124,7 +121,7 @@ async def test_a_reset_forgets_everything(client: AsyncClient, cache: Cache) -> 
     assert await cache.put(KEYS, blocks(KEYS)) == [OK] * 4
 
 
-async def test_a_reset_is_refused_with_the_holders(cache: Cache) -> None:
+async def test_a_reset_is_refused_with_the_holders(cache):
     await cache.put(KEYS, blocks(KEYS))
     async with cache.acquire(KEYS[:2]):
         with pytest.raises(StillHeld) as caught:
@@ -136,7 +133,7 @@ async def test_a_reset_is_refused_with_the_holders(cache: Cache) -> None:
     assert (await cache.match(KEYS)).blocks == 2
 
 
-async def test_a_retention_outlives_the_daemon(start_daemon: StartDaemon) -> None:
+async def test_a_retention_outlives_the_daemon(start_daemon):
     """And what was changed after a block got to disk does, too."""
     daemon = start_daemon(device=4, host=8, disk=16)
     async with await connect(daemon.address) as client:

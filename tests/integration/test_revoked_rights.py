@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import grpc
 import pytest
 import xxhash
 
-from kvtier import AsyncClient, Event, PermissionDenied, Tier, connect
+from kvtier import Event, PermissionDenied, Tier, connect
 from kvtier.types import ROOT_PARENT
 from kvtier.v1 import blocks_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import refusal
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -37,29 +34,29 @@ verbs = ["watch"]
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon, tmp_path: Path) -> DaemonProcess:
+def daemon(start_daemon, tmp_path):
     file = tmp_path / "kvtierd.toml"
     file.write_text(ALL)
     return start_daemon("--config", str(file), "--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=16)
 
 
-async def revoke(daemon: DaemonProcess, file: Path) -> None:
+async def revoke(daemon, file):
     await asyncio.to_thread(file.write_text, ONE)
     os.kill(daemon.pid, signal.SIGHUP)
 
-    async def log() -> str:
+    async def log():
         return daemon.log
 
     await eventually(log, lambda text: "changed=allow" in text)
 
 
-async def stored(client: AsyncClient, cache: str, name: str) -> list[bytes]:
+async def stored(client, cache, name):
     keys = chain(name, 2)
     await (await client.open_cache(cache, SPEC, budgets=sizes(host=4))).put(keys, blocks(keys), tier=Tier.HOST)
     return keys
 
 
-async def test_a_watch_that_saw_everything_sees_what_it_still_may(daemon: DaemonProcess, tmp_path: Path) -> None:
+async def test_a_watch_that_saw_everything_sees_what_it_still_may(daemon, tmp_path):
     async with (
         await connect(daemon.address) as owner,
         await connect(daemon.tcp_address, insecure=True) as client,
@@ -73,7 +70,7 @@ async def test_a_watch_that_saw_everything_sees_what_it_still_may(daemon: Daemon
         assert not set(after) & await until_stored(watch, shown[-1])
 
 
-async def test_a_watch_that_named_a_cache_it_may_not_see_any_more_ends(daemon: DaemonProcess, tmp_path: Path) -> None:
+async def test_a_watch_that_named_a_cache_it_may_not_see_any_more_ends(daemon, tmp_path):
     """It would wait in vain, and take silence for peace."""
     async with (
         await connect(daemon.address) as owner,
@@ -91,7 +88,7 @@ async def test_a_watch_that_named_a_cache_it_may_not_see_any_more_ends(daemon: D
         assert set(shown) <= await until_stored(allowed, shown[-1])
 
 
-async def test_who_may_not_read_any_more_can_still_give_back(daemon: DaemonProcess, tmp_path: Path) -> None:
+async def test_who_may_not_read_any_more_can_still_give_back(daemon, tmp_path):
     async with await connect(daemon.address) as owner, await connect(daemon.tcp_address, insecure=True) as client:
         keys = await stored(owner, "other", "held")
         cache = await client.open_cache("other", SPEC, mapped=False)
@@ -105,12 +102,12 @@ async def test_who_may_not_read_any_more_can_still_give_back(daemon: DaemonProce
         await cache.close()
 
 
-async def test_a_put_under_way_stores_nothing_once_its_right_is_gone(daemon: DaemonProcess, tmp_path: Path) -> None:
+async def test_a_put_under_way_stores_nothing_once_its_right_is_gone(daemon, tmp_path):
     keys = chain("under-way", 2)
     data = [row.tobytes() for row in blocks(keys)]
     gates = {"begun": asyncio.Event(), "revoked": asyncio.Event()}
 
-    async def messages(cache_id: int) -> AsyncIterator[transfer_pb2.PutChunk]:
+    async def messages(cache_id):
         commit = blocks_pb2.CommitRequest(
             cache_id=cache_id, keys=b"".join(keys), parents=b"".join([ROOT_PARENT, keys[0]])
         )
@@ -143,7 +140,7 @@ async def test_a_put_under_way_stores_nothing_once_its_right_is_gone(daemon: Dae
         assert not (await tier_stats(owner, "other", Tier.HOST)).held
 
 
-async def until_stored(watch: AsyncIterator[object], key: bytes) -> set[bytes]:
+async def until_stored(watch, key):
     """Keys of all events up to that of ``key``."""
     seen: set[bytes] = set()
     async with asyncio.timeout(PATIENCE_S):

@@ -8,17 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvtier import Tier, connect
 from tests.integration.actors import NOBODY, Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.raw import AttachSocket
 from tests.integration.waiting import eventually
 
@@ -48,7 +44,7 @@ verbs = ["watch"]
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon, request: pytest.FixtureRequest) -> DaemonProcess:
+def daemon(start_daemon, request):
     directory = request.getfixturevalue("tmp_path")
     (directory / "kvtierd.toml").write_text(RULES)
     daemon = start_daemon("--config", str(directory / "kvtierd.toml"), host=32)
@@ -59,7 +55,7 @@ def daemon(start_daemon: StartDaemon, request: pytest.FixtureRequest) -> DaemonP
     return daemon
 
 
-async def fill(daemon: DaemonProcess) -> None:
+async def fill(daemon):
     """Root's caches, each with two blocks."""
     async with await connect(daemon.address) as client:
         for name in ("secret", "mine", "shared", "last"):
@@ -67,19 +63,19 @@ async def fill(daemon: DaemonProcess) -> None:
             await cache.put(chain("stored", 2), blocks(chain("stored", 2)), tier=Tier.HOST)
 
 
-def somebody(daemon: DaemonProcess, gids: Sequence[int], *tries: tuple[str, str]) -> dict[str, Any]:
+def somebody(daemon, gids, *tries):
     with Actor("be_somebody", address=daemon.address, uid=NOBODY, gids=gids, tries=tries) as actor:
         return actor.says()
 
 
-def ended(daemon: DaemonProcess, gids: Sequence[int], *tries: tuple[str, str]) -> list[str]:
+def ended(daemon, gids, *tries):
     told = somebody(daemon, gids, *tries)
     assert told["attached"] == "welcome", told
     answers: list[str] = told["ended"]
     return answers
 
 
-async def test_whom_no_rule_names_may_not_even_attach(start_daemon: StartDaemon, daemon: DaemonProcess) -> None:
+async def test_whom_no_rule_names_may_not_even_attach(start_daemon, daemon):
     private = start_daemon(host=4)
     private.home.chmod(0o755)
     os.chmod(private.address, 0o755)
@@ -91,7 +87,7 @@ async def test_whom_no_rule_names_may_not_even_attach(start_daemon: StartDaemon,
     assert somebody(daemon, [NOBODY])["attached"] == "welcome"
 
 
-async def test_a_block_is_explained_as_far_as_one_may_see(daemon: DaemonProcess) -> None:
+async def test_a_block_is_explained_as_far_as_one_may_see(daemon):
     await fill(daemon)
     async with await connect(daemon.address) as client:
         shared = await client.open_cache("shared", SPEC)
@@ -106,7 +102,7 @@ async def test_a_block_is_explained_as_far_as_one_may_see(daemon: DaemonProcess)
     assert {block.cache for block in told.blocks} == {"secret", "mine", "shared", "last"}
 
 
-async def test_a_user_has_the_caches_of_their_rules_and_no_others(daemon: DaemonProcess) -> None:
+async def test_a_user_has_the_caches_of_their_rules_and_no_others(daemon):
     await fill(daemon)
     answers = ended(
         daemon,
@@ -133,7 +129,7 @@ async def test_a_user_has_the_caches_of_their_rules_and_no_others(daemon: Daemon
     assert answers[6] == answers[5].replace("secret", "other")
 
 
-async def test_a_supplementary_group_counts_and_reading_is_not_writing(daemon: DaemonProcess) -> None:
+async def test_a_supplementary_group_counts_and_reading_is_not_writing(daemon):
     await fill(daemon)
     answers = ended(
         daemon,
@@ -151,9 +147,7 @@ async def test_a_supplementary_group_counts_and_reading_is_not_writing(daemon: D
     assert answers[4] == "last,mine,shared"
 
 
-async def test_who_has_mapped_a_cache_reads_on_without_the_right_but_not_by_calls(
-    daemon: DaemonProcess, tmp_path: Path
-) -> None:
+async def test_who_has_mapped_a_cache_reads_on_without_the_right_but_not_by_calls(daemon, tmp_path):
     """Memory cannot be taken back from a process: what asks for the right is opening the cache, and every call."""
     await fill(daemon)
     with Actor("keep_reading", address=daemon.address, cache="mine") as reader:
@@ -161,7 +155,7 @@ async def test_who_has_mapped_a_cache_reads_on_without_the_right_but_not_by_call
         await asyncio.to_thread((tmp_path / "kvtierd.toml").write_text, RULES.replace('"mine", ', ""))
         os.kill(daemon.pid, signal.SIGHUP)
 
-        async def log() -> str:
+        async def log():
             return daemon.log
 
         await eventually(log, lambda text: "changed=allow" in text)
@@ -170,7 +164,7 @@ async def test_who_has_mapped_a_cache_reads_on_without_the_right_but_not_by_call
         reader.go_on()
 
 
-async def test_connections_without_a_session_keep_no_other_user_out(start_daemon: StartDaemon) -> None:
+async def test_connections_without_a_session_keep_no_other_user_out(start_daemon):
     rule = f'{{"uids": [{NOBODY}], "caches": ["*"], "verbs": ["read"]}}'
     daemon = start_daemon("--allow", rule, "--max-sessions", "4", host=8)
     daemon.home.chmod(0o755)
@@ -183,7 +177,7 @@ async def test_connections_without_a_session_keep_no_other_user_out(start_daemon
         assert somebody(daemon, [NOBODY])["attached"] == "welcome"
 
 
-async def test_a_cache_that_is_not_there_is_created_by_those_who_may_write_it(start_daemon: StartDaemon) -> None:
+async def test_a_cache_that_is_not_there_is_created_by_those_who_may_write_it(start_daemon):
     rule = f'{{"uids": [{NOBODY}], "caches": ["*"], "verbs": ["read"]}}'
     daemon = start_daemon("--allow", rule, host=8)
     daemon.home.chmod(0o755)
@@ -194,7 +188,7 @@ async def test_a_cache_that_is_not_there_is_created_by_those_who_may_write_it(st
     assert answer.startswith("NO_RIGHT: the right to write on cache new is missing")
 
 
-async def test_a_watcher_sees_its_caches_and_all_ids_are_accounted_for(daemon: DaemonProcess) -> None:
+async def test_a_watcher_sees_its_caches_and_all_ids_are_accounted_for(daemon):
     await fill(daemon)
     watched, named, stats = ended(daemon, [READERS], ("watch", ""), ("watch", "shared,mine"), ("stats", ""))
     # The client reports a gap as an item of its own, which the actor does not accept: nothing is missing between.
@@ -203,7 +197,7 @@ async def test_a_watcher_sees_its_caches_and_all_ids_are_accounted_for(daemon: D
     assert stats == "shared"
 
 
-async def test_whose_a_watcher_is_learns_who_sees_its_session(daemon: DaemonProcess) -> None:
+async def test_whose_a_watcher_is_learns_who_sees_its_session(daemon):
     await fill(daemon)
     async with await connect(daemon.address) as client, client.watch(oldest=True) as watch:
         await anext(watch)
@@ -214,7 +208,7 @@ async def test_whose_a_watcher_is_learns_who_sees_its_session(daemon: DaemonProc
         assert ended(daemon, [READERS], ("watchers", "")) == ["1 of 1"]
 
 
-async def test_who_may_watch_and_nothing_else_may_begin_now(daemon: DaemonProcess) -> None:
+async def test_who_may_watch_and_nothing_else_may_begin_now(daemon):
     """Where now is takes no other right than to watch."""
     await fill(daemon)
     answers = ended(daemon, [ROUTERS], ("watch from now", ""), ("watch from now", "shared"), ("watch from now", "last"))

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, DaemonUnavailable, Tier, connect
+from kvtier import BlockResult, DaemonUnavailable, Tier, connect
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.daemon import DaemonProcess
 from tests.integration.seeing import cache_stats
 from tests.integration.starting import environment
 from tests.integration.stuck import stuck_disk
@@ -30,18 +30,18 @@ IN_TIME_S = 5.0
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+def daemon(start_daemon):
     return start_daemon(**SLOTS)
 
 
-async def stopped_in(daemon: DaemonProcess) -> float:
+async def stopped_in(daemon):
     """Seconds that a clean stop took."""
     began = time.monotonic()
     await asyncio.to_thread(daemon.stop)
     return time.monotonic() - began
 
 
-def assert_nothing_left(daemon: DaemonProcess, pid: int, shared_memory: set[str]) -> None:
+def assert_nothing_left(daemon, pid, shared_memory):
     assert not any(path.exists() for path in daemon.sockets)
     for lock in (*daemon.home.glob("*/LOCK"), *daemon.home.glob("run/*.lock")):
         with lock.open() as file:
@@ -51,7 +51,7 @@ def assert_nothing_left(daemon: DaemonProcess, pid: int, shared_memory: set[str]
     assert str(daemon.home) not in _commands(), "a process of its own is left"
 
 
-def _commands() -> str:
+def _commands():
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -61,11 +61,11 @@ def _commands() -> str:
     return "\n".join(found)
 
 
-async def log_says(daemon: DaemonProcess, words: str) -> None:
+async def log_says(daemon, words):
     await eventually(lambda: asyncio.to_thread(lambda: daemon.log), lambda log: words in log)
 
 
-async def test_a_stop_with_everything_going_on(start_daemon: StartDaemon) -> None:
+async def test_a_stop_with_everything_going_on(start_daemon):
     """Watches, one of them not read; leases; a call that waits for room; a client frozen in the middle of it all."""
     daemon = start_daemon(device=4, disk=64)
     pid, shared_memory = daemon.pid, set(os.listdir("/dev/shm"))
@@ -95,13 +95,13 @@ async def test_a_stop_with_everything_going_on(start_daemon: StartDaemon) -> Non
         await held.release()
 
 
-async def three_blank_slots(cache: Cache) -> None:
+async def three_blank_slots(cache):
     async with cache.reserve(3, timeout=PATIENCE_S * 3) as lease:
         assert len(lease) == 3
 
 
 @pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 2), (signal.SIGINT, 1), (signal.SIGINT, 50)])
-async def test_signals(daemon: DaemonProcess, number: signal.Signals, times: int) -> None:
+async def test_signals(daemon, number, times):
     """Either one asks for a clean stop, and so does the next; impatience does not make it less clean."""
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
@@ -116,12 +116,12 @@ async def test_signals(daemon: DaemonProcess, number: signal.Signals, times: int
         assert_bytes(keys, await cache.get(keys))
 
 
-async def moving_down(client: AsyncClient) -> None:
+async def moving_down(client):
     """Returns once something is queued for the disk."""
     await eventually(lambda: cache_stats(client, "c"), lambda stats: any(edge.queued_blocks for edge in stats.edges))
 
 
-async def test_a_hanging_disk_makes_a_stop_unclean_but_not_late(short_dir: Path) -> None:
+async def test_a_hanging_disk_makes_a_stop_unclean_but_not_late(short_dir):
     daemon = DaemonProcess(short_dir, sizes(**SLOTS), ["--shutdown-seconds", "0.5"])
     daemon.start()
     kept, hanging = chain("kept", 4), chain("hanging", 4)
@@ -146,7 +146,7 @@ async def test_a_hanging_disk_makes_a_stop_unclean_but_not_late(short_dir: Path)
     assert daemon.ended() == 0
 
 
-async def test_stops_while_it_starts(daemon: DaemonProcess) -> None:
+async def test_stops_while_it_starts(daemon):
     """A signal that comes before there is anything to stop is not lost, and does no harm."""
     rng = random.Random(SEED)
     keys = chain("kept", 20)
@@ -165,7 +165,7 @@ async def test_stops_while_it_starts(daemon: DaemonProcess) -> None:
         assert_bytes(keys, await cache.get(keys))
 
 
-def start_and_stop_after(daemon: DaemonProcess, seconds: float) -> int:
+def start_and_stop_after(daemon, seconds):
     process = subprocess.Popen(
         daemon.command(), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -175,7 +175,7 @@ def start_and_stop_after(daemon: DaemonProcess, seconds: float) -> int:
     return process.wait(PATIENCE_S)
 
 
-async def test_nobody_is_let_in_while_it_stops(daemon: DaemonProcess) -> None:
+async def test_nobody_is_let_in_while_it_stops(daemon):
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
         await cache.put(chain("in the way", 4), blocks(chain("in the way", 4)))

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
-from kvtier import AsyncClient, Cursor, Event, Tier, connect
+from kvtier import Cursor, Event, Tier, connect
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain
-from tests.integration.daemon import DaemonProcess, StartDaemon
-from tests.integration.raw import RawClient, attached
+from tests.integration.raw import attached
 from tests.integration.seeing import edge_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -34,7 +32,7 @@ SMALL_RING = ("--event-ring-bytes", str(RING_BYTES))
 NAME = "watched"
 
 
-async def store(raw: RawClient, cache: int, prompt: str, tier: Tier = Tier.HOST) -> None:
+async def store(raw, cache, prompt, tier=Tier.HOST):
     """One put, without bytes: every one evicts the blocks of an earlier one, in events as large as it can have."""
     keys = chain(prompt, BLOCKS)
     reserved = await raw.reserve(cache, tier, BLOCKS)
@@ -42,12 +40,12 @@ async def store(raw: RawClient, cache: int, prompt: str, tier: Tier = Tier.HOST)
     await raw.call(raw.stubs.blocks.Release, blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[reserved.lease_id]))
 
 
-async def last_event(client: AsyncClient) -> Cursor:
+async def last_event(client):
     stats = await client.stats()
     return Cursor(stats.epoch, stats.last_event_id)
 
 
-def memory(daemon: DaemonProcess) -> int:
+def memory(daemon):
     """Resident bytes that are its own: anonymous, so without the arenas."""
     lines = Path(f"/proc/{daemon.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
@@ -56,37 +54,37 @@ def memory(daemon: DaemonProcess) -> int:
 class Follower:
     """A watcher that keeps up, beside the test."""
 
-    def __init__(self, client: AsyncClient, start: Cursor) -> None:
+    def __init__(self, client, start):
         self.ids: list[int] = []
         self._client = client
         self._start = start
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self):
         self._task = asyncio.create_task(self._follow())
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    async def up_to(self, end: Cursor) -> list[int]:
+    async def up_to(self, end):
         """All ids that it has seen when it has seen the last."""
 
-        async def seen() -> list[int]:
+        async def seen():
             if self._task.done():
                 self._task.result()
             return self.ids
 
         return await eventually(seen, lambda ids: ids[-1:] == [end.id])
 
-    async def _follow(self) -> None:
+    async def _follow(self):
         async with self._client.watch(since=self._start) as watch:
             async for item in watch:
                 assert isinstance(item, Event), item
                 self.ids.append(item.event_id)
 
 
-async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start_daemon: StartDaemon) -> None:
+async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start_daemon):
     daemon = start_daemon(*SMALL_RING, "--event-log-bytes", "0", host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open(NAME)).cache_id
@@ -121,7 +119,7 @@ async def test_a_watcher_that_does_not_read_gets_the_exact_gap_and_goes_on(start
 
 
 @pytest.mark.parametrize("log", [(), ("--event-log-bytes", "0")], ids=["log", "no-log"])
-async def test_a_watcher_behind_what_a_log_spares_misses_nothing(start_daemon: StartDaemon, log: Sequence[str]) -> None:
+async def test_a_watcher_behind_what_a_log_spares_misses_nothing(start_daemon, log):
     daemon = start_daemon(*log, host=2 * BLOCKS)
     async with await connect(daemon.address) as client, attached(daemon.address) as raw:
         cache = (await raw.open(NAME)).cache_id
@@ -133,7 +131,7 @@ async def test_a_watcher_behind_what_a_log_spares_misses_nothing(start_daemon: S
             assert await late.up_to(end) == list(range(start.id + 1, end.id + 1))
 
 
-async def test_watchers_that_do_not_read_delay_no_move(start_daemon: StartDaemon) -> None:
+async def test_watchers_that_do_not_read_delay_no_move(start_daemon):
     daemon = start_daemon(*SMALL_RING, device=BLOCKS, host=2 * BLOCKS)
     with Actor("stare", address=daemon.address) as stopped:
         async with await connect(daemon.address) as client, attached(daemon.address) as raw:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from kvtier import connect
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
-from tests.integration.daemon import StartDaemon
 
 NOT_NEEDED = ("torch", "cuda", "prometheus_client", "rich")
 _TRAP = """
@@ -22,7 +20,7 @@ raise ImportError({name!r})
 
 
 @pytest.fixture
-def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trapped(tmp_path, monkeypatch):
     """Whoever imports one of these from now on leaves its name in this file, and fails."""
     mark = tmp_path / "imported"
     mark.touch()
@@ -32,11 +30,11 @@ def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return mark
 
 
-def imported(mark: Path) -> list[str]:
+def imported(mark):
     return mark.read_text().split()
 
 
-async def test_a_daemon_serves_without_them(trapped: Path, start_daemon: StartDaemon) -> None:
+async def test_a_daemon_serves_without_them(trapped, start_daemon):
     daemon = start_daemon(device=4, host=4, disk=8)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
@@ -46,7 +44,7 @@ async def test_a_daemon_serves_without_them(trapped: Path, start_daemon: StartDa
     assert imported(trapped) == []
 
 
-def test_the_trap_works(trapped: Path) -> None:
+def test_the_trap_works(trapped):
     for name in NOT_NEEDED:
         assert subprocess.run(
             [sys.executable, "-c", f"import {name}"], stderr=subprocess.DEVNULL, check=False

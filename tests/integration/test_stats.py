@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 
-from kvtier import AsyncClient, CacheOptions, Tier, connect
-from kvtier.types import TierStats, WritePolicy
+from kvtier import CacheOptions, Tier, connect
+from kvtier.types import WritePolicy
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import StartDaemon
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import eventually
 
 
-async def test_slots_are_clean_that_are_free_or_have_their_block_below_as_well(client: AsyncClient, name: str) -> None:
+async def test_slots_are_clean_that_are_free_or_have_their_block_below_as_well(client, name):
     options = CacheOptions(write_policy=WritePolicy.THROUGH)
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=4, disk=16), options=options)
     keys = chain(name, 3)
     await cache.put(keys, blocks(keys))
 
-    async def device() -> TierStats:
+    async def device():
         return await tier_stats(client, name, Tier.DEVICE)
 
     written = await eventually(device, lambda tier: tier.clean == 8)
@@ -27,14 +26,14 @@ async def test_slots_are_clean_that_are_free_or_have_their_block_below_as_well(c
     assert (disk.clean, disk.free) == (13, 13), "below the disk there is nothing"
 
 
-async def test_each_watcher_is_named_with_its_lag(client: AsyncClient, name: str) -> None:
+async def test_each_watcher_is_named_with_its_lag(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=8))
     keys = chain(name, 4)
     await cache.put(keys, blocks(keys), tier=Tier.HOST)
     async with client.watch(oldest=True) as watch:
         await anext(watch)
 
-        async def lags() -> list[int]:
+        async def lags():
             stats = await client.stats()
             mine = [one for one in stats.watcher_stats if one.session_id == client.session_id]
             assert all((one.pid, one.uid) == (os.getpid(), os.getuid()) for one in mine)
@@ -44,7 +43,7 @@ async def test_each_watcher_is_named_with_its_lag(client: AsyncClient, name: str
         await eventually(lags, lambda found: found == [0])
 
 
-async def test_the_uptime_goes_on_and_begins_anew_with_the_daemon(start_daemon: StartDaemon) -> None:
+async def test_the_uptime_goes_on_and_begins_anew_with_the_daemon(start_daemon):
     daemon = start_daemon(host=4)
     async with await connect(daemon.address) as client:
         first, second = await client.stats(), await client.stats()

@@ -6,7 +6,6 @@ import asyncio
 import os
 import select
 import signal
-from collections.abc import Iterator
 from itertools import compress
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +13,7 @@ from typing import TypeVar
 import pytest
 
 from kvtier import (
-    AsyncClient,
     BlockResult,
-    Cache,
     CacheOptions,
     LeaseLost,
     Retention,
@@ -42,7 +39,7 @@ TOKENS = SPEC.tokens_per_block
 
 
 @pytest.fixture
-def daemon(short_dir: Path) -> Iterator[SupervisedDaemon]:
+def daemon(short_dir):
     """Without a disk tier: nothing but memory could bring anything back."""
     process = SupervisedDaemon(short_dir, sizes(host=HOST))
     process.start()
@@ -50,25 +47,25 @@ def daemon(short_dir: Path) -> Iterator[SupervisedDaemon]:
     process.close()
 
 
-async def stored(client: AsyncClient, name: str, length: int) -> tuple[Cache, list[bytes]]:
+async def stored(client, name, length):
     cache = await client.open_cache("c", SPEC)
     keys = chain(name, length)
     assert await cache.put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * length
     return cache, keys
 
 
-async def retained(client: AsyncClient, key: bytes) -> tuple[int, int, int]:
+async def retained(client, key):
     """A block's own priority, how long it has it in milliseconds, and until when."""
     (block,) = (await client.explain(key, past=False)).blocks
     return block.own_priority, block.duration_ms, block.deadline_ns
 
 
-async def orphaned(client: AsyncClient) -> int:
+async def orphaned(client):
     tiers = (await cache_stats(client, "c")).tiers
     return next(tier.orphaned for tier in tiers if tier.tier is Tier.HOST)
 
 
-async def test_blocks_in_memory_survive_a_kill(daemon: SupervisedDaemon) -> None:
+async def test_blocks_in_memory_survive_a_kill(daemon):
     """And so do the cache's options, whoever opens it then."""
     options = CacheOptions(write_policy=WritePolicy.SELECTIVE, eviction="2q")
     async with await connect(daemon.address) as client:
@@ -87,7 +84,7 @@ async def test_blocks_in_memory_survive_a_kill(daemon: SupervisedDaemon) -> None
 
 
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
-async def test_a_retention_given_after_the_commit_survives(daemon: SupervisedDaemon, end: str) -> None:
+async def test_a_retention_given_after_the_commit_survives(daemon, end):
     """By ``set_retention``, and by an acquire, whose clock starts at the release; and events say the same."""
     async with await connect(daemon.address) as client:
         cache, keys = await stored(client, "kept", 4)
@@ -105,7 +102,7 @@ async def test_a_retention_given_after_the_commit_survives(daemon: SupervisedDae
     assert await asyncio.to_thread(daemon.stop) == 0
 
 
-async def test_an_upgrade_keeps_the_host_tier_and_the_epoch(daemon: SupervisedDaemon) -> None:
+async def test_an_upgrade_keeps_the_host_tier_and_the_epoch(daemon):
     async with await connect(daemon.address) as client:
         cache, keys = await stored(client, "kept", 10)
         before = await client.stats()
@@ -120,7 +117,7 @@ async def test_an_upgrade_keeps_the_host_tier_and_the_epoch(daemon: SupervisedDa
 
 @pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this processor")
 @pytest.mark.parametrize("end", ["kill", "upgrade"])
-async def test_the_key_index_shows_what_stands_throughout_a_restart(daemon: SupervisedDaemon, end: str) -> None:
+async def test_the_key_index_shows_what_stands_throughout_a_restart(daemon, end):
     """Looked at without a pause, from before the daemon's end until its successor serves and beyond."""
     async with await connect(daemon.address) as client:
         cache, keys = await stored(client, "kept", 10)
@@ -131,7 +128,7 @@ async def test_the_key_index_shows_what_stands_throughout_a_restart(daemon: Supe
         assert all(entry is not None and entry.residency == Tier.HOST.bit for entry in before)
         epoch, event = index.shown()
 
-        def look() -> None:
+        def look():
             for key, entry in zip(keys, before, strict=True):
                 assert index.entry(key, 0) in (entry, None), "right, or unsure"
             assert index.prefix_length(b"".join(keys), 0) in (len(keys), None)
@@ -152,7 +149,7 @@ async def test_the_key_index_shows_what_stands_throughout_a_restart(daemon: Supe
     assert await asyncio.to_thread(daemon.stop) == 0
 
 
-async def test_a_block_can_be_found_on_host_and_disk(short_dir: Path) -> None:
+async def test_a_block_can_be_found_on_host_and_disk(short_dir):
     daemon = SupervisedDaemon(short_dir, sizes(host=HOST, disk=64))
     daemon.start()
     try:
@@ -172,7 +169,7 @@ async def test_a_block_can_be_found_on_host_and_disk(short_dir: Path) -> None:
         daemon.close()
 
 
-async def test_all_window_groups_survive_a_kill(short_dir: Path) -> None:
+async def test_all_window_groups_survive_a_kill(short_dir):
     """With different slots and bytes in each, and blocks in both tiers of memory; without a disk."""
     slots = {"device": 12, "host": 16}
     daemon = SupervisedDaemon(short_dir, {tier: sum(shares) for tier, shares in by_hand(VSWA, **slots).items()})
@@ -209,9 +206,7 @@ async def test_all_window_groups_survive_a_kill(short_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["releases", "dies"])
-async def test_slots_that_a_live_process_writes_are_nobody_elses_until_it_lets_go(
-    daemon: SupervisedDaemon, end: str
-) -> None:
+async def test_slots_that_a_live_process_writes_are_nobody_elses_until_it_lets_go(daemon, end):
     async with await connect(daemon.address) as watching:
         cache = await watching.open_cache("c", SPEC)
         async with await connect(daemon.address) as writer:
@@ -241,7 +236,7 @@ async def test_slots_that_a_live_process_writes_are_nobody_elses_until_it_lets_g
     assert await asyncio.to_thread(daemon.stop) == 0
 
 
-async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon: SupervisedDaemon) -> None:
+async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon):
     async with await connect(daemon.address) as client:
         cache, keys = await stored(client, "read", 4)
         acquire = {"HOST": ["read", 4]}
@@ -253,7 +248,7 @@ async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon: Supe
                 await cache.reserve(HOST - 3, tier=Tier.HOST, timeout=PATIENCE_S)
             reader.kill()
 
-            async def reserved() -> bool:
+            async def reserved():
                 try:
                     async with cache.reserve(HOST, tier=Tier.HOST):
                         return True
@@ -264,7 +259,7 @@ async def test_blocks_that_a_live_process_reads_stay_where_they_are(daemon: Supe
     assert await asyncio.to_thread(daemon.stop) == 0
 
 
-async def test_what_was_being_written_is_not_there(daemon: SupervisedDaemon) -> None:
+async def test_what_was_being_written_is_not_there(daemon):
     """A slot is a block's when it is committed, whatever has been copied into it."""
     async with await connect(daemon.address) as client:
         cache, keys = await stored(client, "whole", 2)
@@ -278,7 +273,7 @@ async def test_what_was_being_written_is_not_there(daemon: SupervisedDaemon) -> 
     assert await asyncio.to_thread(daemon.stop) == 0
 
 
-def test_a_stop_leaves_nothing(daemon: SupervisedDaemon) -> None:
+def test_a_stop_leaves_nothing(daemon):
     pid, supervisor = daemon.pid, daemon.supervisor
     assert daemon.stop() == 0
     assert not any(Path(f"/proc/{number}").exists() for number in (pid, supervisor))
@@ -286,11 +281,11 @@ def test_a_stop_leaves_nothing(daemon: SupervisedDaemon) -> None:
     daemon.plain.assert_healthy_log()
 
 
-def children(pid: int) -> set[int]:
+def children(pid):
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
-async def test_a_reload_that_is_asked_for_while_the_daemon_starts_is_done_when_it_can(daemon: SupervisedDaemon) -> None:
+async def test_a_reload_that_is_asked_for_while_the_daemon_starts_is_done_when_it_can(daemon):
     """It takes some tenths of a second until a daemon has its own way with the signal."""
     os.kill(daemon.pid, signal.SIGKILL)
     (starting,) = await eventually(lambda: _answer(children(daemon.supervisor) - {daemon.pid}), bool)
@@ -301,11 +296,11 @@ async def test_a_reload_that_is_asked_for_while_the_daemon_starts_is_done_when_i
     assert await asyncio.to_thread(daemon.stop) == 0
 
 
-async def _answer(value: T) -> T:
+async def _answer(value):
     return value
 
 
-def test_a_daemon_does_not_outlive_its_supervisor(daemon: SupervisedDaemon) -> None:
+def test_a_daemon_does_not_outlive_its_supervisor(daemon):
     """Another supervisor could not start one, and nobody would start this one again."""
     pidfd = os.pidfd_open(daemon.pid)
     os.kill(daemon.supervisor, signal.SIGKILL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 
@@ -21,11 +20,11 @@ SIZES = sizes(device=24, host=32, disk=64)
 
 
 @pytest.fixture(autouse=True)
-def _say_seed() -> None:
+def _say_seed():
     print(f"KVTIER_SEED={SEED}")
 
 
-async def end_again_and_again(home: Path, times: int, seed: int) -> None:
+async def end_again_and_again(home, times, seed):
     rng = random.Random(seed)
     daemon = SupervisedDaemon(home, SIZES, ["--chaos-seed", str(rng.randrange(1 << 32))])
     daemon.start()
@@ -60,12 +59,12 @@ async def end_again_and_again(home: Path, times: int, seed: int) -> None:
         daemon.close()
 
 
-async def test_six_ends_under_load(short_dir: Path) -> None:
+async def test_six_ends_under_load(short_dir):
     await end_again_and_again(short_dir, 6, SEED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(1, 7))
-async def test_more_ends_under_load(short_dir: Path, number: int) -> None:
+async def test_more_ends_under_load(short_dir, number):
     """Not more ends a run: the supervisor pauses twice as long after each kill."""
     await end_again_and_again(short_dir, 7, SEED + number)

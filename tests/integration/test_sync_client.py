@@ -8,19 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtier import Client, Event, errors, sync
-from kvtier.events import WatchItem
+from kvtier import Client, Event, errors
 from kvtier.types import BlockResult, Cause, EventType, Tier
 from tests.forking import in_child
 from tests.integration.blocks import SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess
 from tests.integration.touching import bytes_in, write_into
 from tests.integration.waiting import PATIENCE_S
 
@@ -28,28 +25,28 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart_sync.py"
 
 
 @pytest.fixture
-def calls(daemon: DaemonProcess) -> Iterator[Client]:
+def calls(daemon):
     with Client(daemon.address) as client:
         yield client
 
 
 @pytest.fixture
-def cache(calls: Client, name: str) -> sync.Cache:
+def cache(calls, name):
     return calls.open_cache(name, SPEC, budgets=sizes(device=8, host=8))
 
 
-def held(client: Client) -> int:
+def held(client):
     """Slots that this client holds, as the daemon sees it."""
     return next(each.held_slots for each in client.stats().sessions if each.session_id == client.session_id)
 
 
-def eventually_nothing_held(client: Client) -> None:
+def eventually_nothing_held(client):
     until = time.monotonic() + PATIENCE_S
     while held(client):
         assert time.monotonic() < until, "slots stayed held"
 
 
-def test_every_verb(calls: Client, cache: sync.Cache) -> None:
+def test_every_verb(calls, cache):
     keys = chain("verbs", 4)
     with calls.watch(oldest=True, caches=[cache.name]) as watch:
         assert cache.put(keys, blocks(keys)) == [BlockResult.OK] * 4
@@ -76,7 +73,7 @@ def test_every_verb(calls: Client, cache: sync.Cache) -> None:
     assert held(calls) == 0
 
 
-def until_removed(watch: Iterator[WatchItem]) -> list[Event]:
+def until_removed(watch):
     events = []
     for item in watch:
         if isinstance(item, Event):
@@ -86,7 +83,7 @@ def until_removed(watch: Iterator[WatchItem]) -> list[Event]:
     return events
 
 
-def test_errors_are_those_of_the_asynchronous_client(calls: Client, cache: sync.Cache) -> None:
+def test_errors_are_those_of_the_asynchronous_client(calls, cache):
     with pytest.raises(errors.InvalidArgument, match="keys"):
         cache.match(b"short")
     with pytest.raises(errors.TierFull), cache.reserve(8):
@@ -99,8 +96,8 @@ def test_errors_are_those_of_the_asynchronous_client(calls: Client, cache: sync.
         Client("/nonexistent")
 
 
-def test_threads_share_a_client(calls: Client, cache: sync.Cache) -> None:
-    def work(thread: int) -> None:
+def test_threads_share_a_client(calls, cache):
+    def work(thread):
         for turn in range(10):
             keys = chain(f"thread-{thread}-{turn}", 2)
             cache.put(keys, blocks(keys))
@@ -112,7 +109,7 @@ def test_threads_share_a_client(calls: Client, cache: sync.Cache) -> None:
     assert held(calls) == 0
 
 
-def test_ctrl_c_in_a_call_that_waits_leaves_nothing_held(daemon: DaemonProcess, calls: Client, name: str) -> None:
+def test_ctrl_c_in_a_call_that_waits_leaves_nothing_held(daemon, calls, name):
     cache = calls.open_cache(name, SPEC, budgets=sizes(device=4))
     daemon.pause()
     try:
@@ -126,7 +123,7 @@ def test_ctrl_c_in_a_call_that_waits_leaves_nothing_held(daemon: DaemonProcess, 
     assert cache.reserve(4).slots, "and all of it is to be had"
 
 
-def test_another_thread_ends_a_watch(calls: Client, cache: sync.Cache) -> None:
+def test_another_thread_ends_a_watch(calls, cache):
     watch = calls.watch(caches=[cache.name])
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(list, watch)
@@ -137,7 +134,7 @@ def test_another_thread_ends_a_watch(calls: Client, cache: sync.Cache) -> None:
     assert list(watch) == []
 
 
-def test_closing_ends_calls_of_other_threads_and_later_ones(daemon: DaemonProcess) -> None:
+def test_closing_ends_calls_of_other_threads_and_later_ones(daemon):
     client = Client(daemon.address)
     watch = client.watch()
     with ThreadPoolExecutor(1) as pool:
@@ -151,7 +148,7 @@ def test_closing_ends_calls_of_other_threads_and_later_ones(daemon: DaemonProces
         client.stats()
 
 
-def test_a_client_never_closed_says_so_and_says_goodbye(daemon: DaemonProcess, calls: Client) -> None:
+def test_a_client_never_closed_says_so_and_says_goodbye(daemon, calls):
     client = Client(daemon.address)
     session = client.session_id
     with pytest.warns(ResourceWarning, match="unclosed client"):
@@ -161,10 +158,10 @@ def test_a_client_never_closed_says_so_and_says_goodbye(daemon: DaemonProcess, c
         assert time.monotonic() < until
 
 
-def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(calls: Client, cache: sync.Cache) -> None:
+def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(calls, cache):
     with cache.reserve(2) as lease:
 
-        def child() -> int:
+        def child():
             calls.close()
             try:
                 with lease:
@@ -178,13 +175,13 @@ def test_a_forked_child_is_refused_and_takes_nothing_from_its_parent(calls: Clie
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_child_forked_beside_a_client_has_none_and_may_drop_its_parents(daemon: DaemonProcess, closed: bool) -> None:
+def test_a_child_forked_beside_a_client_has_none_and_may_drop_its_parents(daemon, closed):
     """Else its calls would wait for ever, and the last reference to a channel for a thread that it does not have."""
     clients = [Client(daemon.address)]
     if closed:
         clients[0].close()
 
-    def child() -> int:
+    def child():
         told = ""
         try:
             Client(daemon.address)
@@ -201,7 +198,7 @@ def test_a_child_forked_beside_a_client_has_none_and_may_drop_its_parents(daemon
         clients[0].close()
 
 
-def test_a_program_that_forgets_to_close_ends_by_itself(daemon: DaemonProcess, calls: Client) -> None:
+def test_a_program_that_forgets_to_close_ends_by_itself(daemon, calls):
     program = (
         "import kvtier, sys\n"
         "client = kvtier.Client(sys.argv[1])\n"
@@ -215,7 +212,7 @@ def test_a_program_that_forgets_to_close_ends_by_itself(daemon: DaemonProcess, c
     assert int(done.stdout) not in {each.session_id for each in calls.stats().sessions}
 
 
-def test_the_example_runs(daemon: DaemonProcess) -> None:
+def test_the_example_runs(daemon):
     done = subprocess.run(
         [sys.executable, EXAMPLE, daemon.address], check=False, capture_output=True, text=True, timeout=PATIENCE_S * 2
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import grpc.aio
 import pytest
 
 from kvtier import (
-    AsyncClient,
     CallerError,
     DaemonUnavailable,
     Event,
@@ -33,7 +31,6 @@ from kvtier.transport import LocalTransport, TcpTransport
 from kvtier.v1 import blocks_pb2, caches_pb2, session_pb2, session_pb2_grpc
 from kvtier.wire import spec_to_wire, tier_to_wire
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import tier_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.tls import Authority
@@ -51,16 +48,16 @@ verbs = ["read", "write", "watch"]
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
+def authority(tmp_path):
     return Authority(tmp_path)
 
 
 @pytest.fixture
-def engine(authority: Authority) -> TlsFiles:
+def engine(authority):
     return authority.issue("first.example", common_name="engine-1")
 
 
-def start(start_daemon: StartDaemon, authority: Authority, directory: Path, *flags: str) -> DaemonProcess:
+def start(start_daemon, authority, directory, *flags):
     served = authority.issue("127.0.0.1", common_name="daemon")
     (directory / "kvtierd.toml").write_text(RULES)
     return start_daemon(
@@ -73,11 +70,11 @@ def start(start_daemon: StartDaemon, authority: Authority, directory: Path, *fla
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon, authority: Authority, tmp_path: Path) -> DaemonProcess:
+def daemon(start_daemon, authority, tmp_path):
     return start(start_daemon, authority, tmp_path)
 
 
-async def fill(daemon: DaemonProcess) -> None:
+async def fill(daemon):
     """Two caches of the daemon's own user, each with a chain."""
     async with await connect(daemon.address) as client:
         for name in ("shared", "private"):
@@ -85,7 +82,7 @@ async def fill(daemon: DaemonProcess) -> None:
             await cache.put(KEYS, blocks(KEYS), tier=Tier.HOST)
 
 
-async def reserve(client: AsyncClient, count: int) -> int:
+async def reserve(client, count):
     """Blank slots of the shared cache, by hand: a client that maps nothing has no use for the verb."""
     cache = await client.open_cache("shared", SPEC)
     link = await client._session.link(None)
@@ -93,22 +90,20 @@ async def reserve(client: AsyncClient, count: int) -> int:
     return (await link.stubs.blocks.Reserve(request, metadata=link.metadata)).lease_id
 
 
-async def held(daemon: DaemonProcess) -> tuple[int, int]:
+async def held(daemon):
     """Blank and orphaned host slots of the shared cache."""
     async with await connect(daemon.address) as client:
         stats = await tier_stats(client, "shared", Tier.HOST)
         return stats.blank, stats.orphaned
 
 
-async def sessions(daemon: DaemonProcess) -> list[str]:
+async def sessions(daemon):
     """How TCP sessions are shown."""
     async with await connect(daemon.address) as client:
         return [one.command for one in (await client.stats()).sessions if not one.pid]
 
 
-async def test_files_that_do_not_fit_for_a_moment_do_not_end_a_client(
-    daemon: DaemonProcess, engine: TlsFiles, authority: Authority
-) -> None:
+async def test_files_that_do_not_fit_for_a_moment_do_not_end_a_client(daemon, engine, authority):
     """A certificate is replaced before its key, and the daemon starts anew between the two."""
     later = authority.issue("later.example", common_name="engine-2.example")
     async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
@@ -122,11 +117,11 @@ async def test_files_that_do_not_fit_for_a_moment_do_not_end_a_client(
         assert await client.caches(timeout=PATIENCE_S) == []
 
 
-async def test_files_may_be_pipes(daemon: DaemonProcess, engine: TlsFiles) -> None:
+async def test_files_may_be_pipes(daemon, engine):
     """``--tls-key <(secret show key)``: they can be read once."""
     ends: list[int] = []
 
-    def pipe(file: Path) -> Path:
+    def pipe(file):
         end, into = os.pipe()
         ends.append(end)
         os.write(into, file.read_bytes())
@@ -142,7 +137,7 @@ async def test_files_may_be_pipes(daemon: DaemonProcess, engine: TlsFiles) -> No
             os.close(end)
 
 
-async def test_a_certificate_has_the_rights_of_its_rules(daemon: DaemonProcess, engine: TlsFiles) -> None:
+async def test_a_certificate_has_the_rights_of_its_rules(daemon, engine):
     await fill(daemon)
     async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
         cache = await client.open_cache("shared", SPEC)
@@ -164,7 +159,7 @@ async def test_a_certificate_has_the_rights_of_its_rules(daemon: DaemonProcess, 
             _ = cache.arena
 
 
-async def test_blocks_go_through_streams(daemon: DaemonProcess, engine: TlsFiles) -> None:
+async def test_blocks_go_through_streams(daemon, engine):
     await fill(daemon)
     new = chain("new", 1)
     async with await connect(f"tcp://{daemon.tcp_address}", tls=engine) as client:
@@ -175,14 +170,14 @@ async def test_blocks_go_through_streams(daemon: DaemonProcess, engine: TlsFiles
         assert_bytes(new, await cache.get(new, tier=Tier.HOST))
 
 
-async def test_alternative_names_count_and_strangers_are_refused(daemon: DaemonProcess, authority: Authority) -> None:
+async def test_alternative_names_count_and_strangers_are_refused(daemon, authority):
     async with await connect(daemon.tcp_address, tls=authority.issue("engine-2.example")) as client:
         assert await client.caches() == []
     with pytest.raises(PermissionDenied, match="no rule of the daemon's names certificate engine-3"):
         await connect(daemon.tcp_address, tls=authority.issue("engine-3"))
 
 
-async def test_without_a_certificate_of_the_authority_nobody_gets_in(daemon: DaemonProcess, tmp_path: Path) -> None:
+async def test_without_a_certificate_of_the_authority_nobody_gets_in(daemon, tmp_path):
     (tmp_path / "other").mkdir()
     foreign = Authority(tmp_path / "other").issue("first.example", common_name="engine-1")
     ours = tmp_path / "ca.pem"
@@ -194,7 +189,7 @@ async def test_without_a_certificate_of_the_authority_nobody_gets_in(daemon: Dae
         await connect(daemon.tcp_address, insecure=True)
 
 
-async def test_what_a_client_may_not_ask_for() -> None:
+async def test_what_a_client_may_not_ask_for():
     files = TlsFiles(Path("c"), Path("k"), Path("a"))
     for address, options, field in (
         ("example.com:7000", {"insecure": True}, "address"),
@@ -210,7 +205,7 @@ async def test_what_a_client_may_not_ask_for() -> None:
         assert refused.value.field == field
 
 
-async def answer(channel: grpc.aio.Channel, token: str) -> str:
+async def answer(channel, token):
     try:
         await Stubs.over(channel).caches.List(
             caches_pb2.ListCachesRequest(), metadata=((SESSION_METADATA_KEY, token),), timeout=10
@@ -220,9 +215,7 @@ async def answer(channel: grpc.aio.Channel, token: str) -> str:
     return "answered"
 
 
-async def test_a_token_is_worth_nothing_to_anybody_else(
-    daemon: DaemonProcess, authority: Authority, engine: TlsFiles
-) -> None:
+async def test_a_token_is_worth_nothing_to_anybody_else(daemon, authority, engine):
     other = authority.issue("engine-2.example")
     async with (
         await connect(daemon.address) as local,
@@ -241,7 +234,7 @@ async def test_a_token_is_worth_nothing_to_anybody_else(
             await TcpTransport(daemon.tcp_address, engine).attach(links[0].welcome.token, None)
 
 
-async def test_a_goodbye_gives_everything_back_at_once(daemon: DaemonProcess, engine: TlsFiles) -> None:
+async def test_a_goodbye_gives_everything_back_at_once(daemon, engine):
     await fill(daemon)
     async with await connect(daemon.tcp_address, tls=engine) as client:
         await reserve(client, 1)
@@ -250,7 +243,7 @@ async def test_a_goodbye_gives_everything_back_at_once(daemon: DaemonProcess, en
     assert await sessions(daemon) == []
 
 
-async def test_a_broken_stream_is_resumed_and_keeps_its_leases(daemon: DaemonProcess, engine: TlsFiles) -> None:
+async def test_a_broken_stream_is_resumed_and_keeps_its_leases(daemon, engine):
     await fill(daemon)
     async with await connect(daemon.tcp_address, tls=engine) as client:
         lease = await reserve(client, 1)
@@ -265,7 +258,7 @@ async def test_a_broken_stream_is_resumed_and_keeps_its_leases(daemon: DaemonPro
 
 
 @asynccontextmanager
-async def mute(daemon: DaemonProcess, tls: TlsFiles) -> AsyncIterator[tuple[grpc.aio.Channel, str, Any]]:
+async def mute(daemon, tls):
     """A session whose client says hello and then nothing: a host that has vanished."""
     credentials = grpc.ssl_channel_credentials(*(path.read_bytes() for path in (tls.ca, tls.key, tls.cert)))
     async with grpc.aio.secure_channel(daemon.tcp_address, credentials) as channel:
@@ -276,7 +269,7 @@ async def mute(daemon: DaemonProcess, tls: TlsFiles) -> AsyncIterator[tuple[grpc
         yield channel, welcome.token, call
 
 
-async def reserved(channel: grpc.aio.Channel, token: str) -> None:
+async def reserved(channel, token):
     stubs, metadata = Stubs.over(channel), ((SESSION_METADATA_KEY, token),)
     opened = await stubs.caches.Open(
         caches_pb2.OpenRequest(name="shared", spec=spec_to_wire(SPEC)), metadata=metadata, timeout=10
@@ -285,9 +278,7 @@ async def reserved(channel: grpc.aio.Channel, token: str) -> None:
     await stubs.blocks.Reserve(request, metadata=metadata, timeout=10)
 
 
-async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(
-    start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
-) -> None:
+async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(start_daemon, authority, engine, tmp_path):
     daemon = start(start_daemon, authority, tmp_path, *ATTENTIVE)
     await fill(daemon)
     async with mute(daemon, engine) as (channel, token, _):
@@ -297,9 +288,7 @@ async def test_a_silent_client_is_detached_and_what_it_held_stays_out_of_use(
         assert await answer(channel, token) == "DETACHED_SESSION"
 
 
-async def test_after_the_grace_period_its_slots_are_others(
-    start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
-) -> None:
+async def test_after_the_grace_period_its_slots_are_others(start_daemon, authority, engine, tmp_path):
     daemon = start(start_daemon, authority, tmp_path, "--tcp-grace-seconds", "0.2")
     await fill(daemon)
     async with mute(daemon, engine) as (channel, token, _):
@@ -309,9 +298,7 @@ async def test_after_the_grace_period_its_slots_are_others(
         assert await sessions(daemon) == []
 
 
-async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(
-    start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
-) -> None:
+async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(start_daemon, authority, engine, tmp_path):
     daemon = start(start_daemon, authority, tmp_path, *ATTENTIVE)
     await fill(daemon)
     daemon.flags[daemon.flags.index("127.0.0.1:0")] = daemon.tcp_address
@@ -329,9 +316,7 @@ async def test_a_daemon_that_hangs_is_noticed_and_a_restarted_one_is_found(
         assert client.epoch == link.welcome.epoch
 
 
-async def test_one_identity_has_so_many_sessions_and_others_are_unaffected(
-    start_daemon: StartDaemon, authority: Authority, engine: TlsFiles, tmp_path: Path
-) -> None:
+async def test_one_identity_has_so_many_sessions_and_others_are_unaffected(start_daemon, authority, engine, tmp_path):
     daemon = start(start_daemon, authority, tmp_path, "--max-sessions", "4")
     async with await connect(daemon.tcp_address, tls=engine):
         async with await connect(daemon.tcp_address, tls=engine):
@@ -349,7 +334,7 @@ async def test_one_identity_has_so_many_sessions_and_others_are_unaffected(
             pass
 
 
-async def test_without_tls_a_rule_may_let_anybody_on_the_loopback_in(start_daemon: StartDaemon) -> None:
+async def test_without_tls_a_rule_may_let_anybody_on_the_loopback_in(start_daemon):
     rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["read"]}'
     daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)
     await fill(daemon)
@@ -359,7 +344,7 @@ async def test_without_tls_a_rule_may_let_anybody_on_the_loopback_in(start_daemo
             await client.open_cache("private", SPEC)
 
 
-async def test_who_administers_one_cache_sees_the_sessions_there_and_no_others(start_daemon: StartDaemon) -> None:
+async def test_who_administers_one_cache_sees_the_sessions_there_and_no_others(start_daemon):
     rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["admin"]}'
     daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)
     await fill(daemon)
@@ -382,7 +367,7 @@ async def test_who_administers_one_cache_sees_the_sessions_there_and_no_others(s
             assert (whole.leases, whole.held_slots) == (2, 3)
 
 
-async def test_without_tls_and_without_a_rule_nobody_gets_in(start_daemon: StartDaemon) -> None:
+async def test_without_tls_and_without_a_rule_nobody_gets_in(start_daemon):
     daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=8)
     with pytest.raises(PermissionDenied, match="no rule of the daemon's names an anonymous client"):
         await connect(daemon.tcp_address, insecure=True)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvtier import AsyncClient, Cache, CacheSpec, Client, buffers, errors, sync
+from kvtier import CacheSpec, Client, buffers, errors, sync
 from kvtier.types import BlockResult, Tier
 from tests.integration.blocks import chain
-from tests.integration.daemon import DaemonProcess
 
 SPEC = CacheSpec.single("tensors", "bfloat16", tokens_per_block=16, layers=2, kv_heads=2, head_size=16)
 SHAPE = (2, 2, 2, 16, 16)
@@ -26,16 +23,16 @@ OK = [BlockResult.OK] * 3
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=BUDGET)
 
 
-def some() -> torch.Tensor:
+def some():
     return torch.randn(3, *SHAPE, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("way", ["mapped", "streamed"])
-async def test_tensors_go_in_and_come_out(client: AsyncClient, cache: Cache, way: str) -> None:
+async def test_tensors_go_in_and_come_out(client, cache, way):
     one = cache if way == "mapped" else await client.open_cache(cache.name, SPEC, mapped=False)
     blocks = some().requires_grad_()
     assert await one.put(KEYS, blocks) == OK
@@ -48,7 +45,7 @@ async def test_tensors_go_in_and_come_out(client: AsyncClient, cache: Cache, way
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8], ids=str)
-async def test_any_dtype_of_the_right_size(cache: Cache, dtype: torch.dtype) -> None:
+async def test_any_dtype_of_the_right_size(cache, dtype):
     raw = torch.randint(0, 100, (3, SPEC.block_bytes(0)), dtype=torch.uint8)
     assert await cache.put(KEYS, raw.view(dtype)) == OK
     out = [torch.zeros(SPEC.block_bytes(0), dtype=torch.uint8).view(dtype) for _ in KEYS]
@@ -56,7 +53,7 @@ async def test_any_dtype_of_the_right_size(cache: Cache, dtype: torch.dtype) -> 
     assert torch.equal(torch.stack([each.view(torch.uint8) for each in out]), raw)
 
 
-async def test_tensors_that_are_not_contiguous(cache: Cache) -> None:
+async def test_tensors_that_are_not_contiguous(cache):
     blocks = some()
     turned = [block.transpose(0, 2).contiguous().transpose(0, 2) for block in blocks]
     assert not turned[0].is_contiguous()
@@ -67,14 +64,14 @@ async def test_tensors_that_are_not_contiguous(cache: Cache) -> None:
     assert all(torch.equal(one, other) for one, other in zip(out, blocks, strict=True))
 
 
-async def test_a_tensor_of_another_size_is_refused(cache: Cache) -> None:
+async def test_a_tensor_of_another_size_is_refused(cache):
     with pytest.raises(errors.InvalidArgument, match=r"blocks\[0\]"):
         await cache.put(KEYS, some().to(torch.float32))
     with pytest.raises(errors.InvalidArgument, match=r"out\[0\]"):
         await cache.get(KEYS, some()[:, :1])
 
 
-async def test_slots_are_tensors_in_place(cache: Cache) -> None:
+async def test_slots_are_tensors_in_place(cache):
     blocks = some()
     async with cache.reserve(1) as lease:
         (slot,) = lease.tensors(0)
@@ -88,14 +85,14 @@ async def test_slots_are_tensors_in_place(cache: Cache) -> None:
         assert seen.data_ptr() == view.ctypes.data
 
 
-async def test_a_mapping_that_is_read_only_can_be_read_as_a_tensor(client: AsyncClient, cache: Cache) -> None:
+async def test_a_mapping_that_is_read_only_can_be_read_as_a_tensor(client, cache):
     await cache.put(KEYS, some())
     reader = await client.open_cache(cache.name, SPEC, write=False)
     async with reader.acquire(KEYS) as lease:
         assert torch.equal(lease.tensors(2)[0].view(SHAPE), some()[2])
 
 
-def test_the_synchronous_client_takes_tensors(daemon: DaemonProcess, name: str) -> None:
+def test_the_synchronous_client_takes_tensors(daemon, name):
     with Client(daemon.address) as client:
         cache = client.open_cache(name, SPEC, budgets=BUDGET)
         assert cache.put(KEYS, some()) == OK
@@ -107,14 +104,12 @@ def test_the_synchronous_client_takes_tensors(daemon: DaemonProcess, name: str) 
 
 
 @pytest.mark.parametrize("way", [sync.Cache.get, partial(sync.Cache.get, verify=True), sync.Cache.stream_get])
-def test_the_synchronous_client_fills_tensors_in_the_callers_thread(
-    daemon: DaemonProcess, name: str, monkeypatch: pytest.MonkeyPatch, way: Callable[..., Any]
-) -> None:
+def test_the_synchronous_client_fills_tensors_in_the_callers_thread(daemon, name, monkeypatch, way):
     """Whose current streams the caller's work on them is in, where they are on a GPU."""
     threads = set()
     fill = buffers.fill
 
-    def seen(late: Sequence[buffers.Late]) -> None:
+    def seen(late):
         threads.add(threading.get_ident())
         fill(late)
 
@@ -133,7 +128,7 @@ def test_the_synchronous_client_fills_tensors_in_the_callers_thread(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no GPU")
-async def test_tensors_of_a_gpu(cache: Cache) -> None:
+async def test_tensors_of_a_gpu(cache):
     blocks = some().cuda()
     assert await cache.put(KEYS, blocks) == OK
     out = torch.zeros_like(blocks)
@@ -141,7 +136,7 @@ async def test_tensors_of_a_gpu(cache: Cache) -> None:
     assert torch.equal(out, blocks)
 
 
-def test_who_does_not_use_tensors_does_not_import_torch(daemon: DaemonProcess, name: str) -> None:
+def test_who_does_not_use_tensors_does_not_import_torch(daemon, name):
     program = (
         "import sys, numpy, kvtier\n"
         "spec = kvtier.CacheSpec.single('light', 'uint8', 16, 1, 1, 64)\n"

@@ -9,7 +9,6 @@ import pytest
 
 from kvtier import BlockResult, Cause, Event, EventType, InvalidArgument, Tier, connect
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain
-from tests.integration.daemon import StartDaemon
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import PATIENCE_S, eventually
 
@@ -25,14 +24,12 @@ SUBSETS = [
 ]
 
 
-def ids(subset: tuple[Tier, ...]) -> str:
+def ids(subset):
     return "+".join(map(str, subset))
 
 
 @pytest.mark.parametrize("subset", SUBSETS, ids=ids)
-async def test_blocks_go_down_as_far_as_there_are_tiers_and_then_out(
-    start_daemon: StartDaemon, subset: tuple[Tier, ...]
-) -> None:
+async def test_blocks_go_down_as_far_as_there_are_tiers_and_then_out(start_daemon, subset):
     daemon = start_daemon(**{str(tier): SLOTS[tier] for tier in subset})
     capacity = sum(SLOTS[tier] for tier in subset)
     prompts = [chain(f"prompt {index}", 2) for index in range(capacity)]
@@ -68,7 +65,7 @@ async def test_blocks_go_down_as_far_as_there_are_tiers_and_then_out(
         assert_bytes(prompts[-1][:1], (await cache.get(prompts[-1]))[:1])
 
 
-async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon: StartDaemon) -> None:
+async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon):
     """Nobody can map a slot of it, so nothing can be put there; it is a valid subset all the same."""
     daemon = start_daemon(disk=8)
     async with await connect(daemon.address) as client:
@@ -84,7 +81,7 @@ async def test_a_daemon_with_a_disk_alone_can_be_looked_at(start_daemon: StartDa
 
 
 @pytest.mark.parametrize(("priority", "kept"), [(29, False), (30, True), (100, True)])
-async def test_only_what_is_worth_it_goes_down(start_daemon: StartDaemon, priority: int, kept: bool) -> None:
+async def test_only_what_is_worth_it_goes_down(start_daemon, priority, kept):
     daemon = start_daemon(device=4, host=32)
     async with await connect(daemon.address) as client, client.watch(oldest=True, types=[EventType.REMOVED]) as watch:
         cache = await client.open_cache("worth", SPEC)
@@ -105,7 +102,7 @@ async def test_only_what_is_worth_it_goes_down(start_daemon: StartDaemon, priori
             assert [gone.index(keys[1]) < gone.index(keys[0]) for keys in cheap] == [True, True], "leaves first"
 
 
-async def test_the_least_recently_used_of_a_priority_goes_first(start_daemon: StartDaemon) -> None:
+async def test_the_least_recently_used_of_a_priority_goes_first(start_daemon):
     daemon = start_daemon(host=6)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("order", SPEC)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
 
 import pytest
 
-from kvtier import AsyncClient, Cache, Tier
+from kvtier import Tier
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import kvtier
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=16))
 
 
-async def test_one_screen_in_plain_text(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_one_screen_in_plain_text(daemon, client, cache):
     """Without a terminal it is one screen, as with --once."""
     keys = chain(cache.name, 3)
     await cache.put(keys, blocks(keys))
@@ -43,7 +41,7 @@ async def test_one_screen_in_plain_text(daemon: DaemonProcess, client: AsyncClie
         assert part in said.stdout
 
 
-def test_what_it_refuses(daemon: DaemonProcess, short_dir: Path) -> None:
+def test_what_it_refuses(daemon, short_dir):
     assert "no daemon answers" in kvtier("top", "--once", "--address", str(short_dir), status=1).stderr
     assert "no such cache is open" in kvtier("top", "--cache", "gone", "--address", daemon.address, status=1).stderr
     for seconds in ("0", "nan", "inf"):
@@ -51,9 +49,7 @@ def test_what_it_refuses(daemon: DaemonProcess, short_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "status"), [(b"q", 0), (b"\x03", 0), (b"", 128 + signal.SIGTERM)])
-async def test_a_terminal_is_painted_over_a_restart_and_given_back(
-    start_daemon: StartDaemon, key: bytes, status: int
-) -> None:
+async def test_a_terminal_is_painted_over_a_restart_and_given_back(start_daemon, key, status):
     daemon = start_daemon(host=8)
     with terminal("top", "--interval", "0.1", "--address", daemon.address) as screen:
         screen.until(r"\x1b\[\?1049h")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from tests.integration.faulty_daemon import SEEN_BY_READERS
 from tests.integration.seeing import cache_stats
 from tests.integration.supervised import SupervisedDaemon
 from tests.integration.test_crash import SEED
-from tests.integration.torture import SIZES, Crowd, FaultyDaemon, Report
+from tests.integration.torture import SIZES, Crowd, FaultyDaemon
 from tests.integration.torture_blocks import SPEC
 from tests.integration.waiting import eventually
 
@@ -36,13 +35,11 @@ pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no reads without calls
 
 
 @pytest.fixture(autouse=True)
-def _say_seed() -> None:
+def _say_seed():
     print(f"KVTIER_SEED={SEED}")
 
 
-def torture(
-    address: str, kill: Callable[[], None], seed: int, *, parts: tuple[str, ...], turns: int, ends: int, seconds: float
-) -> Report:
+def torture(address, kill, seed, *, parts, turns, ends, seconds):
     """Kills the daemon again and again, so many times and for so long at least: whenever every part has had some turns
     since it came back, ``turns`` at most."""
     rng = random.Random(seed)
@@ -57,7 +54,7 @@ def torture(
         return crowd.stop(restarts)
 
 
-def assert_right(report: Report) -> None:
+def assert_right(report):
     print(report)
     assert not report.faults
     assert report.sums["wrong"] == 0
@@ -65,10 +62,10 @@ def assert_right(report: Report) -> None:
     assert report.sums["hits"] > report.sums["blocks"] // 4, "most blocks came by calls"
 
 
-def settle(address: str) -> None:
+def settle(address):
     """Nobody holds anything any more, and the daemon has nothing to complain about."""
 
-    async def look() -> None:
+    async def look():
         async with await connect(address) as client:
             await client.open_cache("c", SPEC)
             await eventually(
@@ -79,22 +76,13 @@ def settle(address: str) -> None:
     asyncio.run(look())
 
 
-def supervised(
-    home: Path,
-    seed: int,
-    *,
-    parts: tuple[str, ...],
-    turns: int,
-    ends: int,
-    seconds: float,
-    flags: tuple[str, ...] = (),
-) -> None:
+def supervised(home, seed, *, parts, turns, ends, seconds, flags=()):
     """The host tier outlives the daemon. Now and then it is upgraded instead of killed: the supervisor's pauses between
     deaths would grow."""
     rng = random.Random(seed)
     daemon = SupervisedDaemon(home, SIZES, flags)
 
-    def kill() -> None:
+    def kill():
         end = rng.choice((daemon.kill, daemon.kill, daemon.upgrade))
         end()
 
@@ -113,20 +101,11 @@ def supervised(
         daemon.close()
 
 
-def unsupervised(
-    home: Path,
-    seed: int,
-    *,
-    parts: tuple[str, ...],
-    turns: int,
-    ends: int,
-    seconds: float,
-    flags: tuple[str, ...] = (),
-) -> None:
+def unsupervised(home, seed, *, parts, turns, ends, seconds, flags=()):
     """Memory is lost with the daemon, but for those who have mapped it; what is on disk comes back."""
     daemon = DaemonProcess(home, SIZES, flags)
 
-    def kill() -> None:
+    def kill():
         daemon.kill()
         daemon.start()
 
@@ -139,21 +118,19 @@ def unsupervised(
 
 
 @pytest.mark.parametrize(("variant", "ends"), [(supervised, 2), (unsupervised, 1)])
-def test_every_byte_is_right(short_dir: Path, variant: Callable[..., None], ends: int) -> None:
+def test_every_byte_is_right(short_dir, variant, ends):
     variant(short_dir, SEED, parts=PARTS, turns=15, ends=ends, seconds=0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("variant", "flags"), [(supervised, CHECKED), (unsupervised, ())])
-def test_every_byte_is_right_for_a_long_time(
-    short_dir: Path, variant: Callable[..., None], flags: tuple[str, ...]
-) -> None:
+def test_every_byte_is_right_for_a_long_time(short_dir, variant, flags):
     """Once with all of the daemon's own checks after each of its steps, once with many more steps."""
     variant(short_dir, SEED + 1, parts=PARTS + PARTS, turns=200, ends=4, seconds=LONG_S, flags=flags)
 
 
 @pytest.mark.long
-def test_a_reader_that_does_not_look_whether_its_slots_are_still_the_same_is_found(short_dir: Path) -> None:
+def test_a_reader_that_does_not_look_whether_its_slots_are_still_the_same_is_found(short_dir):
     """So the others do go the way that they look in: chains that are read once more."""
     daemon = DaemonProcess(short_dir, {Tier.HOST: SIZES[Tier.HOST]})
     daemon.start()
@@ -168,7 +145,7 @@ def test_a_reader_that_does_not_look_whether_its_slots_are_still_the_same_is_fou
 
 
 @pytest.mark.parametrize("fault", [fault.__name__ for fault in SEEN_BY_READERS])
-def test_a_planted_fault_is_found(short_dir: Path, fault: str) -> None:
+def test_a_planted_fault_is_found(short_dir, fault):
     daemon = FaultyDaemon(short_dir, {Tier.HOST: SIZES[Tier.HOST]})
     daemon.fault = fault
     daemon.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -12,16 +11,14 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvtier import AsyncClient, Cache, CacheSpec, Client, PoolSpec, WindowGroupSpec, connect, errors
+from kvtier import CacheSpec, Client, PoolSpec, WindowGroupSpec, connect, errors
 from kvtier.abi.stream import MAX_CHUNK_BYTES
-from kvtier.errors import Fault
 from kvtier.types import ROOT_PARENT, BlockResult, Tier
 from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtier.wire import tier_to_wire
 from tests.integration.actors import Actor
 from tests.integration.blocks import BLOCK_BYTES, SPEC, assert_bytes, block, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
-from tests.integration.raw import RawClient, attached, refusal
+from tests.integration.raw import attached, refusal
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.waiting import eventually
 
@@ -31,11 +28,11 @@ BUDGET = sizes(device=8, host=8)
 
 
 @pytest.fixture
-async def streamed(client: AsyncClient, name: str) -> Cache:
+async def streamed(client, name):
     return await client.open_cache(name, SPEC, budgets=BUDGET, mapped=False)
 
 
-async def nothing_held(client: AsyncClient, cache: str) -> None:
+async def nothing_held(client, cache):
     """Nobody holds a slot of any tier, sooner or later."""
     await eventually(lambda: cache_stats(client, cache), lambda seen: not any(each.held for each in seen.tiers))
 
@@ -43,7 +40,7 @@ async def nothing_held(client: AsyncClient, cache: str) -> None:
 # -- honest clients --------------------------------------------------------------------------------------------------
 
 
-async def test_put_and_get_without_a_mapping(streamed: Cache) -> None:
+async def test_put_and_get_without_a_mapping(streamed):
     keys = chain("unmapped", 3)
     assert not streamed.mapped
     assert await streamed.put(keys, blocks(keys)) == [OK] * 3
@@ -52,7 +49,7 @@ async def test_put_and_get_without_a_mapping(streamed: Cache) -> None:
     assert await streamed.get(chain("else", 2)) == []
 
 
-async def test_streams_and_mappings_are_of_the_same_blocks(client: AsyncClient, name: str) -> None:
+async def test_streams_and_mappings_are_of_the_same_blocks(client, name):
     cache = await client.open_cache(name, SPEC, budgets=BUDGET)
     keys = chain("both", 6)
     assert await cache.stream_put(keys[:3], blocks(keys[:3]), tier=Tier.HOST) == [OK] * 3
@@ -62,7 +59,7 @@ async def test_streams_and_mappings_are_of_the_same_blocks(client: AsyncClient, 
     assert [found.parent for found in [each async for each in cache.blocks()]] == [None, *keys[:-1]]
 
 
-async def test_a_chain_longer_than_the_tier_goes_in_pieces(client: AsyncClient, name: str) -> None:
+async def test_a_chain_longer_than_the_tier_goes_in_pieces(client, name):
     streamed = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=64), mapped=False)
     keys = chain("long", 14)
     assert await streamed.put(keys, blocks(keys)) == [OK] * 14
@@ -72,7 +69,7 @@ async def test_a_chain_longer_than_the_tier_goes_in_pieces(client: AsyncClient, 
     assert_bytes(keys, list(out))
 
 
-async def test_blocks_larger_than_a_chunk(client: AsyncClient, name: str, start_daemon: StartDaemon) -> None:
+async def test_blocks_larger_than_a_chunk(client, name, start_daemon):
     spec = type(SPEC).single("large", "uint8", tokens_per_block=64, layers=23, kv_heads=1, head_size=1024)
     assert spec.block_bytes(0) > MAX_CHUNK_BYTES
     daemon = start_daemon(host=5 * spec.record_bytes(0) // SPEC.record_bytes(0))
@@ -84,7 +81,7 @@ async def test_blocks_larger_than_a_chunk(client: AsyncClient, name: str, start_
         assert np.array_equal(await cache.get(keys), data)
 
 
-async def test_all_window_groups_at_once(client: AsyncClient, name: str) -> None:
+async def test_all_window_groups_at_once(client, name):
     groups = tuple(WindowGroupSpec(window, (PoolSpec(1, heads, 8),)) for heads, window in ((1, 0), (2, 32)))
     spec = CacheSpec("groups", "uint8", tokens_per_block=16, groups=groups)
     room = {Tier.HOST: 8 * (spec.record_bytes(0) + spec.record_bytes(1))}
@@ -98,10 +95,10 @@ async def test_all_window_groups_at_once(client: AsyncClient, name: str) -> None
         assert np.array_equal(rows, data[group][-len(rows) :])
 
 
-async def test_the_synchronous_client_streams_too(daemon: DaemonProcess, name: str) -> None:
+async def test_the_synchronous_client_streams_too(daemon, name):
     keys = chain("sync", 3)
 
-    def work() -> None:
+    def work():
         with Client(daemon.address) as client:
             cache = client.open_cache(name, SPEC, budgets=BUDGET, mapped=False)
             assert cache.put(keys, blocks(keys)) == [OK] * 3
@@ -111,7 +108,7 @@ async def test_the_synchronous_client_streams_too(daemon: DaemonProcess, name: s
     await asyncio.to_thread(work)
 
 
-async def test_an_unmapped_cache_has_no_slots_to_fill_or_to_look_at(streamed: Cache) -> None:
+async def test_an_unmapped_cache_has_no_slots_to_fill_or_to_look_at(streamed):
     keys = chain("views", 1)
     await streamed.put(keys, blocks(keys))
     with pytest.raises(errors.CallerError, match="not mapped") as refused:
@@ -123,16 +120,16 @@ async def test_an_unmapped_cache_has_no_slots_to_fill_or_to_look_at(streamed: Ca
             lease.view(0)
 
 
-async def test_a_cache_opened_to_read_is_not_written_by_streams(client: AsyncClient, streamed: Cache) -> None:
+async def test_a_cache_opened_to_read_is_not_written_by_streams(client, streamed):
     reader = await client.open_cache(streamed.name, SPEC, write=False, mapped=False)
     with pytest.raises(errors.InvalidArgument, match="write"):
         await reader.put(chain("no", 1), blocks(chain("no", 1)))
 
 
-async def test_many_put_and_get_while_blocks_are_evicted(client: AsyncClient, name: str) -> None:
+async def test_many_put_and_get_while_blocks_are_evicted(client, name):
     streamed = await client.open_cache(name, SPEC, budgets=sizes(device=24, host=24), mapped=False)
 
-    async def one(number: int) -> None:
+    async def one(number):
         for turn in range(6):
             keys = chain(f"evict-{number}-{turn}", 3)
             await streamed.put(keys, blocks(keys))
@@ -143,7 +140,7 @@ async def test_many_put_and_get_while_blocks_are_evicted(client: AsyncClient, na
     await nothing_held(client, streamed.name)
 
 
-async def test_what_does_not_fit_is_refused_as_ever(client: AsyncClient, streamed: Cache) -> None:
+async def test_what_does_not_fit_is_refused_as_ever(client, streamed):
     keys = chain("held", 8)
     for start in (0, 4):
         await streamed.put(keys[start : start + 4], blocks(keys[start : start + 4]), parent=keys[3] if start else None)
@@ -157,7 +154,7 @@ async def test_what_does_not_fit_is_refused_as_ever(client: AsyncClient, streame
 # -- hostile ones ----------------------------------------------------------------------------------------------------
 
 
-def header(cache_id: int, keys: Sequence[bytes], **more: Any) -> transfer_pb2.PutChunk:
+def header(cache_id, keys, **more):
     """Of a chain with its right bytes; ``more`` replaces fields, of ``commit`` with a prefix."""
     commit: dict[str, Any] = {
         "cache_id": cache_id,
@@ -174,11 +171,11 @@ def header(cache_id: int, keys: Sequence[bytes], **more: Any) -> transfer_pb2.Pu
     return transfer_pb2.PutChunk(header=transfer_pb2.PutHeader(**fields))
 
 
-def part(index: int, offset: int, data: bytes) -> transfer_pb2.PutChunk:
+def part(index, offset, data):
     return transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(block=index, offset=offset, data=data))
 
 
-async def put_refused(raw: RawClient, messages: Iterable[transfer_pb2.PutChunk]) -> Fault:
+async def put_refused(raw, messages):
     return await refusal(raw.stubs.transfer.Put(iter(messages), metadata=raw.metadata, timeout=10))
 
 
@@ -206,9 +203,7 @@ HOSTILE: dict[str, tuple[list[transfer_pb2.PutChunk], Code, str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-async def test_a_sender_that_lies_is_refused_by_name_and_nothing_is_stored(
-    raw: RawClient, client: AsyncClient, name: str, case: str
-) -> None:
+async def test_a_sender_that_lies_is_refused_by_name_and_nothing_is_stored(raw, client, name, case):
     opened = await raw.open(name, budgets=sizes(host=4))
     messages, code, field = HOSTILE[case]
     fault = await put_refused(raw, [header(opened.cache_id, KEYS), *messages])
@@ -238,9 +233,7 @@ BAD_HEADERS: dict[str, tuple[dict[str, Any], Code, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_HEADERS)
-async def test_a_bad_header_is_refused_and_holds_nothing(
-    raw: RawClient, client: AsyncClient, name: str, case: str
-) -> None:
+async def test_a_bad_header_is_refused_and_holds_nothing(raw, client, name, case):
     opened = await raw.open(name, budgets=sizes(host=4))
     fields, code, field = BAD_HEADERS[case]
     fault = await put_refused(raw, [header(opened.cache_id, KEYS, **fields), part(0, 0, ALL)])
@@ -248,13 +241,13 @@ async def test_a_bad_header_is_refused_and_holds_nothing(
     await nothing_held(client, name)
 
 
-async def test_bytes_before_a_header_and_no_message_at_all_are_refused(raw: RawClient) -> None:
+async def test_bytes_before_a_header_and_no_message_at_all_are_refused(raw):
     for messages in ([part(0, 0, ALL)], []):
         fault = await put_refused(raw, messages)
         assert (fault.code, fault.detail.field) == (Code.INVALID_ARGUMENT, "part")
 
 
-async def test_a_cache_of_others_is_refused(daemon: DaemonProcess, raw: RawClient, name: str) -> None:
+async def test_a_cache_of_others_is_refused(daemon, raw, name):
     opened = await raw.open(name, budgets=sizes(host=4))
     async with attached(daemon.address) as stranger:
         fault = await put_refused(stranger, [header(opened.cache_id, KEYS), part(0, 0, ALL)])
@@ -265,18 +258,18 @@ async def test_a_cache_of_others_is_refused(daemon: DaemonProcess, raw: RawClien
         assert (await refusal(nobody)).code is Code.UNAUTHENTICATED
 
 
-def acquire(cache_id: int, keys: Sequence[bytes], **more: Any) -> blocks_pb2.AcquireRequest:
+def acquire(cache_id, keys, **more):
     wanted = blocks_pb2.Chain(keys=b"".join(keys), min_blocks=1)
     fields: dict[str, Any] = {"tier": tier_to_wire(Tier.HOST), "chains": [wanted]} | more
     return blocks_pb2.AcquireRequest(cache_id=cache_id, **fields)
 
 
-async def get(raw: RawClient, request: transfer_pb2.GetRequest) -> AsyncIterator[transfer_pb2.GetChunk]:
+async def get(raw, request):
     async for chunk in raw.stubs.transfer.Get(request, metadata=raw.metadata, timeout=10):
         yield chunk
 
 
-async def test_a_get_says_what_it_found_and_sums_up_its_bytes(raw: RawClient, client: AsyncClient, name: str) -> None:
+async def test_a_get_says_what_it_found_and_sums_up_its_bytes(raw, client, name):
     opened = await raw.open(name, budgets=sizes(host=4))
     await (await client.open_cache(name, SPEC)).put(KEYS, blocks(KEYS))
     first, *rest = [chunk async for chunk in get(raw, transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, KEYS)))]
@@ -300,7 +293,7 @@ async def test_a_get_says_what_it_found_and_sums_up_its_bytes(raw: RawClient, cl
         ({"tier": common_pb2.TIER_DISK}, "acquire.tier"),
     ],
 )
-async def test_a_bad_get_is_refused(raw: RawClient, name: str, more: dict[str, Any], field: str) -> None:
+async def test_a_bad_get_is_refused(raw, name, more, field):
     opened = await raw.open(name, budgets=sizes(host=4))
     request = transfer_pb2.GetRequest(acquire=acquire(opened.cache_id, KEYS, **more))
     fault = await refusal(anext(aiter(get(raw, request))))
@@ -310,7 +303,7 @@ async def test_a_bad_get_is_refused(raw: RawClient, name: str, more: dict[str, A
 # -- those that vanish -----------------------------------------------------------------------------------------------
 
 
-async def begun(raw: RawClient, client: AsyncClient, cache_id: int, name: str) -> Any:
+async def begun(raw, client, cache_id, name):
     """A put that has sent half of its bytes and holds its slots."""
     call = raw.stubs.transfer.Put(metadata=raw.metadata, timeout=60)
     await call.write(header(cache_id, KEYS, commit_seq=77))
@@ -319,9 +312,7 @@ async def begun(raw: RawClient, client: AsyncClient, cache_id: int, name: str) -
     return call
 
 
-async def test_a_cancelled_put_leaves_nothing_held_and_nothing_stored(
-    raw: RawClient, client: AsyncClient, name: str
-) -> None:
+async def test_a_cancelled_put_leaves_nothing_held_and_nothing_stored(raw, client, name):
     opened = await raw.open(name, budgets=sizes(host=4))
     call = await begun(raw, client, opened.cache_id, name)
     call.cancel()
@@ -330,9 +321,7 @@ async def test_a_cancelled_put_leaves_nothing_held_and_nothing_stored(
     assert (await cache.match(KEYS)).blocks == 0
 
 
-async def test_a_put_ends_with_its_session_and_writes_no_slot_of_anybody_elses(
-    daemon: DaemonProcess, client: AsyncClient, name: str
-) -> None:
+async def test_a_put_ends_with_its_session_and_writes_no_slot_of_anybody_elses(daemon, client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=2))
     async with attached(daemon.address) as raw:
         opened = await raw.open(name)
@@ -349,9 +338,7 @@ async def test_a_put_ends_with_its_session_and_writes_no_slot_of_anybody_elses(
     assert (await cache.match(KEYS)).blocks == 0
 
 
-async def test_a_put_ends_when_its_session_breaks_off_and_can_be_repeated(
-    raw: RawClient, client: AsyncClient, name: str
-) -> None:
+async def test_a_put_ends_when_its_session_breaks_off_and_can_be_repeated(raw, client, name):
     opened = await raw.open(name, budgets=sizes(host=4))
     call = await begun(raw, client, opened.cache_id, name)
     raw.detach()
@@ -370,7 +357,7 @@ async def test_a_put_ends_when_its_session_breaks_off_and_can_be_repeated(
     assert (await put_refused(raw, [other])).detail.field == "seq"
 
 
-async def test_a_killed_sender_leaves_nothing(daemon: DaemonProcess, client: AsyncClient, name: str) -> None:
+async def test_a_killed_sender_leaves_nothing(daemon, client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
     begin, chunk = header(cache.info.cache_id, KEYS), part(0, 0, ALL[:HALF])
     sent = [message.SerializeToString().hex() for message in (begin, chunk)]
@@ -382,7 +369,7 @@ async def test_a_killed_sender_leaves_nothing(daemon: DaemonProcess, client: Asy
     assert (await cache.match(KEYS)).blocks == 0
 
 
-async def test_a_reader_that_leaves_midway_holds_nothing(raw: RawClient, client: AsyncClient, name: str) -> None:
+async def test_a_reader_that_leaves_midway_holds_nothing(raw, client, name):
     opened = await raw.open(name, budgets=sizes(host=4))
     await (await client.open_cache(name, SPEC)).put(KEYS, blocks(KEYS))
     call = raw.stubs.transfer.Get(
@@ -395,9 +382,7 @@ async def test_a_reader_that_leaves_midway_holds_nothing(raw: RawClient, client:
     await nothing_held(client, name)
 
 
-async def test_a_session_that_ends_in_the_middle_of_a_message_is_no_trouble_to_the_daemon(
-    start_daemon: StartDaemon,
-) -> None:
+async def test_a_session_that_ends_in_the_middle_of_a_message_is_no_trouble_to_the_daemon(start_daemon):
     """A refused get is left after its first message, and its client hangs up at once. The log is read at the end."""
     daemon = start_daemon(host=8)
     for number in range(40):

@@ -6,11 +6,9 @@ import asyncio
 import json
 import subprocess
 import sys
-from typing import Any
 
-from kvtier import AsyncClient, Cache, CacheOptions, Prompt, SnapshotSlice, Tier, Watch, connect, event_hashes
+from kvtier import CacheOptions, SnapshotSlice, Tier, connect, event_hashes
 from tests.integration.blocks import SPEC, blocks, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 
 NAME = "llama"
 STEP = SPEC.tokens_per_block
@@ -18,30 +16,30 @@ IDS = list(range(1000, 1000 + 3 * STEP))
 NAMED = CacheOptions(event_hash="v1_block_key", keep_tokens=True)
 
 
-def hashes() -> list[int]:
+def hashes():
     packed = event_hashes("v1_block_key", IDS, STEP)
     return [int.from_bytes(packed[start : start + 8], "big") for start in range(0, len(packed), 8)]
 
 
-def watched(daemon: DaemonProcess, *arguments: str) -> list[dict[str, Any]]:
+def watched(daemon, *arguments):
     command = [sys.executable, "-m", "kvtier.cli", "watch", "--address", daemon.address, "--format", "trtllm"]
     done = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True, timeout=60)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-async def first_slice(watch: Watch) -> SnapshotSlice:
+async def first_slice(watch):
     async for item in watch:
         if isinstance(item, SnapshotSlice):
             return item
     raise AssertionError("the watch ended")
 
 
-async def opened(client: AsyncClient) -> tuple[Cache, Prompt]:
+async def opened(client):
     cache = await client.open_cache(NAME, SPEC, budgets=sizes(device=8, host=8, disk=8), options=NAMED)
     return cache, cache.prompt(IDS)
 
 
-async def test_a_life_in_their_words(start_daemon: StartDaemon) -> None:
+async def test_a_life_in_their_words(start_daemon):
     daemon = start_daemon(device=8, host=8, disk=8)
     async with await connect(daemon.address) as client:
         cache, prompt = await opened(client)
@@ -82,7 +80,7 @@ async def test_a_life_in_their_words(start_daemon: StartDaemon) -> None:
     assert len(moves) + len(removed) == len(rest)
 
 
-async def test_hashes_and_tokens_outlive_the_daemon(start_daemon: StartDaemon) -> None:
+async def test_hashes_and_tokens_outlive_the_daemon(start_daemon):
     daemon = start_daemon(device=8, host=8, disk=8)
     async with await connect(daemon.address) as client:
         cache, prompt = await opened(client)
@@ -98,7 +96,7 @@ async def test_hashes_and_tokens_outlive_the_daemon(start_daemon: StartDaemon) -
     assert [token for block in found.tokens for token in block.token_ids] == IDS
 
 
-def test_one_cache_is_asked_for(daemon: DaemonProcess) -> None:
+def test_one_cache_is_asked_for(daemon):
     command = [sys.executable, "-m", "kvtier.cli", "watch", "--address", daemon.address, "--format", "trtllm"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, Tier, TierFull, connect
+from kvtier import BlockResult, Tier, TierFull, connect
 from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.touching import bytes_in, write_into
 from tests.integration.waiting import eventually
@@ -26,17 +24,17 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-async def other(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+async def other(daemon):
     async with await connect(daemon.address) as client:
         yield client
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
 
 
-async def test_one_reads_what_the_other_committed(cache: Cache, other: AsyncClient) -> None:
+async def test_one_reads_what_the_other_committed(cache, other):
     await cache.put(KEYS, blocks(KEYS))
     theirs = await other.open_cache(cache.name, SPEC, write=False)
     async with theirs.acquire(KEYS, min_blocks=4) as lease:
@@ -46,7 +44,7 @@ async def test_one_reads_what_the_other_committed(cache: Cache, other: AsyncClie
         assert lease.unchanged()
 
 
-async def test_a_held_chain_is_read_while_its_owner_still_holds_it(cache: Cache, other: AsyncClient) -> None:
+async def test_a_held_chain_is_read_while_its_owner_still_holds_it(cache, other):
     theirs = await other.open_cache(cache.name, SPEC)
     async with cache.reserve(4) as lease:
         for index, data in enumerate(blocks(KEYS)):
@@ -56,7 +54,7 @@ async def test_a_held_chain_is_read_while_its_owner_still_holds_it(cache: Cache,
         assert_bytes(KEYS, await theirs.get(KEYS))
 
 
-async def test_both_write_the_same_chain(client: AsyncClient, cache: Cache, other: AsyncClient) -> None:
+async def test_both_write_the_same_chain(client, cache, other):
     """Whoever comes second keeps nothing: neither a slot nor a second copy."""
     keys = KEYS[:2]
     theirs = await other.open_cache(cache.name, SPEC)
@@ -67,7 +65,7 @@ async def test_both_write_the_same_chain(client: AsyncClient, cache: Cache, othe
     assert_bytes(keys, await theirs.get(keys))
 
 
-async def test_a_full_tier_says_at_once_who_holds_it(client: AsyncClient, daemon: DaemonProcess, cache: Cache) -> None:
+async def test_a_full_tier_says_at_once_who_holds_it(client, daemon, cache):
     with Actor("hold", address=daemon.address, cache=cache.name, reserve={"DEVICE": 3}, acquire={}) as holder:
         session = holder.says()["session"]
         started = time.monotonic()
@@ -86,7 +84,7 @@ async def test_a_full_tier_says_at_once_who_holds_it(client: AsyncClient, daemon
         await (await cache.reserve(4, Tier.DEVICE)).release()
 
 
-async def test_who_asks_first_is_served_first(start_daemon: StartDaemon) -> None:
+async def test_who_asks_first_is_served_first(start_daemon):
     """The first wants all slots but one, the second one: it could be served as soon as one demotion is through.
 
     Leases are numbered as they are granted, which is judged here: two answers may overtake each other on their ways.
@@ -100,7 +98,7 @@ async def test_who_asks_first_is_served_first(start_daemon: StartDaemon) -> None
             assert await mine.put(keys, blocks(keys)) == [OK] * 1024
             granted: dict[str, int] = {}
 
-            async def ask(cache: Cache, count: int, who: str, granted: dict[str, int] = granted) -> None:
+            async def ask(cache, count, who, granted=granted):
                 async with cache.reserve(count, Tier.DEVICE) as lease:
                     granted[who] = lease.id
 
@@ -115,13 +113,13 @@ async def test_who_asks_first_is_served_first(start_daemon: StartDaemon) -> None
         assert waited, "nobody ever had to wait: this showed nothing"
 
 
-async def test_many_writers_of_few_slots_all_get_through(start_daemon: StartDaemon) -> None:
+async def test_many_writers_of_few_slots_all_get_through(start_daemon):
     """Six clients on four device slots: refusals are the order of the day, wrong bytes and stuck slots are not."""
     daemon = start_daemon("--chaos-seed", "2", device=4, host=6, disk=512)
     refusals = 0
     stored: set[bytes] = set()
 
-    async def insist(step: Callable[[], Awaitable[T]]) -> T:
+    async def insist(step):
         nonlocal refusals
         while True:
             try:
@@ -130,7 +128,7 @@ async def test_many_writers_of_few_slots_all_get_through(start_daemon: StartDaem
                 assert {holder.pid for holder in full.holders} <= {os.getpid()}
                 refusals += 1
 
-    async def work(index: int) -> None:
+    async def work(index):
         async with await connect(daemon.address) as client:
             cache = await client.open_cache("busy", SPEC)
             turn = 0
@@ -138,8 +136,8 @@ async def test_many_writers_of_few_slots_all_get_through(start_daemon: StartDaem
                 keys = chain(f"writer {index % 4} turn {turn}", 3)
                 turn += 1
                 stored.update(keys)
-                await insist(lambda keys=keys: cache.put(keys, blocks(keys)))  # type: ignore[misc]
-                assert_bytes(keys, await insist(lambda keys=keys: cache.get(keys)))  # type: ignore[misc]
+                await insist(lambda keys=keys: cache.put(keys, blocks(keys)))
+                assert_bytes(keys, await insist(lambda keys=keys: cache.get(keys)))
 
     await asyncio.gather(*map(work, range(6)))
     assert refusals, "there was no contention: this showed nothing"

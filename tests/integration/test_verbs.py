@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, InvalidArgument, LeaseError, Tier, TierFull, TooShort
+from kvtier import BlockResult, InvalidArgument, LeaseError, Tier, TierFull, TooShort
 from kvtier.errors import CallerError, ClientClosed
 from tests import devices
 from tests.integration.blocks import BLOCK_BYTES, SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
@@ -18,15 +18,15 @@ DEVICE, HOST, DISK = (tier.bit for tier in Tier)
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=8, host=16, disk=32))
 
 
-async def put(cache: Cache, keys: list[bytes], tier: Tier = Tier.DEVICE) -> None:
+async def put(cache, keys, tier=Tier.DEVICE):
     assert await cache.put(keys, blocks(keys), tier=tier) == [OK] * len(keys)
 
 
-async def test_open_gives_a_cache_its_budgets_and_says_what_it_is(client: AsyncClient, name: str) -> None:
+async def test_open_gives_a_cache_its_budgets_and_says_what_it_is(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=3, host=5, disk=7))
     assert cache.tiers == tuple(Tier)
     assert [cache.slots(tier) for tier in Tier] == [3, 5, 7]
@@ -36,7 +36,7 @@ async def test_open_gives_a_cache_its_budgets_and_says_what_it_is(client: AsyncC
     assert cache.block_bytes == BLOCK_BYTES
 
 
-async def test_open_of_an_existing_cache_finds_its_blocks(client: AsyncClient, cache: Cache) -> None:
+async def test_open_of_an_existing_cache_finds_its_blocks(client, cache):
     await put(cache, KEYS)
     again = await client.open_cache(cache.name, SPEC)
     assert again.info.cache_id == cache.info.cache_id
@@ -44,13 +44,13 @@ async def test_open_of_an_existing_cache_finds_its_blocks(client: AsyncClient, c
     assert_bytes(KEYS, await again.get(KEYS))
 
 
-async def test_caches_are_listed(client: AsyncClient, cache: Cache) -> None:
+async def test_caches_are_listed(client, cache):
     await put(cache, KEYS)
     (listed,) = [each for each in await client.caches() if each.name == cache.name]
     assert (listed.spec, listed.blocks, listed.sessions) == (SPEC, 4, 1)
 
 
-async def test_close_gives_up_the_cache_and_keeps_it_warm(client: AsyncClient, cache: Cache) -> None:
+async def test_close_gives_up_the_cache_and_keeps_it_warm(client, cache):
     await put(cache, KEYS)
     await cache.acquire(KEYS)
     await cache.close()
@@ -62,7 +62,7 @@ async def test_close_gives_up_the_cache_and_keeps_it_warm(client: AsyncClient, c
     assert_bytes(KEYS, await again.get(KEYS))
 
 
-async def test_opens_of_one_cache_close_one_by_one(client: AsyncClient, cache: Cache) -> None:
+async def test_opens_of_one_cache_close_one_by_one(client, cache):
     again = await client.open_cache(cache.name, SPEC)
     async with cache.reserve(1):
         await again.close()
@@ -76,7 +76,7 @@ async def test_opens_of_one_cache_close_one_by_one(client: AsyncClient, cache: C
         await cache.match(KEYS)
 
 
-async def test_match_is_the_longest_stored_prefix(cache: Cache) -> None:
+async def test_match_is_the_longest_stored_prefix(cache):
     nothing = await cache.match(KEYS)
     assert (nothing.blocks, nothing.residency) == (0, b"")
     await put(cache, KEYS[:3])
@@ -87,7 +87,7 @@ async def test_match_is_the_longest_stored_prefix(cache: Cache) -> None:
     assert found.as_of > nothing.as_of
 
 
-async def test_locate_names_the_slots_that_hold_the_bytes(cache: Cache) -> None:
+async def test_locate_names_the_slots_that_hold_the_bytes(cache):
     await put(cache, KEYS[:1], Tier.DEVICE)
     await put(cache, chain("other", 1), Tier.HOST)
     on_device, in_host, nowhere = await cache.locate([KEYS[0], chain("other", 1)[0], KEYS[1]])
@@ -101,7 +101,7 @@ async def test_locate_names_the_slots_that_hold_the_bytes(cache: Cache) -> None:
     assert on_device.device_generation == cache.arena.generations(Tier.DEVICE, 0, slots)[0]
 
 
-async def test_reserve_fills_and_commits_a_chain_of_one_call(cache: Cache) -> None:
+async def test_reserve_fills_and_commits_a_chain_of_one_call(cache):
     async with cache.reserve(4, Tier.HOST) as lease:
         for index, data in enumerate(blocks(KEYS)):
             write_into(lease.view(index), data)
@@ -114,7 +114,7 @@ async def test_reserve_fills_and_commits_a_chain_of_one_call(cache: Cache) -> No
     assert [listed[key].priority for key in KEYS] == [40] * 4
 
 
-async def test_a_blank_slot_goes_back_by_release(client: AsyncClient, cache: Cache) -> None:
+async def test_a_blank_slot_goes_back_by_release(client, cache):
     lease = await cache.reserve(3)
     held = await tier_stats(client, cache.name, Tier.DEVICE)
     assert (held.blank, held.held, held.free) == (3, 3, 5)
@@ -125,7 +125,7 @@ async def test_a_blank_slot_goes_back_by_release(client: AsyncClient, cache: Cac
         await lease.release()
 
 
-async def test_commit_answers_for_each_block(client: AsyncClient, cache: Cache) -> None:
+async def test_commit_answers_for_each_block(client, cache):
     await put(cache, KEYS[:2])
     orphan, other = chain("orphan", 2)
     async with cache.reserve(5) as lease:
@@ -149,7 +149,7 @@ async def test_commit_answers_for_each_block(client: AsyncClient, cache: Cache) 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 @pytest.mark.parametrize("stored_in", list(Tier))
-async def test_acquire_makes_a_chain_ready_wherever_it_was(cache: Cache, tier: Tier, stored_in: Tier) -> None:
+async def test_acquire_makes_a_chain_ready_wherever_it_was(cache, tier, stored_in):
     await put(cache, KEYS)
     if stored_in is not Tier.DEVICE:
         assert await cache.move(KEYS, stored_in) == [OK] * 4
@@ -162,7 +162,7 @@ async def test_acquire_makes_a_chain_ready_wherever_it_was(cache: Cache, tier: T
     assert set((await cache.match(KEYS)).residency) == {tier.bit if promoted else tier.bit | stored_in.bit}
 
 
-async def test_acquire_of_several_chains_claims_every_match_first(client: AsyncClient, cache: Cache) -> None:
+async def test_acquire_of_several_chains_claims_every_match_first(client, cache):
     """Together they fill the tier, so any of them could only be had at the expense of another."""
     chains = [chain(f"chain {index}", 2) for index in range(4)]
     for keys in chains:
@@ -177,7 +177,7 @@ async def test_acquire_of_several_chains_claims_every_match_first(client: AsyncC
     assert (stats.hits_host, stats.misses) == (8, 3)
 
 
-async def test_acquire_is_shortened_where_room_is_short_but_never_below_min_blocks(cache: Cache) -> None:
+async def test_acquire_is_shortened_where_room_is_short_but_never_below_min_blocks(cache):
     keys = chain("long", 8)
     await put(cache, keys)
     assert await cache.move(keys, Tier.HOST) == [OK] * 8
@@ -192,14 +192,14 @@ async def test_acquire_is_shortened_where_room_is_short_but_never_below_min_bloc
     assert short.value.matched == 2
 
 
-async def test_a_chain_of_many_that_is_too_short_is_refused_alone(cache: Cache) -> None:
+async def test_a_chain_of_many_that_is_too_short_is_refused_alone(cache):
     await put(cache, KEYS)
     async with cache.acquire_many([KEYS, chain("absent", 3)], min_blocks=2) as (found, absent):
         assert (found.blocks, found.refusal) == (4, "")
         assert (absent.blocks, absent.refusal) == (0, "TOO_SHORT")
 
 
-async def test_a_lease_of_nothing_is_released_as_any_other(cache: Cache) -> None:
+async def test_a_lease_of_nothing_is_released_as_any_other(cache):
     """Whoever acquires what there is of a chain need not look whether there was anything."""
     lease = await cache.acquire(KEYS)
     assert lease.blocks == 0
@@ -214,7 +214,7 @@ async def test_a_lease_of_nothing_is_released_as_any_other(cache: Cache) -> None
     assert again.value.reason == "RELEASED"
 
 
-async def test_a_held_block_is_not_evicted(cache: Cache) -> None:
+async def test_a_held_block_is_not_evicted(cache):
     await put(cache, KEYS, Tier.HOST)
     async with cache.acquire(KEYS, Tier.HOST) as lease:
         crowd = chain("crowd", 64)
@@ -223,7 +223,7 @@ async def test_a_held_block_is_not_evicted(cache: Cache) -> None:
         assert_bytes(KEYS, [bytes_in(lease.view(index)) for index in range(4)])
 
 
-async def test_a_put_may_take_the_room_of_a_parent_that_nobody_holds(client: AsyncClient, name: str) -> None:
+async def test_a_put_may_take_the_room_of_a_parent_that_nobody_holds(client, name):
     cache = await client.open_cache(name, SPEC, budgets=sizes(host=4))
     keys, later = chain("held-parent", 4), chain("later", 2)
     for hold in (False, True):
@@ -238,7 +238,7 @@ async def test_a_put_may_take_the_room_of_a_parent_that_nobody_holds(client: Asy
             assert (await cache.match(keys)).blocks == 0
 
 
-async def test_move_up_is_a_prefetch_and_down_a_demotion(cache: Cache) -> None:
+async def test_move_up_is_a_prefetch_and_down_a_demotion(cache):
     await put(cache, KEYS, Tier.HOST)
     assert await cache.move([*KEYS, *chain("absent", 1)], Tier.DEVICE) == [OK] * 4 + [BlockResult.NOT_FOUND]
     assert set((await cache.match(KEYS)).residency) == {DEVICE}
@@ -248,14 +248,14 @@ async def test_move_up_is_a_prefetch_and_down_a_demotion(cache: Cache) -> None:
     assert_bytes(KEYS, await cache.get(KEYS))
 
 
-async def test_a_move_that_finds_no_room_says_so(client: AsyncClient, cache: Cache) -> None:
+async def test_a_move_that_finds_no_room_says_so(client, cache):
     await put(cache, KEYS, Tier.HOST)
     async with cache.reserve(8, Tier.DEVICE):
         assert set(await cache.move(KEYS, Tier.DEVICE)) == {BlockResult.NO_ROOM}
     assert set((await cache.match(KEYS)).residency) == {HOST}
 
 
-async def test_drop_takes_what_is_below_and_spares_what_is_held(client: AsyncClient, cache: Cache) -> None:
+async def test_drop_takes_what_is_below_and_spares_what_is_held(client, cache):
     twig = chain("twig", 1)
     await put(cache, KEYS)
     await cache.put(twig, blocks(twig), parent=KEYS[1])
@@ -270,7 +270,7 @@ async def test_drop_takes_what_is_below_and_spares_what_is_held(client: AsyncCli
     assert (await cache_stats(client, cache.name)).removed == 4
 
 
-async def test_listing_comes_in_pages_of_one_moment(cache: Cache) -> None:
+async def test_listing_comes_in_pages_of_one_moment(cache):
     keys = chain("listed", 8)
     await put(cache, keys, Tier.HOST)
     pages = [page async for page in cache.pages(page_blocks=3)]
@@ -282,7 +282,7 @@ async def test_listing_comes_in_pages_of_one_moment(cache: Cache) -> None:
     assert {(block.residency, block.priority) for block in listed} == {(HOST, 35)}
 
 
-async def test_stats_count_slots_hits_and_sessions(client: AsyncClient, cache: Cache) -> None:
+async def test_stats_count_slots_hits_and_sessions(client, cache):
     await put(cache, KEYS)
     await cache.move(KEYS[2:], Tier.DISK)
     lease = await cache.acquire([*KEYS, *chain("absent", 2)])
@@ -299,7 +299,7 @@ async def test_stats_count_slots_hits_and_sessions(client: AsyncClient, cache: C
     await lease.release()
 
 
-async def test_put_and_get_of_more_than_a_tier_go_in_pieces(cache: Cache) -> None:
+async def test_put_and_get_of_more_than_a_tier_go_in_pieces(cache):
     keys = chain("more than the device", 24)
     assert await cache.put(keys, blocks(keys)) == [OK] * 24
     assert_bytes(keys, await cache.get(keys))
@@ -308,7 +308,7 @@ async def test_put_and_get_of_more_than_a_tier_go_in_pieces(cache: Cache) -> Non
     assert_bytes(keys, list(out))
 
 
-async def test_a_reader_maps_nothing_writable(client: AsyncClient, cache: Cache) -> None:
+async def test_a_reader_maps_nothing_writable(client, cache):
     await put(cache, KEYS)
     reader = await client.open_cache(cache.name, SPEC, write=False)
     assert_bytes(KEYS, await reader.get(KEYS))
@@ -321,7 +321,7 @@ async def test_a_reader_maps_nothing_writable(client: AsyncClient, cache: Cache)
 
 
 @pytest.mark.parametrize("count", [0, -1, 2**32])
-async def test_the_client_refuses_counts_that_no_wire_carries(cache: Cache, count: int) -> None:
+async def test_the_client_refuses_counts_that_no_wire_carries(cache, count):
     with pytest.raises(InvalidArgument) as refused:
         await cache.reserve(count)
     assert (refused.value.field, refused.value.limit) == ("count", "1 or more")

@@ -8,8 +8,6 @@ import grpc
 import pytest
 
 from kvtier import (
-    AsyncClient,
-    Cache,
     Cause,
     Cursor,
     CursorCompacted,
@@ -22,14 +20,12 @@ from kvtier import (
     SnapshotSlice,
     SnapshotStart,
     Tier,
-    Watch,
     connect,
 )
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import StartDaemon, StartFor
 from tests.integration.models import VSWA, content, groups_of
-from tests.integration.raw import RawClient, refusal
+from tests.integration.raw import refusal
 from tests.integration.residency import ResidencyTable
 from tests.integration.seeing import cache_stats
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -38,16 +34,16 @@ DEVICE, HOST, DISK = (tier.bit for tier in Tier)
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
 
 
-async def now(client: AsyncClient) -> Cursor:
+async def now(client):
     stats = await client.stats()
     return Cursor(stats.epoch, stats.last_event_id)
 
 
-async def until(watch: Watch, end: Cursor) -> list[Event]:
+async def until(watch, end):
     """The events up to a cursor that lies ahead, or is reached already."""
     found: list[Event] = []
     async with asyncio.timeout(PATIENCE_S):
@@ -59,7 +55,7 @@ async def until(watch: Watch, end: Cursor) -> list[Event]:
     return found
 
 
-async def a_life(cache: Cache, keys: list[bytes]) -> None:
+async def a_life(cache, keys):
     """Stored on the device, down to the host and to the disk, up again, dropped."""
     await cache.put(keys, blocks(keys))
     await cache.move(keys, Tier.HOST)
@@ -68,7 +64,7 @@ async def a_life(cache: Cache, keys: list[bytes]) -> None:
     await cache.drop(keys[:1])
 
 
-async def test_a_blocks_life_in_events(client: AsyncClient, name: str) -> None:
+async def test_a_blocks_life_in_events(client, name):
     start = await now(client)
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
     keys = chain(name, 2)
@@ -114,7 +110,7 @@ async def test_a_blocks_life_in_events(client: AsyncClient, name: str) -> None:
     ],
     ids=lambda value: "-".join(f"{key}" for key in value) if isinstance(value, dict) else "",
 )
-async def test_filters(client: AsyncClient, cache: Cache, filters: dict[str, list[object]], wanted: set[str]) -> None:
+async def test_filters(client, cache, filters, wanted):
     names = {
         (EventType.STORED, Cause.COMMIT, None): "commit",
         (EventType.UPDATED, Cause.EXPLICIT, Tier.HOST): "to host",
@@ -125,12 +121,12 @@ async def test_filters(client: AsyncClient, cache: Cache, filters: dict[str, lis
     }
     start = await now(client)
     await a_life(cache, chain(cache.name, 2))
-    async with client.watch(since=start, heartbeat_s=0.05, heartbeats=True, **filters) as watch:  # type: ignore[arg-type]
+    async with client.watch(since=start, heartbeat_s=0.05, heartbeats=True, **filters) as watch:
         events = await until(watch, await now(client))
     assert {names[event.type, Cause(event.cause), event.moved_to] for event in events} == wanted
 
 
-async def test_a_watch_of_some_keys_sees_only_their_blocks(client: AsyncClient, cache: Cache) -> None:
+async def test_a_watch_of_some_keys_sees_only_their_blocks(client, cache):
     """In events of many blocks, and in a snapshot's slices; ranges join, so nothing is reported lost."""
     one, other = chain(f"{cache.name} one", 4), chain(f"{cache.name} other", 4)
     start = await now(client)
@@ -158,7 +154,7 @@ async def test_a_watch_of_some_keys_sees_only_their_blocks(client: AsyncClient, 
             assert event.moved_bytes == len(event.keys) * SPEC.record_bytes(0)
 
 
-async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for: StartFor) -> None:
+async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for):
     daemon = start_for(VSWA, host=8)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("groups", VSWA)
@@ -178,7 +174,7 @@ async def test_a_watch_of_some_groups_sees_nothing_of_others(start_for: StartFor
         assert {(event.type, event.group) for event in events} == {(EventType.CREATED, 2), (EventType.STORED, 2)}
 
 
-async def test_ranges_join_whatever_the_filter_lets_through(raw: RawClient, client: AsyncClient, cache: Cache) -> None:
+async def test_ranges_join_whatever_the_filter_lets_through(raw, client, cache):
     start = await now(client)
     request = events_pb2.WatchRequest(
         since=blocks_pb2.Cursor(epoch=start.epoch, id=start.id),
@@ -203,12 +199,12 @@ async def test_ranges_join_whatever_the_filter_lets_through(raw: RawClient, clie
     assert sum(len(event.keys) // 32 for event in seen) == 10
 
 
-async def _some_lives(cache: Cache, count: int) -> None:
+async def _some_lives(cache, count):
     for index in range(count):
         await a_life(cache, chain(f"{cache.name} {index}", 2))
 
 
-async def test_a_watch_without_a_start_begins_now(client: AsyncClient, cache: Cache) -> None:
+async def test_a_watch_without_a_start_begins_now(client, cache):
     await a_life(cache, chain("before", 2))
     async with client.watch(heartbeats=True, heartbeat_s=0.05) as watch:
         assert isinstance(await anext(watch), Heartbeat)
@@ -220,7 +216,7 @@ async def test_a_watch_without_a_start_begins_now(client: AsyncClient, cache: Ca
     assert {key for event in events for key in event.keys} == set(chain("after", 2))
 
 
-async def test_now_is_when_the_watch_is_entered(client: AsyncClient, cache: Cache) -> None:
+async def test_now_is_when_the_watch_is_entered(client, cache):
     """Not when it is first asked for an item: what happens in between would be lost in silence."""
     keys = chain(cache.name, 2)
     async with client.watch(caches=[cache.name]) as watch, asyncio.timeout(PATIENCE_S):
@@ -233,7 +229,7 @@ async def test_now_is_when_the_watch_is_entered(client: AsyncClient, cache: Cach
     assert seen == keys
 
 
-async def test_reservations_and_lookups_are_no_events(client: AsyncClient, cache: Cache) -> None:
+async def test_reservations_and_lookups_are_no_events(client, cache):
     keys = chain(cache.name, 2)
     await cache.put(keys, blocks(keys))
     start = await now(client)
@@ -243,7 +239,7 @@ async def test_reservations_and_lookups_are_no_events(client: AsyncClient, cache
     assert await now(client) == start
 
 
-async def test_heartbeats_carry_the_cursor_over_what_was_filtered(client: AsyncClient, cache: Cache) -> None:
+async def test_heartbeats_carry_the_cursor_over_what_was_filtered(client, cache):
     async with client.watch(caches=["someone-else"], heartbeats=True, heartbeat_s=0.05) as watch:
         await anext(watch)
         await a_life(cache, chain(cache.name, 2))
@@ -256,7 +252,7 @@ async def test_heartbeats_carry_the_cursor_over_what_was_filtered(client: AsyncC
                     break
 
 
-async def test_a_watcher_is_counted_and_goes_when_it_goes(client: AsyncClient) -> None:
+async def test_a_watcher_is_counted_and_goes_when_it_goes(client):
     before = (await client.stats()).watchers
     async with client.watch(heartbeats=True, heartbeat_s=0.05) as watch:
         await anext(watch)
@@ -264,7 +260,7 @@ async def test_a_watcher_is_counted_and_goes_when_it_goes(client: AsyncClient) -
     await eventually(client.stats, lambda stats: stats.watchers == before)
 
 
-async def test_a_snapshot_is_exact_at_its_end(client: AsyncClient, raw: RawClient, name: str) -> None:
+async def test_a_snapshot_is_exact_at_its_end(client, raw, name):
     """Its slices are taken while blocks are stored, moved and dropped, so none is true of one moment. Compared with
     the events from the cache's beginning on, which say what was true at any."""
     start = await now(client)
@@ -297,7 +293,7 @@ async def test_a_snapshot_is_exact_at_its_end(client: AsyncClient, raw: RawClien
     assert len(taken) > 3
 
 
-async def _snapshot(client: AsyncClient, name: str) -> tuple[Cursor, dict[bytes, int]]:
+async def _snapshot(client, name):
     """A snapshot's end, and what slices and events have said up to there."""
     table, kinds = ResidencyTable(), []
     async with client.watch(snapshot=True, caches=[name]) as watch, asyncio.timeout(PATIENCE_S):
@@ -312,7 +308,7 @@ async def _snapshot(client: AsyncClient, name: str) -> tuple[Cursor, dict[bytes,
     return item.cursor, dict(table.blocks(name))
 
 
-async def test_events_alone_from_the_oldest_on_say_where_every_block_is(start_daemon: StartDaemon) -> None:
+async def test_events_alone_from_the_oldest_on_say_where_every_block_is(start_daemon):
     daemon = start_daemon("--chaos-seed", "3", device=4, host=6, disk=24)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("alone", SPEC)
@@ -328,7 +324,7 @@ async def test_events_alone_from_the_oldest_on_say_where_every_block_is(start_da
         assert (await cache_stats(client, "alone")).removed > 0, "there was no pressure to speak of"
 
 
-async def _traffic(cache: Cache, count: int, who: str = "traffic") -> None:
+async def _traffic(cache, count, who="traffic"):
     """Chains of two, some extended, read and dropped again; every number of them is the same each time."""
     for index in range(count):
         keys = chain(f"{who} {index}", 2)
@@ -339,7 +335,7 @@ async def _traffic(cache: Cache, count: int, who: str = "traffic") -> None:
             await cache.drop(keys[1:])
 
 
-async def _quiet(client: AsyncClient, cache: Cache) -> Cursor:
+async def _quiet(client, cache):
     """The cursor at which nothing moves any more."""
     await eventually(
         lambda: cache_stats(client, cache.name),
@@ -348,7 +344,7 @@ async def _quiet(client: AsyncClient, cache: Cache) -> Cursor:
     return await now(client)
 
 
-async def test_a_cursor_of_the_future_is_refused(client: AsyncClient) -> None:
+async def test_a_cursor_of_the_future_is_refused(client):
     at = await now(client)
     for since, field in ((Cursor(at.epoch, at.id + 1), "since.id"), (Cursor(at.epoch + 1, 0), "since.epoch")):
         with pytest.raises(InvalidArgument) as refused:
@@ -356,7 +352,7 @@ async def test_a_cursor_of_the_future_is_refused(client: AsyncClient) -> None:
         assert refused.value.field == field
 
 
-async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemon: StartDaemon) -> None:
+async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemon):
     flags = ("--event-ring-bytes", "2KiB", "--event-log-bytes", "0")
     daemon = start_daemon(*flags, host=8)
     async with await connect(daemon.address) as client:
@@ -388,13 +384,13 @@ async def test_a_compacted_cursor_is_refused_with_the_oldest_id_held(start_daemo
         (events_pb2.WatchRequest(filter=events_pb2.WatchFilter(key_prefixes=[b""])), "filter.key_prefixes[0]"),
     ],
 )
-async def test_a_bad_watch_is_refused(raw: RawClient, request_: events_pb2.WatchRequest, field: str) -> None:
+async def test_a_bad_watch_is_refused(raw, request_, field):
     stream = raw.stubs.events.Watch(request_, metadata=raw.metadata)
     fault = await refusal(stream.read())
     assert (fault.code, fault.detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
-async def test_numbers_that_are_no_enum_are_refused(raw: RawClient) -> None:
+async def test_numbers_that_are_no_enum_are_refused(raw):
     for filter_, field in (
         (b"\x0a\x01\x63", "filter.types[0]"),  # types: 99
         (b"\x12\x01\x63", "filter.causes[0]"),

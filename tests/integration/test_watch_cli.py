@@ -13,41 +13,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvtier import AsyncClient, Cache, Cursor, connect
+from kvtier import Cursor, connect
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
 from tests.integration.terminal import terminal
 from tests.integration.test_cli import DEADLINE_S, KVTIER, kvtier, lines
 from tests.integration.waiting import PATIENCE_S
 
 
 @pytest.fixture
-async def cache(client: AsyncClient, name: str) -> Cache:
+async def cache(client, name):
     return await client.open_cache(name, SPEC, budgets=sizes(device=4, host=8, disk=16))
 
 
-async def now(client: AsyncClient) -> Cursor:
+async def now(client):
     stats = await client.stats()
     return Cursor(stats.epoch, stats.last_event_id)
 
 
-async def stored(cache: Cache, name: str, count: int = 2) -> list[bytes]:
+async def stored(cache, name, count=2):
     keys = chain(f"{cache.name} {name}", count)
     await cache.put(keys, blocks(keys))
     return keys
 
 
 @contextmanager
-def watching(
-    daemon: DaemonProcess, *arguments: str, before: Sequence[str] = (), **options: Any
-) -> Iterator[subprocess.Popen[str]]:
+def watching(daemon, *arguments, before=(), **options):
     """In the background; stopped for good at the end. ``before``: what runs it."""
     command = [*before, *KVTIER, "watch", "--address", daemon.address, *arguments]
     with subprocess.Popen(
@@ -59,24 +53,24 @@ def watching(
             process.kill()
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def _line(process):
     assert process.stdout is not None
     return process.stdout.readline()
 
 
-async def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+async def next_line(process):
     async with asyncio.timeout(DEADLINE_S):
         found = json.loads(await asyncio.to_thread(_line, process))
     assert isinstance(found, dict)
     return found
 
 
-async def ended(process: subprocess.Popen[str]) -> int:
+async def ended(process):
     async with asyncio.timeout(DEADLINE_S):
         return await asyncio.to_thread(process.wait)
 
 
-async def test_keys_cut_events_down_to_their_blocks(daemon: DaemonProcess, client: AsyncClient, cache: Cache) -> None:
+async def test_keys_cut_events_down_to_their_blocks(daemon, client, cache):
     start = await now(client)
     keys = await stored(cache, "cut", 4)
     watch = ["watch", "--address", daemon.address, "--since", str(start), "--no-follow", "--json", "--type", "stored"]
@@ -86,15 +80,13 @@ async def test_keys_cut_events_down_to_their_blocks(daemon: DaemonProcess, clien
     assert kvtier(*watch, "--key", "00" * 32).stdout == "", "and it ends all the same"
 
 
-async def test_it_begins_at_a_cursor_or_at_a_time_and_ends_with_what_existed(
-    daemon: DaemonProcess, client: AsyncClient, cache: Cache
-) -> None:
+async def test_it_begins_at_a_cursor_or_at_a_time_and_ends_with_what_existed(daemon, client, cache):
     start = await now(client)
     await stored(cache, "one")
     middle, moment = await now(client), time.time()
     await stored(cache, "two")
 
-    def ids(*more: str) -> list[int]:
+    def ids(*more):
         """Of what was stored, which nothing in the background adds to."""
         only = ("--json", "--cache", cache.name, "--type", "stored", "--no-follow")
         return [each["event_id"] for each in lines(kvtier("watch", "--address", daemon.address, *only, *more).stdout)]
@@ -108,7 +100,7 @@ async def test_it_begins_at_a_cursor_or_at_a_time_and_ends_with_what_existed(
     assert ids("--since", str(start), "--limit", "1") == whole[:1]
 
 
-async def test_a_cursor_that_cannot_be_is_refused_with_its_limit(start_daemon: StartDaemon) -> None:
+async def test_a_cursor_that_cannot_be_is_refused_with_its_limit(start_daemon):
     daemon = start_daemon(host=8)
     async with await connect(daemon.address) as client:
         await stored(await client.open_cache("c", SPEC, budgets=sizes(host=4)), "one")
@@ -119,7 +111,7 @@ async def test_a_cursor_that_cannot_be_is_refused_with_its_limit(start_daemon: S
         end = await now(client)
     assert (end.epoch, begins > 1, end.id > begins) == (2, True, True)
 
-    async def refused(since: str) -> str:
+    async def refused(since):
         ended = await asyncio.to_thread(kvtier, "watch", "--address", daemon.address, "--since", since, status=1)
         return ended.stderr.strip()
 
@@ -129,7 +121,7 @@ async def test_a_cursor_that_cannot_be_is_refused_with_its_limit(start_daemon: S
     assert re.fullmatch(r"Error: since.id = 1: must be at least \d+, after which the epoch begins", too_early)
 
 
-async def test_who_may_watch_and_nothing_else_may_end_it_with_what_exists(start_daemon: StartDaemon) -> None:
+async def test_who_may_watch_and_nothing_else_may_end_it_with_what_exists(start_daemon):
     rule = '{"anonymous": true, "caches": ["shared"], "verbs": ["watch"]}'
     daemon = start_daemon("--listen-tcp", "127.0.0.1:0", "--tcp-insecure", "--allow", rule, host=8)
     async with await connect(daemon.address) as client:
@@ -141,11 +133,11 @@ async def test_who_may_watch_and_nothing_else_may_end_it_with_what_exists(start_
         assert {each["cache"] for each in found} == {"shared"}, more
 
 
-def iso(seconds: float) -> str:
+def iso(seconds):
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f"{seconds % 1:.6f}"[1:] + "Z"
 
 
-async def test_a_snapshot_alone(daemon: DaemonProcess, cache: Cache) -> None:
+async def test_a_snapshot_alone(daemon, cache):
     keys = await stored(cache, "there")
     command = ["watch", "--address", daemon.address, "--snapshot", "--no-follow", "--json", "--cache", cache.name]
     start, *slices, end = lines(kvtier(*command).stdout)
@@ -156,7 +148,7 @@ async def test_a_snapshot_alone(daemon: DaemonProcess, cache: Cache) -> None:
 READ_TWO = "import json, sys\nfor _ in range(2): print(json.loads(sys.stdin.readline())['type'], flush=True)\n"
 
 
-async def test_a_program_at_the_other_end_reads_each_event_as_it_happens(daemon: DaemonProcess, cache: Cache) -> None:
+async def test_a_program_at_the_other_end_reads_each_event_as_it_happens(daemon, cache):
     """And when it has what it wants, the watch ends by itself, with status 0."""
     command = [*KVTIER, "watch", "--address", daemon.address, "--json", "--type", "stored", "--oldest"]
     script = 'set -o pipefail; "$@" | ' + f"{shlex.quote(sys.executable)} -c {shlex.quote(READ_TWO)}"
@@ -176,9 +168,7 @@ async def test_a_program_at_the_other_end_reads_each_event_as_it_happens(daemon:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-async def test_signals_end_it_with_a_status_of_their_own(
-    daemon: DaemonProcess, cache: Cache, number: signal.Signals, status: int
-) -> None:
+async def test_signals_end_it_with_a_status_of_their_own(daemon, cache, number, status):
     with watching(daemon, "--json", "--oldest", "--cache", cache.name) as process:
         await stored(cache, "one")
         await next_line(process)
@@ -188,7 +178,7 @@ async def test_signals_end_it_with_a_status_of_their_own(
         assert process.stderr.read() == ""
 
 
-async def test_a_background_job_does_not_heed_the_ctrl_c_of_others(daemon: DaemonProcess, cache: Cache) -> None:
+async def test_a_background_job_does_not_heed_the_ctrl_c_of_others(daemon, cache):
     heedless = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
     with watching(daemon, "--json", "--oldest", "--type", "stored", "--cache", cache.name, before=heedless) as process:
         await stored(cache, "one", 1)
@@ -200,7 +190,7 @@ async def test_a_background_job_does_not_heed_the_ctrl_c_of_others(daemon: Daemo
         assert await ended(process) == 143
 
 
-async def test_a_signal_ends_it_even_where_nobody_reads(daemon: DaemonProcess, cache: Cache) -> None:
+async def test_a_signal_ends_it_even_where_nobody_reads(daemon, cache):
     """The pipe is full, and the write into it waits: for ever, if it were only asked between two lines."""
     for index in range(20):
         await stored(cache, f"{index}", 4)
@@ -216,20 +206,18 @@ async def test_a_signal_ends_it_even_where_nobody_reads(daemon: DaemonProcess, c
         os.close(outside)
 
 
-def _wait_until_full(outside: int) -> None:
+def _wait_until_full(outside):
     until = time.monotonic() + PATIENCE_S
     while select.select([], [outside], [], 0)[1]:
         assert time.monotonic() < until, "nothing fills the pipe"
         time.sleep(0.02)
 
 
-async def test_it_goes_without_standard_input_and_says_what_it_needs_of_output(
-    daemon: DaemonProcess, cache: Cache, tmp_path: Path
-) -> None:
+async def test_it_goes_without_standard_input_and_says_what_it_needs_of_output(daemon, cache, tmp_path):
     await stored(cache, "one")
     command = [*KVTIER, "watch", "--address", daemon.address, "--oldest", "--limit", "1"]
 
-    def shell(redirection: str) -> subprocess.CompletedProcess[str]:
+    def shell(redirection):
         return subprocess.run(
             ["sh", "-c", f'"$@" {redirection}', "sh", *command],
             check=False,
@@ -251,12 +239,12 @@ async def test_it_goes_without_standard_input_and_says_what_it_needs_of_output(
     assert "No space left" in full.stderr
 
 
-def test_no_daemon_at_the_start_has_a_status_of_its_own(short_dir: Path) -> None:
+def test_no_daemon_at_the_start_has_a_status_of_its_own(short_dir):
     assert "no daemon answers" in kvtier("watch", "--address", str(short_dir), status=3).stderr
 
 
 @pytest.mark.parametrize("unclean", [False, True], ids=["restarted", "killed"])
-async def test_a_restart_is_reported_and_survived(start_daemon: StartDaemon, unclean: bool) -> None:
+async def test_a_restart_is_reported_and_survived(start_daemon, unclean):
     daemon = start_daemon(host=8, disk=32)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("c", SPEC)
@@ -287,13 +275,13 @@ async def test_a_restart_is_reported_and_survived(start_daemon: StartDaemon, unc
     assert ("were lost: unclean-stop" in said) is unclean
 
 
-async def next_line_but_events(process: subprocess.Popen[str]) -> dict[str, Any]:
+async def next_line_but_events(process):
     while "event_id" in (found := await next_line(process)):
         pass
     return found
 
 
-async def test_a_gap_ends_it_with_a_status_of_its_own_if_asked_to(start_daemon: StartDaemon) -> None:
+async def test_a_gap_ends_it_with_a_status_of_its_own_if_asked_to(start_daemon):
     daemon = start_daemon(host=8)
     async with await connect(daemon.address) as client:
         await stored(await client.open_cache("c", SPEC), "before")
@@ -307,7 +295,7 @@ async def test_a_gap_ends_it_with_a_status_of_its_own_if_asked_to(start_daemon: 
     assert process.returncode == 4
 
 
-async def test_a_terminal_has_a_status_line_below_the_events(start_daemon: StartDaemon) -> None:
+async def test_a_terminal_has_a_status_line_below_the_events(start_daemon):
     daemon = start_daemon(host=8)
     with terminal("watch", "--address", daemon.address) as screen:
         await asyncio.to_thread(screen.until, r"\x1b\[7mat \d+:\d+  .*lag \d+  gaps 0")

@@ -9,13 +9,11 @@ epoch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from kvtier import (
-    AsyncClient,
-    Cache,
     Cause,
     Cursor,
     CursorCompacted,
@@ -27,12 +25,11 @@ from kvtier import (
     SnapshotSlice,
     SnapshotStart,
     Tier,
-    Watch,
     connect,
 )
 from kvtier.events import WatchItem
 from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.daemon import DaemonProcess, StartDaemon
+from tests.integration.daemon import DaemonProcess
 from tests.integration.residency import ResidencyTable
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.integration.witness import Witness
@@ -41,22 +38,22 @@ SLOTS = {"device": 8, "host": 16, "disk": 64}
 
 
 @pytest.fixture
-def daemon(start_daemon: StartDaemon) -> DaemonProcess:
+def daemon(start_daemon):
     return start_daemon(**SLOTS)
 
 
 @pytest.fixture
-async def client(daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
+async def client(daemon):
     async with await connect(daemon.address) as client:
         yield client
 
 
-async def cleanly(daemon: DaemonProcess) -> None:
+async def cleanly(daemon):
     await asyncio.to_thread(daemon.stop)
     await asyncio.to_thread(daemon.start)
 
 
-async def uncleanly(daemon: DaemonProcess) -> None:
+async def uncleanly(daemon):
     daemon.kill()
     await asyncio.to_thread(daemon.start)
 
@@ -65,7 +62,7 @@ BOTH = pytest.mark.parametrize("restart", [cleanly, uncleanly])
 Restart = Callable[[DaemonProcess], Awaitable[None]]
 
 
-async def on_disk(client: AsyncClient, name: str) -> Cache:
+async def on_disk(client, name):
     """A cache with a chain of its name, on disk."""
     cache = await client.open_cache("c", SPEC)
     keys = chain(name, 6)
@@ -74,12 +71,12 @@ async def on_disk(client: AsyncClient, name: str) -> Cache:
     return cache
 
 
-async def now(client: AsyncClient) -> Cursor:
+async def now(client):
     stats = await client.stats()
     return Cursor(stats.epoch, stats.last_event_id)
 
 
-async def up_to(watch: Watch, cursor: Cursor) -> list[WatchItem]:
+async def up_to(watch, cursor):
     """What a watch tells until it has got to ``cursor``."""
     items: list[WatchItem] = []
     async with asyncio.timeout(PATIENCE_S):
@@ -91,7 +88,7 @@ async def up_to(watch: Watch, cursor: Cursor) -> list[WatchItem]:
 
 
 @BOTH
-async def test_a_live_watch_outlives_a_restart(daemon: DaemonProcess, client: AsyncClient, restart: Restart) -> None:
+async def test_a_live_watch_outlives_a_restart(daemon, client, restart):
     """What it must see on the way is for the witness to say; afterwards it knows where every block is."""
     async with Witness(client) as witness:
         cache = await on_disk(client, "before")
@@ -104,9 +101,7 @@ async def test_a_live_watch_outlives_a_restart(daemon: DaemonProcess, client: As
 
 
 @BOTH
-async def test_blocks_of_a_cache_that_did_not_come_back_are_gone(
-    daemon: DaemonProcess, client: AsyncClient, restart: Restart
-) -> None:
+async def test_blocks_of_a_cache_that_did_not_come_back_are_gone(daemon, client, restart):
     """It was in memory only and nobody has opened it again: events alone must say that its blocks are lost."""
     table = ResidencyTable()
     cache = await client.open_cache("volatile", SPEC, budgets=sizes(device=4, host=4))
@@ -123,7 +118,7 @@ async def test_blocks_of_a_cache_that_did_not_come_back_are_gone(
     assert dict(table.blocks("volatile")) == {}
 
 
-async def test_the_last_cursor_goes_on_after_a_clean_stop(daemon: DaemonProcess, client: AsyncClient) -> None:
+async def test_the_last_cursor_goes_on_after_a_clean_stop(daemon, client):
     await on_disk(client, "before")
     last = await now(client)
     await cleanly(daemon)
@@ -134,7 +129,7 @@ async def test_the_last_cursor_goes_on_after_a_clean_stop(daemon: DaemonProcess,
     assert ids == list(range(last.id + 1, last.id + 1 + len(ids)))
 
 
-async def test_an_older_cursor_goes_on_too(daemon: DaemonProcess, client: AsyncClient) -> None:
+async def test_an_older_cursor_goes_on_too(daemon, client):
     await on_disk(client, "before")
     last = await now(client)
     await cleanly(daemon)
@@ -147,9 +142,7 @@ async def test_an_older_cursor_goes_on_too(daemon: DaemonProcess, client: AsyncC
 
 
 @BOTH
-async def test_one_block_s_life_is_told_over_a_restart_without_those_of_others(
-    daemon: DaemonProcess, client: AsyncClient, restart: Restart
-) -> None:
+async def test_one_block_s_life_is_told_over_a_restart_without_those_of_others(daemon, client, restart):
     cache = await on_disk(client, "first")
     await eventually(client.stats, lambda stats: stats.event_log.newest_id >= stats.last_event_id)
     await restart(daemon)
@@ -167,7 +160,7 @@ async def test_one_block_s_life_is_told_over_a_restart_without_those_of_others(
     assert [item.reason for item in items if isinstance(item, Gap)] == ["unclean-stop"] * (restart is uncleanly)
 
 
-async def test_without_a_log_an_older_cursor_is_compacted_after_a_clean_stop(start_daemon: StartDaemon) -> None:
+async def test_without_a_log_an_older_cursor_is_compacted_after_a_clean_stop(start_daemon):
     daemon = start_daemon("--event-log-bytes", "0", **SLOTS)
     async with await connect(daemon.address) as client:
         await on_disk(client, "before")
@@ -181,7 +174,7 @@ async def test_without_a_log_an_older_cursor_is_compacted_after_a_clean_stop(sta
 
 
 @pytest.mark.parametrize("kills", [1, 3])
-async def test_without_a_log_a_cursor_of_a_lost_epoch_is_told_the_range(start_daemon: StartDaemon, kills: int) -> None:
+async def test_without_a_log_a_cursor_of_a_lost_epoch_is_told_the_range(start_daemon, kills):
     daemon = start_daemon("--event-log-bytes", "0", **SLOTS)
     async with await connect(daemon.address) as client:
         await on_disk(client, "before")
@@ -199,7 +192,7 @@ async def test_without_a_log_a_cursor_of_a_lost_epoch_is_told_the_range(start_da
     assert first.type is EventType.CREATED
 
 
-async def test_cursors_that_never_were_are_refused(daemon: DaemonProcess, client: AsyncClient) -> None:
+async def test_cursors_that_never_were_are_refused(daemon, client):
     await on_disk(client, "before")
     await uncleanly(daemon)
     present = await now(client)
@@ -216,9 +209,7 @@ async def test_cursors_that_never_were_are_refused(daemon: DaemonProcess, client
 
 
 @BOTH
-async def test_a_watcher_that_does_not_read_is_told_what_it_missed(
-    daemon: DaemonProcess, client: AsyncClient, restart: Restart
-) -> None:
+async def test_a_watcher_that_does_not_read_is_told_what_it_missed(daemon, client, restart):
     """Whatever had been sent to it, and whatever had not: what it is given joins, or a gap says what does not."""
     cache = await on_disk(client, "first")
     async with client.watch(oldest=True) as watch:
@@ -242,9 +233,7 @@ async def test_a_watcher_that_does_not_read_is_told_what_it_missed(
 
 
 @BOTH
-async def test_a_snapshot_after_a_restart_is_the_listing(
-    daemon: DaemonProcess, client: AsyncClient, restart: Restart
-) -> None:
+async def test_a_snapshot_after_a_restart_is_the_listing(daemon, client, restart):
     cache = await on_disk(client, "before")
     await restart(daemon)
     await cache.get(chain("before", 3))
@@ -258,7 +247,7 @@ async def test_a_snapshot_after_a_restart_is_the_listing(
     assert table.blocks(cache.name, cache.group) == listed
 
 
-async def test_a_snapshot_cut_short_begins_anew(daemon: DaemonProcess, client: AsyncClient) -> None:
+async def test_a_snapshot_cut_short_begins_anew(daemon, client):
     cache = await on_disk(client, "before")
     async with client.watch(snapshot=True) as watch:
         assert isinstance(await anext(watch), SnapshotStart)

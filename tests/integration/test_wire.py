@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -29,8 +28,7 @@ from kvtier.v1 import (
 )
 from kvtier.wire import budgets_to_wire, spec_to_wire
 from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, block, chain, sizes
-from tests.integration.daemon import DaemonProcess
-from tests.integration.raw import AttachSocket, RawClient, channel_to, close_all, refusal
+from tests.integration.raw import AttachSocket, channel_to, close_all, refusal
 from tests.integration.touching import bytes_in, write_into
 
 Code = grpc.StatusCode
@@ -42,12 +40,12 @@ BEGINS_SESSIONS = "Sessions.Session"
 
 
 @pytest.fixture
-async def channel(daemon: DaemonProcess) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(daemon):
     async with channel_to(daemon.address) as channel:
         yield channel
 
 
-async def test_a_block_from_open_to_close_by_hand(raw: RawClient, name: str) -> None:
+async def test_a_block_from_open_to_close_by_hand(raw, name):
     caches, wire = raw.stubs.caches, raw.stubs.blocks
     budgets = budgets_to_wire(sizes(device=2, host=3, disk=4))
     opening = caches_pb2.OpenRequest(name=name, spec=spec_to_wire(SPEC), budgets=budgets, seq=1)
@@ -157,7 +155,7 @@ async def test_a_block_from_open_to_close_by_hand(raw: RawClient, name: str) -> 
     assert [(one.blocks, one.sessions) for one in listing.caches if one.name == name] == [(0, 0)]
 
 
-async def test_health_answers_a_stranger(channel: grpc.aio.Channel) -> None:
+async def test_health_answers_a_stranger(channel):
     stub: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", *SERVICES):
         answer: health_pb2.HealthCheckResponse = await stub.Check(health_pb2.HealthCheckRequest(service=service))
@@ -166,15 +164,15 @@ async def test_health_answers_a_stranger(channel: grpc.aio.Channel) -> None:
     assert unknown.code is Code.NOT_FOUND
 
 
-async def test_reflection_answers_a_stranger(channel: grpc.aio.Channel) -> None:
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+async def test_reflection_answers_a_stranger(channel):
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     async for answer in stub.ServerReflectionInfo(iter([request])):
         listed = {one.name for one in answer.list_services_response.service}
         assert listed == SERVICES | {"grpc.health.v1.Health", reflection_pb2.DESCRIPTOR.package + ".ServerReflection"}
 
 
-def every_call(stubs: Stubs) -> dict[str, tuple[object, object]]:
+def every_call(stubs):
     """All methods that want a session, each with a request that nothing is wrong with but who sends it."""
     caches, wire, admin = stubs.caches, stubs.blocks, stubs.admin
     acquire = blocks_pb2.AcquireRequest(cache_id=1, tier=HOST, chains=[blocks_pb2.Chain(keys=bytes(32))])
@@ -208,7 +206,7 @@ def every_call(stubs: Stubs) -> dict[str, tuple[object, object]]:
     }
 
 
-async def test_every_method_is_on_the_list(channel: grpc.aio.Channel) -> None:
+async def test_every_method_is_on_the_list(channel):
     services = [service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()]
     assert {service.full_name for service in services} == SERVICES
     methods = {f"{service.name}.{method}" for service in services for method in service.methods_by_name}
@@ -224,25 +222,23 @@ async def test_every_method_is_on_the_list(channel: grpc.aio.Channel) -> None:
         (((attach.SESSION_METADATA_KEY, ""),), "UNKNOWN_SESSION"),
     ],
 )
-async def test_everything_else_wants_a_session(
-    channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], reason: str
-) -> None:
+async def test_everything_else_wants_a_session(channel, metadata, reason):
     for method, (call, request) in every_call(Stubs.over(channel)).items():
-        answer = call(request, metadata=metadata, timeout=10)  # type: ignore[operator]
+        answer = call(request, metadata=metadata, timeout=10)
         fault = await refusal(
             answer.read() if isinstance(answer, grpc.aio.UnaryStreamCall | grpc.aio.StreamStreamCall) else answer
         )
         assert (method, fault.code, fault.reason) == (method, Code.UNAUTHENTICATED, reason)
 
 
-async def test_over_a_unix_socket_sessions_begin_at_the_attach_socket(channel: grpc.aio.Channel) -> None:
+async def test_over_a_unix_socket_sessions_begin_at_the_attach_socket(channel):
     stub: Any = session_pb2_grpc.SessionsStub(channel)
     stream = stub.Session(iter([session_pb2.SessionRequest(hello=session_pb2.Hello(version=1))]), timeout=10)
     fault = await refusal(stream.read())
     assert (fault.code, fault.reason) == (Code.FAILED_PRECONDITION, "LOCAL_CLIENT")
 
 
-async def test_a_goodbye_ends_the_token(daemon: DaemonProcess, raw: RawClient) -> None:
+async def test_a_goodbye_ends_the_token(daemon, raw):
     with AttachSocket(daemon.address) as sock:
         welcome = sock.hello()
         assert isinstance(welcome, attach.Welcome)
@@ -253,7 +249,7 @@ async def test_a_goodbye_ends_the_token(daemon: DaemonProcess, raw: RawClient) -
     assert (fault.code, fault.reason) == (Code.UNAUTHENTICATED, "UNKNOWN_SESSION")
 
 
-async def test_sessions_have_tokens_and_numbers_of_their_own(daemon: DaemonProcess) -> None:
+async def test_sessions_have_tokens_and_numbers_of_their_own(daemon):
     with AttachSocket(daemon.address) as one, AttachSocket(daemon.address) as other:
         first, second = one.hello(), other.hello()
         assert isinstance(first, attach.Welcome)
@@ -266,7 +262,7 @@ async def test_sessions_have_tokens_and_numbers_of_their_own(daemon: DaemonProce
             sock.receive()
 
 
-async def test_a_cache_is_mapped_only_by_who_has_opened_it(daemon: DaemonProcess, raw: RawClient, name: str) -> None:
+async def test_a_cache_is_mapped_only_by_who_has_opened_it(daemon, raw, name):
     cache = (await raw.open(name, budgets=sizes(host=1))).cache_id
     with AttachSocket(daemon.address) as sock:
         sock.hello()

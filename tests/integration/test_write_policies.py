@@ -6,17 +6,16 @@ import asyncio
 
 import pytest
 
-from kvtier import AsyncClient, BlockResult, Cache, CacheOptions, Cause, InvalidArgument, Tier, WritePolicy, connect
+from kvtier import BlockResult, CacheOptions, Cause, InvalidArgument, Tier, WritePolicy, connect
 from kvtier.events import Event
 from kvtier.wire import split_keys
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
-from tests.integration.daemon import StartDaemon
 
 KEYS = chain("policies", 6)
 THROUGH = CacheOptions(write_policy=WritePolicy.THROUGH)
 
 
-async def reached_disk(client: AsyncClient, cache: Cache, keys: set[bytes]) -> None:
+async def reached_disk(client, cache, keys):
     """Returns when copies to disk that nobody asked for have been told of all these blocks."""
     async with (
         asyncio.timeout(20),
@@ -29,7 +28,7 @@ async def reached_disk(client: AsyncClient, cache: Cache, keys: set[bytes]) -> N
                 return
 
 
-async def test_what_was_written_through_survives_a_kill(start_daemon: StartDaemon) -> None:
+async def test_what_was_written_through_survives_a_kill(start_daemon):
     daemon = start_daemon(device=8, host=8, disk=16)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("through", SPEC, options=THROUGH)
@@ -43,7 +42,7 @@ async def test_what_was_written_through_survives_a_kill(start_daemon: StartDaemo
         assert_bytes(KEYS, await cache.get(KEYS))
 
 
-async def test_selective_writes_what_is_used_again(start_daemon: StartDaemon) -> None:
+async def test_selective_writes_what_is_used_again(start_daemon):
     daemon = start_daemon(device=8, host=8, disk=16)
     async with await connect(daemon.address) as client:
         cache = await client.open_cache("s", SPEC, options=CacheOptions(write_policy=WritePolicy.SELECTIVE))
@@ -53,7 +52,7 @@ async def test_selective_writes_what_is_used_again(start_daemon: StartDaemon) ->
         assert (await cache.match(KEYS)).residency == bytes([1 | 4] * 2 + [1] * 4)
 
 
-async def test_a_threshold_keeps_blocks_from_an_edge(client: AsyncClient, name: str) -> None:
+async def test_a_threshold_keeps_blocks_from_an_edge(client, name):
     options = CacheOptions(write_policy=WritePolicy.THROUGH, thresholds={(Tier.DEVICE, Tier.DISK): 50})
     cache = await client.open_cache(name, SPEC, budgets=sizes(device=8, host=8, disk=16), options=options)
     assert cache.info.options.thresholds == options.thresholds
@@ -63,7 +62,7 @@ async def test_a_threshold_keeps_blocks_from_an_edge(client: AsyncClient, name: 
     assert [place.residency for place in await cache.locate(KEYS[:2])] == [1, 1 | 4]
 
 
-async def test_only_edges_that_lead_down_have_a_threshold(client: AsyncClient, name: str) -> None:
+async def test_only_edges_that_lead_down_have_a_threshold(client, name):
     for thresholds in ({(Tier.HOST, Tier.DEVICE): 50}, {(Tier.DEVICE, Tier.HOST): 102}):
         with pytest.raises(InvalidArgument) as refused:
             await client.open_cache(name, SPEC, options=CacheOptions(thresholds=thresholds))

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -38,11 +36,11 @@ UUID = "fedcba9876543210" * 2
         Bye(),
     ],
 )
-def test_requests_arrive_as_sent(message: attach.Request) -> None:
+def test_requests_arrive_as_sent(message):
     assert attach.decode_request(attach.encode(message)) == message
 
 
-def test_replies_arrive_as_sent() -> None:
+def test_replies_arrive_as_sent():
     welcome = Welcome(TOKEN, session_id=3, resumed=True, epoch=1, boot=2, pid=77, history=99)
     failure = Failure("UNKNOWN_CACHE", "no cache 9")
     assert attach.decode_welcome(attach.encode(welcome)) == welcome
@@ -61,11 +59,11 @@ def test_replies_arrive_as_sent() -> None:
         Mapped(("control", "cuda"), CudaMemory(UUID, 1), {"host": "not made yet"}),
     ],
 )
-def test_what_came_of_a_gpu_and_what_did_not_arrives_as_sent(mapped: Mapped) -> None:
+def test_what_came_of_a_gpu_and_what_did_not_arrives_as_sent(mapped):
     assert attach.decode_mapped(attach.encode(mapped)) == mapped
 
 
-def test_messages_look_as_documented() -> None:
+def test_messages_look_as_documented():
     assert json.loads(attach.encode(Hello())) == {"op": "hello", "version": 1}
     assert json.loads(attach.encode(Map(4, write=False))) == {"op": "map", "cache_id": 4, "write": False}
     assert json.loads(attach.encode(Bye())) == {"op": "bye"}
@@ -107,7 +105,7 @@ def test_messages_look_as_documented() -> None:
         (b'{"op":"map","cache_id":1,"write":1}', "BAD_FIELD", "write"),
     ],
 )
-def test_bad_requests_are_refused_with_a_reason(sent: bytes, reason: str, says: str) -> None:
+def test_bad_requests_are_refused_with_a_reason(sent, reason, says):
     with pytest.raises(AttachProtocolError) as refused:
         attach.decode_request(sent)
     assert refused.value.reason == reason
@@ -149,7 +147,7 @@ def test_bad_requests_are_refused_with_a_reason(sent: bytes, reason: str, says: 
         {"ok": False, "reason": 5, "message": "m"},
     ],
 )
-def test_bad_replies_are_refused(sent: Any) -> None:
+def test_bad_replies_are_refused(sent):
     with pytest.raises(AttachProtocolError):
         attach.decode_mapped(json.dumps(sent).encode())
 
@@ -160,18 +158,18 @@ def test_bad_replies_are_refused(sent: Any) -> None:
         lambda value: json.dumps({"op": "hello", "version": value, "token": value}).encode()
     )
 )
-def test_no_bytes_raise_anything_else(sent: bytes) -> None:
+def test_no_bytes_raise_anything_else(sent):
     for decode in (attach.decode_request, attach.decode_welcome, attach.decode_mapped):
         with pytest.raises(AttachProtocolError):
             decode(sent)
 
 
-def test_nothing_too_long_is_sent() -> None:
+def test_nothing_too_long_is_sent():
     with pytest.raises(AttachProtocolError, match="65536"):
         attach.encode(Failure("R", "x" * attach.MAX_MESSAGE))
 
 
-def test_an_over_long_message_is_seen_on_a_real_socket() -> None:
+def test_an_over_long_message_is_seen_on_a_real_socket():
     """The reader asks for one byte more than a message may have, as ``MAX_MESSAGE`` advises."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
@@ -183,7 +181,7 @@ def test_an_over_long_message_is_seen_on_a_real_socket() -> None:
         assert refused.value.reason == "TOO_LONG"
 
 
-def test_longest_socket_path_binds_and_a_longer_one_is_refused(tmp_path: Path) -> None:
+def test_longest_socket_path_binds_and_a_longer_one_is_refused(tmp_path):
     room = attach.MAX_SOCKET_PATH - len(f"{tmp_path}//{attach.ATTACH_SOCKET}")
     longest = tmp_path / ("d" * room)
     longest.mkdir()
@@ -193,7 +191,7 @@ def test_longest_socket_path_binds_and_a_longer_one_is_refused(tmp_path: Path) -
         attach.socket_path(tmp_path / ("d" * (room + 1)), attach.ATTACH_SOCKET)
 
 
-def test_default_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_address(monkeypatch):
     monkeypatch.delenv("KVTIER_ADDRESS", raising=False)
     assert attach.default_address() == "/run/kvtier"
     monkeypatch.setenv("KVTIER_ADDRESS", "/tmp/kv")

@@ -13,7 +13,7 @@ GROUP = st.integers(0, 63)
 
 
 @given(SEED, st.integers(1, 2**32 - 1), st.lists(st.tuples(KEY, GROUP), min_size=1, max_size=20))
-def test_one_key_and_many_are_mixed_the_same(seed: bytes, buckets: int, blocks: list[tuple[bytes, int]]) -> None:
+def test_one_key_and_many_are_mixed_the_same(seed, buckets, blocks):
     mix = KeyMix(seed, buckets)
     expected = [mix.one(key, group) for key, group in blocks]
     assert all(0 <= first < buckets and 0 <= second < buckets and 0 <= tag < 2**32 for first, second, tag in expected)
@@ -25,7 +25,7 @@ def test_one_key_and_many_are_mixed_the_same(seed: bytes, buckets: int, blocks: 
         assert (int(alone.first[0]), int(alone.second[0]), int(alone.tags[0])) == home
 
 
-def test_what_somebody_counts_up_anywhere_in_a_key_is_spread_evenly() -> None:
+def test_what_somebody_counts_up_anywhere_in_a_key_is_spread_evenly():
     """Keys that are no hashes at all: only the lowest, or only the highest, bits of one word differ."""
     seed = np.random.default_rng(5).integers(0, 2**63, 4, np.uint64) * np.uint64(2) + np.uint64(1)
     mix = KeyMix(seed.tobytes(), 1000)
@@ -38,7 +38,7 @@ def test_what_somebody_counts_up_anywhere_in_a_key_is_spread_evenly() -> None:
                 assert counts.max() < 40, (word, shift)  # eight on average; of a million such draws none has 40
 
 
-def test_a_key_stands_elsewhere_in_another_group_and_under_another_seed() -> None:
+def test_a_key_stands_elsewhere_in_another_group_and_under_another_seed():
     keys = np.random.default_rng(1).integers(0, 2**64, (1000, 4), np.uint64)
     homes = [
         KeyMix(seed, 1 << 20).many(keys, group).first.tolist()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +19,15 @@ scopes = st.builds(
 CAT, DOG = b"c" * 32, b"d" * 32
 
 
-def little(value: int, size: int) -> bytes:
+def little(value, size):
     return value.to_bytes(size, "little")
 
 
-def packed(*ids: int) -> bytes:
+def packed(*ids):
     return b"".join(little(token, 4) for token in ids)
 
 
-def test_chain_is_the_documented_encoding() -> None:
+def test_chain_is_the_documented_encoding():
     # Written out by hand, so that it depends on nothing of the module.
     scope_bytes = (
         b"kvtier.scope" + little(1, 4) + b"\x01" + little(7, 8) + b"\x01" + little(6, 4) + b"tenant" + little(0, 4)
@@ -42,12 +41,12 @@ def test_chain_is_the_documented_encoding() -> None:
     assert chain_keys([1, 2, 3, 4, 2**32 - 1, 0, 99], 3, scope) == first + second
 
 
-def test_blocks_under_items_and_extra_ids_have_the_documented_encoding() -> None:
+def test_blocks_under_items_and_extra_ids_have_the_documented_encoding():
     # Tokens 3 to 7 are a cat, 8 and 9 a dog; token 5 has an extra id.
     scope = Scope(multimodal=(MultimodalItem(CAT, 3, 5), MultimodalItem(DOG, 8, 2)))
     extra = [0, 0, 0, 0, 0, 2**64 - 1, 0, 0, 0, 0, 0, 0]
 
-    def covered(digest: bytes, offset: int, position: int, tokens: int) -> bytes:
+    def covered(digest, offset, position, tokens):
         return digest + little(offset, 8) + little(position, 4) + little(tokens, 4)
 
     ids = [bytes(8)] * 4
@@ -64,13 +63,13 @@ def test_blocks_under_items_and_extra_ids_have_the_documented_encoding() -> None
     assert chain_keys(range(12), 4, scope, extra) == expected
 
 
-def test_pinned_vector() -> None:
+def test_pinned_vector():
     """Stored blocks are found by it: this value never changes."""
     assert chain_keys(range(32), 16)[32:].hex() == "f1ad630e3ab65ea9023738c88380c20082c1a5a1af551302f167dbc1be878cd9"
 
 
 @given(tokens, st.integers(0, 60), st.integers(1, 9), scopes)
-def test_keys_of_a_prefix_are_a_prefix_of_the_keys(ids: list[int], cut: int, step: int, scope: Scope) -> None:
+def test_keys_of_a_prefix_are_a_prefix_of_the_keys(ids, cut, step, scope):
     whole = chain_keys(ids, step, scope)
     part = chain_keys(ids[:cut], step, scope)
     assert whole.startswith(part)
@@ -78,7 +77,7 @@ def test_keys_of_a_prefix_are_a_prefix_of_the_keys(ids: list[int], cut: int, ste
 
 
 @given(tokens.filter(bool), st.integers(1, 4), st.data())
-def test_one_changed_token_changes_its_block_and_all_after(ids: list[int], step: int, data: st.DataObject) -> None:
+def test_one_changed_token_changes_its_block_and_all_after(ids, step, data):
     at = data.draw(st.integers(0, len(ids) - 1))
     changed = [*ids]
     changed[at] ^= 1
@@ -88,15 +87,13 @@ def test_one_changed_token_changes_its_block_and_all_after(ids: list[int], step:
 
 
 @given(scopes, scopes)
-def test_different_scopes_share_no_key(one: Scope, other: Scope) -> None:
+def test_different_scopes_share_no_key(one, other):
     ones, others = split(chain_keys(range(8), 2, one)), split(chain_keys(range(8), 2, other))
     assert (one == other) == (ones == others) == bool({*ones} & {*others})
 
 
 @given(tokens.filter(bool), st.integers(1, 4), st.data())
-def test_blocks_before_an_item_are_shared_and_none_from_there_on(
-    ids: list[int], step: int, data: st.DataObject
-) -> None:
+def test_blocks_before_an_item_are_shared_and_none_from_there_on(ids, step, data):
     first = data.draw(st.integers(0, len(ids) - 1))
     count = data.draw(st.integers(1, len(ids)))
     chains = [
@@ -113,14 +110,14 @@ def test_blocks_before_an_item_are_shared_and_none_from_there_on(
         assert not {*chains[one][shared:]} & {*chains[other][shared:]}
 
 
-def test_where_an_item_starts_decides() -> None:
+def test_where_an_item_starts_decides():
     """The same placeholder tokens, the same image, one token further right."""
     one, other = (Scope(multimodal=(MultimodalItem(CAT, first, 6),)) for first in (4, 5))
     assert not {*split(chain_keys([9] * 16, 4, one))[1:]} & {*split(chain_keys([9] * 16, 4, other))[1:]}
 
 
 @given(tokens.filter(bool), st.integers(1, 4), st.data())
-def test_an_extra_id_changes_its_block_and_all_after(ids: list[int], step: int, data: st.DataObject) -> None:
+def test_an_extra_id_changes_its_block_and_all_after(ids, step, data):
     at = data.draw(st.integers(0, len(ids) - 1))
     extra = [0] * len(ids)
     assert chain_keys(ids, step, Scope(), extra) == chain_keys(ids, step)
@@ -131,7 +128,7 @@ def test_an_extra_id_changes_its_block_and_all_after(ids: list[int], step: int, 
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.uint16, np.uint64, np.dtype(">i4")])
-def test_keys_do_not_depend_on_how_tokens_are_held(dtype: Any) -> None:
+def test_keys_do_not_depend_on_how_tokens_are_held(dtype):
     ids = [0, 1, 300, 65535, 5, 6]
     held = np.array(ids, dtype=dtype)
     assert chain_keys(held, 2) == chain_keys(ids, 2) == chain_keys(tuple(ids), 2)
@@ -155,14 +152,14 @@ def test_keys_do_not_depend_on_how_tokens_are_held(dtype: Any) -> None:
         ("12", "token_ids"),
     ],
 )
-def test_bad_tokens_are_refused_by_name(ids: Any, field: str) -> None:
+def test_bad_tokens_are_refused_by_name(ids, field):
     with pytest.raises(KeyChainError) as refused:
         chain_keys(ids, 1)
     assert refused.value.field == field
 
 
 @pytest.mark.parametrize("step", [0, -16, 1.0, 2**33])
-def test_bad_tokens_per_block(step: Any) -> None:
+def test_bad_tokens_per_block(step):
     with pytest.raises(KeyChainError, match="tokens_per_block"):
         chain_keys([1, 2], step)
 
@@ -179,7 +176,7 @@ def test_bad_tokens_per_block(step: Any) -> None:
         (Scope(multimodal=(MultimodalItem(CAT, 0, 3), MultimodalItem(DOG, 2, 3))), "scope.multimodal[1].first_token"),
     ],
 )
-def test_bad_scopes(scope: Scope, field: str) -> None:
+def test_bad_scopes(scope, field):
     with pytest.raises(KeyChainError) as refused:
         chain_keys(range(8), 4, scope)
     assert refused.value.field == field
@@ -188,7 +185,7 @@ def test_bad_scopes(scope: Scope, field: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "field"), [([1, 2], "extra_ids"), ([0, 0, 0, -1], "extra_ids[3]"), ([0, 2**64, 0, 0], "extra_ids[1]")]
 )
-def test_bad_extra_ids(extra: list[int], field: str) -> None:
+def test_bad_extra_ids(extra, field):
     with pytest.raises(KeyChainError) as refused:
         chain_keys(range(4), 4, Scope(), extra)
     assert refused.value.field == field

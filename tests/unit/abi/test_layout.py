@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.abi import control as abi
-from kvtier.abi.control import MAX_SLOTS, ArenaIdentity, ArenaState, Header, Segment, read_state, write_state
+from kvtier.abi.control import MAX_SLOTS, ArenaIdentity, ArenaState, Header, read_state, write_state
 from kvtier.abi.errors import AbiError
 from kvtier.abi.layout import DEVICE, DISK, HOST, MEMORY_TIERS, ArenaLayout, first_generation, is_ready
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
@@ -40,7 +39,7 @@ groups = st.builds(
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[CacheSpec, ArenaLayout]:
+def layouts(draw):
     several = st.lists(groups, min_size=1, max_size=3, unique_by=lambda group: group.window_tokens)
     spec = CacheSpec("m", "float16", draw(st.integers(1, 16)), groups=tuple(draw(several)))
     spec.validate()
@@ -49,35 +48,35 @@ def layouts(draw: st.DrawFn) -> tuple[CacheSpec, ArenaLayout]:
     return spec, ArenaLayout.plan(spec, slots, indexed=draw(st.booleans()))
 
 
-def formatted(layout: ArenaLayout, spec: CacheSpec) -> Segment:
+def formatted(layout, spec):
     control = np.zeros(layout.control_bytes, dtype=np.uint8)
     layout.initialise(control, ArenaIdentity(spec.fingerprint(), epoch=3, boot=5, pid=4321), bytes(range(0, 64, 2)))
     return control
 
 
-def two_pools() -> ArenaLayout:
+def two_pools():
     return ArenaLayout.plan(TWO_POOLS, {(0, DEVICE): 3, (0, HOST): 5, (0, DISK): 9}, indexed=True)
 
 
-def documented() -> dict[str, tuple[int, str]]:
+def documented():
     """The fields of the docstring: offset and struct code."""
     codes = {"u32": "<I", "u64": "<Q", "u32 x 3 x 16": "<48I"}
     rows = re.findall(r"^ +(\d+) +(u32 x 3 x 16|u32|u64|\d+)  +(\w+)", abi.__doc__ or "", re.M)
     return {name: (int(at), codes.get(kind, f"<{kind}s")) for at, kind, name in rows}
 
 
-def put(control: Segment, field: str, value: int | bytes) -> None:
+def put(control, field, value):
     at, code = documented()[field]
     struct.pack_into(code, control.data, at, value)
 
 
-def sealed(control: Segment) -> Segment:
+def sealed(control):
     """With the right sum over whatever the header says."""
     put(control, "crc", zlib.crc32(control[:296].tobytes()))
     return control
 
 
-def test_the_header_is_as_documented() -> None:
+def test_the_header_is_as_documented():
     control = formatted(two_pools(), TWO_POOLS)
     found = {name: struct.unpack_from(code, control.data, at) for name, (at, code) in documented().items()}
     assert found == {
@@ -100,7 +99,7 @@ def test_the_header_is_as_documented() -> None:
     assert np.count_nonzero(control[:4096]) <= named
 
 
-def test_a_layout_is_as_documented() -> None:
+def test_a_layout_is_as_documented():
     layout = two_pools()
     (group,) = layout.groups
     # 4096 + generations of 3 and 5 slots, owners, records, each on a 64-byte line; then 1.5 x 17 places in buckets of 8
@@ -117,7 +116,7 @@ def test_a_layout_is_as_documented() -> None:
 
 
 @given(layouts())
-def test_reading_gives_the_plan_back(planned: tuple[CacheSpec, ArenaLayout]) -> None:
+def test_reading_gives_the_plan_back(planned):
     spec, layout = planned
     control = formatted(layout, spec)
     assert ArenaLayout.read(control, spec) == layout
@@ -125,7 +124,7 @@ def test_reading_gives_the_plan_back(planned: tuple[CacheSpec, ArenaLayout]) -> 
     assert read_state(control) is ArenaState.OPENING
 
 
-def taken_of_control(layout: ArenaLayout) -> Iterator[tuple[int, int]]:
+def taken_of_control(layout):
     yield 0, 4096
     yield layout.index_offset, layout.index_bytes
     for group in layout.groups:
@@ -135,7 +134,7 @@ def taken_of_control(layout: ArenaLayout) -> Iterator[tuple[int, int]]:
             yield group.records[tier], 160 * group.slots[tier]
 
 
-def assert_apart(pieces: list[tuple[int, int]], size: int) -> None:
+def assert_apart(pieces, size):
     end = 0
     for start, length in sorted(piece for piece in pieces if piece[1]):
         assert start >= end
@@ -144,7 +143,7 @@ def assert_apart(pieces: list[tuple[int, int]], size: int) -> None:
 
 
 @given(layouts())
-def test_nothing_overlaps_and_everything_is_aligned(planned: tuple[CacheSpec, ArenaLayout]) -> None:
+def test_nothing_overlaps_and_everything_is_aligned(planned):
     spec, layout = planned
     assert_apart(list(taken_of_control(layout)), layout.control_bytes)
     assert all(start % 64 == 0 for start, _ in taken_of_control(layout))
@@ -165,7 +164,7 @@ def test_nothing_overlaps_and_everything_is_aligned(planned: tuple[CacheSpec, Ar
 
 
 @given(layouts())
-def test_index_has_room_for_the_slots_of_all_tiers(planned: tuple[CacheSpec, ArenaLayout]) -> None:
+def test_index_has_room_for_the_slots_of_all_tiers(planned):
     spec, layout = planned
     slots = {(n, tier): group.slots[tier] for n, group in enumerate(layout.groups) for tier in (DEVICE, HOST, DISK)}
     layout = ArenaLayout.plan(spec, slots, indexed=True)
@@ -176,12 +175,12 @@ def test_index_has_room_for_the_slots_of_all_tiers(planned: tuple[CacheSpec, Are
 
 
 @given(layouts())
-def test_views_reach_the_bytes_of_their_slots(planned: tuple[CacheSpec, ArenaLayout]) -> None:
+def test_views_reach_the_bytes_of_their_slots(planned):
     _, layout = planned
     for tier in MEMORY_TIERS:
         data = np.empty(layout.data_bytes(tier), dtype=np.uint8)
 
-        def place(view: Segment, base: int = data.ctypes.data) -> tuple[int, int]:
+        def place(view, base=data.ctypes.data):
             return view.ctypes.data - base, len(view)
 
         for index, group in enumerate(layout.groups):
@@ -197,7 +196,7 @@ def test_views_reach_the_bytes_of_their_slots(planned: tuple[CacheSpec, ArenaLay
                     assert place(record) == (expected[0][0], sum(len(view[slot]) for view in wide))
 
 
-def test_generations_and_owners_are_views() -> None:
+def test_generations_and_owners_are_views():
     layout = two_pools()
     control = formatted(layout, TWO_POOLS)
     layout.generations(control, HOST, 0)[4] += 1
@@ -211,14 +210,14 @@ def test_generations_and_owners_are_views() -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(0, 2**31), st.integers(0, 2**32 - 2))
-def test_generations_of_a_later_boot_are_above_all_before(boot: int, earlier: int, writes: int) -> None:
+def test_generations_of_a_later_boot_are_above_all_before(boot, earlier, writes):
     if earlier < boot:
         assert first_generation(boot) > first_generation(earlier) + writes
     assert not is_ready(first_generation(boot))
     assert is_ready(first_generation(boot) + 1)
 
 
-def test_state_is_read_back_and_checked() -> None:
+def test_state_is_read_back_and_checked():
     control = formatted(two_pools(), TWO_POOLS)
     write_state(control, ArenaState.SERVING)
     assert read_state(control) is ArenaState.SERVING
@@ -233,7 +232,7 @@ def test_state_is_read_back_and_checked() -> None:
     [("magic", b"KVTARENB", "header.magic"), ("abi_version", 3, "header.abi_version"),
      ("fingerprint", bytes(32), "header.fingerprint"), ("crc", 0, "header.crc")],
 )  # fmt: skip
-def test_another_segment_is_refused_by_field(field: str, value: int | bytes, named: str) -> None:
+def test_another_segment_is_refused_by_field(field, value, named):
     control = formatted(two_pools(), TWO_POOLS)
     put(control, field, value)
     with pytest.raises(AbiError) as refused:
@@ -242,7 +241,7 @@ def test_another_segment_is_refused_by_field(field: str, value: int | bytes, nam
 
 
 @pytest.mark.parametrize(("at", "count"), [(0, MAX_SLOTS + 1), (0, 2**32 - 1), (3, 1), (47, 1)])
-def test_slots_that_cannot_be_are_refused(at: int, count: int) -> None:
+def test_slots_that_cannot_be_are_refused(at, count):
     control = formatted(two_pools(), TWO_POOLS)
     struct.pack_into("<I", control.data, 104 + 4 * at, count)
     with pytest.raises(AbiError) as refused:
@@ -251,14 +250,14 @@ def test_slots_that_cannot_be_are_refused(at: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 8191])
-def test_a_short_segment_is_refused(size: int) -> None:
+def test_a_short_segment_is_refused(size):
     with pytest.raises(AbiError) as refused:
         ArenaLayout.read(formatted(two_pools(), TWO_POOLS)[:size], TWO_POOLS)
     assert refused.value.field == "control"
 
 
 @given(st.integers(0, 299), st.integers(1, 255))
-def test_any_flipped_byte_is_noticed(at: int, flips: int) -> None:
+def test_any_flipped_byte_is_noticed(at, flips):
     control = formatted(two_pools(), TWO_POOLS)
     control[at] ^= flips
     with pytest.raises(AbiError):
@@ -266,9 +265,7 @@ def test_any_flipped_byte_is_noticed(at: int, flips: int) -> None:
 
 
 @given(layouts(), st.data())
-def test_a_forged_segment_is_refused_or_stays_inside(
-    planned: tuple[CacheSpec, ArenaLayout], data: st.DataObject
-) -> None:
+def test_a_forged_segment_is_refused_or_stays_inside(planned, data):
     """A liar with the right checksum may choose other slots, but none outside the control segment."""
     spec, layout = planned
     control = formatted(layout, spec)
@@ -288,6 +285,6 @@ def test_a_forged_segment_is_refused_or_stays_inside(
 
 
 @pytest.mark.parametrize("slots", [{(1, HOST): 1}, {(0, 3): 1}, {(0, HOST): -1}, {(0, HOST): 2**31}])
-def test_plan_refuses_what_cannot_be(slots: dict[tuple[int, int], int]) -> None:
+def test_plan_refuses_what_cannot_be(slots):
     with pytest.raises(AbiError, match="slots"):
         ArenaLayout.plan(TWO_POOLS, slots)

@@ -26,7 +26,7 @@ records = st.builds(
 )
 
 
-def read(*places: bytes, generations: list[int]) -> list[SlotRecord]:
+def read(*places, generations):
     """What the slots hold whose places in the segment look so."""
     padded = b"".join(place.ljust(SLOT_RECORD_BYTES, b"\0") for place in places)
     rows = np.frombuffer(padded, np.uint8).reshape(-1, SLOT_RECORD_BYTES)
@@ -48,19 +48,19 @@ def read(*places: bytes, generations: list[int]) -> list[SlotRecord]:
 
 
 @given(st.lists(records, max_size=4))
-def test_records_are_read_back_from_their_places(records: list[SlotRecord]) -> None:
+def test_records_are_read_back_from_their_places(records):
     generations = [record.generation for record in records]
     places = [record.pack() for record in records]
     assert read(*places, generations=generations) == [record for record in records if record.generation % 2 == 0]
 
 
 @given(records)
-def test_a_record_of_another_generation_tells_nothing(record: SlotRecord) -> None:
+def test_a_record_of_another_generation_tells_nothing(record):
     assert read(record.pack(), generations=[(record.generation + 2) % 2**64]) == []
 
 
 @given(records, records, st.integers(1, 131))
-def test_a_torn_record_is_none(before: SlotRecord, after: SlotRecord, written: int) -> None:
+def test_a_torn_record_is_none(before, after, written):
     """Whatever part of the new one has been written over the old one when the writer died."""
     old, new = before.pack(), after.pack()
     torn = new[:written] + old[written:]
@@ -70,18 +70,18 @@ def test_a_torn_record_is_none(before: SlotRecord, after: SlotRecord, written: i
     assert read(torn, generations=[generation]) == []
 
 
-def test_a_place_never_written_holds_nothing() -> None:
+def test_a_place_never_written_holds_nothing():
     assert read(b"", generations=[0]) == []
 
 
 @pytest.mark.parametrize(("at", "value"), [(124, 2), (126, 9)], ids=["flags", "event_hash_bytes"])
-def test_a_whole_record_of_values_unknown_tells_nothing(at: int, value: int) -> None:
+def test_a_whole_record_of_values_unknown_tells_nothing(at, value):
     body = bytearray(SlotRecord(bytes(32), None, 35, 0, 0, b"", 2, 1).pack()[:128])
     body[at] = value
     assert read(bytes(body) + struct.pack("<I", zlib.crc32(body)), generations=[2]) == []
 
 
-def test_more_records_than_are_read_at_a_time() -> None:
+def test_more_records_than_are_read_at_a_time():
     count = 40_000
     packed = [SlotRecord(slot.to_bytes(32, "big"), None, 35, 0, 0, b"", 2, slot).pack() for slot in range(count)]
     assert [record.order for record in read(*packed, generations=[2] * count)] == list(range(count))

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import struct
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,16 +39,16 @@ specs = st.builds(
 ).filter(lambda spec: len(spec.model.encode()) <= 256)
 
 
-def with_pool(**changes: Any) -> CacheSpec:
+def with_pool(**changes):
     pool = dataclasses.replace(LLAMA.groups[0].pools[0], **changes)
     return dataclasses.replace(LLAMA, groups=(WindowGroupSpec(pools=(pool,)),))
 
 
-def test_sizes_of_a_known_model() -> None:
+def test_sizes_of_a_known_model():
     assert LLAMA.pool_bytes(0, 0) == LLAMA.block_bytes(0) == LLAMA.record_bytes(0) == 2 * 1024 * 1024
 
 
-def test_an_odd_block_is_sized_to_the_byte() -> None:
+def test_an_odd_block_is_sized_to_the_byte():
     """Multi-head latent attention in fp8: 61 layers of one compressed vector of 576 a token."""
     spec = CacheSpec.single("deepseek-r1", "float8_e4m3", 32, layers=61, kv_heads=1, head_size=576, kv_factor=1)
     assert spec.block_bytes(0) == 61 * 576 * 32 == 1_124_352
@@ -57,7 +56,7 @@ def test_an_odd_block_is_sized_to_the_byte() -> None:
     assert spec.record_bytes(0) == 275 * PAGE
 
 
-def test_scales_are_a_pool_of_their_own_dtype() -> None:
+def test_scales_are_a_pool_of_their_own_dtype():
     """4-bit KV: two values a byte, and a float8 scale for each 16 of them."""
     data = PoolSpec(32, 8, 64, dtype="uint8")
     scales = PoolSpec(32, 8, 8, dtype="float8_e4m3")
@@ -67,7 +66,7 @@ def test_scales_are_a_pool_of_their_own_dtype() -> None:
     assert [spec.pool_bytes(0, pool) for pool in (0, 1)] == [values // 2, values // 16]
 
 
-def test_record_pads_each_pool_on_its_own() -> None:
+def test_record_pads_each_pool_on_its_own():
     small = PoolSpec(layers=1, kv_heads=1, head_size=5, kv_factor=1)
     spec = CacheSpec("m", "uint8", 1, groups=(WindowGroupSpec(pools=(small, small, small)),))
     spec.validate()
@@ -76,12 +75,12 @@ def test_record_pads_each_pool_on_its_own() -> None:
 
 
 @given(st.integers(0, 1 << 40))
-def test_padded_is_the_next_multiple(nbytes: int) -> None:
+def test_padded_is_the_next_multiple(nbytes):
     assert padded(nbytes) % PAGE == 0
     assert 0 <= padded(nbytes) - nbytes < PAGE
 
 
-def test_fingerprint_is_the_documented_encoding() -> None:
+def test_fingerprint_is_the_documented_encoding():
     encoded = (
         b"kvtier.cachespec"
         + struct.pack("<I", 1)
@@ -98,7 +97,7 @@ def test_fingerprint_is_the_documented_encoding() -> None:
     assert LLAMA.fingerprint().hex() == "b16c9d97f72fe93351cc2ba4535c26cf0a9ab3e5001a3f2fdef8be7285d02352"
 
 
-def test_fingerprint_of_pools_with_their_own_dtype_is_the_documented_encoding() -> None:
+def test_fingerprint_of_pools_with_their_own_dtype_is_the_documented_encoding():
     encoded = (
         b"kvtier.cachespec"
         + struct.pack("<I", 2)
@@ -124,7 +123,7 @@ def test_fingerprint_of_pools_with_their_own_dtype_is_the_documented_encoding() 
     assert spec.fingerprint() == hashlib.sha256(encoded).digest()
 
 
-def test_a_pool_that_names_the_cache_s_dtype_says_nothing_new() -> None:
+def test_a_pool_that_names_the_cache_s_dtype_says_nothing_new():
     assert with_pool(dtype="bfloat16").fingerprint() == LLAMA.fingerprint()
 
 
@@ -146,12 +145,12 @@ def test_a_pool_that_names_the_cache_s_dtype_says_nothing_new() -> None:
         dataclasses.replace(LLAMA, groups=(WindowGroupSpec(pools=LLAMA.groups[0].pools * 2),)),
     ],
 )
-def test_every_field_changes_the_fingerprint(other: CacheSpec) -> None:
+def test_every_field_changes_the_fingerprint(other):
     assert other.fingerprint() != LLAMA.fingerprint()
 
 
 @given(specs)
-def test_json_round_trip_keeps_spec_and_fingerprint(spec: CacheSpec) -> None:
+def test_json_round_trip_keeps_spec_and_fingerprint(spec):
     again = CacheSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
     assert again == spec
     assert again.fingerprint() == spec.fingerprint()
@@ -190,7 +189,7 @@ def test_json_round_trip_keeps_spec_and_fingerprint(spec: CacheSpec) -> None:
         (with_pool(layers=4096, kv_heads=4096, head_size=65536), "groups[0]"),
     ],
 )
-def test_bad_specs_are_refused_by_name(spec: CacheSpec, field: str) -> None:
+def test_bad_specs_are_refused_by_name(spec, field):
     with pytest.raises(SpecError) as refused:
         spec.validate()
     assert refused.value.field == field
@@ -200,7 +199,7 @@ def test_bad_specs_are_refused_by_name(spec: CacheSpec, field: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["unknown", "missing", "pool", "groups"])
-def test_from_dict_is_strict(change: str) -> None:
+def test_from_dict_is_strict(change):
     values = LLAMA.to_dict()
     match change:
         case "unknown":
@@ -215,7 +214,7 @@ def test_from_dict_is_strict(change: str) -> None:
         CacheSpec.from_dict(values)
 
 
-def test_a_long_value_is_shortened_in_the_message() -> None:
+def test_a_long_value_is_shortened_in_the_message():
     with pytest.raises(SpecError) as refused:
         dataclasses.replace(LLAMA, model="x" * 100_000).validate()
     assert len(str(refused.value)) < 300

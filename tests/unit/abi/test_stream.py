@@ -13,7 +13,7 @@ shapes = st.tuples(st.integers(1, 6), st.integers(1, 40))
 
 
 @given(shapes, st.lists(st.integers(1, 100), min_size=1))
-def test_what_one_side_cuts_the_other_puts_together(shape: tuple[int, int], sizes: list[int]) -> None:
+def test_what_one_side_cuts_the_other_puts_together(shape, sizes):
     blocks, block_bytes = shape
     sent, received = Progress(blocks, block_bytes), Progress(blocks, block_bytes)
     seen: list[tuple[int, int]] = []
@@ -33,9 +33,7 @@ def test_what_one_side_cuts_the_other_puts_together(shape: tuple[int, int], size
 
 
 @given(shapes, st.data())
-def test_a_chunk_that_is_not_the_next_one_is_refused_and_changes_nothing(
-    shape: tuple[int, int], data: st.DataObject
-) -> None:
+def test_a_chunk_that_is_not_the_next_one_is_refused_and_changes_nothing(shape, data):
     blocks, block_bytes = shape
     total = blocks * block_bytes
     progress = Progress(blocks, block_bytes)
@@ -52,11 +50,11 @@ def test_a_chunk_that_is_not_the_next_one_is_refused_and_changes_nothing(
         assert (progress.block, progress.offset) == at
 
 
-def test_a_chunk_may_end_one_block_and_begin_the_next() -> None:
+def test_a_chunk_may_end_one_block_and_begin_the_next():
     assert Progress(3, 10).accept(0, 0, 25) == [Span(0, 0, 10), Span(1, 0, 10), Span(2, 0, 5)]
 
 
-def test_the_refusal_names_field_value_and_limit() -> None:
+def test_the_refusal_names_field_value_and_limit():
     progress = Progress(2, 10)
     progress.accept(0, 0, 15)
     with pytest.raises(StreamError, match=r"bytes\.block = 0: must be 1, where the last chunk ended"):
@@ -74,7 +72,7 @@ def test_the_refusal_names_field_value_and_limit() -> None:
         progress.accept(2, 0, 1)
 
 
-def test_nothing_is_finished_at_once() -> None:
+def test_nothing_is_finished_at_once():
     progress = Progress(0, 10)
     assert progress.finished
     progress.require_finished()

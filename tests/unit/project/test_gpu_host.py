@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def test_all_that_the_tests_import_is_carried_but_what_the_host_has() -> None:
+def test_all_that_the_tests_import_is_carried_but_what_the_host_has():
     wanted = {line.partition(">")[0] for line in gpu.wanted()}
     assert wanted >= {"grpcio", "lmdb", "pydantic-settings", "xxhash", "pytest", "pytest-asyncio", "hypothesis"}
     assert not wanted & gpu.HOSTS
@@ -20,7 +20,7 @@ def test_all_that_the_tests_import_is_carried_but_what_the_host_has() -> None:
 
 @pytest.mark.skipif(not gpu.why_not(), reason="there is a GPU here")
 @pytest.mark.parametrize("command", ["test", "bench"])
-def test_without_a_gpu_one_line_says_so_and_when_there_was_one(command: str) -> None:
+def test_without_a_gpu_one_line_says_so_and_when_there_was_one(command):
     ended = subprocess.run(
         [sys.executable, ROOT / ".ci" / "gpu.py", command], check=False, capture_output=True, text=True, timeout=60
     )

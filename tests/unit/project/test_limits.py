@@ -18,8 +18,8 @@ from tests.limits import limited
 ROOT: Final = Path(__file__).parents[3]
 
 
-def test_what_hangs_fails_in_time_whoever_catches_it() -> None:
-    async def hangs() -> None:
+def test_what_hangs_fails_in_time_whoever_catches_it():
+    async def hangs():
         await asyncio.Event().wait()
 
     with pytest.raises(pytest.fail.Exception, match=r"not ended after 0\.05 s"), limited(0.05):
@@ -29,7 +29,7 @@ def test_what_hangs_fails_in_time_whoever_catches_it() -> None:
             threading.Event().wait(600)
 
 
-def test_a_limit_inside_another_leaves_it_as_it_was() -> None:
+def test_a_limit_inside_another_leaves_it_as_it_was():
     with limited(600), limited(60):
         pass
     remaining, _ = signal.getitimer(signal.ITIMER_REAL)
@@ -82,7 +82,7 @@ def test_a_property(numbers):
 """
 
 
-def test_each_test_that_hangs_is_named_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_each_test_that_hangs_is_named_and_the_next_one_runs(tmp_path):
     tests = tmp_path / "test_hangs.py"
     ended = _run(tests, HANGS)
     assert "2 failed, 2 passed, 1 error" in ended.stdout, ended.stdout + ended.stderr
@@ -91,13 +91,13 @@ def test_each_test_that_hangs_is_named_and_the_next_one_runs(tmp_path: Path) -> 
         assert line in ended.stdout.splitlines(), ended.stdout
 
 
-def test_a_property_with_slow_examples_fails_with_one_of_them(tmp_path: Path) -> None:
+def test_a_property_with_slow_examples_fails_with_one_of_them(tmp_path):
     ended = _run(tmp_path / "test_slow.py", SLOW)
     assert "numbers=[" in ended.stdout, ended.stdout + ended.stderr
     assert "it has not ended" not in ended.stdout
 
 
-def _run(tests: Path, content: str) -> subprocess.CompletedProcess[str]:
+def _run(tests, content):
     """The tests in it, as the project's own are run."""
     tests.write_text(content)
     command = [

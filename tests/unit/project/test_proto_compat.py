@@ -9,7 +9,7 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorP
 Edit = Callable[[FileDescriptorProto], object]
 
 
-def shop() -> FileDescriptorProto:
+def shop():
     """A small package with everything a proto can hold: fields, a nested message, an enum and a stream."""
     file = FileDescriptorProto(package="shop.v1")
     order = file.message_type.add(name="Order")
@@ -31,7 +31,7 @@ def shop() -> FileDescriptorProto:
     return file
 
 
-def problems_of(edit: Edit) -> list[str]:
+def problems_of(edit):
     changed = shop()
     edit(changed)
     lock = proto_compat.read_lock(proto_compat.write_lock(proto_compat.surface([shop()])))
@@ -56,12 +56,12 @@ BREAKING: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize(("edit", "line"), BREAKING.values(), ids=BREAKING.keys())
-def test_a_breaking_change_is_named(edit: Edit, line: str) -> None:
+def test_a_breaking_change_is_named(edit, line):
     assert any(problem.startswith(line) for problem in problems_of(edit))
 
 
-def test_additions_break_nobody() -> None:
-    def add(file: FileDescriptorProto) -> None:
+def test_additions_break_nobody():
+    def add(file):
         file.message_type[0].field.add(name="paid", number=3, type=FieldDescriptorProto.TYPE_BOOL)
         file.message_type.add(name="Receipt")
         file.enum_type[0].value.add(name="GREEN", number=2)
@@ -70,7 +70,7 @@ def test_additions_break_nobody() -> None:
     assert problems_of(add) == []
 
 
-def test_a_removal_from_the_real_contract_is_caught() -> None:
+def test_a_removal_from_the_real_contract_is_caught():
     lock = proto_compat.read_lock(proto_compat.LOCK.read_text())
     files = proto_compat.committed()
     assert proto_compat.broken(lock, proto_compat.surface(files)) == []

@@ -18,7 +18,7 @@ needs_systemd_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is No
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> Path:
+def installed(tmp_path):
     """The unit by itself, with a program to start."""
     program = tmp_path / "kvtierd"
     program.touch(0o755)
@@ -27,12 +27,12 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path / "kvtierd.service"
 
 
-def with_gpu(unit: Path) -> Path:
+def with_gpu(unit):
     shutil.copytree(SYSTEMD / "kvtierd.service.d", unit.with_name("kvtierd.service.d"))
     return unit
 
 
-def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def analyze(*arguments):
     """Reads files; starts nothing, and asks no running systemd."""
     command = ["systemd-analyze", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -40,7 +40,7 @@ def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @needs_systemd_analyze
 @pytest.mark.parametrize("gpu", [False, True])
-def test_the_unit_is_hardened_with_and_without_a_gpu(installed: Path, gpu: bool) -> None:
+def test_the_unit_is_hardened_with_and_without_a_gpu(installed, gpu):
     ended = analyze("security", "--offline=yes", "--no-pager", with_gpu(installed) if gpu else installed)
     exposure = re.search(r"Overall exposure level for \S+: ([0-9.]+)", ended.stdout)
     assert exposure is not None, ended
@@ -49,17 +49,17 @@ def test_the_unit_is_hardened_with_and_without_a_gpu(installed: Path, gpu: bool)
 
 @needs_systemd_analyze
 @pytest.mark.parametrize("gpu", [False, True])
-def test_systemd_understands_every_line(installed: Path, gpu: bool) -> None:
+def test_systemd_understands_every_line(installed, gpu):
     ended = analyze("verify", "--man=no", with_gpu(installed) if gpu else installed)
     said = [line for line in ended.stderr.splitlines() if "kvtierd" in line]
     assert not said, ended.stderr
 
 
-def test_the_example_is_a_configuration() -> None:
+def test_the_example_is_a_configuration():
     assert load(SYSTEMD / "kvtierd.toml", {}).host_bytes == 8 << 30
 
 
-def test_everything_it_says_in_comments_would_be_one_too(tmp_path: Path) -> None:
+def test_everything_it_says_in_comments_would_be_one_too(tmp_path):
     text = (SYSTEMD / "kvtierd.toml").read_text()
     file = tmp_path / "kvtierd.toml"
     file.write_text(re.sub(r"^# (?=\w+ = |\[\[)", "", text, flags=re.MULTILINE))
@@ -67,7 +67,7 @@ def test_everything_it_says_in_comments_would_be_one_too(tmp_path: Path) -> None
     assert (config.device_bytes, len(config.allow)) == (16 << 30, 1)
 
 
-def test_the_unit_keeps_what_the_daemon_relies_on() -> None:
+def test_the_unit_keeps_what_the_daemon_relies_on():
     unit = (SYSTEMD / "kvtierd.service").read_text().splitlines()
     for line in ("Type=notify", "RuntimeDirectoryMode=0750", "StateDirectoryMode=0700", "LimitMEMLOCK=infinity"):
         assert line in unit

@@ -12,7 +12,7 @@ import systemd_vm
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_where_a_guest_cannot_be_made_a_line_says_why() -> None:
+def test_where_a_guest_cannot_be_made_a_line_says_why():
     """No command can be found, not even apt-get."""
     command = [sys.executable, str(ROOT / ".ci" / "systemd_vm.py")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env={"PATH": "/nowhere"})
@@ -20,7 +20,7 @@ def test_where_a_guest_cannot_be_made_a_line_says_why() -> None:
     assert re.fullmatch(r"systemd-vm: skipped: .+\n", ended.stdout)
 
 
-def test_the_guest_types_what_the_documentation_says() -> None:
+def test_the_guest_types_what_the_documentation_says():
     blocks = systemd_vm.blocks()
     named = re.findall(r"(?<= )systemd/\S+", blocks["files.sh"])
     assert named and all((ROOT / name).is_file() for name in named)

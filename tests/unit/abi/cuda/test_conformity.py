@@ -14,8 +14,6 @@ import re
 import textwrap
 from enum import EnumType
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import cuda.bindings
 import pytest
@@ -38,18 +36,18 @@ STRUCTS = ("CUDA_MEMCPY2D", "CUmemAccessDesc", "CUmemAllocationProp", "CUmemLoca
 NUMBERS = ("CUcontext", "CUdevice", "CUdeviceptr", "CUevent", "CUmemGenericAllocationHandle", "CUstream")
 
 
-def used_in_code(pattern: str) -> set[str]:
+def used_in_code(pattern):
     return {name for page in CODE for name in re.findall(pattern, page.read_text())}
 
 
-def arguments_of(call: str) -> list[str]:
+def arguments_of(call):
     """Names of the real one's, out of the signature that it embeds in its documentation."""
     signature = getattr(real, call).__doc__.split("\n")[0].removeprefix(call).strip("()")
     signature = re.sub(r"\[.*?\]+", "", signature)
     return [part.split(":")[0].split()[-1] for part in signature.split(",") if part.strip()]
 
 
-def outputs_of(call: str) -> int:
+def outputs_of(call):
     # The first ones of a major version indent all but the signature.
     text = textwrap.dedent(getattr(real, call).__doc__.split("\n", 2)[2])
     answers = re.search(r"Returns\n-+\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
@@ -58,14 +56,14 @@ def outputs_of(call: str) -> int:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_has_these_arguments_and_answers(call: str) -> None:
+def test_a_call_has_these_arguments_and_answers(call):
     fake = getattr(FAKE, call)
     assert list(inspect.signature(fake).parameters) == arguments_of(call)
     assert getattr(fake, "outputs", 1) == outputs_of(call)
 
 
 @pytest.mark.parametrize("name", ENUMS)
-def test_a_number_has_this_value(name: str) -> None:
+def test_a_number_has_this_value(name):
     members = getattr(FAKE, name).__members__
     assert {member: int(getattr(getattr(real, name), member)) for member in members} == {
         member: int(value) for member, value in members.items()
@@ -73,27 +71,27 @@ def test_a_number_has_this_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CU_MEMHOSTALLOC_PORTABLE", "CU_MEMHOSTREGISTER_PORTABLE"])
-def test_a_flag_has_this_value(name: str) -> None:
+def test_a_flag_has_this_value(name):
     assert getattr(real, name) == getattr(FAKE, name)
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-def test_a_structure_has_these_fields(name: str) -> None:
+def test_a_structure_has_these_fields(name):
     fields = set(getattr(FAKE, name).__dataclass_fields__)
     assert fields <= {field for field in dir(getattr(real, name)()) if not field.startswith("_")}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_handle_is_made_of_an_int_and_becomes_one(name: str) -> None:
+def test_a_handle_is_made_of_an_int_and_becomes_one(name):
     assert int(getattr(real, name)(0x1234)) == int(getattr(FAKE, name)(0x1234)) == 0x1234
 
 
-def test_an_answer_without_an_error_is_false_and_equal_to_its_number() -> None:
+def test_an_answer_without_an_error_is_false_and_equal_to_its_number():
     assert not real.CUresult.CUDA_SUCCESS
     assert real.CUresult.CUDA_ERROR_NOT_READY == errors.NOT_READY == 600
 
 
-def test_the_code_uses_nothing_that_the_fake_lacks() -> None:
+def test_the_code_uses_nothing_that_the_fake_lacks():
     known = set(vars(FAKE)) | {member for name in ENUMS for member in getattr(FAKE, name).__members__}
     attributes = {f"CU_DEVICE_ATTRIBUTE_{name}" for name in used_in_code(r'attribute\("(\w+)"\)')}
     names = used_in_code(r"\b(?:cu[A-Z]|CU_|CUDA_MEMCPY|CU[a-z])\w+") - {"CU_DEVICE_ATTRIBUTE_"}
@@ -102,7 +100,7 @@ def test_the_code_uses_nothing_that_the_fake_lacks() -> None:
     assert (names | attributes) - known <= ({"cuDeviceGetUuid_v2"} if MAJOR > 12 else set()) | {"CUresult"}
 
 
-def test_only_one_package_knows_nvidias_calls() -> None:
+def test_only_one_package_knows_nvidias_calls():
     theirs = re.compile(r"\bcuda\.bindings\b|\.cu[A-Z]\w+\(")
     pages = [page for folder in ("client", "daemon") for page in (ROOT / folder).rglob("*.py")]
     assert {page for page in pages if theirs.search(page.read_text())} <= set(CODE)
@@ -111,7 +109,7 @@ def test_only_one_package_knows_nvidias_calls() -> None:
 # What errors mean. --------------------------------------------------------------------------------------------------
 
 
-def documented_errors() -> dict[int, tuple[str, str]]:
+def documented_errors():
     """Name, and what NVIDIA says, of every CUresult: each one's own documentation, or, of bindings whose numbers have
     none, the source that comes with the package."""
     source = Path(real.__file__).parent / "driver.pyx"
@@ -124,18 +122,18 @@ def documented_errors() -> dict[int, tuple[str, str]]:
     return documented
 
 
-def _commented(source: str) -> dict[str, str]:
+def _commented(source):
     """What stands above each number, in a comment for documentation."""
     source = source[source.index("class CUresult(") :]
     found = re.findall(r"((?:^ +#:.*\n)+)\s*(CUDA_ERROR_\w+) = ", source.split("\nclass ", 1)[0], re.MULTILINE)
     return {name: _in_one_line(re.sub(r"^\s*#:", "", text, flags=re.MULTILINE)) for text, name in found}
 
 
-def _in_one_line(text: str) -> str:
+def _in_one_line(text):
     return " ".join(text.split())
 
 
-def test_errors_that_end_the_process_are_a_lost_device() -> None:
+def test_errors_that_end_the_process_are_a_lost_device():
     documented = documented_errors()
     final = re.compile(r"process must be terminated|cannot be used anymore|uncorrectable|device is unavailable")
     named = {code: name for code, (name, text) in documented.items() if final.search(text)}
@@ -143,7 +141,7 @@ def test_errors_that_end_the_process_are_a_lost_device() -> None:
     assert named.items() <= errors.LOST.items()
 
 
-def test_errors_are_what_they_are_called() -> None:
+def test_errors_are_what_they_are_called():
     documented = documented_errors()
     known = {code: name for code, name in (errors.LOST | errors.UNSUPPORTED).items() if code in documented}
     assert {code: documented[code][0] for code in known} == known
@@ -155,7 +153,7 @@ def test_errors_are_what_they_are_called() -> None:
     assert not errors.LOST.keys() & errors.UNSUPPORTED.keys()
 
 
-def test_what_is_not_supported_says_so() -> None:
+def test_what_is_not_supported_says_so():
     documented = documented_errors()
     refusal = re.compile(r"not (?:permitted|supported|yet ready|support)|newer CUDA driver|stub library|mismatch")
     assert [
@@ -169,16 +167,16 @@ def test_what_is_not_supported_says_so() -> None:
 class _ThroughTheRealOne:
     """The real bindings, whose calls check their arguments, find no driver, and are answered by the fake."""
 
-    def __init__(self, fake: ModuleType) -> None:
+    def __init__(self, fake):
         self.passed: set[str] = set()
         self._fake = fake
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if not re.match(r"cu[A-Z]", name):
             return getattr(real, name)
         checked, answering = getattr(real, name), getattr(self._fake, name)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments):
             with pytest.raises(RuntimeError, match=r"libcuda\.so|not found|NVIDIA driver library"):
                 checked(*arguments)
             self.passed.add(name)
@@ -195,7 +193,7 @@ needs_no_driver = pytest.mark.skipif(
 
 
 @needs_no_driver
-def test_the_real_wrappers_take_every_call() -> None:
+def test_the_real_wrappers_take_every_call():
     fake = load_fake(bindings=MAJOR, driver_version=13000, max_delay_ms=0)
     through = _ThroughTheRealOne(fake)
     driver = Driver(through, "cuda")
@@ -233,6 +231,6 @@ def test_the_real_wrappers_take_every_call() -> None:
 
 
 @needs_no_driver
-def test_without_a_driver_it_says_so() -> None:
+def test_without_a_driver_it_says_so():
     with pytest.raises(CudaUnavailable, match="NVIDIA's driver is not here"):
         Driver.open("cuda")

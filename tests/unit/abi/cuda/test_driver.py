@@ -10,13 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from kvtier.abi.cuda.driver import BATCH, Address, Direction, Driver, Event, Stream
+from kvtier.abi.cuda.driver import BATCH, Address, Direction, Driver, Event
 from kvtier.abi.cuda.errors import CudaError, CudaLost, CudaOutOfMemory, CudaUnavailable
 from kvtier.abi.cuda.memory import DeviceMemory
 from tests.fake_cuda import fake_environment, load_fake
@@ -25,12 +23,12 @@ SIZE = 3 << 20
 
 
 @pytest.fixture
-def fake() -> ModuleType:
+def fake():
     return load_fake(max_delay_ms=2, devices=2)
 
 
 @pytest.fixture
-def driver(fake: ModuleType) -> Iterator[Driver]:
+def driver(fake):
     driver = Driver(fake, "cuda")
     driver.bind()
     yield driver
@@ -38,14 +36,14 @@ def driver(fake: ModuleType) -> Iterator[Driver]:
 
 
 @pytest.fixture
-def memory(driver: Driver) -> Iterator[DeviceMemory]:
+def memory(driver):
     memory = DeviceMemory.create(driver, SIZE)
     yield memory
     memory.close()
 
 
 @pytest.fixture
-def host(driver: Driver) -> Iterator[Address]:
+def host(driver):
     """Two registrations side by side, of one MiB each."""
     pages = mmap.mmap(-1, 2 << 20)
     start = Address(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
@@ -56,23 +54,23 @@ def host(driver: Driver) -> Iterator[Address]:
     driver.unregister(Address(start + (1 << 20)))
 
 
-def settle(driver: Driver, stream: Stream) -> None:
+def settle(driver, stream):
     event = driver.event()
     driver.record(event, stream)
     until(lambda: driver.done(event))
     driver.drop_event(event)
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(true):
     while not true():
         time.sleep(0.0002)
 
 
-def written(address: int, data: bytes) -> None:
+def written(address, data):
     ctypes.memmove(address, data, len(data))
 
 
-def test_bytes_go_to_the_device_and_come_back(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+def test_bytes_go_to_the_device_and_come_back(driver, memory, host):
     stream = driver.stream()
     data = os.urandom(1 << 20)
     written(host, data)
@@ -83,7 +81,7 @@ def test_bytes_go_to_the_device_and_come_back(driver: Driver, memory: DeviceMemo
     driver.drop_stream(stream)
 
 
-def test_rows_are_gathered_and_scattered(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+def test_rows_are_gathered_and_scattered(driver, memory, host):
     stream = driver.stream()
     data = os.urandom(4096)
     written(host, data)
@@ -93,7 +91,7 @@ def test_rows_are_gathered_and_scattered(driver: Driver, memory: DeviceMemory, h
     assert ctypes.string_at(host + 65536, 2048) == b"".join(data[n : n + 512] for n in range(0, 4096, 1024))
 
 
-def test_a_batch_is_copied(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+def test_a_batch_is_copied(driver, memory, host):
     stream = driver.stream()
     data = os.urandom(65536)
     written(host, data)
@@ -105,7 +103,7 @@ def test_a_batch_is_copied(driver: Driver, memory: DeviceMemory, host: Address) 
     assert ctypes.string_at(host + (1 << 20), 65536) == data
 
 
-def test_a_long_batch_is_made_in_several_calls(fake: ModuleType, driver: Driver, memory: DeviceMemory) -> None:
+def test_a_long_batch_is_made_in_several_calls(fake, driver, memory):
     stream, host = driver.stream(), driver.alloc_host(BATCH + 1)
     ctypes.memmove(host, bytes(range(256)) * 4 + b"\x01", BATCH + 1)
     copies = [(Address(memory.address + n), Address(host + n), 1) for n in range(BATCH + 1)]
@@ -115,9 +113,7 @@ def test_a_long_batch_is_made_in_several_calls(fake: ModuleType, driver: Driver,
     driver.copy_batch([], stream)
 
 
-def test_a_stream_waits_for_an_event_of_another(
-    fake: ModuleType, driver: Driver, memory: DeviceMemory, host: Address
-) -> None:
+def test_a_stream_waits_for_an_event_of_another(fake, driver, memory, host):
     first, second = driver.stream(), driver.stream()
     go = threading.Event()
     fake.fake_work(first, go.wait)
@@ -132,11 +128,11 @@ def test_a_stream_waits_for_an_event_of_another(
     assert ctypes.string_at(host, 4096) == b"\x11" * 4096
 
 
-def test_an_event_is_done_before_it_was_recorded(driver: Driver) -> None:
+def test_an_event_is_done_before_it_was_recorded(driver):
     assert driver.done(driver.event())
 
 
-def test_another_process_has_the_same_memory(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+def test_another_process_has_the_same_memory(driver, memory, host):
     script = """
 import ctypes, sys
 from cuda.bindings import driver as fake
@@ -161,7 +157,7 @@ memory.close()
     assert ctypes.string_at(host, 4096) == b"\x5c" * 4096
 
 
-def test_imported_memory_outlives_its_maker(driver: Driver, host: Address) -> None:
+def test_imported_memory_outlives_its_maker(driver, host):
     first = DeviceMemory.create(driver, SIZE)
     stream = driver.stream()
     driver.fill(first.address, 0x21, 4096, stream)
@@ -180,7 +176,7 @@ def test_imported_memory_outlives_its_maker(driver: Driver, host: Address) -> No
 
 
 @pytest.mark.parametrize("off", ["vmm", "posix_fd"])
-def test_memory_that_cannot_be_shared_says_why(off: str) -> None:
+def test_memory_that_cannot_be_shared_says_why(off):
     driver = Driver(load_fake(features_off=[off]), "cuda")
     memory = DeviceMemory.create(driver, SIZE)
     assert memory.fd is None
@@ -188,7 +184,7 @@ def test_memory_that_cannot_be_shared_says_why(off: str) -> None:
     memory.close()
 
 
-def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_what_fails_half_way_leaves_nothing(tmp_path):
     for step in ("cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"):
         fake = load_fake(fail=[{"call": step, "code": "CUDA_ERROR_OUT_OF_MEMORY"}])
         driver = Driver(fake, "cuda")
@@ -202,7 +198,7 @@ def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
         assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_too_much_is_out_of_memory() -> None:
+def test_too_much_is_out_of_memory():
     driver = Driver(load_fake(memory=8 << 20), "cuda")
     memory = DeviceMemory.create(driver, 7 << 20)
     assert driver.memory() == (0, 8 << 20)
@@ -212,16 +208,16 @@ def test_too_much_is_out_of_memory() -> None:
     assert driver.memory() == (8 << 20, 8 << 20)
 
 
-def test_no_copy_spans_two_registrations(driver: Driver, memory: DeviceMemory, host: Address) -> None:
+def test_no_copy_spans_two_registrations(driver, memory, host):
     with pytest.raises(CudaError, match="cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE"):
         driver.copy(memory.address, Address(host + (1 << 20) - 512), 1024, driver.stream())
 
 
-def test_a_thread_that_is_not_bound_works_and_keeps_its_own_context(fake: ModuleType, driver: Driver) -> None:
+def test_a_thread_that_is_not_bound_works_and_keeps_its_own_context(fake, driver):
     other = Driver(fake, "cuda:1")
     seen: list[object] = []
 
-    def work() -> None:
+    def work():
         other.bind()
         event = driver.event()
         driver.record(event, driver.stream())
@@ -235,7 +231,7 @@ def test_a_thread_that_is_not_bound_works_and_keeps_its_own_context(fake: Module
     assert seen == [0xC0_0001, None]
 
 
-def test_a_visit_ends_as_it_began(fake: ModuleType, driver: Driver) -> None:
+def test_a_visit_ends_as_it_began(fake, driver):
     other = Driver(fake, "cuda:1")
     stream = driver.stream()
     with other.visit():
@@ -250,7 +246,7 @@ def test_a_visit_ends_as_it_began(fake: ModuleType, driver: Driver) -> None:
     fake.cuCtxSetCurrent(0xC0_0000)
 
 
-def test_a_lost_device_fails_every_call(tmp_path: Path) -> None:
+def test_a_lost_device_fails_every_call(tmp_path):
     lost = tmp_path / "lost"
     driver = Driver(load_fake(lost=lost), "cuda")
     memory = DeviceMemory.create(driver, SIZE)
@@ -267,7 +263,7 @@ def test_a_lost_device_fails_every_call(tmp_path: Path) -> None:
     memory.close()
 
 
-def test_work_on_memory_that_is_gone_loses_the_device(fake: ModuleType, driver: Driver) -> None:
+def test_work_on_memory_that_is_gone_loses_the_device(fake, driver):
     memory = DeviceMemory.create(driver, SIZE)
     stream, event = driver.stream(), driver.event()
     go = threading.Event()
@@ -280,9 +276,7 @@ def test_work_on_memory_that_is_gone_loses_the_device(fake: ModuleType, driver: 
         until(lambda: driver.done(event))
 
 
-def test_a_device_is_found_by_its_uuid_wherever_it_stands(
-    fake: ModuleType, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_is_found_by_its_uuid_wherever_it_stands(fake, driver, monkeypatch):
     second = Driver(fake, "cuda:1")
     assert second.uuid != driver.uuid
     name = f"GPU-{second.uuid.hex()}"
@@ -294,7 +288,7 @@ def test_a_device_is_found_by_its_uuid_wherever_it_stands(
 
 
 @pytest.mark.parametrize("device", ["cuda:7", "GPU-00000000-0000-0000-0000-000000000000"])
-def test_a_device_that_is_not_there(fake: ModuleType, device: str) -> None:
+def test_a_device_that_is_not_there(fake, device):
     with pytest.raises(CudaUnavailable, match=device):
         Driver(fake, device)
 
@@ -310,17 +304,17 @@ def test_a_device_that_is_not_there(fake: ModuleType, device: str) -> None:
         ("cuDevicePrimaryCtxRetain", "CUDA_ERROR_DEVICE_UNAVAILABLE"),
     ],
 )
-def test_a_device_that_does_not_open(call: str, code: str) -> None:
+def test_a_device_that_does_not_open(call, code):
     with pytest.raises(CudaUnavailable):
         Driver(load_fake(fail=[{"call": call, "code": code}]), "cuda")
 
 
-def test_a_name_that_is_none(fake: ModuleType) -> None:
+def test_a_name_that_is_none(fake):
     with pytest.raises(ValueError, match="must be cuda, cuda:N or GPU-<uuid>"):
         Driver(fake, "gpu0")
 
 
-def opening(bindings: object, monkeypatch: pytest.MonkeyPatch) -> str:
+def opening(bindings, monkeypatch):
     """What is said where importing NVIDIA's bindings comes to ``bindings``; None: they are not there."""
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", bindings)
     with pytest.raises(CudaUnavailable) as caught:
@@ -328,15 +322,15 @@ def opening(bindings: object, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(caught.value)
 
 
-def test_without_bindings_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bindings_it_says_how_to_get_them(monkeypatch):
     assert "pip install 'kvtier[cuda]'" in opening(None, monkeypatch)
 
 
-def test_bindings_that_are_too_old_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bindings_that_are_too_old_are_told(monkeypatch):
     assert "older than 12.8: pip install --upgrade" in opening(ModuleType("driver"), monkeypatch)
 
 
-def test_the_fake_comes_before_nvidias(tmp_path: Path) -> None:
+def test_the_fake_comes_before_nvidias(tmp_path):
     script = "import cuda.bindings.driver as d; print(d.__file__)"
     for folder in (tmp_path / "a", tmp_path / "b"):
         (folder / "cuda" / "bindings").mkdir(parents=True)  # a namespace package, as NVIDIA's distributions make it
@@ -348,15 +342,13 @@ def test_the_fake_comes_before_nvidias(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("raised", [KeyError(1234), ValueError("1234 is not a valid CUresult")])
-def test_an_error_that_the_bindings_are_too_old_for(
-    fake: ModuleType, driver: Driver, raised: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_the_bindings_are_too_old_for(fake, driver, raised, monkeypatch):
     """What their wrappers do with a code that is not in their table."""
 
-    def cuEventCreate(Flags: int) -> None:
+    def cuEventCreate(Flags):
         raise raised
 
-    def cuEventQuery(hEvent: int) -> None:
+    def cuEventQuery(hEvent):
         raise raised
 
     event = driver.event()
@@ -368,8 +360,8 @@ def test_an_error_that_the_bindings_are_too_old_for(
         driver.done(event)
 
 
-def test_a_driver_that_is_too_old_for_the_bindings(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cuDeviceGetUuid(dev: int) -> None:
+def test_a_driver_that_is_too_old_for_the_bindings(fake, monkeypatch):
+    def cuDeviceGetUuid(dev):
         raise RuntimeError('Function "cuDeviceGetUuid_v2" not found')
 
     monkeypatch.setattr(fake, "cuDeviceGetUuid", cuDeviceGetUuid)
@@ -377,7 +369,7 @@ def test_a_driver_that_is_too_old_for_the_bindings(fake: ModuleType, monkeypatch
         Driver(fake, "cuda")
 
 
-def test_events_and_streams_are_destroyed_once(driver: Driver) -> None:
+def test_events_and_streams_are_destroyed_once(driver):
     event, stream = driver.event(), driver.stream()
     driver.drop_event(event)
     driver.drop_stream(stream)

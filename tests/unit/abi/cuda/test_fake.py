@@ -8,9 +8,7 @@ import mmap
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,40 +23,40 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def fake() -> ModuleType:
+def fake():
     return load_fake(max_delay_ms=0)
 
 
 @pytest.fixture
-def driver(fake: ModuleType) -> Driver:
+def driver(fake):
     driver = Driver(fake, "cuda")
     driver.bind()
     return driver
 
 
 @pytest.fixture
-def at(driver: Driver) -> Iterator[Address]:
+def at(driver):
     memory = DeviceMemory.create(driver, 8 * MIB)
     yield memory.address
     memory.close()
 
 
-def refused(name: str = "INVALID_VALUE") -> Any:
+def refused(name="INVALID_VALUE"):
     return pytest.raises(CudaError, match=f"CUDA_ERROR_{name}")
 
 
-def plus(address: int, offset: int) -> Address:
+def plus(address, offset):
     return Address(address + offset)
 
 
-def finish(driver: Driver, stream: Stream) -> None:
+def finish(driver, stream):
     event = driver.event()
     driver.record(event, stream)
     while not driver.done(event):
         pass
 
 
-def test_sizes_and_addresses_are_multiples_of_the_granularity(driver: Driver) -> None:
+def test_sizes_and_addresses_are_multiples_of_the_granularity(driver):
     granularity = driver.granularity()
     with refused():
         driver.create(granularity + 4096)
@@ -72,7 +70,7 @@ def test_sizes_and_addresses_are_multiples_of_the_granularity(driver: Driver) ->
         driver.map(plus(address, 2 * granularity), granularity, handle)  # not reserved
 
 
-def test_memory_is_mapped_and_allowed_before_it_is_touched(driver: Driver, at: Address) -> None:
+def test_memory_is_mapped_and_allowed_before_it_is_touched(driver, at):
     size = driver.granularity()
     stream = driver.stream()
     handle, address = driver.create(size), driver.reserve(size)
@@ -87,7 +85,7 @@ def test_memory_is_mapped_and_allowed_before_it_is_touched(driver: Driver, at: A
         driver.copy(address, at, size + 1, stream)
 
 
-def test_a_range_is_given_back_after_its_mapping_and_once(driver: Driver) -> None:
+def test_a_range_is_given_back_after_its_mapping_and_once(driver):
     size = driver.granularity()
     handle, address = driver.create(size), driver.reserve(size)
     driver.map(address, size, handle)
@@ -104,7 +102,7 @@ def test_a_range_is_given_back_after_its_mapping_and_once(driver: Driver) -> Non
         driver.unreserve(address, size)
 
 
-def test_plain_and_host_memory_is_given_back_once(driver: Driver) -> None:
+def test_plain_and_host_memory_is_given_back_once(driver):
     plain, pinned = driver.alloc(4096), driver.alloc_host(4096)
     driver.free(plain)
     driver.free_host(pinned)
@@ -116,7 +114,7 @@ def test_plain_and_host_memory_is_given_back_once(driver: Driver) -> None:
         driver.unregister(pinned)
 
 
-def test_memory_is_registered_once(driver: Driver) -> None:
+def test_memory_is_registered_once(driver):
     pages = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     start = Address(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
     driver.register(start, 2 * mmap.PAGESIZE)
@@ -129,7 +127,7 @@ def test_memory_is_registered_once(driver: Driver) -> None:
     driver.unregister(start)
 
 
-def test_a_thread_without_a_context_is_refused(fake: ModuleType, driver: Driver) -> None:
+def test_a_thread_without_a_context_is_refused(fake, driver):
     stream = driver.stream()
     codes: list[Any] = []
     work: tuple[Callable[[], Any], ...] = (
@@ -144,7 +142,7 @@ def test_a_thread_without_a_context_is_refused(fake: ModuleType, driver: Driver)
     assert codes == ["CUDA_ERROR_INVALID_CONTEXT"] * len(work)
 
 
-def test_what_a_batch_may_not_be(fake: ModuleType, driver: Driver, at: Address) -> None:
+def test_what_a_batch_may_not_be(fake, driver, at):
     stream = driver.stream()
     for stream_, copies in (
         (stream, [(at, plus(at, MIB), 0)]),
@@ -155,11 +153,11 @@ def test_what_a_batch_may_not_be(fake: ModuleType, driver: Driver, at: Address) 
         with refused():
             driver.copy_batch(copies, stream_)
     with pytest.raises(TypeError):
-        driver.copy_batch([(at, plus(at, MIB), np.int64(4096))], stream)  # type: ignore[list-item]
+        driver.copy_batch([(at, plus(at, MIB), np.int64(4096))], stream)
     driver.copy_batch([(at, plus(at, MIB), 4096), (plus(at, 4096), plus(at, MIB), 4096)], stream)
 
 
-def test_rows_fit_their_strides(driver: Driver, at: Address) -> None:
+def test_rows_fit_their_strides(driver, at):
     stream, host = driver.stream(), driver.alloc_host(MIB)
     for dst_stride, src_stride in ((512, 1024), (1024, 512), (1024, 2**31)):
         with refused():
@@ -168,7 +166,7 @@ def test_rows_fit_their_strides(driver: Driver, at: Address) -> None:
         driver.copy_rows(at, 1024, host, 1024, 1024, 2, stream, direction=Direction.TO_HOST)
 
 
-def test_pageable_memory_is_copied_but_not_in_a_batch(driver: Driver, at: Address) -> None:
+def test_pageable_memory_is_copied_but_not_in_a_batch(driver, at):
     stream = driver.stream()
     pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
     host = Address(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
@@ -186,7 +184,7 @@ class TestRaces:
     """Two streams and the same bytes, in every way that they may not be ordered, and in every way that they may."""
 
     @pytest.fixture
-    def streams(self, driver: Driver) -> tuple[Stream, Stream]:
+    def streams(self, driver):
         return driver.stream(), driver.stream()
 
     @pytest.mark.parametrize(
@@ -194,15 +192,7 @@ class TestRaces:
         [((0, MIB), (2 * MIB, 0)), ((0, MIB), (0, 2 * MIB)), ((MIB, 0), (0, 2 * MIB))],
         ids=["read after write", "write after write", "write after read"],
     )
-    def test_the_second_needs_a_wait(
-        self,
-        driver: Driver,
-        at: Address,
-        streams: tuple[Stream, Stream],
-        first: tuple[int, int],
-        second: tuple[int, int],
-        capfd: pytest.CaptureFixture[str],
-    ) -> None:
+    def test_the_second_needs_a_wait(self, driver, at, streams, first, second, capfd):
         driver.copy(plus(at, first[0]), plus(at, first[1]), 4096, streams[0])
         event = driver.event()
         driver.record(event, streams[0])
@@ -212,7 +202,7 @@ class TestRaces:
         driver.wait(streams[1], event)
         driver.copy(plus(at, second[0] + 4095), plus(at, second[1] + 4095), 4096, streams[1])
 
-    def test_reads_of_a_client_may_be_overtaken_and_writes_may_not(self) -> None:
+    def test_reads_of_a_client_may_be_overtaken_and_writes_may_not(self):
         driver = Driver(load_fake(max_delay_ms=0, overtaken=True), "cuda")
         driver.bind()
         at, (one, other) = driver.alloc(3 * MIB), (driver.stream(), driver.stream())
@@ -223,9 +213,7 @@ class TestRaces:
         finish(driver, one)
         finish(driver, other)
 
-    def test_an_event_covers_only_what_came_before_it(
-        self, driver: Driver, at: Address, streams: tuple[Stream, Stream]
-    ) -> None:
+    def test_an_event_covers_only_what_came_before_it(self, driver, at, streams):
         event = driver.event()
         driver.record(event, streams[0])
         driver.fill(at, 1, 4096, streams[0])
@@ -233,23 +221,19 @@ class TestRaces:
         with refused():
             driver.fill(at, 2, 4096, streams[1])
 
-    def test_what_the_host_saw_done_needs_no_wait(
-        self, driver: Driver, at: Address, streams: tuple[Stream, Stream]
-    ) -> None:
+    def test_what_the_host_saw_done_needs_no_wait(self, driver, at, streams):
         driver.fill(at, 1, 4096, streams[0])
         finish(driver, streams[0])
         driver.fill(at, 2, 4096, streams[1])
 
-    def test_one_stream_and_readers_and_other_bytes_need_none(
-        self, driver: Driver, at: Address, streams: tuple[Stream, Stream]
-    ) -> None:
+    def test_one_stream_and_readers_and_other_bytes_need_none(self, driver, at, streams):
         driver.fill(at, 1, 4096, streams[0])
         driver.fill(at, 2, 4096, streams[0])
         driver.copy(plus(at, MIB), plus(at, 3 * MIB), 4096, streams[0])
         driver.copy(plus(at, 2 * MIB), plus(at, 3 * MIB), 4096, streams[1])
         driver.fill(plus(at, 4096), 2, 4096, streams[1])
 
-    def test_waits_add_up(self, driver: Driver, at: Address, streams: tuple[Stream, Stream]) -> None:
+    def test_waits_add_up(self, driver, at, streams):
         third = driver.stream()
         driver.fill(at, 1, 4096, streams[0])
         for before, after in ((streams[0], streams[1]), (streams[1], third)):
@@ -259,7 +243,7 @@ class TestRaces:
         driver.fill(at, 2, 4096, third)
 
 
-def test_held_streams_do_nothing_until_they_are_let_go(tmp_path: Path) -> None:
+def test_held_streams_do_nothing_until_they_are_let_go(tmp_path):
     hold = tmp_path / "hold"
     hold.touch()
     driver = Driver(load_fake(hold=hold, max_delay_ms=0), "cuda")
@@ -275,7 +259,7 @@ def test_held_streams_do_nothing_until_they_are_let_go(tmp_path: Path) -> None:
     assert ctypes.string_at(memory.address, 1) == b"\x07"
 
 
-def test_a_call_fails_as_often_as_asked(driver: Driver) -> None:
+def test_a_call_fails_as_often_as_asked(driver):
     fake = load_fake(fail=[{"call": "cuEventCreate", "code": "CUDA_ERROR_OUT_OF_MEMORY", "after": 1, "times": 2}])
     driver = Driver(fake, "cuda")
     outcomes = []
@@ -299,7 +283,7 @@ def test_a_call_fails_as_often_as_asked(driver: Driver) -> None:
         ({"bindings": 13, "driver_version": 12090}, False),
     ],
 )
-def test_batches_need_a_driver_that_knows_the_form_of_the_bindings(settings: dict[str, Any], has: bool) -> None:
+def test_batches_need_a_driver_that_knows_the_form_of_the_bindings(settings, has):
     driver = Driver(load_fake(max_delay_ms=0, **settings), "cuda")
     assert driver.features.batch_copy is has
     memory, stream = DeviceMemory.create(driver, 8192), driver.stream()
@@ -312,7 +296,7 @@ def test_batches_need_a_driver_that_knows_the_form_of_the_bindings(settings: dic
             driver.copy_batch(copies, stream)
 
 
-def test_calls_and_leaks_are_written_down(tmp_path: Path) -> None:
+def test_calls_and_leaks_are_written_down(tmp_path):
     record = tmp_path / "calls"
     script = """
 from kvtier.abi.cuda.driver import Driver

@@ -119,7 +119,7 @@ cuDevicePrimaryCtxRelease_v2 1
 """
 
 
-def test_every_call_arrives_as_it_was_meant(tmp_path: Path) -> None:
+def test_every_call_arrives_as_it_was_meant(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler to make the library with")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +18,17 @@ SIZE = 4 << 20
 
 
 @pytest.fixture
-def fake() -> ModuleType:
+def fake():
     return load_fake()
 
 
 @pytest.fixture
-def memory(fake: ModuleType) -> DeviceMemory:
+def memory(fake):
     return DeviceMemory.create(Driver(fake, "cuda"), SIZE)
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_the_interface_is_of_version_3(memory: DeviceMemory, readonly: bool) -> None:
+def test_the_interface_is_of_version_3(memory, readonly):
     view = DeviceView(memory, 4096, 8192, readonly=readonly)
     assert view.address == memory.address + 4096
     assert view.__cuda_array_interface__ == {
@@ -41,11 +41,11 @@ def test_the_interface_is_of_version_3(memory: DeviceMemory, readonly: bool) -> 
     }
 
 
-def test_a_view_of_nothing_points_nowhere(memory: DeviceMemory) -> None:
+def test_a_view_of_nothing_points_nowhere(memory):
     assert DeviceView(memory, SIZE, 0).__cuda_array_interface__["data"] == (0, False)
 
 
-def test_a_tensor_of_nothing_points_into_the_memory(memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_nothing_points_into_the_memory(memory, monkeypatch):
     """torch asks the driver whose the pointer is, also of an empty array."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(as_tensor=lambda kept, device: kept))
     made: Any = DeviceView(memory, SIZE, 0).tensor()
@@ -53,12 +53,12 @@ def test_a_tensor_of_nothing_points_into_the_memory(memory: DeviceMemory, monkey
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, -1), (0, SIZE + 1), (SIZE, 1)])
-def test_a_view_is_within_its_memory(memory: DeviceMemory, offset: int, nbytes: int) -> None:
+def test_a_view_is_within_its_memory(memory, offset, nbytes):
     with pytest.raises(ValueError, match=f"the memory has {SIZE}"):
         DeviceView(memory, offset, nbytes)
 
 
-def test_memory_lives_as_long_as_what_was_made_of_it(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_lives_as_long_as_what_was_made_of_it(fake, monkeypatch):
     """torch keeps the object that it was given for as long as the tensor's storage."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(as_tensor=lambda kept, device: (kept, device)))
     memory = DeviceMemory.create(Driver(fake, "cuda"), SIZE)
