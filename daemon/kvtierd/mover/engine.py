@@ -292,17 +292,15 @@ class Engine:
     async def lose_disk(self, cache_id: CacheId) -> None:
         """The disk has failed: no slot there is granted from now on. Its blocks go in slices, between other calls."""
         cache = self._find(cache_id)
-        following = self._lose_slice(cache, None)
-        while following is not None:
+        following: DiskLoss | None = None
+        while True:
+            following, outcome = cache.manager.lose_disk(self._clock(), following)
+            self._executor.apply(cache, outcome)
+            if following is None:
+                return
             await asyncio.sleep(0)
             if cache.removed:
                 raise UnknownCache(cache_id)
-            following = self._lose_slice(cache, following)
-
-    def _lose_slice(self, cache: OpenCache, following: DiskLoss | None) -> DiskLoss | None:
-        following, outcome = cache.manager.lose_disk(self._clock(), following)
-        self._executor.apply(cache, outcome)
-        return following
 
     def restore_disk(self, cache_id: CacheId) -> None:
         """The disk works again; its store has been emptied, with no move of it in flight (:meth:`touches`)."""

@@ -154,23 +154,18 @@ def test_an_interrupted_creation_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     root.close()
 
 
-def a_file(path: Path) -> None:
-    (path / "thesis.tex").write_text("chapter 1")
-
-
-def a_database(path: Path) -> None:
-    (path / "LOCK").write_text("")
-    (path / "CURRENT").write_text("MANIFEST-000001")
-
-
-def an_lmdb(path: Path) -> None:
-    (path / "data.mdb").write_bytes(b"\0" * 8192)
-    (path / "lock.mdb").write_bytes(b"\0" * 8192)
-
-
-@pytest.mark.parametrize("fill", [a_file, a_database, an_lmdb])
-def test_a_foreign_directory_is_refused_and_untouched(tmp_path: Path, fill: Callable[[Path], None]) -> None:
-    fill(tmp_path)
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"thesis.tex": b"chapter 1"},
+        {"LOCK": b"", "CURRENT": b"MANIFEST-000001"},
+        {"data.mdb": bytes(8192), "lock.mdb": bytes(8192)},
+    ],
+    ids=["a-file", "a-database", "an-lmdb"],
+)
+def test_a_foreign_directory_is_refused_and_untouched(tmp_path: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     before = snapshot(tmp_path)
     with pytest.raises(ForeignDirectory, match=str(tmp_path)):
         open_root(tmp_path)
@@ -184,41 +179,25 @@ def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
     assert (tmp_path / "disk").read_text() == "mine"
 
 
-def flipped(content: bytes) -> bytes:
-    return content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+def with_body(body: bytes) -> Callable[[bytes], bytes]:
+    return lambda content: superblock(content.partition(b"\n")[0].rpartition(b" ")[0].decode(), body)
 
 
-def other_magic(content: bytes) -> bytes:
-    return b"kvtiex" + content[6:]
+def with_head(head: str) -> Callable[[bytes], bytes]:
+    """``KIND`` in it is the kind that the superblock has."""
+    return lambda content: superblock(head.replace("KIND", content.split()[1].decode()), content.partition(b"\n")[2])
 
 
-def other_kind(content: bytes) -> bytes:
-    _, _, body = content.partition(b"\n")
-    return superblock("kvtier state 1", body)
-
-
-def other_version(content: bytes) -> bytes:
-    head, _, body = content.partition(b"\n")
-    return superblock(f"kvtier {head.split()[1].decode()} 2", body)
-
-
-def truncated(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-def empty(_: bytes) -> bytes:
-    return b""
-
-
-def not_json(content: bytes) -> bytes:
-    return superblock(content.partition(b"\n")[0].rpartition(b" ")[0].decode(), b"{")
-
-
-def not_an_object(content: bytes) -> bytes:
-    return superblock(content.partition(b"\n")[0].rpartition(b" ")[0].decode(), b"[]")
-
-
-DAMAGE = [flipped, other_magic, other_kind, other_version, truncated, empty, not_json, not_an_object]
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "flipped": lambda content: content[:-3] + bytes([content[-3] ^ 1]) + content[-2:],
+    "other magic": lambda content: b"kvtiex" + content[6:],
+    "other kind": with_head("kvtier state 1"),
+    "other version": with_head("kvtier KIND 2"),
+    "truncated": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "not JSON": with_body(b"{"),
+    "not an object": with_body(b"[]"),
+}
 
 
 def assert_left_out(path: Path, name: str, why: str) -> None:
@@ -235,7 +214,7 @@ def assert_left_out(path: Path, name: str, why: str) -> None:
     assert snapshot(path / "caches") == before
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_superblock_of_a_cache_leaves_it_out_untouched(
     tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
@@ -244,7 +223,7 @@ def test_a_damaged_superblock_of_a_cache_leaves_it_out_untouched(
     assert_left_out(tmp_path, "first", str(path.parent))
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_superblock_is_refused_and_everything_untouched(
     tmp_path: Path, damage: Callable[[bytes], bytes]
 ) -> None:
@@ -258,7 +237,7 @@ def test_a_damaged_superblock_is_refused_and_everything_untouched(
 
 def test_an_unknown_version_is_named(tmp_path: Path) -> None:
     path = made(tmp_path) / "SUPERBLOCK"
-    path.write_bytes(other_version(path.read_bytes()))
+    path.write_bytes(DAMAGE["other version"](path.read_bytes()))
     with pytest.raises(DamagedDirectory, match="format version 2"):
         open_root(tmp_path)
 
