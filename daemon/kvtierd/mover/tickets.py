@@ -39,9 +39,6 @@ class Tickets:
         self._loop = loop
         self._waiting: dict[TicketId, Waiting] = {}
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def open(self, ticket: TicketId, session: SessionId, tier: Tier, wanted: int) -> Waiting:
         """To be called before the outcome that may hold the ticket's answer is applied."""
         waiting = Waiting(ticket, session, tier, wanted, self._loop.create_future())

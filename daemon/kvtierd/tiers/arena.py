@@ -289,10 +289,6 @@ class Arena:
             return Shared(fds, unmapped={attach.DEVICE: offer})
         return Shared(fds | {attach.CUDA: offer}, self.gpu_memory.described)
 
-    def fds(self, *, write: bool) -> dict[str, int]:
-        """The descriptors of :meth:`shared`."""
-        return self.shared(write=write).fds
-
     def prefault(self) -> None:
         """See :meth:`Memfd.prefault`; control first. Memory of a GPU has its pages already."""
         for memfd in (self._control, *self._data.values()):

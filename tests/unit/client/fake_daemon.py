@@ -159,7 +159,10 @@ class FakeDaemon:
                 connection.send(attach.encode(self._welcome(request)))
                 self._news.set()
             else:
-                fds = [self._memory().fds(write=True)["control"], self._memory().fds(write=True)["device"]]
+                fds = [
+                    self._memory().shared(write=True).fds["control"],
+                    self._memory().shared(write=True).fds["device"],
+                ]
                 names = json.dumps({"ok": True, "fds": ["control", "device"]}).encode()
                 sent = array.array("i", fds[: 1 + self.sent_fds])
                 with suppress(BrokenPipeError):  # who asked has hung up meanwhile

@@ -31,7 +31,7 @@ def make(device: int = 3, host: int = 5) -> DaemonArena:
 
 
 def mapped(daemon: DaemonArena, *, write: bool) -> Arena:
-    return Arena(daemon.fds(write=write), write=write, spec=SPEC)
+    return Arena(daemon.shared(write=write).fds, write=write, spec=SPEC)
 
 
 def test_what_one_mapping_writes_the_other_reads_at_the_same_slot() -> None:
@@ -106,7 +106,7 @@ def test_a_view_outlives_daemon_and_arena_object() -> None:
 
 def test_memory_is_unmapped_when_nothing_points_at_it_any_more() -> None:
     daemon = make()
-    inodes = [os.fstat(fd).st_ino for fd in daemon.fds(write=False).values()]
+    inodes = [os.fstat(fd).st_ino for fd in daemon.shared(write=False).fds.values()]
 
     def mappings() -> int:
         with open("/proc/self/maps") as maps:
@@ -124,13 +124,13 @@ def test_memory_is_unmapped_when_nothing_points_at_it_any_more() -> None:
 def test_segments_of_another_specification_are_refused() -> None:
     daemon = make()
     with pytest.raises(DaemonError, match="that of the specification"):
-        Arena(daemon.fds(write=False), write=False, spec=replace(SPEC, model="another"))
+        Arena(daemon.shared(write=False).fds, write=False, spec=replace(SPEC, model="another"))
     daemon.close()
 
 
 def test_a_data_segment_shorter_than_its_layout_is_refused() -> None:
     big, small = make(), make(device=0, host=1)
-    fds = dict(big.fds(write=False)) | {"host": small.fds(write=False)["host"]}
+    fds = dict(big.shared(write=False).fds) | {"host": small.shared(write=False).fds["host"]}
     with pytest.raises(DaemonError, match="a segment of"):
         Arena(fds, write=False, spec=SPEC)
     big.close()

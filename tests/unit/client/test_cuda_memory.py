@@ -434,7 +434,7 @@ def test_rows_with_strides_of_c_order_are_contiguous(gpu: Gpu) -> None:
 
 def arena_with(device: CudaMemory | None, why: str = "") -> Arena:
     daemon = DaemonArena.create("client", LAYOUT, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=2, pid=3))
-    fds = {name: fd for name, fd in daemon.fds(write=True).items() if name != attach.DEVICE}
+    fds = {name: fd for name, fd in daemon.shared(write=True).fds.items() if name != attach.DEVICE}
     made = None if device is None else lambda layout: device
     arena = Arena(fds, write=True, spec=SPEC, device=made, unmapped={Tier.DEVICE: why} if why else {})
     daemon.close()

@@ -85,7 +85,7 @@ def sent(control: bytes, ours: Given) -> Iterator[Mapping[str, int]]:
     fd = os.memfd_create("kvtier:garbage:control", os.MFD_CLOEXEC)
     try:
         os.write(fd, control)
-        yield ours.arena.fds(write=False) | {attach.CONTROL: fd}
+        yield ours.arena.shared(write=False).fds | {attach.CONTROL: fd}
     finally:
         os.close(fd)
 

@@ -76,7 +76,7 @@ def test_ending_what_never_began_is_a_bug(arena: Arena) -> None:
 )
 def test_only_tiers_the_cache_has(device: int, host: int, names: tuple[str, ...]) -> None:
     arena = make_arena(device=device, host=host)
-    assert tuple(arena.fds(write=True)) == names
+    assert tuple(arena.shared(write=True).fds) == names
     arena.close()
 
 
@@ -131,7 +131,7 @@ def test_an_unprotected_memfd_can_be_reopened_so() -> None:
 def test_descriptors_are_not_inherited(arena: Arena) -> None:
     listing = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True, check=True)
     assert "kvtier:unit" not in listing.stdout
-    assert "kvtier:unit:host" in os.readlink(f"/proc/self/fd/{arena.fds(write=False)['host']}")
+    assert "kvtier:unit:host" in os.readlink(f"/proc/self/fd/{arena.shared(write=False).fds['host']}")
 
 
 def test_every_page_exists_before_use() -> None:
@@ -163,7 +163,7 @@ def test_prefault_keeps_what_was_written_meanwhile(segment: Memfd) -> None:
 
 def test_closing_tells_clients_and_leaves_views_alone() -> None:
     arena = make_arena("closing")
-    fds = arena.fds(write=False)
+    fds = arena.shared(write=False).fds
     client = np.frombuffer(mmap.mmap(fds["control"], 0, prot=mmap.PROT_READ), np.uint8)
     arena.set_state(ArenaState.SERVING)
     view = arena.data(Tier.HOST)
@@ -180,7 +180,7 @@ def test_closing_tells_clients_and_leaves_views_alone() -> None:
 
 def test_what_is_kept_for_a_successor_is_not_closed_for_those_who_read() -> None:
     arena = make_arena("kept")
-    client = np.frombuffer(mmap.mmap(arena.fds(write=False)["control"], 0, prot=mmap.PROT_READ), np.uint8)
+    client = np.frombuffer(mmap.mmap(arena.shared(write=False).fds["control"], 0, prot=mmap.PROT_READ), np.uint8)
     arena.set_state(ArenaState.SERVING)
     arena.close(for_successor=True)
     assert read_state(client) is ArenaState.SERVING

@@ -125,7 +125,7 @@ DAMAGES = {
         "mode",
     ),
     "a read-only one": (
-        instead_of(attach.HOST, lambda arena: os.dup(arena.fds(write=False)[attach.HOST])),
+        instead_of(attach.HOST, lambda arena: os.dup(arena.shared(write=False).fds[attach.HOST])),
         "open for writing",
     ),
     "no memory at all": (instead_of(attach.HOST, lambda _: os.open("/dev/null", os.O_RDWR)), "regular file"),

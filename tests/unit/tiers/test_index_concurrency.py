@@ -204,7 +204,7 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
 
 def report(arena: Arena, writer: Writer, turns: int) -> list[str]:
     """What the reader says in the end, who reads while the writer writes."""
-    reader = start_client(READER.replace("TURNS", str(turns)), *arena.fds(write=False).values())
+    reader = start_client(READER.replace("TURNS", str(turns)), *arena.shared(write=False).fds.values())
     assert reader.stdout is not None
     assert reader.stdout.readline() == "reading\n"
     _write_until(lambda: reader.poll() is not None, writer, reader)

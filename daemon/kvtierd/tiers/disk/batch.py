@@ -33,9 +33,6 @@ class GroupTable:
         self.counter = 1
         """The next use's place in the order. Counters of transactions that failed are never given out again."""
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def slot_of(self, key: Key) -> SlotId | None:
         return self._slots.get(key)
 

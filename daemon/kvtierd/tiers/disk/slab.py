@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Self
 
 from kvtier.abi.spec import PAGE
 from kvtierd.core.ids import SlotId
-from kvtierd.tiers.base import DamagedDirectory
+from kvtierd.tiers.base import DamagedDirectory, TierIOError
 from kvtierd.tiers.disk.superblock import PRIVATE_FILE, io_errors
 
 MAX_PARTS: Final = 1024
@@ -73,11 +73,9 @@ def create_slab(path: Path, shape: SlabShape) -> None:
 class Slab:
     """Blocking reads and writes of whole records; threads may call at the same time, for different slots."""
 
-    def __init__(self, path: Path, shape: SlabShape, fd: int, *, direct: bool) -> None:
+    def __init__(self, path: Path, shape: SlabShape, fd: int) -> None:
         self.path = path
         self.shape = shape
-        self.direct = direct
-        """False where the file system has no direct I/O and the page cache holds every byte a second time."""
         self._fd = fd
 
     @classmethod
@@ -89,15 +87,13 @@ class Slab:
         if not path.is_file():
             raise DamagedDirectory(path.parent, f"{path.name} is missing")
         with io_errors(f"cannot open {path}"):
-            fd, direct = _open_direct(path)
-            slab = cls(path, shape, fd, direct=direct)
+            status = path.stat()
+            slab = cls(path, shape, _open_direct(path))
+        if status.st_size < shape.nbytes or status.st_blocks * 512 < shape.nbytes:
+            _log.warning("%s has lost part of its %d bytes; allocating them again", path, shape.nbytes)
             try:
-                status = os.fstat(fd)
-                if status.st_size < shape.nbytes or status.st_blocks * 512 < shape.nbytes:
-                    _log.warning("%s has lost part of its %d bytes; allocating them again", path, shape.nbytes)
-                    os.posix_fallocate(fd, 0, shape.nbytes)
-                    os.fsync(fd)
-            except OSError:
+                slab.allocate()
+            except TierIOError:
                 slab.close()
                 raise
         return slab
@@ -182,11 +178,12 @@ def adjacent(pieces: Iterable[Piece]) -> list[Run]:
     return [*runs]
 
 
-def _open_direct(path: Path) -> tuple[int, bool]:
+def _open_direct(path: Path) -> int:
+    """Without direct I/O, where the file system has none, the page cache holds every byte a second time."""
     try:
-        return os.open(path, os.O_RDWR | os.O_DIRECT), True
+        return os.open(path, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     _log.warning("%s: no direct I/O on this file system, going through the page cache", path)
-    return os.open(path, os.O_RDWR), False
+    return os.open(path, os.O_RDWR)

@@ -115,11 +115,6 @@ class DiskStore:
         return cls(dict(shapes), fingerprint, slabs, index)
 
     @property
-    def direct(self) -> bool:
-        """False where the file system has no direct I/O: correct, but the page cache keeps a second copy."""
-        return all(slab.direct for slab in self._slabs.values())
-
-    @property
     def closed(self) -> bool:
         return self._closed
 
