@@ -329,7 +329,8 @@ class Cache(GroupVerbs):
     ) -> tuple[Read, Rows | None]:
         """A get without a call, to be tried, and where the caller wants the blocks. ``in_cpu``: the bytes pass through
         the CPU's memory, wherever the targets are. Raises :class:`InvalidArgument`."""
-        self.lease_tier(tier)
+        if tier is not None:
+            self.lease_tier(tier)
         gpu = None if tier is None or in_cpu else self.gpu(tier)
         targets = None if out is None else buffers.writable(out, len(packed) // KEY_BYTES, self.block_bytes, gpu)
         return self.reader.begin(packed, self.group, tier, targets), targets
@@ -338,7 +339,10 @@ class Cache(GroupVerbs):
         self, read: Read, targets: Rows | None, tier: Tier | None, verify: bool, timeout: float | None
     ) -> list[Row]:
         """After :meth:`begin_get` and the copy: what the daemon has to make ready, and the check where it is wanted."""
-        rows, place = read.rows, self.lease_tier(tier)
+        rows = read.rows
+        if read.done and not (verify and rows):
+            return rows
+        place = self.lease_tier(tier)
 
         async def rest(first: int, way: copies.Way) -> list[Row]:
             into = None if targets is None else targets[first:]

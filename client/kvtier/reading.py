@@ -127,9 +127,10 @@ class Reader:
 
     def read(self, read: Read) -> None:
         """Blocks were copied: counts them, and has the daemon told."""
-        self.count(hits=read.blocks, misses=read.misses, reuses=read.reuses)
-        if read.blocks or read.misses:
-            self.recency.note(read.group, read.used(), read.misses)
+        misses = 0 if read.whole or not read.done else read.asked - read.blocks
+        self.count(hits=read.blocks, misses=misses, reuses=read.reuses)
+        if read.blocks or misses:
+            self.recency.note(read.group, read.used(), misses)
 
     def missed_across(self, blocks: int) -> None:
         """So many blocks of a chain were asked for in vain over all groups; each counts once."""
@@ -168,6 +169,7 @@ class Read:
         """How many blocks have been copied and compared."""
         self._current = True
         self._tiers: Final = [each for each in mapping.arena.tiers if tier is None or each is tier] if mapping else []
+        self._bits: Final = sum(tier.bit for tier in self._tiers)
         self._found: Found = self._look_up() if mapping else Found.nothing(self.asked, sure=False)
         block_bytes = reader.spec.block_bytes(group)
         self.nbytes: Final = self.blocks * block_bytes
@@ -195,10 +197,6 @@ class Read:
     def waits(self) -> bool:
         """Its copies wait for a device: see :attr:`kvtier.arena.Memory.waits`."""
         return self._mapping is not None and any(self._mapping.arena.memory(tier).waits for tier in self._tiers)
-
-    @property
-    def misses(self) -> int:
-        return self.asked - self.blocks if self.done else 0
 
     def used(self) -> Sequence[bytes]:
         """The keys that tell the daemon which blocks were read: of a full-attention group the last one."""
@@ -232,10 +230,6 @@ class Read:
         found = self._mapping.chains.find(self.keys[self._start * KEY_BYTES :], self.group)
         self.blocks = self._start + count_leading(found.residency & self._bits != 0)
         return found
-
-    @property
-    def _bits(self) -> int:
-        return sum(tier.bit for tier in self._tiers)
 
     def _copy(self, rows: Rows) -> NDArray[np.intp]:
         """Copies the first blocks found, one into each row. Returns which of them were not there to the end."""

@@ -183,7 +183,7 @@ class Block:
 
     def used(self, clock: int) -> None:
         """``clock``: rises with every use in the group."""
-        self.rank = self.rank_at(self.priority) & ~_LAST_USE | clock
+        self.rank = self.priority << _ORDER_BITS | self.rank & _HOT | clock
 
     def heat(self, *, hot: bool) -> None:
         self.rank = self.rank | _HOT if hot else self.rank & ~_HOT

@@ -94,9 +94,9 @@ class GroupState:
 
     def _place(self, block: Block) -> None:
         """Puts the block on exactly the candidate lists where it belongs."""
-        movable = block.indexed and block.claims == 0
+        movable, copies = block.indexed and block.claims == 0, block.copies
         for tier in self.tiers:
-            copy = block.copy(tier)
+            copy = copies[tier]
             if copy is None:
                 continue
             lists = 0
@@ -139,14 +139,12 @@ class GroupState:
         slots, ledger = self.slots[tier].take_many(count, SLOT_BLANK), self.ledgers[tier]
         for slot in slots:
             ledger.begin_write(slot)
-            ledger.owner(slot, session)
+        ledger.own(slots, session)
         return slots
 
     def disown(self, tier: Tier, slots: list[SlotId]) -> None:
         """Whoever wrote these slots has no part in them any more."""
-        ledger = self.ledgers[tier]
-        for slot in slots:
-            ledger.owner(slot, None)
+        self.ledgers[tier].own(slots, None)
 
     def give_back(self, tier: Tier, slot: SlotId) -> None:
         """Whatever the slot was, nobody uses it any more. Not for disk slots that have a record: :meth:`retire`."""
@@ -322,12 +320,12 @@ class GroupState:
         if copy is None:
             raise InvariantViolation(f"block {block} is held in {tier} but is not there")
         self._keep(block, tier, copy)
-        self.ledgers[tier].owner(copy.slot, session)
+        self.ledgers[tier].own((copy.slot,), session)
         return copy
 
     def unhold(self, block: Block, tier: Tier, copy: Copy) -> None:
         if copy.holds == 1 or (copy.holds == 2 and self.pins.count(tier, copy)):
-            self.ledgers[tier].owner(copy.slot, None)
+            self.ledgers[tier].own((copy.slot,), None)
         self._let_go(block, tier, copy)
 
     def pin(self, block: Block, tier: Tier, copy: Copy) -> None:
@@ -345,12 +343,13 @@ class GroupState:
             self.held[tier] -= copy.holds == 0
 
     def _keep(self, block: Block, tier: Tier, copy: Copy) -> None:
-        self.stay(block, tier)
+        if copy.phase is LEAVING:
+            self.stay(block, tier)
         copy.holds += 1
         if copy.holds == 1:
             self.held[tier] += 1
             self.clocks.stop(block)
-        self.reconsider(block)
+        self._changed[block] = None
 
     def _let_go(self, block: Block, tier: Tier, copy: Copy) -> None:
         copy.holds -= 1
@@ -390,7 +389,7 @@ class GroupState:
         for block in sorted(touched, key=_DEPTH, reverse=True):
             if block.indexed:
                 self.evictor.use(block)
-                self.reconsider(block)
+                self._changed[block] = None
                 if block.on_disk is not None:
                     used_on_disk.pop(block, None)
                     used_on_disk[block] = None

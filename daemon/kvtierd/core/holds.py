@@ -23,6 +23,7 @@ class Holding:
 
     def __init__(self, state: GroupState, background: Background) -> None:
         self._state = state
+        self._sliding = state.shape.sliding
         self._background = background
 
     def store(self, lease: Lease, items: Sequence[CommitItem], *, last: bool) -> tuple[BlockResult, ...]:
@@ -53,7 +54,8 @@ class Holding:
                     written.append(slot)
                 else:
                     lease.held[block] = state.hold(block, tier, lease.session)
-                    self._slide(lease, block)
+                    if self._sliding:
+                        self._slide(lease, block)
                 results.append(OK)
             used.append(block)
         self._background.committed(made)
@@ -66,13 +68,11 @@ class Holding:
         self._background.used_again([block])
         del lease.blank[slot]
         self._state.give_back(lease.tier, slot)
-        if block not in lease.held:
+        if self._sliding and block not in lease.held:
             self._slide(lease, block)
 
     def _slide(self, lease: Lease, block: Block) -> None:
         """The block is the newest of its chain: what its window does not reach is let go."""
-        if not self._state.shape.sliding:
-            return
         trail = lease.trails.get(block.key)
         if trail is not None:
             self._let_slide(lease, trail.pop(), unless=block)  # lost since, and stored again
@@ -116,8 +116,7 @@ class Holding:
         lease.orphaned = True
         lease.blank = dict.fromkeys(blank)
         state.slots[lease.tier].claim(lease.blank, SLOT_ORPHANED)
-        for slot in lease.blank:
-            state.ledgers[lease.tier].owner(slot, lease.session)
+        state.ledgers[lease.tier].own(lease.blank, lease.session)
         for block in filter(None, map(state.index.get, keys)):
             lease.held[block] = state.hold(block, lease.tier, lease.session)
 
@@ -131,6 +130,7 @@ class Uses:
 
     def __init__(self, state: GroupState, background: Background) -> None:
         self._state = state
+        self._sliding = state.shape.sliding
         self._background = background
         self.hits = dict.fromkeys(state.tiers, 0)
         self.misses = 0

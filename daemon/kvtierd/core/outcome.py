@@ -11,6 +11,7 @@ long to make.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -232,13 +233,13 @@ class Ledger:
         self._owners: dict[SlotId, SessionId | None] = {}
 
     def _touch(self) -> None:
-        if self._clean:
-            self._clean = False
-            self._touched.append(self)
+        self._clean = False
+        self._touched.append(self)
 
     def begin_write(self, slot: SlotId) -> None:
         """The slot's bytes are, or are about to be, no block's: its generation is odd until :meth:`end_write`."""
-        self._touch()
+        if self._clean:
+            self._touch()
         if self._filled:
             self._filled.pop(slot, None)
         self._begun[slot] = None
@@ -250,25 +251,30 @@ class Ledger:
 
     def end_write(self, slot: SlotId, block: Block) -> None:
         """The slot's bytes are the block's."""
-        self._touch()
+        if self._clean:
+            self._touch()
         self._filled[slot] = block
 
     def disown(self, slot: SlotId) -> None:
         """The slot's bytes stand for those who hold or copy them; they are their block's no more."""
         if slot not in self._filled:
-            self._touch()
+            if self._clean:
+                self._touch()
             self._disowned[slot] = None
 
     def restate(self, slot: SlotId, block: Block) -> None:
         """The slot's bytes are the block's, whose traits have changed."""
         if slot not in self._filled:
-            self._touch()
+            if self._clean:
+                self._touch()
             self._restated[slot] = block
 
-    def owner(self, slot: SlotId, session: SessionId | None) -> None:
-        """Who leases the slot; None = nobody."""
-        self._touch()
-        self._owners[slot] = session
+    def own(self, slots: Iterable[SlotId], session: SessionId | None) -> None:
+        """Who leases the slots; None = nobody."""
+        if self._clean:
+            self._touch()
+        for slot in slots:
+            self._owners[slot] = session
 
     def take(self) -> SlotChanges:
         """All of it; the ledger is empty again."""

@@ -31,7 +31,7 @@ T = TypeVar("T")
 Holder = SessionId | tuple[CacheId, LeaseId]
 """A session or a lease whose slots a thread works on."""
 
-TICK_S: Final = 0.25
+TICK_S: Final = 1.0
 """How often the core is told the time: degraded edges come back."""
 BROKEN_SHOWN: Final = 8
 """Steps of the core that raised, the latest, kept for health."""

@@ -168,9 +168,6 @@ class Dispatcher:
         name = method.full_name.encode()
 
         async def answer(session: Session, raw: bytes) -> Message:
-            if self._stopping:
-                raise shutting_down()
-            require_attached(session)
             request = parse(raw)
             self._access.require(session, needs, request)
             if not mutates or not request.seq:

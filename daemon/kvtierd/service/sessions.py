@@ -463,7 +463,7 @@ def require_attached(session: Session) -> None:
     """Raises UNAUTHENTICATED where the session has ended, or lost the connection that proves who it is."""
     if session.ended:
         raise session_ended()
-    if not session.attached:
+    if session.connection is None:
         raise _dead("DETACHED_SESSION", "the session's attach connection broke: attach again with its token")
 
 
