@@ -25,8 +25,7 @@ SELECTIONS: Final[Mapping[str, str]] = {
     "integration/test_dead_clients": "killed or orphans_slots",
     "integration/test_restart": "leases_die or generations",
     "integration/test_supervise": "all_window_groups",
-    "integration/test_write_policies": "through or threshold_keeps",
-    "integration/test_tier_subsets": "blocks_go_down and device",
+    "integration/test_policies": "through or threshold_keeps or (blocks_go_down and device)",
 }
 """The longest first."""
 _JOBS: Final = 2

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
 from kvtier import Tier, TierFull, connect
-from tests.integration.blocks import SPEC
+from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
+from tests.integration.raw import attached
 from tests.integration.starting import kvtierd, message, tree
+from tests.integration.waiting import eventually
 
 BAD_CONFIG = 2
 
@@ -172,3 +178,79 @@ async def test_a_tier_too_small_for_a_block_is_refused_when_a_cache_is_opened(sh
             with pytest.raises(TierFull) as error:
                 await client.open_cache("all", SPEC)
     assert (error.value.tier, error.value.wanted, error.value.free) == (Tier.HOST, 1, 0)
+
+
+@pytest.fixture
+def reloading(short_dir):
+    (short_dir / "kvtierd.toml").write_text('host_bytes = "1MiB"\n')
+    process = DaemonProcess(short_dir, {}, ["--config", str(short_dir / "kvtierd.toml")])
+    process.start()
+    yield process
+    process.stop()
+
+
+def reload(reloading, text):
+    (reloading.home / "kvtierd.toml").write_text(text)
+    os.kill(reloading.pid, signal.SIGHUP)
+
+
+@asynccontextmanager
+async def seen(reloading):
+    async with await connect(reloading.address) as client:
+        yield client
+
+
+async def problems(client):
+    return (await client.stats()).problems
+
+
+async def test_live_keys_change_and_the_others_are_named_for_the_operator(reloading):
+    async with seen(reloading) as client:
+        reload(reloading, 'host_bytes = "2MiB"\nlog_level = "debug"\n')
+        said = await eventually(lambda: problems(client), bool)
+        assert said == ("configuration: host_bytes has changed; that takes a restart",)
+        assert "configuration reloaded changed=log_level refused=host_bytes" in reloading.log
+        reload(reloading, 'host_bytes = "1MiB"\n')
+        await eventually(lambda: problems(client), lambda said: not said)
+
+
+async def test_a_broken_file_changes_nothing_and_says_where_it_is_broken(reloading):
+    async with seen(reloading) as client:
+        reload(reloading, 'host_bytes = "1MiB"\nlog_level = "debug"\nwait_seconds = "soon"\n')
+        (said,) = await eventually(lambda: problems(client), bool)
+        assert f"{reloading.home}/kvtierd.toml: wait_seconds = 'soon': must be a valid number" in said
+        assert "changed=" not in reloading.log
+        await client.open_cache("still-serving", SPEC)
+
+
+async def test_no_token_and_no_key_is_ever_logged(start_daemon):
+    daemon = start_daemon("--log-level", "debug", device=4, host=4, disk=8)
+    keys = chain("secret", 12)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = await client.open_cache("c", SPEC, budgets=sizes(device=4, host=4, disk=8))
+        await cache.put(keys, blocks(keys))
+        await cache.get(keys)
+        await cache.move(keys[:2], Tier.DISK)
+        await cache.drop(keys[:1])
+        await raw.open("c")
+        raw.detach()
+    daemon.stop()
+    assert "cache opened" in daemon.log and "session begins" in daemon.log
+    for secret in (raw.welcome.token, *(key.hex() for key in keys), *(repr(key)[2:-1] for key in keys)):
+        assert secret not in daemon.log
+        assert secret.upper() not in daemon.log
+
+
+def test_the_journal_has_what_stops_a_start_among_the_errors(tmp_path):
+    """Where `journalctl -p err` finds it, as it does what is logged later."""
+    file = tmp_path / "kvtierd.toml"
+    file.write_text('hots_bytes = "1GiB"\n')
+    with (tmp_path / "journal").open("w+") as journal:
+        status = os.fstat(journal.fileno())
+        variables = os.environ | {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
+        command = [sys.executable, "-m", "kvtierd.main", "--config", str(file)]
+        ended = subprocess.run(command, stderr=journal, env=variables, check=False, timeout=60)
+        journal.seek(0)
+        lines = journal.read().splitlines()
+    assert ended.returncode == 2
+    assert len(lines) == 1 and lines[0].startswith(f"<3>kvtierd: {file}: hots_bytes: "), lines

@@ -9,10 +9,15 @@ import subprocess
 
 import pytest
 
-from kvtier import Tier, connect
+from kvtier import Cursor, Tier, connect
 from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.load import Load
+from tests.integration.seeing import cache_stats
 from tests.integration.starting import environment
+from tests.integration.supervised import SupervisedDaemon
 from tests.integration.trial import trial
+from tests.integration.waiting import eventually
+from tests.integration.witness import Witness
 
 SEED = int(os.environ.get("KVTIER_SEED") or (1 if os.environ.get("CI") else random.SystemRandom().getrandbits(32)))
 """Printed with every failure; in CI always the same, so that a red run there is about the change."""
@@ -95,3 +100,52 @@ async def test_kills_while_caches_are_made(start_daemon):
             await cache.put(keys, blocks(keys))
             assert_bytes(keys, await cache.get(keys))
         assert [cache.name for cache in await client.caches()] == [f"c{number}" for number in range(count)]
+
+
+SIZES = sizes(device=24, host=32, disk=64)
+
+
+async def end_again_and_again(home, times, seed):
+    rng = random.Random(seed)
+    daemon = SupervisedDaemon(home, SIZES, ["--chaos-seed", str(rng.randrange(1 << 32))])
+    daemon.start()
+    try:
+        async with await connect(daemon.address, timeout=20) as client:
+            cache = await client.open_cache("c", SPEC)
+            load = Load(daemon.address, "c", chains=24, workers=3, seed=rng.randrange(1 << 32))
+            kills = 0
+            async with Witness(client) as witness, load:
+                for _ in range(times):
+                    await witness.more(rng.randint(1, 300))
+                    end = rng.choice((daemon.kill, daemon.kill, daemon.upgrade))
+                    kills += end == daemon.kill
+                    await asyncio.to_thread(end)
+                    stats = await client.stats()
+                    assert stats.pid == daemon.pid
+                    await witness.reach(Cursor(stats.epoch, stats.last_event_id))
+                    load.check()
+                await load.stop()
+                await witness.assert_agrees(cache)
+                assert len(witness.gaps) == kills
+            # All that live processes might still have touched is back, since none of them does.
+            counts = await eventually(
+                lambda: cache_stats(client, "c"), lambda counts: not any(t.orphaned or t.held for t in counts.tiers)
+            )
+            adopted = daemon.log.count("memory adopted cache=c")
+            assert adopted == times, f"adopted {adopted} times of {times}\n{daemon.log}"
+            assert sum(tier.capacity for tier in counts.tiers if tier.tier is not Tier.DISK) == 56
+        assert await asyncio.to_thread(daemon.stop) == 0
+        assert "Traceback" not in daemon.log
+    finally:
+        daemon.close()
+
+
+async def test_six_ends_under_load(short_dir):
+    await end_again_and_again(short_dir, 6, SEED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(1, 7))
+async def test_more_ends_under_load(short_dir, number):
+    """Not more ends a run: the supervisor pauses twice as long after each kill."""
+    await end_again_and_again(short_dir, 7, SEED + number)

@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager
 
 import pytest
 
-from kvtier import BlockResult, Cause, Cursor, Event, EventType, Tier, connect
+from kvtier import BlockResult, CallerError, Cause, Cursor, Event, EventType, Tier, connect
 from kvtierd.tiers.disk.records import decode_records
-from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.seeing import cache_stats, tier_stats
 from tests.integration.stored import stored_in
 from tests.integration.stuck import stuck_disk
+from tests.integration.supervised import SupervisedDaemon
 from tests.integration.waiting import PATIENCE_S, eventually
 
 SLOTS = {"device": 8, "host": 8, "disk": 96}
@@ -244,3 +248,147 @@ async def test_a_hanging_disk_shows_in_health(daemon):
 
 async def _queued(client):
     return sum(edge.queued_blocks for edge in (await cache_stats(client, "c")).edges)
+
+
+DISK_SLOTS = 256
+KEYS = chain("only there", 80)
+IN_MEMORY = chain("in memory", 4)
+
+
+def limit_files(daemon, nbytes):
+    """No write of the daemon's goes beyond so many bytes of any file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (nbytes, hard))
+
+
+async def disk_is_lost(client):
+    async def problems():
+        return tuple(problem for problem in (await client.stats()).problems if "out of service" in problem)
+
+    return await eventually(problems, lambda found: found)
+
+
+async def test_a_dead_disk_is_given_up_and_a_mended_one_taken_back(start_daemon):
+    daemon = start_daemon("--tier-grace-seconds", "0.2", device=8, host=8, disk=DISK_SLOTS)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(KEYS, blocks(KEYS))
+        assert set(await cache.move(KEYS, Tier.DISK)) == {BlockResult.OK}
+        await cache.put(IN_MEMORY, blocks(IN_MEMORY))
+        stats = await client.stats()
+        # Reads find nothing, and no write reaches a slot that is free, or the end of the slab, where the probe goes.
+        limit_files(daemon, len(KEYS) // 2 * SLOT_BYTES)
+        os.truncate(slab(daemon), 0)
+        assert await cache.get(KEYS) == []
+        (problem,) = await disk_is_lost(client)
+        assert problem.startswith("cache c: the disk tier is out of service, what it held is lost: cannot use ")
+        gone: set[bytes] = set()
+        async for item in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.REMOVED]):
+            assert isinstance(item, Event)
+            assert item.cause in (Cause.IO_ERROR, Cause.ANCESTOR)
+            gone.update(item.keys)
+            if len(gone) == len(KEYS):
+                break
+        assert gone == set(KEYS)
+        assert (await cache.match(KEYS)).blocks == 0
+        disk = await tier_stats(client, "c", Tier.DISK)
+        assert (disk.ready, disk.quarantined) == (0, DISK_SLOTS)
+        # Memory is as good as ever, and only the top of what is more than it holds is kept.
+        assert_bytes(IN_MEMORY, await cache.get(IN_MEMORY))
+        for number in range(4):
+            more = chain(f"more {number}", 6)
+            await cache.put(more, blocks(more))
+            assert_bytes(more, await cache.get(more))
+        # Mended: empty, whole, and in use.
+        limit_files(daemon, hard)
+        await eventually(client.stats, lambda now: not now.problems)
+        assert slab(daemon).stat().st_blocks * 512 >= DISK_SLOTS * SLOT_BYTES
+        again = chain("again", 4)
+        await cache.put(again, blocks(again))
+        assert set(await cache.move(again, Tier.DISK)) == {BlockResult.OK}
+        assert_bytes(again, await cache.get(again))
+
+
+PAGE = 4096
+LEAF = b"\x02\0"
+"""The flags in the head of a page with records."""
+MANY = 96
+MOST_CRASHES = 4
+"""The first, which may come after the opening, and three while it is opened again."""
+READS_ALL = """
+import lmdb, sys
+with lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=16, lib_version=0) as env:
+    with env.begin() as txn:
+        names = [name for name, _ in txn.cursor()]
+    for name in names:
+        with env.begin(db=env.open_db(name, create=False)) as txn:
+            list(txn.cursor())
+"""
+
+
+def dies(environment):
+    """Whether LMDB ends a process that reads all of it."""
+    reader = subprocess.run([sys.executable, "-c", READS_ALL, str(environment)], capture_output=True, check=False)
+    return reader.returncode == -signal.SIGABRT
+
+
+def damage(environment):
+    """Zeroes a page without which LMDB ends the process."""
+    with open(environment / "data.mdb", "r+b", buffering=0) as file:
+        data = file.read()
+        for place in range(2 * PAGE, len(data), PAGE):
+            page = data[place : place + PAGE]
+            if page[10:12] != LEAF:
+                continue
+            file.seek(place)
+            file.write(bytes(PAGE))
+            if dies(environment):
+                return
+            file.seek(place)
+            file.write(page)
+    pytest.fail("LMDB survives the loss of any page")
+
+
+@pytest.fixture
+def supervised(short_dir):
+    process = SupervisedDaemon(short_dir, sizes(host=MANY, disk=4 * MANY))
+    process.start()
+    yield process
+    process.close()
+
+
+async def all_on_disk(client, name):
+    cache = await client.open_cache(name, SPEC, budgets=sizes(host=MANY // 2, disk=2 * MANY))
+    keys = chain(name, MANY)
+    for first in range(0, MANY, 16):
+        some = keys[first : first + 16]
+        await cache.put(some, blocks(some), parent=keys[first - 1] if first else None)
+        await cache.move(some, Tier.DISK)
+
+
+async def test_an_index_that_ends_the_process_is_left_out(supervised):
+    async with await connect(supervised.address) as client:
+        for name in ("good", "hurt"):
+            await all_on_disk(client, name)
+    supervised.stop()
+    damage(supervised.plain.disk_dir / "caches" / "hurt" / "index")
+
+    await asyncio.to_thread(supervised.start)
+    crashes = supervised.log.count("the daemon died")
+    assert 3 <= crashes <= MOST_CRASHES
+    async with await connect(supervised.address) as client:
+        (problem,) = (await client.stats()).problems
+        assert problem.startswith("cache hurt is left out: ") and "LMDB has ended 3 processes" in problem
+        with pytest.raises(CallerError, match="cache hurt is left out"):
+            await client.open_cache("hurt", SPEC)
+        cache, keys = await client.open_cache("good", SPEC), chain("good", MANY)
+        assert_bytes(keys, await cache.get(keys))
+
+    supervised.upgrade()
+    assert supervised.log.count("the daemon died") == crashes, "nobody opens it any more"
+    async with await connect(supervised.address) as client:
+        assert len((await client.stats()).problems) == 1
+        await client.remove_cache("hurt", force=True)
+        await all_on_disk(client, "hurt")
+        assert not (await client.stats()).problems

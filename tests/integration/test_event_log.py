@@ -19,7 +19,7 @@ from tests.integration.actors import Actor
 from tests.integration.blocks import SPEC, blocks, chain, sizes
 from tests.integration.daemon import DaemonProcess
 from tests.integration.raw import attached
-from tests.integration.test_slow_watcher import BLOCKS, SMALL_RING, last_event, store
+from tests.integration.test_slow_watchers import BLOCKS, SMALL_RING, last_event, store
 from tests.integration.waiting import PATIENCE_S, eventually
 from tests.integration.witness import Witness
 

@@ -34,8 +34,8 @@ from tests.integration.load import CHAIN_BLOCKS, Load
 from tests.integration.models import VSWA, by_hand, content, groups_of
 from tests.integration.raw import attached
 from tests.integration.steering import Steering
-from tests.integration.test_revoked_rights import ALL, ONE
-from tests.integration.test_slow_watcher import BLOCKS, NAME, SMALL_RING, store
+from tests.integration.test_rights import ALL, ONE
+from tests.integration.test_slow_watchers import BLOCKS, NAME, SMALL_RING, store
 from tests.integration.waiting import PATIENCE_S, eventually
 
 SMALL = sizes(device=12, host=24, disk=48)

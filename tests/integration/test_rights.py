@@ -10,19 +10,23 @@ import os
 import signal
 from contextlib import ExitStack
 
+import grpc
 import pytest
+import xxhash
 
-from kvtier import Tier, connect
+from kvtier import Event, PermissionDenied, Tier, connect
+from kvtier.types import ROOT_PARENT
+from kvtier.v1 import blocks_pb2, transfer_pb2
+from kvtier.wire import tier_to_wire
 from tests.integration.actors import NOBODY, Actor
-from tests.integration.blocks import SPEC, blocks, chain, sizes
-from tests.integration.raw import AttachSocket
-from tests.integration.waiting import eventually
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.raw import AttachSocket, attached, close_all, refusal
+from tests.integration.seeing import tier_stats
+from tests.integration.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-
 READERS, ROUTERS = 4711, 4712
 """Groups that only rules know."""
-
 RULES = f"""
 [[allow]]
 uids = [{NOBODY}]
@@ -214,3 +218,247 @@ async def test_who_may_watch_and_nothing_else_may_begin_now(daemon):
     answers = ended(daemon, [ROUTERS], ("watch from now", ""), ("watch from now", "shared"), ("watch from now", "last"))
     assert answers[:2] == ["Heartbeat", "Heartbeat"], answers
     assert answers[2].startswith("NO_RIGHT: the right to watch on cache last is missing")
+
+
+ALL = """
+[[allow]]
+anonymous = true
+caches = ["*"]
+verbs = ["read", "write", "watch", "tokens"]
+"""
+ONE = """
+[[allow]]
+anonymous = true
+caches = ["open"]
+verbs = ["watch"]
+"""
+
+
+@pytest.fixture
+def revoking(start_daemon, tmp_path):
+    file = tmp_path / "kvtierd.toml"
+    file.write_text(ALL)
+    return start_daemon("--config", str(file), "--listen-tcp", "127.0.0.1:0", "--tcp-insecure", host=16)
+
+
+async def revoke(revoking, file):
+    await asyncio.to_thread(file.write_text, ONE)
+    os.kill(revoking.pid, signal.SIGHUP)
+
+    async def log():
+        return revoking.log
+
+    await eventually(log, lambda text: "changed=allow" in text)
+
+
+async def stored(client, cache, name):
+    keys = chain(name, 2)
+    await (await client.open_cache(cache, SPEC, budgets=sizes(host=4))).put(keys, blocks(keys), tier=Tier.HOST)
+    return keys
+
+
+async def test_a_watch_that_saw_everything_sees_what_it_still_may(revoking, tmp_path):
+    async with (
+        await connect(revoking.address) as owner,
+        await connect(revoking.tcp_address, insecure=True) as client,
+        client.watch(oldest=True) as watch,
+    ):
+        before = await stored(owner, "other", "before")
+        assert before[0] in await until_stored(watch, before[-1])
+        await revoke(revoking, tmp_path / "kvtierd.toml")
+        after = await stored(owner, "other", "after")
+        shown = await stored(owner, "open", "shown")
+        assert not set(after) & await until_stored(watch, shown[-1])
+
+
+async def test_a_watch_that_named_a_cache_it_may_not_see_any_more_ends(revoking, tmp_path):
+    """It would wait in vain, and take silence for peace."""
+    async with (
+        await connect(revoking.address) as owner,
+        await connect(revoking.tcp_address, insecure=True) as client,
+        client.watch(caches=["other", "open"]) as named,
+        client.watch(caches=["open"]) as allowed,
+    ):
+        before = await stored(owner, "other", "before")
+        assert before[0] in await until_stored(named, before[-1])
+        await revoke(revoking, tmp_path / "kvtierd.toml")
+        await stored(owner, "other", "after")
+        with pytest.raises(PermissionDenied, match="cache other"):
+            await until_stored(named, bytes(32))
+        shown = await stored(owner, "open", "shown")
+        assert set(shown) <= await until_stored(allowed, shown[-1])
+
+
+async def test_who_may_not_read_any_more_can_still_give_back(revoking, tmp_path):
+    async with await connect(revoking.address) as owner, await connect(revoking.tcp_address, insecure=True) as client:
+        keys = await stored(owner, "other", "held")
+        cache = await client.open_cache("other", SPEC, mapped=False)
+        async with cache.acquire(keys, tier=Tier.HOST) as lease:
+            assert lease.blocks == 2
+            await revoke(revoking, tmp_path / "kvtierd.toml")
+            with pytest.raises(PermissionDenied):
+                await cache.match(keys)
+            assert (await tier_stats(owner, "other", Tier.HOST)).held == 2
+        await eventually(lambda: tier_stats(owner, "other", Tier.HOST), lambda stats: not stats.held)
+        await cache.close()
+
+
+async def test_a_put_under_way_stores_nothing_once_its_right_is_gone(revoking, tmp_path):
+    keys = chain("under-way", 2)
+    data = [row.tobytes() for row in blocks(keys)]
+    gates = {"begun": asyncio.Event(), "revoked": asyncio.Event()}
+
+    async def messages(cache_id):
+        commit = blocks_pb2.CommitRequest(
+            cache_id=cache_id, keys=b"".join(keys), parents=b"".join([ROOT_PARENT, keys[0]])
+        )
+        sums = b"".join(map(xxhash.xxh3_128_digest, data))
+        yield transfer_pb2.PutChunk(
+            header=transfer_pb2.PutHeader(commit=commit, tier=tier_to_wire(Tier.HOST), checksums=sums)
+        )
+        for index, row in enumerate(data):
+            yield transfer_pb2.PutChunk(bytes=transfer_pb2.BlockBytes(block=index, data=row))
+        gates["begun"].set()
+        await gates["revoked"].wait()  # all its bytes are there, its end is not
+
+    async with await connect(revoking.address) as owner, await connect(revoking.tcp_address, insecure=True) as client:
+        await stored(owner, "other", "before")
+        cache = await client.open_cache("other", SPEC, mapped=False)
+        link = await client._session.link(None)
+        call = link.stubs.transfer.Put(messages(cache.info.cache_id), metadata=link.metadata, timeout=60)
+        await gates["begun"].wait()
+        await eventually(lambda: tier_stats(owner, "other", Tier.HOST), lambda stats: stats.held == 2)
+        await revoke(revoking, tmp_path / "kvtierd.toml")
+        gates["revoked"].set()
+        fault = await refusal(call)
+        assert (fault.code, fault.reason, fault.detail.field) == (
+            grpc.StatusCode.PERMISSION_DENIED,
+            "NO_RIGHT",
+            "write",
+        )
+        own = await owner.open_cache("other", SPEC)
+        assert (await own.match(keys)).blocks == 0
+        assert not (await tier_stats(owner, "other", Tier.HOST)).held
+
+
+async def until_stored(watch, key):
+    """Keys of all events up to that of ``key``."""
+    seen: set[bytes] = set()
+    async with asyncio.timeout(PATIENCE_S):
+        async for item in watch:
+            if isinstance(item, Event):
+                seen.update(item.keys)
+            if key in seen:
+                return seen
+    raise AssertionError("the watch has ended")
+
+
+ALLOWED = f'{{"uids": [{NOBODY}], "caches": ["*"], "verbs": ["read", "write", "watch"]}}'
+REFUSED = "PermissionError"
+
+
+async def foreigner(daemon):
+    """What nobody is told, with a live session's token and descriptors in hand."""
+    async with attached(daemon.address) as victim:
+        cache_id = (await victim.open("mine", SPEC)).cache_id
+        fds = victim.socket.map(cache_id, write=True)
+        try:
+            with Actor(
+                "be_foreign",
+                pass_fds=list(fds.values()),
+                address=daemon.address,
+                token=victim.welcome.token,
+                fds=fds,
+            ) as stranger:
+                return stranger.says()
+        finally:
+            close_all(fds)
+
+
+def open_up(daemon):
+    """As a careless administrator would."""
+    daemon.home.chmod(0o755)
+    os.chmod(daemon.address, 0o755)
+    for path in daemon.sockets:
+        path.chmod(0o666)
+
+
+async def test_the_directory_keeps_others_out(start_daemon):
+    daemon = start_daemon(device=2, host=2)
+    assert os.stat(daemon.address).st_mode & 0o777 == 0o750
+    assert [path.stat().st_mode & 0o777 for path in daemon.sockets] == [0o660, 0o660]
+    daemon.home.chmod(0o755)
+    told = await foreigner(daemon)
+    assert told["connects"] == {"attach.sock": REFUSED, "kvtierd.sock": REFUSED}
+    assert set(told["rpc"].values()) == {"UNAVAILABLE"}
+
+
+async def test_the_sockets_keep_others_out_of_an_open_directory(start_daemon):
+    daemon = start_daemon(device=2, host=2)
+    daemon.home.chmod(0o755)
+    os.chmod(daemon.address, 0o755)
+    told = await foreigner(daemon)
+    assert told["connects"] == {"attach.sock": REFUSED, "kvtierd.sock": REFUSED}
+
+
+async def test_credentials_and_tokens_keep_others_out_of_open_sockets(start_daemon):
+    """A token is as good as its session on gRPC, which cannot tell who calls: it is the directory's mode that keeps
+    others from trying one. On the attach socket, and with descriptors, a user's identity is what counts."""
+    daemon = start_daemon(device=2, host=2)
+    open_up(daemon)
+    told = await foreigner(daemon)
+    assert told["connects"] == {"attach.sock": "connected", "kvtierd.sock": "connected"}
+    assert told["hello"] == "PERMISSION_DENIED"
+    assert told["rpc"] == {"no token": "UNAUTHENTICATED", "stolen token": "answered"}
+    # Even with a read-only descriptor in hand another user cannot make a writable one of it.
+    assert told["reopened"] == {"control": REFUSED, "host": REFUSED, "device": REFUSED}
+    async with await connect(daemon.address) as client:
+        await works(client)
+
+
+async def test_a_user_who_is_allowed_may_attach(start_daemon):
+    daemon = start_daemon("--allow", ALLOWED, device=2, host=2)
+    open_up(daemon)
+    assert (await foreigner(daemon))["hello"] == "welcome"
+
+
+async def test_a_user_who_may_write_a_cache_spoils_its_bytes_and_nothing_more(start_daemon):
+    """Least of all what says where they are: others read by that, without asking anybody."""
+    daemon = start_daemon("--allow", ALLOWED, device=2, host=8)
+    open_up(daemon)
+    async with await connect(daemon.address) as client:
+        theirs = await client.open_cache("theirs", SPEC, budgets=sizes(host=4))
+        ours = await client.open_cache("ours", SPEC, budgets=sizes(host=4))
+        keys = chain("theirs", 3)
+        for cache in (theirs, ours):
+            await cache.put(keys, blocks(keys))
+        before = theirs.arena._control.tobytes()
+        with Actor("be_hostile", address=daemon.address, cache="theirs", daemon=daemon.pid) as actor:
+            ended = actor.says()["ended"]
+            assert ended == {
+                "shrink data": REFUSED,
+                "grow data": REFUSED,
+                "seal data": REFUSED,
+                "open data again": REFUSED,
+                "shrink control": "EINVAL",
+                "write control": "EBADF",
+                "punch control": "EBADF",
+                "map control writable": REFUSED,
+                "protect control no more": REFUSED,
+                "change control's mode": REFUSED,
+                "open control again": REFUSED,
+                "open it in the daemon": REFUSED,
+            }
+            spoilt = await theirs.get(keys)
+            assert [block.any() for block in spoilt] == [False] * 3, "holes read as zeros, and fault nobody"
+            assert_bytes(keys, await ours.get(keys))
+            assert theirs.reads.calls == ours.reads.calls == 0
+            assert theirs.arena._control.tobytes() == before
+        assert (await client.stats()).problems == ()
+
+
+async def works(client):
+    cache = await client.open_cache("mine", SPEC)
+    keys = chain("mine", 2)
+    await cache.put(keys, blocks(keys))
+    assert_bytes(keys, await cache.get(keys, tier=Tier.HOST))

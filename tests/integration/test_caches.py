@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from kvtier import (
+    BlockResult,
+    CacheOptions,
     CacheSpec,
     CallerError,
     Cause,
@@ -16,10 +19,13 @@ from kvtier import (
     Cursor,
     Event,
     EventType,
+    InvalidArgument,
     KvtierError,
     NotFound,
     SpecMismatch,
     Tier,
+    TierFull,
+    WritePolicy,
     connect,
 )
 from kvtier.v1 import caches_pb2
@@ -53,8 +59,6 @@ async def segments(daemon):
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
-
-
 async def test_a_cache_is_opened_by_its_name_alone_if_it_exists(start_daemon):
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as client:
@@ -118,8 +122,6 @@ async def test_opening_one_cache_does_not_wait_for_another(start_daemon):
 
 
 # -- removed -----------------------------------------------------------------------------------------------------------
-
-
 async def test_a_removed_cache_leaves_nothing_behind(start_daemon):
     daemon = start_daemon(**SLOTS)
     async with await connect(daemon.address) as client:
@@ -197,3 +199,105 @@ async def test_a_removal_that_failed_gives_the_budgets_back_once_it_succeeds(sta
         assert removal.freed[Tier.HOST] == SLOTS["host"] * SLOT_BYTES
         await put(client, "next")
         assert {tier.tier: tier.capacity for tier in (await cache_stats(client, "next")).tiers} == budgets
+
+
+@pytest.mark.parametrize("eviction", ["lru", "2q"])
+async def test_options_are_told_and_outlive_the_daemon(start_daemon, eviction):
+    options = CacheOptions(write_policy=WritePolicy.BACK, eviction=eviction)
+    daemon = start_daemon(host=4, disk=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC, options=options)
+        assert cache.info.options == options
+        await asyncio.to_thread(daemon.stop)
+        await asyncio.to_thread(daemon.start)
+        (listed,) = await client.caches()
+        assert listed.options == options
+        assert (await client.open_cache("c", SPEC, options=options)).info.options == options
+        assert (await client.open_cache("c", SPEC)).info.options == options
+
+
+async def test_options_of_a_cache_in_memory_alone_outlive_its_daemon(start_daemon):
+    """Whoever opens it first, who need not have chosen them."""
+    options = CacheOptions(write_policy=WritePolicy.THROUGH, eviction="2q", event_hash="v2_sha256", keep_tokens=True)
+    defaults = CacheOptions(write_policy=WritePolicy.BACK, eviction="lru")
+    other = CacheSpec.single("other", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
+    daemon = start_daemon(device=2, host=4)
+    async with await connect(daemon.address) as chooser, await connect(daemon.address) as client:
+        mine = await chooser.open_cache("c", SPEC, options=options)
+        await asyncio.to_thread(daemon.stop)
+        await asyncio.to_thread(daemon.start)
+        theirs = await client.open_cache("c", SPEC)
+        assert theirs.info.options == options
+        assert (await mine.match(chain("any", 1))).blocks == 0, "its own options are refused"
+        # They went with the cache when it was removed, and were never those of another specification.
+        await chooser.remove_cache("c", force=True)
+        assert (await client.open_cache("c", SPEC)).info.options == defaults
+        await chooser.remove_cache("c", force=True)
+        await chooser.open_cache("c", SPEC, options=options)
+        await asyncio.to_thread(daemon.stop)
+        await asyncio.to_thread(daemon.start)
+        assert (await client.open_cache("c", other)).info.options == defaults
+
+
+async def test_options_that_there_are_not_are_refused_and_make_no_cache(start_daemon):
+    daemon = start_daemon(host=4)
+    async with await connect(daemon.address) as client:
+        with pytest.raises(InvalidArgument) as refused:
+            await client.open_cache("c", SPEC, options=CacheOptions(eviction="random"))
+        assert (refused.value.field, refused.value.value) == ("options.eviction", "random")
+        assert await client.caches() == []
+
+
+async def refused(cache, count, tier=Tier.HOST):
+    with pytest.raises(TierFull) as refusal:
+        async with cache.reserve(count, tier=tier):
+            raise AssertionError("granted")
+    return refusal.value
+
+
+async def other(cache, client):
+    return await client.open_cache(cache.name, SPEC)
+
+
+async def test_one_session_holds_so_many_slots_blank_and_no_more(start_daemon):
+    daemon = start_daemon("--max-reserved-fraction", "0.5", device=8, host=8)
+    async with await connect(daemon.address) as first, await connect(daemon.address) as second:
+        cache = await first.open_cache("shared", SPEC)
+        async with cache.reserve(3, tier=Tier.HOST) as lease:
+            error = await refused(cache, 2)
+            assert (error.reason, error.tier, error.wanted, error.free) == ("OVER_CAP", Tier.HOST, 2, 1)
+            assert [(holder.session_id, holder.slots) for holder in error.holders] == [(first.session_id, 3)]
+            assert "max_reserved_fraction" in str(error)
+            async with cache.reserve(1, tier=Tier.HOST):
+                assert (await refused(cache, 1)).free == 0
+            # Each tier has its own, and so has each session.
+            async with cache.reserve(4, tier=Tier.DEVICE), (await other(cache, second)).reserve(4, tier=Tier.HOST):
+                pass
+            # What is committed is not blank any more.
+            keys = chain("committed", 3)
+            assert await lease.commit(keys) == [BlockResult.OK] * 3
+            async with cache.reserve(4, tier=Tier.HOST):
+                pass
+
+
+async def test_calls_at_the_same_time_count_together(start_daemon):
+    daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("shared", SPEC)
+        async with AsyncExitStack() as stack:
+            asked = [stack.enter_async_context(cache.reserve(3, tier=Tier.HOST)) for _ in range(4)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            refusals = [answer for answer in answers if isinstance(answer, TierFull)]
+            assert [refusal.reason for refusal in refusals] == ["OVER_CAP"] * 3
+
+
+async def test_streams_count_like_any_other_reservation_and_lease(start_daemon):
+    daemon = start_daemon("--max-reserved-fraction", "0.5", host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("shared", SPEC)
+        keys = chain("streamed", 4)
+        async with cache.reserve(1, tier=Tier.HOST):
+            with pytest.raises(TierFull, match="max_reserved_fraction") as over:
+                await cache.stream_put(keys, blocks(keys), tier=Tier.HOST)
+            assert (over.value.reason, over.value.free) == ("OVER_CAP", 3)
+        assert await cache.stream_put(keys, blocks(keys), tier=Tier.HOST) == [BlockResult.OK] * 4

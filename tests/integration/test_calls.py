@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import grpc
 import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from kvtier import Tier
+from kvtier import BlockResult, Cache, Tier, arena, connect
+from kvtier.errors import LeaseError
+from kvtier.lease import ReadLease, WriteLease
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
 from kvtier.wire import budgets_to_wire, spec_to_wire
-from tests.integration.blocks import SPEC, chain, sizes
+from tests.integration.blocks import SPEC, assert_bytes, blocks, chain, sizes
 from tests.integration.raw import attached, commit_request
-from tests.integration.seeing import state, tier_stats
+from tests.integration.seeing import cache_stats, edge_stats, state, tier_stats
+from tests.integration.stuck import stuck_disk
 from tests.integration.waiting import eventually
 
 HOST, DISK = common_pb2.TIER_HOST, common_pb2.TIER_DISK
@@ -160,3 +166,166 @@ async def test_the_client_gives_back_what_its_cancelled_calls_got(client, name):
 async def put_two(cache):
     async with cache.reserve(2, Tier.HOST) as lease:
         await lease.commit(KEYS, parents=[None, KEYS[0]])
+
+
+@pytest.fixture
+async def small_cache(client, name):
+    return await client.open_cache(name, SPEC, budgets=sizes(host=8))
+
+
+async def test_a_commit_can_end_its_lease(client, small_cache):
+    keys = chain("together", 3)
+    await small_cache.put(keys[:1], blocks(keys[:1]))
+    lease = await small_cache.reserve(5, Tier.HOST)
+    for index, key in enumerate(keys):
+        begin = 0
+        whole = blocks([key])[0]
+        for part in lease.view(index):
+            part[:] = whole[begin : begin + part.size]
+            begin += part.size
+    assert await lease.commit(keys, release=True) == [BlockResult.EXISTS, BlockResult.OK, BlockResult.OK]
+
+    assert lease.released
+    assert await client.leases(cache=small_cache.name) == []
+    with pytest.raises(LeaseError):
+        lease.view(0)
+    async with small_cache.reserve(5, Tier.HOST) as rest:
+        assert len(rest) == 5, "its blank slots, and that of the block that was there, came back"
+        assert_bytes(keys, await small_cache.get(keys))
+
+
+async def test_it_ends_with_slots_that_stayed_blank_too(client, small_cache):
+    parent, child = chain("orphan", 2)
+    lease = await small_cache.reserve(1, Tier.HOST)
+    assert await lease.commit([child], parent=parent, release=True) == [BlockResult.PARENT_MISSING]
+    assert await client.leases(cache=small_cache.name) == []
+    async with small_cache.reserve(8, Tier.HOST) as everything:
+        assert len(everything) == 8
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_all_others_are_released_beside_one_that_has_not_answered(client, small_cache, cancelled):
+    """Whichever of the two the daemon hears first."""
+    keys = chain("others", 2)
+    await small_cache.put(keys, blocks(keys))
+    for turns in range(12):
+        others = [await small_cache.acquire(keys) for _ in range(2)]
+        lease = await small_cache.reserve(1, Tier.HOST)
+        commit = asyncio.create_task(lease.commit(chain(f"mine {turns}", 1), release=True))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if cancelled:
+            commit.cancel()
+        await small_cache.release_all()
+        await asyncio.wait([commit])
+        assert all(each.released for each in (*others, lease))
+        assert await client.leases(cache=small_cache.name) == []
+        assert commit.cancelled() or commit.exception() is None or isinstance(commit.exception(), LeaseError)
+
+
+GIVEN_UP = chain("given up", 2)
+Take = Callable[[Cache], Awaitable[WriteLease | ReadLease]]
+
+
+@pytest.fixture
+def small_daemon(start_daemon):
+    return start_daemon(host=8)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [lambda cache: cache.reserve(2, Tier.HOST), lambda cache: cache.acquire(GIVEN_UP, Tier.HOST)],
+    ids=["reserve", "acquire"],
+)
+async def test_a_daemon_that_hangs_when_a_call_is_given_up(small_daemon, take, monkeypatch, caplog):
+    monkeypatch.setattr(arena, "_GIVE_BACK_S", 0.05)
+    async with await connect(small_daemon.address) as client:
+        cache = await client.open_cache("c", SPEC, budgets=sizes(host=8))
+        await cache.put(GIVEN_UP, blocks(GIVEN_UP))
+        granted, send = asyncio.Event(), arena.send
+
+        async def unheard(*call):
+            await send(*call)
+            granted.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as deaf:
+            deaf.setattr(arena, "send", unheard)
+            taking = asyncio.ensure_future(take(cache))
+            await granted.wait()
+            small_daemon.pause()
+            taking.cancel()
+            await asyncio.wait([taking])
+        try:
+            with caplog.at_level(logging.DEBUG, "kvtier.arena"):
+                await eventually(_records(caplog), lambda said: len(said) > 0)
+        finally:
+            small_daemon.resume()
+        await eventually(client.leases, lambda held: not held)
+
+
+def _records(caplog):
+    """What was said of attempts to give back that did not succeed."""
+
+    async def said():
+        return [record.getMessage() for record in caplog.records if "give" in record.getMessage()]
+
+    return said
+
+
+async def test_a_cache_closes_behind_a_reserve_that_was_given_up(start_daemon):
+    """It was refused: what nobody had waited for any more was still leased when the daemon came to the close."""
+    daemon = start_daemon(host=8)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("mine", SPEC)
+        daemon.pause()
+        reserving = asyncio.ensure_future(cache.reserve(2, Tier.HOST))
+        await passes()
+        reserving.cancel()
+        await passes()
+        closing = asyncio.ensure_future(cache.close())
+        await passes()
+        daemon.resume()
+        with suppress(asyncio.CancelledError):
+            await reserving
+        await closing
+        assert await client.leases() == []
+        await (await client.open_cache("mine", SPEC)).close()
+
+
+async def passes():
+    """What has begun says to the daemon what it has to say: that takes turns of the loop, and no answer."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+COUNT = 4
+OK = bytes([common_pb2.BLOCK_RESULT_OK]) * COUNT
+
+
+async def test_a_move_that_waits_is_one_move_for_all_who_ask_for_it_under_its_number(start_daemon):
+    daemon = start_daemon(device=0, host=2 * COUNT, disk=2 * COUNT)
+    keys = chain("moved", COUNT)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = await client.open_cache("c", SPEC)
+        await cache.put(keys, blocks(keys), tier=Tier.HOST)
+        request = blocks_pb2.MoveRequest(
+            cache_id=(await raw.open("c")).cache_id, to=common_pb2.TIER_DISK, keys=b"".join(keys), seq=1
+        )
+        with stuck_disk(daemon, "c") as disk:
+            first, second, third = (asyncio.ensure_future(raw.call(raw.stubs.blocks.Move, request)) for _ in range(3))
+
+            async def under_way():
+                stats = await cache_stats(client, "c")
+                return sum(tier.filling for tier in stats.tiers)
+
+            assert await eventually(under_way, bool) == COUNT
+            first.cancel()
+            await asyncio.wait([first])
+            assert await under_way() == COUNT
+            disk.release()
+            assert [(await each).results for each in (second, third)] == [OK, OK]
+        edge = await edge_stats(client, "c", "host>disk")
+        assert edge is not None
+        assert edge.blocks == COUNT
+        assert (await raw.call(raw.stubs.blocks.Move, request)).results == OK

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import Counter
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -15,6 +18,7 @@ from kvtier import Cursor, Event, Tier, connect
 from kvtier.v1 import blocks_pb2, events_pb2
 from tests.integration.actors import Actor
 from tests.integration.blocks import chain
+from tests.integration.crowd import KINDS
 from tests.integration.raw import attached
 from tests.integration.seeing import edge_stats
 from tests.integration.waiting import PATIENCE_S, eventually
@@ -22,12 +26,13 @@ from tests.integration.waiting import PATIENCE_S, eventually
 RING_BYTES = 256 << 10
 BLOCKS = 256
 """Of a put: its stored event is 17 kB, its removed one 8 kB."""
-
 WARM, PUTS = 20, 220
 PRODUCED = (PUTS - WARM) * BLOCKS * (66 + 33)
 """Bytes of events, once the ring is full."""
 
+
 assert PRODUCED > 16 * RING_BYTES
+
 
 SMALL_RING = ("--event-ring-bytes", str(RING_BYTES))
 NAME = "watched"
@@ -157,3 +162,125 @@ async def test_watchers_that_do_not_read_delay_no_move(start_daemon):
             assert moved is not None
             assert moved.blocks > 70 * BLOCKS
         assert median(took[True]) < 3 * median(took[False]), took
+
+
+WATCHED: Final = "visited"
+PROCESSES, EACH = 4, 25
+KILLED: Final = 2
+"""Processes that are killed in the middle, each replaced by another."""
+STORED: Final = 16
+"""Of a put: about 2 kB of events with the moves and removals that follow from it."""
+STAY_S: Final = 0.6
+LONG_RING: Final = 2 << 20
+ALONE_S, CROWDED_S = 0.5, 2.4
+MORE_MEMORY: Final = 24 << 20
+"""What the daemon may have taken for good: a watcher that left its buffers behind would take more, by hundreds."""
+
+
+class Traffic:
+    """Puts without bytes, one after the other: each makes room by moves from the device to the host and out of it."""
+
+    def __init__(self, raw, cache):
+        self.puts = 0
+        self._raw = raw
+        self._cache = cache
+        self._stopping = False
+
+    async def __aenter__(self):
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, kind, error, trace):
+        self._stopping = True
+        async with asyncio.timeout(PATIENCE_S):
+            await self._task
+
+    async def goes_on(self, seconds):
+        """For so long, and at least by a few puts more."""
+        some = self.puts + 3
+        await asyncio.wait([self._task], timeout=seconds)
+        assert not self._task.done(), self._task.result()
+
+        async def puts():
+            return self.puts
+
+        await eventually(puts, lambda done: done >= some)
+
+    async def _run(self):
+        raw, cache = self._raw, self._cache
+        for number in count():
+            if self._stopping:
+                return
+            reserved = await raw.reserve(cache, Tier.DEVICE, STORED)
+            await raw.commit(cache, reserved, chain(f"put {number}", STORED))
+            release = blocks_pb2.ReleaseRequest(cache_id=cache, lease_ids=[reserved.lease_id])
+            await raw.call(raw.stubs.blocks.Release, release)
+            self.puts += 1
+
+
+class Visitors:
+    """The processes."""
+
+    def __init__(self, daemon, stack):
+        self._address = daemon.address
+        self._stack = stack
+        self._seeds = count()
+        self._there: list[Actor] = []
+
+    async def come(self, processes):
+        """Returns when all of them have begun."""
+        fresh = [
+            Actor("come_and_go", address=self._address, cache=WATCHED, seed=seed, watchers=EACH, stay_s=STAY_S)
+            for seed, _ in zip(self._seeds, range(processes), strict=False)
+        ]
+        for actor in fresh:
+            self._stack.enter_context(actor)
+            await asyncio.to_thread(actor.says)
+        self._there += fresh
+
+    def kill_one(self):
+        self._there.pop(0).kill()
+
+    async def go(self):
+        """Nothing happens any more: what all of them have seen."""
+        seen: Counter[str] = Counter()
+        for actor in self._there:
+            actor.go_on()
+        for actor in self._there:
+            seen.update(await asyncio.to_thread(actor.says))
+        return seen
+
+
+async def test_a_hundred_watchers_come_and_go(start_daemon):
+    flags = ("--event-ring-bytes", str(LONG_RING), "--max-sessions", "64")
+    daemon = start_daemon(*flags, device=8 * STORED, host=64 * STORED)
+    async with await connect(daemon.address) as client, attached(daemon.address) as raw:
+        cache = (await raw.open(WATCHED)).cache_id
+        before = await client.stats()
+        with ExitStack() as stack:
+            visitors = Visitors(daemon, stack)
+            async with Traffic(raw, cache) as traffic:
+                await traffic.goes_on(ALONE_S)
+                quiet = memory(daemon)
+                await visitors.come(PROCESSES)
+                await eventually(client.stats, lambda stats: stats.watchers > PROCESSES * EACH // 2)
+                await traffic.goes_on(CROWDED_S / 3)
+                for _ in range(KILLED):
+                    visitors.kill_one()
+                    await visitors.come(1)
+                    await traffic.goes_on(CROWDED_S / 3)
+            seen = await visitors.go()
+        async with Traffic(raw, cache) as traffic:
+            await nobody_is_left(client, before)
+            await traffic.goes_on(ALONE_S)
+        assert memory(daemon) - quiet < MORE_MEMORY
+        assert (seen["gaps"], seen["compacted"]) == (0, 0), "what is not in memory any more is in the log"
+        assert min(seen[kind] for kind in (*KINDS, "compared", "events")) > 0, "nothing was shown of some of them"
+        assert sum(seen[kind] for kind in KINDS) > 2 * PROCESSES * EACH, "they came, and did not go"
+
+
+async def nobody_is_left(client, before):
+    """No watcher, and no session that was not there before."""
+    after = await eventually(client.stats, lambda stats: stats.watchers == 0 and len(stats.sessions) <= 2)
+    assert after.watcher_stats == ()
+    assert {one.session_id for one in after.sessions} == {one.session_id for one in before.sessions}
