@@ -138,9 +138,6 @@ class Rights:
         self.on: Final = lru_cache(_DECISIONS)(self._decide)
         """Of somebody, on the cache of a name, whether or not there is one."""
 
-    def may(self, who: Identity, right: Right, cache: str) -> bool:
-        return right in self.on(who, cache)
-
     def somewhere(self, who: Identity) -> frozenset[Right]:
         """Rights on at least one name."""
         if self._owns(who):

@@ -89,11 +89,11 @@ class Access:
         return bool(self.rights.somewhere(who))
 
     def may(self, session: Session, right: Right, cache: str) -> bool:
-        return self.rights.may(session.identity, right, cache)
+        return right in self.rights.on(session.peer.identity, cache)
 
     def may_everywhere(self, session: Session, right: Right) -> bool:
         """On every cache there is or will be."""
-        return right in self.rights.everywhere(session.identity)
+        return right in self.rights.everywhere(session.peer.identity)
 
     def require(self, session: Session, needs: Needs, request: Any) -> None:
         """Before a verb runs. Raises PERMISSION_DENIED."""
@@ -102,28 +102,27 @@ class Access:
             return
         match needs.over:
             case Over.SOME:
-                if {right, needs.instead}.isdisjoint(self.rights.somewhere(session.identity)):
-                    raise denied(right, "any cache", session.identity)
+                if {right, needs.instead}.isdisjoint(self.rights.somewhere(session.peer.identity)):
+                    raise denied(right, "any cache", session.peer.identity)
             case Over.EVERY:
                 if not self.may_everywhere(session, right):
-                    raise denied(right, "every cache", session.identity)
+                    raise denied(right, "every cache", session.peer.identity)
             case Over.NAME:
                 self.require_on(session, right, request.name)
             case Over.ID:
                 part = getattr(request, needs.within) if needs.within is not None else request
                 cache = self._catalog.get(CacheId(part.cache_id))
-                if cache is not None:  # where there is none, the verb says so
-                    self._require_on_open(session, right, cache)
+                if cache is None:
+                    return  # the verb says so
+                if right not in self.rights.on(session.peer.identity, cache.name):
+                    # Names are not for those who only count through the ids.
+                    shown_as = cache.name if cache.id in session.caches else f"number {cache.id}"
+                    raise denied(right, shown_as, session.peer.identity)
 
     def require_on(self, session: Session, right: Right, cache: str) -> None:
         """Raises PERMISSION_DENIED."""
         if not self.may(session, right, cache):
-            raise denied(right, cache, session.identity)
-
-    def _require_on_open(self, session: Session, right: Right, cache: Cache) -> None:
-        if not self.may(session, right, cache.name):
-            # Names are not for those who only count through the ids.
-            raise denied(right, cache.name if cache.id in session.caches else f"number {cache.id}", session.identity)
+            raise denied(right, cache, session.peer.identity)
 
 
 def denied(right: Right, cache: str, who: Identity) -> CallRefused:

@@ -104,13 +104,13 @@ class AttachServer:
 
     def _begin(self, sock: socket.socket) -> None:
         who, most = credentials(sock), self._capacity
-        of_uid = sum(uid == who.user.uid for uid in self._connections.values())
+        of_uid = sum(uid == who.identity.uid for uid in self._connections.values())
         if len(self._connections) >= most.sessions or of_uid >= most.of_identity:
-            _log.warning("attach connection dropped why='too many' pid=%d uid=%d", who.pid, who.user.uid)
+            _log.warning("attach connection dropped why='too many' pid=%d uid=%d", who.pid, who.identity.uid)
             sock.close()
             return
         connection = asyncio.create_task(self._serve(sock), name="attach-connection")
-        self._connections[connection] = who.user.uid
+        self._connections[connection] = who.identity.uid
         connection.add_done_callback(self._connections.pop)
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -147,7 +147,7 @@ class AttachServer:
 
     def _admit(self, sock: socket.socket, hello: attach.Hello) -> Session:
         """Raises :class:`AttachRefused`, but only after the hello: an answer sent before it could be lost with it."""
-        user = credentials(sock).user
+        user = credentials(sock).identity
         if not self._access.admits(user):
             raise AttachRefused("PERMISSION_DENIED", f"no rule of the daemon's names {user}")
         peer = _peer(sock)
@@ -176,7 +176,7 @@ class AttachServer:
     def _forbids(self, session: Session, cache: CacheId, *, write: bool) -> str | None:
         """Why this session may not map the cache so."""
         right, name = Right.WRITE if write else Right.READ, self._arenas.name_of(cache)
-        return None if self._access.may(session, right, name) else denied(right, name, session.identity).message
+        return None if self._access.may(session, right, name) else denied(right, name, session.peer.identity).message
 
 
 def _peer(sock: socket.socket) -> Peer:

@@ -152,22 +152,13 @@ def _name(field: str, value: str, known: frozenset[str]) -> str:
 class Cache:
     """An open cache. ``slots``: by tier, only tiers it has, and by group."""
 
+    id: CacheId
+    name: str
+    spec: CacheSpec
     runtime: CacheRuntime
     fingerprint: bytes
     slots: Slots
     options: CacheOptions
-
-    @property
-    def id(self) -> CacheId:
-        return self.runtime.id
-
-    @property
-    def name(self) -> str:
-        return self.runtime.name
-
-    @property
-    def spec(self) -> CacheSpec:
-        return self.runtime.spec
 
     @property
     def header(self) -> CacheHeader:

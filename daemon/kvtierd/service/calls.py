@@ -7,9 +7,10 @@ its request having a ``seq`` field, so no verb can forget to be repeatable.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -40,10 +41,6 @@ DRAIN_S: Final = 0.25
 """A refused sender that is quiet for so long has nothing under way."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-
-
-_Answer = Callable[[Session, bytes], Coroutine[Any, Any, Message]]
-"""To one request, as it came. Raises what refuses it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,41 +139,20 @@ class Dispatcher:
         if uploads and pace is None:
             raise ValueError(f"{service.full_name}: uploads need a pace")
         counted = self._open.counted
-        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.unary_unary_rpc_method_handler(
-                counted(self._unary(self._answering(service.methods_by_name[name], verb))),
-                response_serializer=_serialise,
-            )
-            for name, verb in verbs.items()
-        } | {
-            name: grpc.unary_stream_rpc_method_handler(counted(self._stream(service.methods_by_name[name], verb, pace)))
-            for name, verb in streams.items()
-        }
-        if pace is not None:
-            handlers |= {
-                name: grpc.stream_unary_rpc_method_handler(
-                    counted(self._upload(service.methods_by_name[name], verb, pace)), response_serializer=_serialise
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        for name, method in service.methods_by_name.items():
+            serialise = message_factory.GetMessageClass(method.output_type).SerializeToString
+            if name in verbs:
+                call = counted(self._unary(method, verbs[name]))
+                handlers[name] = grpc.unary_unary_rpc_method_handler(call, response_serializer=serialise)
+            elif name in streams:
+                handlers[name] = grpc.unary_stream_rpc_method_handler(
+                    counted(self._stream(method, streams[name], pace))
                 )
-                for name, verb in uploads.items()
-            }
+            elif pace is not None:
+                call = counted(self._upload(method, uploads[name], pace))
+                handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
-
-    def _answering(self, method: MethodDescriptor, verb: Verb) -> _Answer:
-        parse = _parser(method)
-        mutates = "seq" in method.input_type.fields_by_name
-        needs = NEEDS[method.full_name]
-        name = method.full_name.encode()
-
-        async def answer(session: Session, raw: bytes) -> Message:
-            request = parse(raw)
-            self._access.require(session, needs, request)
-            if not mutates or not request.seq:
-                return await verb(session, request)
-            digest = xxhash.xxh3_128_digest(name + raw)
-            run = lambda: _run(verb, session, request)  # noqa: E731
-            return await session.replies.answer(request.seq, digest, run, self._kept)
-
-        return answer
 
     def _caller(self, context: _Context) -> Session:
         """Raises what refuses the call."""
@@ -184,11 +160,21 @@ class Dispatcher:
             raise shutting_down()
         return self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
 
-    def _unary(self, answer: _Answer) -> Callable[[bytes, _Context], Awaitable[Message]]:
+    def _unary(self, method: MethodDescriptor, verb: Verb) -> Callable[[bytes, _Context], Awaitable[Message]]:
+        parse = _parser(method)
+        mutates = "seq" in method.input_type.fields_by_name
+        needs = NEEDS[method.full_name]
+        name = method.full_name.encode()
+
         async def call(raw: bytes, context: _Context) -> Message:
             try:
-                reply = await answer(self._caller(context), raw)
-                return reply
+                session = self._caller(context)
+                request = parse(raw)
+                self._access.require(session, needs, request)
+                if not mutates or not request.seq:
+                    return await verb(session, request)
+                digest, run = xxhash.xxh3_128_digest(name + raw), partial(_run, verb, session, request)
+                return await session.replies.answer(request.seq, digest, run, self._kept)
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata())
@@ -240,7 +226,7 @@ class Dispatcher:
                 else:
                     # The checksums in the header stand for the bytes after it.
                     digest = xxhash.xxh3_128_digest(name + raw)
-                    run = lambda: _run_upload(verb, session, header, upload)  # noqa: E731
+                    run = partial(_run_upload, verb, session, header, upload)
                     reply = await session.replies.answer(seq, digest, run)
                 return reply
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
@@ -359,7 +345,3 @@ def _parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
             raise bad_argument("request", f"{len(raw)} bytes", f"a serialised {method.input_type.full_name}") from error
 
     return parse
-
-
-def _serialise(message: Message) -> bytes:
-    return message.SerializeToString()

@@ -347,7 +347,7 @@ class Catalog:
     def _introduce(self, plan: Plan, cache_id: CacheId, parts: Parts) -> Cache:
         stores = (parts.arena, parts.host, parts.device, parts.disk)
         runtime = CacheRuntime(cache_id, plan.name, plan.spec, parts.manager, *stores, cuda=parts.cuda)
-        cache = Cache(runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
+        cache = Cache(cache_id, plan.name, plan.spec, runtime, plan.spec.fingerprint(), dict(plan.slots), plan.options)
         self._headers[cache_id] = cache.header
         self._engine.add_cache(runtime, parts.left)
         parts.arena.set_state(ArenaState.SERVING)

@@ -75,7 +75,7 @@ class ExplainService:
         if not name:
             return [cache for cache in self._catalog if self._may_see(session, cache.name)]
         if not self._may_see(session, validation.cache_name(name, "cache")):
-            raise denied(Right.READ, name, session.identity)
+            raise denied(Right.READ, name, session.peer.identity)
         cache = self._catalog.named(name)
         if cache is None:
             raise no_such_cache(name)

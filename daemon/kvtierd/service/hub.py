@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from math import inf
+from operator import attrgetter, itemgetter
 from typing import Final
 
 from kvtier.v1 import events_pb2
@@ -253,7 +254,7 @@ class EventHub:
         return self._answer
 
     def _message(self, cursor: int) -> Run:
-        index = bisect_right(self._ring, cursor, key=lambda run: run.last)
+        index = bisect_right(self._ring, cursor, key=attrgetter("last"))
         runs = [self._ring[index].after(cursor)]
         count, size = len(runs[0]), len(runs[0].private)
         for following in range(index + 1, len(self._ring)):
@@ -292,7 +293,7 @@ class EventHub:
     def epoch_of(self, number: int) -> int:
         """The epoch of an id; of an id older than all that is known, the oldest epoch that is."""
         epochs = self._epochs()
-        return epochs[max(0, bisect_right(epochs, number, key=lambda entry: entry[0]) - 1)][1]
+        return epochs[max(0, bisect_right(epochs, number, key=itemgetter(0)) - 1)][1]
 
     def begins_after(self, epoch: int) -> int | None:
         """The id after which an epoch begins; None where that is not known."""

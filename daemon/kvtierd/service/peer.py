@@ -53,7 +53,7 @@ class Credentials:
     """As the kernel noted them when the peer connected."""
 
     pid: int
-    user: User
+    identity: User
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Peer:
     """
 
     pid: int
-    user: User
+    identity: User
     pidfd: int
     command: str
 
@@ -74,12 +74,8 @@ class Peer:
     """gRPC over a unix socket cannot tell who calls."""
 
     @property
-    def identity(self) -> User:
-        return self.user
-
-    @property
     def uid(self) -> int:
-        return self.user.uid
+        return self.identity.uid
 
     def is_same(self, other: object) -> bool:
         return isinstance(other, Peer) and (other.pid, other.uid) == (self.pid, self.uid)
@@ -121,7 +117,7 @@ def identify(sock: socket.socket) -> Peer:
     if who.pid == 0:
         raise UnknownPeer("the client's process is not visible from the daemon's pid namespace")
     pidfd = _open_pidfd(sock, who)
-    return Peer(who.pid, who.user, pidfd, command_of(who.pid))
+    return Peer(who.pid, who.identity, pidfd, command_of(who.pid))
 
 
 def _open_pidfd(sock: socket.socket, who: Credentials) -> int:

@@ -64,7 +64,8 @@ class ReplyMemory(Generic[T]):
         known = self._calls.get(seq)
         if known is None:
             known = self._calls[seq] = _Call(digest, asyncio.create_task(call()))
-            self._forget_old(kept)
+            if len(self._calls) > REMEMBERED:
+                self._forget_old(kept)
         if known.task is None:
             raise refused(grpc.StatusCode.NOT_FOUND, "GIVEN_UP", f"call {seq} of the session was given up")
         if known.digest != digest:
@@ -91,7 +92,7 @@ class ReplyMemory(Generic[T]):
 
     def _forget_old(self, kept: Callable[[T], bool]) -> None:
         """Looks at the two oldest calls for each new one, so at most twice as many are remembered as are kept."""
-        for _ in range(2 if len(self._calls) > REMEMBERED else 0):
+        for _ in range(2):
             seq, call = next(iter(self._calls.items()))
             del self._calls[seq]
             runs = call.task is not None and not call.task.done()
@@ -189,10 +190,6 @@ class Session:
     """Those that send to its client now."""
     remnant: bool = False
     """Of an earlier life: it cannot be resumed, only given up; see ``service/recovery.py``."""
-
-    @property
-    def identity(self) -> Identity:
-        return self.peer.identity
 
     @property
     def attached(self) -> bool:
@@ -424,7 +421,7 @@ class SessionRegistry:
     def _end_an_idle_one(self, of: Identity | None = None) -> bool:
         """Of somebody's, or of all."""
         candidates = filter(self._is_idle, self._by_id.values())
-        idle = next((one for one in candidates if of is None or _account(one.identity) == of), None)
+        idle = next((one for one in candidates if of is None or _account(one.peer.identity) == of), None)
         if idle is not None:
             self.end(idle, "made room for another")
         return idle is not None
@@ -439,7 +436,7 @@ class SessionRegistry:
             del self._remnants[session.token]
         else:
             del self._by_token[session.token]
-            self._uncount(_account(session.identity))
+            self._uncount(_account(session.peer.identity))
         _stop_lapsing(session)
         session.peer.unwatch()
         session.peer.close()

@@ -37,10 +37,6 @@ def granted_leases(reply: Message | None) -> list[LeaseId]:
     return []
 
 
-def cursor(epoch: int, last: int) -> blocks_pb2.Cursor:
-    return blocks_pb2.Cursor(epoch=epoch, id=last)
-
-
 def parents(values: Iterable[Key | None]) -> bytes:
     return b"".join([ROOT_PARENT if value is None else value for value in values])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import pytest
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2
 from kvtierd.config import Config
 from kvtierd.rights import AllowRule, Right, User
-from kvtierd.service import wire
-from kvtierd.service.sessions import Session
+from kvtierd.service import attach, peer, wire
 from tests.unit.service.rig import DISK, HOST, SPEC, Client, attached, chain, config, parents_of, running
 
 TOKENS = SPEC.tokens_per_block
@@ -166,7 +166,8 @@ async def test_hashes_tokens_and_options_outlive_a_restart(tmp_path: Path) -> No
 def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *verbs: Right) -> Config:
     """Whoever attaches is taken for a user with these rights on the cache "mine", and for one who may only watch the
     others."""
-    monkeypatch.setattr(Session, "identity", property(lambda session: User(STRANGER, frozenset())))
+    user = User(STRANGER, frozenset())
+    monkeypatch.setattr(attach, "identify", lambda sock: replace(peer.identify(sock), identity=user))
     every = (Right.READ, Right.WRITE, Right.WATCH, Right.ADMIN)
     rules = (
         AllowRule(uids=(STRANGER,), caches=("*",), verbs=every),

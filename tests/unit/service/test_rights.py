@@ -55,7 +55,7 @@ def test_everybody_else_may_do_nothing(who: Identity) -> None:
     ],
 )
 def test_a_rule_holds_for_those_it_names(names: dict[str, object], who: Identity, it_is: bool) -> None:
-    assert Rights([rule(**names)], OWNER).may(who, READ, "cache") is it_is
+    assert (READ in Rights([rule(**names)], OWNER).on(who, "cache")) is it_is
 
 
 def test_rules_add_up_and_caches_are_names_or_patterns() -> None:

@@ -19,7 +19,7 @@ from kvtier.abi.attach import SESSION_METADATA_KEY, Welcome
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2, events_pb2_grpc
-from kvtierd.service import calls, validation, wire
+from kvtierd.service import validation, wire
 from kvtierd.service.daemon import Daemon
 from kvtierd.tiers.mapped import Chaos
 from tests.forking import is_own_command
@@ -132,12 +132,17 @@ async def test_no_commit_is_answered_before_the_key_index_tells_of_it(
     shown: list[int] = []
     keys = chain(16)
 
-    def serialise(message: Any) -> bytes:
-        shown.extend(reader.shown()[1] for reader in readers)
-        return bytes(message.SerializeToString())
+    unary = grpc.unary_unary_rpc_method_handler
+
+    def looking(call: Any, *, response_serializer: Any, **others: Any) -> Any:
+        def serialise(message: Any) -> bytes:
+            shown.extend(reader.shown()[1] for reader in readers)
+            return bytes(response_serializer(message))
+
+        return unary(call, response_serializer=serialise, **others)
 
     readers: list[IndexReader] = []
-    monkeypatch.setattr(calls, "_serialise", serialise)
+    monkeypatch.setattr(grpc, "unary_unary_rpc_method_handler", looking)
     async with running(config(short_dir, device=16, host=16)) as daemon, attached(daemon) as client:
         cache = await client.open()
         reserved = await client.reserve(cache, 16)

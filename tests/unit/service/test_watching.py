@@ -13,7 +13,7 @@ import pytest
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
 from kvtierd.event_log.segments import Segments
 from kvtierd.rights import Rights
-from kvtierd.service import wire
+from kvtierd.service.access import Access
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.hub import EventHub
 from tests.unit.service.rig import DEVICE, HOST, Client, attached, chain, config, eventually, refusal, running
@@ -142,7 +142,7 @@ async def test_a_watch_resumes_after_its_cursor_even_inside_a_batch(client: Clie
     await churn(client, cache, 10)
     _, last = await listing(client, cache)
     for since in (0, 1, last // 2, last - 1):
-        watch = Watch(client, since=wire.cursor(0, since))
+        watch = Watch(client, since=blocks_pb2.Cursor(epoch=0, id=since))
         await watch.reach(last)
         assert watch.ids == list(range(since + 1, last + 1))
 
@@ -222,7 +222,7 @@ async def test_rights_that_change_while_a_watch_looks_for_its_start_hold_for_it(
     await asyncio.wait_for(looking.wait(), 10)
     monkeypatch.setattr(Rights, "everywhere", lambda rights, who: frozenset())
     monkeypatch.setattr(Rights, "somewhere", lambda rights, who: frozenset())
-    monkeypatch.setattr(Rights, "may", lambda rights, who, right, cache: False)
+    monkeypatch.setattr(Access, "may", lambda access, session, right, cache: False)
     daemon._events.rights_changed()
     go_on.set()
     if caches:
@@ -242,10 +242,10 @@ async def test_a_cursor_older_than_the_ring_is_told_the_oldest(short_dir: Path) 
         _, last = await listing(client, cache)
         oldest = Watch(client, oldest=True)
         await oldest.reach(last)
-        code, detail = await refusal(Watch(client, since=wire.cursor(1, 1)).next())
+        code, detail = await refusal(Watch(client, since=blocks_pb2.Cursor(epoch=1, id=1)).next())
         assert (code, detail.reason) == (Code.OUT_OF_RANGE, "CURSOR_COMPACTED")
         assert int(detail.limit) == daemon._hub.oldest > 2
-        again = Watch(client, since=wire.cursor(1, int(detail.limit) - 1))
+        again = Watch(client, since=blocks_pb2.Cursor(epoch=1, id=int(detail.limit) - 1))
         await again.reach(last)
         assert again.ids == list(range(int(detail.limit), last + 1))
 
@@ -266,7 +266,7 @@ async def test_a_clean_restart_keeps_the_epoch_and_the_cursor(short_dir: Path) -
             await watch.reach(last)
             as_of = last
     async with running(settings) as daemon, attached(daemon) as client:
-        again = Watch(client, since=wire.cursor(1, as_of))
+        again = Watch(client, since=blocks_pb2.Cursor(epoch=1, id=as_of))
         cache = await client.open()
         there, as_of = await listing(client, cache)
         assert there, "something was on disk"
@@ -286,7 +286,7 @@ async def test_after_an_unclean_stop_the_lost_range_is_declared_first(short_dir:
         _, seen = await listing(client, cache)
     await _crash(daemon)
     async with running(settings) as daemon, attached(daemon) as client:
-        watch = Watch(client, since=wire.cursor(1, seen))
+        watch = Watch(client, since=blocks_pb2.Cursor(epoch=1, id=seen))
         first = await watch.next()
         (gap,) = watch.gaps
         assert gap[:2] == (1, seen + 1)
@@ -297,7 +297,7 @@ async def test_after_an_unclean_stop_the_lost_range_is_declared_first(short_dir:
         await watch.reach(as_of)
         assert watch.mirror == there, "cleared comes first: what the watcher knew before does not matter"
         assert watch.ids == list(range(gap[2] + 1, as_of + 1))
-        code, detail = await refusal(Watch(client, since=wire.cursor(1, gap[2] + 1)).next())
+        code, detail = await refusal(Watch(client, since=blocks_pb2.Cursor(epoch=1, id=gap[2] + 1)).next())
         assert (code, detail.field) == (Code.INVALID_ARGUMENT, "since.id")
 
 
@@ -329,7 +329,7 @@ async def test_what_the_log_lacks_at_a_clean_stop_is_declared_at_the_next_start(
             assert await daemon.stop(), "a log that fails is no reason for an unclean stop"
             assert "No space left" in (log.status().failing or "")
     async with running(settings) as daemon, attached(daemon) as client:
-        watch = Watch(client, since=wire.cursor(1, 0))
+        watch = Watch(client, since=blocks_pb2.Cursor(epoch=1, id=0))
         await churn(client, await client.open(), 1)
         await watch.reach(last + 1)
         assert watch.gaps == [(1, logged + 1, last, "not-logged")]

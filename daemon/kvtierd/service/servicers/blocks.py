@@ -254,7 +254,7 @@ class BlocksService:
         return cache, GroupId(validation.count("group", group, 0, len(cache.spec.groups) - 1))
 
     def _now_cursor(self) -> blocks_pb2.Cursor:
-        return wire.cursor(self._identity.epoch, self._engine.last_event)
+        return blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event)
 
     def _require_not_withdrawn(self, cache: Cache, session: Session, answers: Sequence[Grant | Refusal]) -> None:
         """Where the session broke off, some chains may have been granted before: the call is refused whole even so.
@@ -350,6 +350,9 @@ _ONLY_WITH_TOKENS_EVEN_ZERO: Final = ("lora_id", "cache_salt")
 
 def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
     """One label a block. Raises INVALID_ARGUMENT, also for what the cache does not keep."""
+    if not request.event_hashes and not request.tokens:
+        _require_no_scope(request)
+        return [None] * count
     options, width = cache.options, cache.spec.tokens_per_block
     size = HASH_BYTES.get(options.event_hash, 0)
     of = f"{size} bytes a block" if size else f"none: cache {cache.name} has no event_hash"

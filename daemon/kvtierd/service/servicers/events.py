@@ -97,9 +97,9 @@ class EventsService:
 
     def _allowed(self, session: Session, right: Right) -> Caches:
         """On which caches the session has a right."""
-        if right in self._access.rights.everywhere(session.identity):
+        if right in self._access.rights.everywhere(session.peer.identity):
             return every_cache
-        if right not in self._access.rights.somewhere(session.identity):
+        if right not in self._access.rights.somewhere(session.peer.identity):
             return no_cache
         return lambda name: self._access.may(session, right, name)
 
