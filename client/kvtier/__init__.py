@@ -15,58 +15,7 @@ Names are imported when they are first used: ``import kvtier.abi`` costs no gRPC
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvtier.abi.event_hashes import event_hashes
-    from kvtier.abi.keys import MultimodalItem, Scope, chain_keys
-    from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-    from kvtier.cache import Cache
-    from kvtier.chains import Prompt
-    from kvtier.client import AsyncClient, Explanation, connect
-    from kvtier.errors import (
-        CallerError,
-        ClientClosed,
-        CursorCompacted,
-        DaemonError,
-        DaemonUnavailable,
-        DamagedTransfer,
-        DataLoss,
-        DeadlineExceeded,
-        DeviceError,
-        InvalidArgument,
-        KvtierError,
-        LeaseError,
-        LeaseLost,
-        NotFound,
-        PermissionDenied,
-        RetryableError,
-        SpecMismatch,
-        StaleRead,
-        StillHeld,
-        TierFull,
-        TierOffline,
-        TooShort,
-    )
-    from kvtier.events import (
-        Disconnected,
-        Event,
-        Gap,
-        Heartbeat,
-        Reconnected,
-        SnapshotEnd,
-        SnapshotSlice,
-        SnapshotStart,
-    )
-    from kvtier.groups import AcrossBlocks, AcrossLease
-    from kvtier.lease import ReadLease, WriteLease
-    from kvtier.mirror import Mirror, MirroredBlock, MirrorState, Standing, rank_mirrors
-    from kvtier.retention import Retention, TokenRange
-    from kvtier.sync import Client
-    from kvtier.transport import TlsFiles
-    from kvtier.types import BlockResult, CacheOptions, Cause, Cursor, EventType, Tier, WritePolicy
-    from kvtier.watch import Watch
-    from kvtier.wire import AcrossMatch, Location, Locations, Match, ReadCounts
+from typing import Any
 
 _HOMES = {
     "kvtier.abi.event_hashes": ("event_hashes",),
@@ -129,76 +78,7 @@ _HOMES = {
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "AcrossBlocks",
-    "AcrossLease",
-    "AcrossMatch",
-    "AsyncClient",
-    "BlockResult",
-    "Cache",
-    "CacheOptions",
-    "CacheSpec",
-    "CallerError",
-    "Cause",
-    "Client",
-    "ClientClosed",
-    "Cursor",
-    "CursorCompacted",
-    "DaemonError",
-    "DaemonUnavailable",
-    "DamagedTransfer",
-    "DataLoss",
-    "DeadlineExceeded",
-    "DeviceError",
-    "Disconnected",
-    "Event",
-    "EventType",
-    "Explanation",
-    "Gap",
-    "Heartbeat",
-    "InvalidArgument",
-    "KvtierError",
-    "LeaseError",
-    "LeaseLost",
-    "Location",
-    "Locations",
-    "Match",
-    "Mirror",
-    "MirrorState",
-    "MirroredBlock",
-    "MultimodalItem",
-    "NotFound",
-    "PermissionDenied",
-    "PoolSpec",
-    "Prompt",
-    "ReadCounts",
-    "ReadLease",
-    "Reconnected",
-    "Retention",
-    "RetryableError",
-    "Scope",
-    "SnapshotEnd",
-    "SnapshotSlice",
-    "SnapshotStart",
-    "SpecMismatch",
-    "StaleRead",
-    "Standing",
-    "StillHeld",
-    "Tier",
-    "TierFull",
-    "TierOffline",
-    "TlsFiles",
-    "TokenRange",
-    "TooShort",
-    "Watch",
-    "WindowGroupSpec",
-    "WriteLease",
-    "WritePolicy",
-    "chain_keys",
-    "connect",
-    "event_hashes",
-    "rank_mirrors",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,72 @@
+"""The types of the names in ``_HOMES``."""
+# ruff: noqa: I001
+
+from kvtier.abi.event_hashes import event_hashes as event_hashes
+from kvtier.abi.keys import MultimodalItem as MultimodalItem, Scope as Scope, chain_keys as chain_keys
+from kvtier.abi.spec import CacheSpec as CacheSpec, PoolSpec as PoolSpec, WindowGroupSpec as WindowGroupSpec
+from kvtier.cache import Cache as Cache
+from kvtier.chains import Prompt as Prompt
+from kvtier.client import AsyncClient as AsyncClient, Explanation as Explanation, connect as connect
+from kvtier.errors import (
+    CallerError as CallerError,
+    ClientClosed as ClientClosed,
+    CursorCompacted as CursorCompacted,
+    DaemonError as DaemonError,
+    DaemonUnavailable as DaemonUnavailable,
+    DamagedTransfer as DamagedTransfer,
+    DataLoss as DataLoss,
+    DeadlineExceeded as DeadlineExceeded,
+    DeviceError as DeviceError,
+    InvalidArgument as InvalidArgument,
+    KvtierError as KvtierError,
+    LeaseError as LeaseError,
+    LeaseLost as LeaseLost,
+    NotFound as NotFound,
+    PermissionDenied as PermissionDenied,
+    RetryableError as RetryableError,
+    SpecMismatch as SpecMismatch,
+    StaleRead as StaleRead,
+    StillHeld as StillHeld,
+    TierFull as TierFull,
+    TierOffline as TierOffline,
+    TooShort as TooShort,
+)
+from kvtier.events import (
+    Disconnected as Disconnected,
+    Event as Event,
+    Gap as Gap,
+    Heartbeat as Heartbeat,
+    Reconnected as Reconnected,
+    SnapshotEnd as SnapshotEnd,
+    SnapshotSlice as SnapshotSlice,
+    SnapshotStart as SnapshotStart,
+)
+from kvtier.groups import AcrossBlocks as AcrossBlocks, AcrossLease as AcrossLease
+from kvtier.lease import ReadLease as ReadLease, WriteLease as WriteLease
+from kvtier.mirror import (
+    Mirror as Mirror,
+    MirrorState as MirrorState,
+    MirroredBlock as MirroredBlock,
+    Standing as Standing,
+    rank_mirrors as rank_mirrors,
+)
+from kvtier.retention import Retention as Retention, TokenRange as TokenRange
+from kvtier.sync import Client as Client
+from kvtier.transport import TlsFiles as TlsFiles
+from kvtier.types import (
+    BlockResult as BlockResult,
+    CacheOptions as CacheOptions,
+    Cause as Cause,
+    Cursor as Cursor,
+    EventType as EventType,
+    Tier as Tier,
+    WritePolicy as WritePolicy,
+)
+from kvtier.watch import Watch as Watch
+from kvtier.wire import (
+    AcrossMatch as AcrossMatch,
+    Location as Location,
+    Locations as Locations,
+    Match as Match,
+    ReadCounts as ReadCounts,
+)
