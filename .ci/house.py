@@ -75,7 +75,7 @@ def show_structure() -> None:
     docs = [path for pattern in DOCS for path in ROOT.glob(pattern)]
     running, typing = circles(found, typing=False), circles(found, typing=True)
     for name, count, members in (
-        ("production lines", sum(length.values()), []),
+        ("production lines", sum(length.values()) + lines(ROOT / "client/kvtier/__init__.pyi"), []),
         ("modules", len(found), []),
         ("  under 60 lines, without __init__", len(short), short),
         ("  over 600 lines", len(long), long),

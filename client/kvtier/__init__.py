@@ -9,83 +9,27 @@
     with kvtier.Client() as client:  # the same without an event loop
         cache = client.open_cache("llama", spec)
 
-Names are imported when they are first used: ``import kvtier.abi`` costs no gRPC.
+``__init__.pyi`` lists the public names. A name is imported at its first use: ``import kvtier.abi`` costs no gRPC.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+from pathlib import Path
 from typing import Any
 
-_HOMES = {
-    "kvtier.abi.event_hashes": ("event_hashes",),
-    "kvtier.abi.keys": ("MultimodalItem", "Scope", "chain_keys"),
-    "kvtier.abi.spec": ("CacheSpec", "PoolSpec", "WindowGroupSpec"),
-    "kvtier.groups": ("AcrossBlocks", "AcrossLease"),
-    "kvtier.wire": ("AcrossMatch", "Location", "Locations", "Match", "ReadCounts"),
-    "kvtier.client": ("AsyncClient", "Explanation", "connect"),
-    "kvtier.cache": ("Cache",),
-    "kvtier.errors": (
-        "CallerError",
-        "ClientClosed",
-        "CursorCompacted",
-        "DaemonError",
-        "DaemonUnavailable",
-        "DamagedTransfer",
-        "DataLoss",
-        "DeadlineExceeded",
-        "DeviceError",
-        "InvalidArgument",
-        "KvtierError",
-        "LeaseError",
-        "LeaseLost",
-        "NotFound",
-        "PermissionDenied",
-        "RetryableError",
-        "SpecMismatch",
-        "StaleRead",
-        "StillHeld",
-        "TierFull",
-        "TierOffline",
-        "TooShort",
-    ),
-    "kvtier.events": (
-        "Disconnected",
-        "Event",
-        "Gap",
-        "Heartbeat",
-        "Reconnected",
-        "SnapshotEnd",
-        "SnapshotSlice",
-        "SnapshotStart",
-    ),
-    "kvtier.lease": ("ReadLease", "WriteLease"),
-    "kvtier.mirror": ("Mirror", "MirrorState", "MirroredBlock", "Standing", "rank_mirrors"),
-    "kvtier.chains": ("Prompt",),
-    "kvtier.retention": ("Retention", "TokenRange"),
-    "kvtier.sync": ("Client",),
-    "kvtier.transport": ("TlsFiles",),
-    "kvtier.types": (
-        "BlockResult",
-        "CacheOptions",
-        "Cause",
-        "Cursor",
-        "EventType",
-        "Tier",
-        "WritePolicy",
-    ),
-    "kvtier.watch": ("Watch",),
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+_MODULES = {
+    alias.name: str(node.module) for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-
-__all__ = list(_HOME)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    module = _HOME.get(name)
-    if module is None:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

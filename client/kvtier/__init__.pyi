@@ -1,4 +1,4 @@
-"""The types of the names in ``_HOMES``."""
+"""The public names and their modules: ``__init__.py`` reads this list to import a name at its first use."""
 # ruff: noqa: I001
 
 from kvtier.abi.event_hashes import event_hashes as event_hashes

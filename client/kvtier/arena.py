@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from kvtier import buffers
 from kvtier.abi import attach
 from kvtier.abi.control import HEADER_BYTES, STATE_OFFSET, ArenaState
-from kvtier.abi.errors import AbiError
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import ArenaLayout
-from kvtier.abi.spec import CacheSpec
+from kvtier.abi.spec import AbiError, CacheSpec
 from kvtier.buffers import Bytes, Row, Rows, Slots
 from kvtier.errors import (
     CallerError,

@@ -13,11 +13,10 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.errors import FieldError
 from kvtier.abi.event_hashes import event_hashes
 from kvtier.abi.key_index import Found, IndexReader
 from kvtier.abi.keys import KEY_BYTES, PLAIN, Scope, TokenIds, chain_keys, covered_blocks, extra_id_array, token_array
-from kvtier.abi.spec import CacheSpec
+from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.errors import InvalidArgument
 from kvtier.types import CacheOptions, Cursor
 from kvtier.wire import AcrossMatch, GroupSpan, Locations, Match, split_keys

@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from kvtier.abi import attach as protocol
-from kvtier.abi.errors import FieldError
 from kvtier.abi.keys import KEY_BYTES
-from kvtier.abi.spec import CacheSpec
+from kvtier.abi.spec import CacheSpec, FieldError
 from kvtier.cache import Cache
 from kvtier.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, require_within
 from kvtier.events import Event, Gap

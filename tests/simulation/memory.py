@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
+from kvtier.abi.control import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
 from kvtierd.core.ids import KEY_BYTES, Key, SessionId, SlotId
 from kvtierd.core.outcome import Content as Noted
 from tests.simulation.violation import Violation

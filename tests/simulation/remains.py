@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from kvtier.abi.slot_records import SlotContents
+from kvtier.abi.control import SlotContents
 from kvtierd.core.ids import GroupId, SessionId, SlotId, Tier
 from tests.simulation.memory import Memory
 

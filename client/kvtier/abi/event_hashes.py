@@ -30,7 +30,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.errors import require_int
 from kvtier.abi.keys import (
     MAX_TOKEN_ID,
     PLAIN,
@@ -42,6 +41,7 @@ from kvtier.abi.keys import (
     extra_id_array,
     token_array,
 )
+from kvtier.abi.spec import require_int
 
 V1_BLOCK_KEY: Final = "v1_block_key"
 V2_SHA256: Final = "v2_sha256"

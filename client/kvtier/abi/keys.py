@@ -31,7 +31,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.errors import FieldError, require_int
+from kvtier.abi.spec import FieldError, require_int
 
 KEY_BYTES: Final = 32
 DIGEST_BYTES: Final = 32

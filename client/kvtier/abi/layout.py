@@ -8,7 +8,7 @@ alignment; what is empty takes no place::
               by group:                                 each 64-byte aligned
                 device generations, host generations    u64 a slot
                 device owners, host owners              u64 a slot
-                device records, host records            160 bytes a slot: kvtier.abi.slot_records
+                device records, host records            160 bytes a slot: kvtier.abi.control
               the key index                             64-byte aligned: kvtier.abi.key_index
     host      by group: its host slots                  2 MiB aligned
     device    by group, by pool: the pool's slots       2 MiB aligned
@@ -39,10 +39,8 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.abi.control import HEADER_BYTES, MAX_SLOTS, ArenaIdentity, Header, Segment, Slots
-from kvtier.abi.errors import AbiError, require_int
-from kvtier.abi.slot_records import SLOT_RECORD_BYTES
-from kvtier.abi.spec import PAGE, CacheSpec, padded
+from kvtier.abi.control import HEADER_BYTES, MAX_SLOTS, SLOT_RECORD_BYTES, ArenaIdentity, Header, Segment, Slots
+from kvtier.abi.spec import PAGE, AbiError, CacheSpec, padded, require_int
 
 DEVICE: Final = 0
 HOST: Final = 1

@@ -1,4 +1,4 @@
-"""What a cache's bytes mean: the specification, its sizes and its fingerprint.
+"""The specification of a cache: its limits, the sizes that follow from it, and its fingerprint.
 
 Fingerprint: SHA-256 over, without padding, integers little-endian::
 
@@ -22,8 +22,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-from kvtier.abi.errors import FieldError, require_int
-
 PAGE: Final = 4096
 """Alignment of every part on host and disk: what direct I/O asks of addresses, offsets and lengths."""
 
@@ -37,7 +35,6 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
     "uint8": 1,
 }
 
-FINGERPRINT_BYTES: Final = 32
 MAX_BLOCK_BYTES: Final = 1 << 30
 """Largest block of a group, over all its pools."""
 
@@ -59,8 +56,32 @@ _MAX_TOKENS_PER_BLOCK: Final = 65536
 _MAX_WORLD_SIZE: Final = 65536
 
 
+class FieldError(ValueError):
+    """A field holds a value outside its limit. The message shows at most 80 characters of the value."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = f"{shown[:77]}..."
+        super().__init__(f"{field} = {shown}: must be {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class AbiError(FieldError):
+    """A control segment is damaged or of another version, or a slot does not exist."""
+
+
 class SpecError(FieldError):
-    """A specification that kvtier does not accept: ``field``, ``value``, ``limit``."""
+    """A specification breaks a limit."""
+
+
+def require_int(field: str, value: object, low: int, high: int, error: type[FieldError]) -> int:
+    """Returns ``value`` if it is an integer in [low, high], else raises ``error``. A bool is no integer here."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise error(field, value, f"an integer from {low} to {high}")
+    return value
 
 
 def padded(nbytes: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kvtier.abi.errors import FieldError
+from kvtier.abi.spec import FieldError
 
 MAX_CHUNK_BYTES: Final = 1 << 20
 """In one message: well under gRPC's default limit of 4 MiB, and copied in a fraction of a millisecond."""

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf import any_pb2
 from google.rpc import status_pb2
 
-from kvtier.abi.errors import FieldError
+from kvtier.abi.spec import FieldError
 from kvtier.v1 import common_pb2
 from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.ids import SessionId

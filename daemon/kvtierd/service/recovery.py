@@ -46,7 +46,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvtier.abi import attach
-from kvtier.abi.slot_records import SlotContents
+from kvtier.abi.control import SlotContents
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
 from kvtierd.core.leases import LeftLease

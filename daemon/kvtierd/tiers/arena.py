@@ -16,10 +16,19 @@ from typing import Final, Self
 import numpy as np
 
 from kvtier.abi import attach
-from kvtier.abi.control import INDEX_SEED_BYTES, ArenaIdentity, ArenaState, Header, write_state
-from kvtier.abi.errors import AbiError
+from kvtier.abi.control import (
+    INDEX_SEED_BYTES,
+    SLOT_RECORD_BYTES,
+    ArenaIdentity,
+    ArenaState,
+    Header,
+    SlotContents,
+    SlotRecord,
+    order_of,
+    write_state,
+)
 from kvtier.abi.layout import ArenaLayout, first_generation, is_ready
-from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord, order_of
+from kvtier.abi.spec import AbiError
 from kvtierd.core.ids import GroupId, Key, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Content
 from kvtierd.core.recovery import Recovered

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.abi.slot_records import SLOT_RECORD_BYTES, SlotContents, SlotRecord
+from kvtier.abi.control import SLOT_RECORD_BYTES, SlotContents, SlotRecord
 
 KEYS = st.binary(min_size=32, max_size=32)
 U64 = st.integers(0, 2**64 - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -166,10 +165,3 @@ def test_importing_the_abi_costs_no_grpc_and_every_public_name_is_there() -> Non
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Nope'"):
         _ = kvtier.Nope  # type: ignore[attr-defined]
-
-
-def test_the_stub_has_the_names_of_the_package() -> None:
-    stub = ast.parse(Path(kvtier.__file__).with_suffix(".pyi").read_text())
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    typed = {str(node.module): {alias.asname for alias in node.names} for node in imports}
-    assert typed == {module: set(names) for module, names in vars(kvtier)["_HOMES"].items()}

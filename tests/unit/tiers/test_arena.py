@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtier.abi.control import ArenaState, read_state
+from kvtier.abi.control import STATE_OFFSET, ArenaState
 from kvtier.abi.layout import first_generation, is_ready
 from kvtierd.core.ids import SlotId, Tier
 from kvtierd.tiers import memfd
@@ -168,7 +168,7 @@ def test_closing_tells_clients_and_leaves_views_alone() -> None:
     arena.set_state(ArenaState.SERVING)
     view = arena.data(Tier.HOST)
     arena.close()
-    assert read_state(client) is ArenaState.CLOSED
+    assert client[STATE_OFFSET] == ArenaState.CLOSED
     view[:] = 5  # a copy thread that was late
     for fd in fds.values():
         with pytest.raises(OSError, match="Bad file"):
@@ -183,7 +183,7 @@ def test_what_is_kept_for_a_successor_is_not_closed_for_those_who_read() -> None
     client = np.frombuffer(mmap.mmap(arena.shared(write=False).fds["control"], 0, prot=mmap.PROT_READ), np.uint8)
     arena.set_state(ArenaState.SERVING)
     arena.close(for_successor=True)
-    assert read_state(client) is ArenaState.SERVING
+    assert client[STATE_OFFSET] == ArenaState.SERVING
     del client
     gc.collect()
     assert mapped_segments("kept") == 0

@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kvtier.abi import attach
-from kvtier.abi.control import ArenaIdentity
+from kvtier.abi.control import ArenaIdentity, SlotContents
 from kvtier.abi.layout import ArenaLayout
-from kvtier.abi.slot_records import SlotContents
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
 from kvtierd.core.outcome import Content, SlotRef
