@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from kvtier.abi import attach
 from kvtierd.core.ids import CacheId
 from kvtierd.rights import Right
-from kvtierd.service.access import Access, denied
+from kvtierd.service.calls import Access, denied
 from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
 from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry
 from kvtierd.tiers.arena import Shared

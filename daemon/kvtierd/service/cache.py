@@ -18,8 +18,8 @@ from kvtierd.core.policy import NEVER, Policy, WritePolicy
 from kvtierd.mover.runtime import CacheRuntime
 from kvtierd.service.budgets import Slots, TierBudget, slots_of, tier_bytes
 from kvtierd.service.errors import bad_argument
-from kvtierd.service.validation import count
-from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE, CacheHeader
+from kvtierd.service.hub import CacheHeader
+from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE
 
 EVICTION_POLICIES: Final = frozenset(EVICTORS)
 EVENT_HASHES: Final = frozenset(HASH_BYTES)
@@ -123,7 +123,9 @@ def _thresholds(messages: Sequence[caches_pb2.EdgeThreshold]) -> tuple[tuple[int
             raise bad_argument(field, f"from {src} to {dst}", "an edge from a tier to one below it")
         if (src, dst) in found:
             raise bad_argument(field, f"from {src} to {dst}", "another edge than those before it")
-        found[src, dst] = count(f"{field}.min_priority", message.min_priority, 0, NEVER)
+        if not 0 <= message.min_priority <= NEVER:
+            raise bad_argument(f"{field}.min_priority", message.min_priority, f"0 to {NEVER}")
+        found[src, dst] = message.min_priority
     return tuple((int(src), int(dst), least) for (src, dst), least in sorted(found.items()))
 
 
@@ -179,17 +181,12 @@ class Removal:
         return {} if self.spec is None else {tier: tier_bytes(self.spec, n) for tier, n in self.slots.items()}
 
 
-def require_same_spec(cache: Cache, spec: CacheSpec) -> None:
-    """Raises INVALID_ARGUMENT where the cache was made with another specification than a caller names."""
+def require_same_cache(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
+    """Raises INVALID_ARGUMENT where it has another specification, or other budgets, than a caller asks for."""
     if cache.fingerprint != spec.fingerprint():
         difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
         limit = f"{getattr(cache.spec, difference)!r}, as cache {cache.name} has"
         raise bad_argument(f"spec.{difference}", getattr(spec, difference), limit, reason="SPEC_MISMATCH")
-
-
-def require_same_cache(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
-    """Raises INVALID_ARGUMENT where it has another specification, or other budgets, than a caller asks for."""
-    require_same_spec(cache, spec)
     for tier, budget in asked.items():
         has = cache.slots.get(tier, ())
         if slots_of(spec, tier, budget) != has:

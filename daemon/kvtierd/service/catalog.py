@@ -26,9 +26,10 @@ from kvtierd.mover.tickets import MoverError
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
 from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, require_same, require_same_cache
-from kvtierd.service.errors import CallRefused, no_such_cache, refused
+from kvtierd.service.errors import CallRefused, cache_not_opened, no_such_cache, refused, unknown_cache
+from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
-from kvtierd.service.wire import CacheHeader
+from kvtierd.service.sessions import Session
 from kvtierd.state import Identity
 from kvtierd.tiers.arena import Shared
 from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierConfigError, TierError, TierIOError
@@ -78,6 +79,15 @@ class Catalog:
 
     def get(self, cache: CacheId) -> Cache | None:
         return self._by_id.get(cache)
+
+    def opened(self, session: Session, cache_id: int) -> Cache:
+        """The cache, if this session has opened it. Raises NOT_FOUND, FAILED_PRECONDITION."""
+        cache = self._by_id.get(CacheId(cache_id))
+        if cache is None:
+            raise unknown_cache(cache_id)
+        if cache.id not in session.caches:
+            raise cache_not_opened(cache_id)
+        return cache
 
     def named(self, name: str) -> Cache | None:
         return self._by_name.get(name)

@@ -26,26 +26,24 @@ from kvtierd.mover.tickets import MoverError
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service import wire
-from kvtierd.service.access import Access, Caps
 from kvtierd.service.assembly import Stores, described, open_gpu, tier_sizes
 from kvtierd.service.attach import AttachServer, DaemonIdentity
 from kvtierd.service.budgets import Budgets, RememberedSlots, require_possible
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import Dispatcher, OpenCalls, Pace
+from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import Translator
 from kvtierd.service.explain import ExplainService
-from kvtierd.service.hub import EventHub
+from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
 from kvtierd.service.server import Health, RpcServer, RuntimeDir, Services
 from kvtierd.service.servicers.admin import AdminService
-from kvtierd.service.servicers.blocks import BlocksService
+from kvtierd.service.servicers.blocks import BlocksService, Caps
 from kvtierd.service.servicers.caches import CachesService
 from kvtierd.service.servicers.events import EventsService
 from kvtierd.service.servicers.sessions import RemoteSessions, StreamTimes
 from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
-from kvtierd.service.wire import CacheHeader
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
 from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.cuda.pool import Gpu

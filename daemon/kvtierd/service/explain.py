@@ -16,10 +16,9 @@ from kvtierd.mover.engine import Engine
 from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
-from kvtierd.service.access import Access, denied
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import Verb
+from kvtierd.service.calls import Access, Verb, denied
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import bad_argument, no_such_cache
 from kvtierd.service.servicers.admin import lease_info

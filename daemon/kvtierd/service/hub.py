@@ -15,15 +15,19 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter, itemgetter
-from typing import Final
+from typing import Final, Self
 
-from kvtier.v1 import events_pb2
-from kvtierd.core.events import STORED, Cause, Event, EventType
-from kvtierd.core.ids import CacheId
+from google.protobuf.message import DecodeError
+
+from kvtier.abi.event_hashes import HASH_BYTES
+from kvtier.abi.spec import CacheSpec
+from kvtier.v1 import common_pb2, events_pb2
+from kvtierd.core.events import STORED, Cause, Changes, Event, EventType
+from kvtierd.core.ids import CacheId, GroupId, Label
+from kvtierd.core.transfers import ListingRow
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog, Run
 from kvtierd.event_log.run import joined
-from kvtierd.service import wire
-from kvtierd.service.wire import CacheHeader
+from kvtierd.service.wire import TIER_TO_WIRE, parents
 
 RUN_EVENTS: Final = 128
 RUN_BLOCKS: Final = 2048
@@ -50,6 +54,33 @@ NOT_LOGGED: Final = "not-logged"
 UNEXPLAINED: Final = "unexplained"
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True)
+class CacheHeader:
+    """What events say of their cache.
+
+    ``event_hash``: how its blocks are named besides their keys; "" = not at all. ``windows``: tokens, by group. Only
+    the name of a cache of an earlier life is known.
+    """
+
+    name: str
+    event_hash: str = ""
+    windows: tuple[int, ...] = ()
+    tokens_per_block: int = 0
+
+    @classmethod
+    def of(cls, name: str, spec: CacheSpec, event_hash: str) -> Self:
+        return cls(name, event_hash, tuple(group.window_tokens for group in spec.groups), spec.tokens_per_block)
+
+    @property
+    def hash_bytes(self) -> int:
+        """Of one event hash; 0 = it has none."""
+        return HASH_BYTES[self.event_hash] if self.event_hash else 0
+
+    def window(self, group: GroupId) -> int:
+        """0 = full attention, or not known."""
+        return self.windows[group] if group < len(self.windows) else 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -143,7 +174,7 @@ class EventHub:
         events, self._pending = self._pending[:count], self._pending[count:]
         first, last = events[0].id, events[-1].id
         try:
-            batch = events_pb2.WatchBatch(events=[wire.event(event, self._headers[event.cache]) for event in events])
+            batch = events_pb2.WatchBatch(events=[event_message(event, self._headers[event.cache]) for event in events])
         except Exception:  # noqa: BLE001  our bug: the daemon serves on, and the next run shows the hole
             _log.exception("events cannot be told first=%d last=%d", first, last)
             return
@@ -321,8 +352,104 @@ def _answer(waiter: asyncio.Future[bool], news: bool) -> None:
 def _run_length(events: Sequence[Event]) -> int:
     blocks = 0
     for count, event in enumerate(events[:RUN_EVENTS], start=1):
-        has_tokens = event.type is STORED and wire.have_tokens(event.blocks.labels)
+        has_tokens = event.type is STORED and have_tokens(event.blocks.labels)
         blocks += len(event.blocks.keys) * (TOKENS_WEIGH if has_tokens else 1)
         if blocks >= RUN_BLOCKS:
             return count
     return min(len(events), RUN_EVENTS)
+
+
+def event_message(value: Event, header: CacheHeader) -> events_pb2.Event:
+    """Which fields an event carries follows from its type; see ``events.proto``. Private ones included."""
+    message = events_pb2.Event(
+        id=value.id,
+        type=events_pb2.EventType.ValueType(value.type),
+        cause=common_pb2.Cause.ValueType(value.cause),
+        cache=header.name,
+        group=value.group,
+        time_ns=value.time_ns,
+        num_blocks_per_cache_level=[slots for _, slots in value.capacity],
+        event_hash=header.event_hash,
+        window_tokens=header.window(value.group),
+    )
+    blocks = value.blocks
+    if blocks.keys:
+        stored = value.type is EventType.STORED
+        _add_blocks(message, value.type, blocks)
+        _add_labels(message, blocks.labels, blocks.parent_labels, header.hash_bytes, stored=stored)
+    if value.type is EventType.CREATED:
+        message.tokens_per_block = header.tokens_per_block
+        message.all_window_tokens.extend(header.windows)
+    if value.moved_from is not None:
+        message.moved_from = TIER_TO_WIRE[value.moved_from]
+    if value.moved_to is not None:
+        message.moved_to = TIER_TO_WIRE[value.moved_to]
+    if value.moved_bytes:
+        message.moved_bytes, message.queue_ns, message.copy_ns = value.moved_bytes, value.queue_ns, value.copy_ns
+    return message
+
+
+def _add_blocks(message: events_pb2.Event, kind: EventType, blocks: Changes) -> None:
+    message.keys = b"".join(blocks.keys)
+    message.residency = bytes(blocks.residencies)
+    if kind is not EventType.REMOVED:
+        message.priorities = bytes(blocks.priorities)
+    if kind is EventType.STORED:
+        message.parents = parents(blocks.parents)
+
+
+def slice_of(
+    header: CacheHeader, group: GroupId, rows: Sequence[ListingRow], *, private: bool
+) -> events_pb2.SnapshotSlice:
+    """``private``: with token ids, where there are any."""
+    message = events_pb2.SnapshotSlice(
+        cache=header.name,
+        group=group,
+        keys=b"".join(row.key for row in rows),
+        parents=parents(row.parent for row in rows),
+        residency=bytes(row.residency for row in rows),
+        priorities=bytes(row.priority for row in rows),
+        event_hash=header.event_hash,
+        window_tokens=header.window(group),
+        tokens_per_block=header.tokens_per_block,
+        all_window_tokens=header.windows,
+    )
+    labels, parent_labels = [row.label for row in rows], [row.parent_label for row in rows]
+    _add_labels(message, labels, parent_labels, header.hash_bytes, stored=True)
+    if not private:
+        message.ClearField("tokens")
+    return message
+
+
+def _add_labels(
+    message: events_pb2.Event | events_pb2.SnapshotSlice,
+    labels: Sequence[Label | None],
+    parent_labels: Sequence[Label | None],
+    hash_bytes: int,
+    *,
+    stored: bool,
+) -> None:
+    """Hashes and tokens of blocks, where the cache keeps any."""
+    if hash_bytes:
+        message.event_hashes = b"".join([_hash(label, hash_bytes) for label in labels])
+    if stored and hash_bytes:
+        message.parent_hashes = b"".join([_hash(label, hash_bytes) for label in parent_labels])
+    if stored and have_tokens(labels):
+        message.tokens.extend([_tokens(label) for label in labels])
+
+
+def have_tokens(labels: Sequence[Label | None]) -> bool:
+    """Whether any of them has."""
+    return any(label is not None and label.tokens for label in labels)
+
+
+def _tokens(label: Label | None) -> events_pb2.BlockTokens:
+    """None of a block whose record on disk no longer has what was written: nothing verifies that part of it."""
+    try:
+        return events_pb2.BlockTokens.FromString(b"" if label is None else label.tokens)
+    except DecodeError:
+        return events_pb2.BlockTokens()
+
+
+def _hash(label: Label | None, size: int) -> bytes:
+    return label.event_hash if label is not None and label.event_hash else bytes(size)

@@ -12,11 +12,9 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import grpc.aio
-
-from kvtierd.rights import Anonymous, Certificate, Identity, User
+from kvtierd.rights import User
 
 _SO_PEERGROUPS: Final = 59
 """Linux 4.13: the peer's supplementary groups, as the kernel noted them when it connected."""
@@ -158,14 +156,3 @@ def command_of(pid: int) -> str:
     except OSError:
         return ""  # it is only shown to people
     return raw[:_MAX_COMMAND].rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-
-
-def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Identity | None:
-    """Who is calling, as the transport proves it; None over the unix socket, where it proves nothing."""
-    if context.peer().startswith("unix:"):
-        return None
-    proof = context.auth_context()
-    if b"ssl" not in proof.get("transport_security_type", ()):
-        return Anonymous()
-    names = [*proof.get("x509_common_name", ()), *proof.get("x509_subject_alternative_name", ())]
-    return Certificate(frozenset(name.decode(errors="replace") for name in names if name))

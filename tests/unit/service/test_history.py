@@ -15,9 +15,8 @@ from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label, Tier
 from kvtierd.event_log import EventLog, Run
 from kvtierd.event_log.segments import Segments
-from kvtierd.service.hub import EventHub, Loss
+from kvtierd.service.hub import CacheHeader, EventHub, Loss
 from kvtierd.service.watch import EventFilter, Watcher, every_cache, no_cache
-from kvtierd.service.wire import CacheHeader
 from tests.unit.event_log.runs import MB
 
 HEADERS = {CacheId(1): CacheHeader("one"), CacheId(2): CacheHeader("two")}

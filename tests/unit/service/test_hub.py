@@ -10,8 +10,7 @@ from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Label
 from kvtierd.event_log import Run
 from kvtierd.service import hub as hub_module
-from kvtierd.service.hub import BUSY_S, MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, SHARE_S, EventHub, Loss
-from kvtierd.service.wire import CacheHeader
+from kvtierd.service.hub import BUSY_S, MESSAGE_EVENTS, RUN_BLOCKS, RUN_EVENTS, SHARE_S, CacheHeader, EventHub, Loss
 
 HEADERS = {CacheId(1): CacheHeader("cache")}
 

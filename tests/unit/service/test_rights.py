@@ -11,7 +11,7 @@ import kvtier.v1.events_pb2
 import kvtier.v1.transfer_pb2
 from kvtierd.config import ConfigError, load
 from kvtierd.rights import ALL_RIGHTS, AllowRule, Anonymous, Certificate, Identity, Right, Rights, User
-from kvtierd.service.access import NEEDS, Over
+from kvtierd.service.calls import NEEDS, Over
 
 OWNER = 7
 READ, WRITE, WATCH, TOKENS, ADMIN = Right

@@ -11,9 +11,9 @@ from kvtierd.core.events import BlockChange, Cause, Changes, Event, EventType
 from kvtierd.core.ids import CacheId, EventId, GroupId, Key, Tier
 from kvtierd.service import watch as watch_module
 from kvtierd.service.errors import CallRefused
-from kvtierd.service.hub import EventHub
+from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.watch import EventFilter, Watcher
-from kvtierd.service.wire import TIER_TO_WIRE, CacheHeader
+from kvtierd.service.wire import TIER_TO_WIRE
 
 HEADERS = {CacheId(1): CacheHeader("one"), CacheId(2): CacheHeader("two")}
 BLOCK = BlockChange(Key(b"k" * 32), None, Tier.HOST.bit, 35)

@@ -13,7 +13,7 @@ import pytest
 from kvtier.v1 import admin_pb2, blocks_pb2, events_pb2
 from kvtierd.event_log.segments import Segments
 from kvtierd.rights import Rights
-from kvtierd.service.access import Access
+from kvtierd.service.calls import Access
 from kvtierd.service.daemon import Daemon
 from kvtierd.service.hub import EventHub
 from tests.unit.service.rig import DEVICE, HOST, Client, attached, chain, config, eventually, refusal, running

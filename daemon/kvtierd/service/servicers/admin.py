@@ -18,10 +18,9 @@ from kvtierd.event_log import EventLog, LogStatus
 from kvtierd.mover.engine import Engine
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
-from kvtierd.service.access import Access
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import Verb
+from kvtierd.service.calls import Access, Verb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused
 from kvtierd.service.hub import EventHub

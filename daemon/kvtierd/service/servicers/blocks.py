@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
+import grpc
 import xxhash
 
-from kvtier.abi.event_hashes import HASH_BYTES
-from kvtier.abi.keys import DIGEST_BYTES
 from kvtier.abi.stream import CHECKSUM_BYTES
-from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
+from kvtier.v1 import blocks_pb2, common_pb2
 from kvtierd.core.errors import ForeignLease, UnknownLease
-from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, Label, LeaseId, SlotId, Tier, rows
+from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, LeaseId, SessionId, SlotId, Tier
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
-from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem, Location
+from kvtierd.core.transfers import BlockResult, ChainRequest, Location
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
 from kvtierd.mover.tickets import Refused, UnknownCache
 from kvtierd.service import validation, wire
-from kvtierd.service.access import Caps
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import bad_argument
-from kvtierd.service.servicers.caches import opened
+from kvtierd.service.errors import CallRefused, bad_argument, shown
 from kvtierd.service.sessions import Session
 from kvtierd.tiers.base import Bytes, TierError
 
@@ -38,6 +35,82 @@ PAGE_ROWS: Final = 4096
 
 MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
 """Whose slots clients can lease."""
+
+
+K = TypeVar("K")
+
+
+MAX_LEASES: Final = 65536
+"""Leases of one session, over all caches."""
+
+
+class Caps:
+    """Loop thread only. ``reserved_fraction``: share of a tier's slots of a window group for one session."""
+
+    def __init__(self, engine: Engine, reserved_fraction: float) -> None:
+        self._engine: Final = engine
+        self._reserved_fraction: Final = reserved_fraction
+        self._reserving: Counter[tuple[SessionId, CacheId, GroupId, Tier]] = Counter()
+        self._leasing: Counter[SessionId] = Counter()
+
+    @contextmanager
+    def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
+        """Around a reservation. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
+        slots = cache.slots[tier][group]
+        allowed = max(1, int(self._reserved_fraction * slots))
+        if allowed < slots:
+            under_way = self._reserving[session.id, cache.id, group, tier]
+            held = cache.runtime.manager.blank_of(session.id, group, tier) + under_way
+            if held + count > allowed:
+                says = f"{count} {tier} slots of cache {cache.name} wanted, {held} are reserved, {allowed} may be"
+                raise _over("max_reserved_fraction", says, session, tier, count, held, allowed)
+        self._require_leases(session, 1)
+        key = (session.id, cache.id, group, tier)
+        with _added(self._leasing, session.id, 1), _added(self._reserving, key, count):
+            yield
+
+    @contextmanager
+    def leasing(self, session: Session, count: int) -> Iterator[None]:
+        """Around what may grant so many leases. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
+        self._require_leases(session, count)
+        with _added(self._leasing, session.id, count):
+            yield
+
+    def _require_leases(self, session: Session, count: int) -> None:
+        held = self._engine.session_leases(session.id) + self._leasing[session.id]
+        if held + count > MAX_LEASES:
+            says = f"{count} leases wanted, the session has {held}, {MAX_LEASES} may be"
+            raise _over("leases", says, session, None, count, held, MAX_LEASES)
+
+
+@contextmanager
+def _added(counter: Counter[K], key: K, count: int) -> Iterator[None]:
+    counter[key] += count
+    try:
+        yield
+    finally:
+        counter[key] -= count
+        if not counter[key]:
+            del counter[key]
+
+
+def _over(
+    cap: str, says: str, session: Session, tier: Tier | None, wanted: int, held: int, allowed: int
+) -> CallRefused:
+    holder = common_pb2.Holder(
+        session_id=session.id, pid=session.peer.pid, command=shown(session.peer.command), slots=held
+    )
+    detail = common_pb2.ErrorDetail(
+        reason="OVER_CAP",
+        field=cap,
+        value=str(held + wanted),
+        limit=str(allowed),
+        tier=wire.TIER_TO_WIRE[tier] if tier is not None else common_pb2.TIER_UNSPECIFIED,
+        wanted=wanted,
+        free=max(0, allowed - held),
+        holders=[holder],
+    )
+    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"over the cap {cap}: {says}", detail)
 
 
 class BlocksService:
@@ -126,8 +199,8 @@ class BlocksService:
         return blocks_pb2.ReserveResponse(lease_id=grant.lease or 0, slots=grant.slots)
 
     async def commit(self, session: Session, request: blocks_pb2.CommitRequest) -> blocks_pb2.CommitResponse:
-        cache = opened(self._catalog, session, request.cache_id)
-        items = commit_items(cache, request, request.slots)
+        cache = self._catalog.opened(session, request.cache_id)
+        items = validation.commit_items(cache, request, request.slots)
         lease = LeaseId(request.lease_id)
         results = self._engine.commit(cache.id, session.id, lease, items, release=request.release)
         return blocks_pb2.CommitResponse(results=bytes(results), as_of_event=self._now_cursor())
@@ -149,7 +222,7 @@ class BlocksService:
         )
 
     async def release(self, session: Session, request: blocks_pb2.ReleaseRequest) -> blocks_pb2.ReleaseResponse:
-        cache = opened(self._catalog, session, request.cache_id)
+        cache = self._catalog.opened(session, request.cache_id)
         calls = request.given_up
         validation.count("given_up", len(calls), 0, validation.MAX_LEASES)
         validation.count("lease_ids", len(request.lease_ids), 0 if calls else 1, validation.MAX_LEASES)
@@ -206,7 +279,7 @@ class BlocksService:
         return blocks_pb2.PinResponse(results=bytes(results), as_of_event=self._now_cursor())
 
     async def reset(self, session: Session, request: blocks_pb2.ResetRequest) -> blocks_pb2.ResetResponse:
-        cache = opened(self._catalog, session, request.cache_id)
+        cache = self._catalog.opened(session, request.cache_id)
         if request.dry_run:
             report = self._engine.manager(cache.id).reset_plan()
         else:
@@ -250,7 +323,7 @@ class BlocksService:
         )
 
     def _place(self, session: Session, cache_id: int, group: int) -> tuple[Cache, GroupId]:
-        cache = opened(self._catalog, session, cache_id)
+        cache = self._catalog.opened(session, cache_id)
         return cache, GroupId(validation.count("group", group, 0, len(cache.spec.groups) - 1))
 
     def _now_cursor(self) -> blocks_pb2.Cursor:
@@ -283,18 +356,6 @@ class BlocksService:
             if results[place] is BlockResult.NO_ROOM:
                 results[place] = BlockResult.FAILED
         return bytes(results)
-
-
-def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:
-    """What a commit wants to store in these slots. Raises INVALID_ARGUMENT."""
-    keys = validation.keys("keys", request.keys)
-    if len(slots) != len(keys):
-        raise bad_argument("slots", f"{len(slots)} slots", f"{len(keys)} slots, one a key")
-    parents = validation.parents("parents", request.parents, len(keys))
-    priorities = validation.priorities("priorities", request.priorities, len(keys))
-    durations = validation.durations("durations_ms", request.durations_ms, len(keys))
-    named = labels(cache, request, len(keys))
-    return list(rows(CommitItem, slots, keys, parents, priorities, durations, named))
 
 
 def _leasable(cache: Cache) -> list[Tier]:
@@ -339,76 +400,6 @@ def _generations(cache: Cache, tier: Tier, group: GroupId, slots: Sequence[SlotI
     """0 where there is no slot."""
     arena = cache.runtime.arena
     return [0 if slot is None else arena.generation(tier, group, slot) for slot in slots]
-
-
-MAX_SALT_BYTES: Final = 1024
-_TOKEN_BYTES: Final = 4
-_EXTRA_ID_BYTES: Final = 8
-_ONLY_WITH_TOKENS: Final = ("token_extra_ids", "mm_digests", "mm_blocks", "mm_offsets")
-_ONLY_WITH_TOKENS_EVEN_ZERO: Final = ("lora_id", "cache_salt")
-
-
-def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
-    """One label a block. Raises INVALID_ARGUMENT, also for what the cache does not keep."""
-    if not request.event_hashes and not request.tokens:
-        _require_no_scope(request)
-        return [None] * count
-    options, width = cache.options, cache.spec.tokens_per_block
-    size = HASH_BYTES.get(options.event_hash, 0)
-    of = f"{size} bytes a block" if size else f"none: cache {cache.name} has no event_hash"
-    hashes = _rows("event_hashes", request.event_hashes, size, count, of)
-    size = width * _TOKEN_BYTES if options.keep_tokens else 0
-    of = f"{size} bytes a block of {width} tokens" if size else f"none: cache {cache.name} keeps no tokens"
-    ids = _rows("tokens", request.tokens, size, count, of)
-    if request.tokens:
-        tokens = [message.SerializeToString() for message in _messages(request, ids, width)]
-    else:
-        _require_no_scope(request)
-        tokens = ids
-    rows = zip(hashes, tokens, strict=True)
-    return [Label(event_hash, payload) if event_hash or payload else None for event_hash, payload in rows]
-
-
-def _require_no_scope(request: blocks_pb2.CommitRequest) -> None:
-    given = [field for field in _ONLY_WITH_TOKENS if getattr(request, field)]
-    given += [field for field in _ONLY_WITH_TOKENS_EVEN_ZERO if request.HasField(field)]
-    if given:
-        raise bad_argument(given[0], "some", "none without tokens")
-
-
-def _messages(request: blocks_pb2.CommitRequest, ids: Sequence[bytes], width: int) -> Sequence[events_pb2.BlockTokens]:
-    if len(request.cache_salt.encode()) > MAX_SALT_BYTES:
-        raise bad_argument("cache_salt", request.cache_salt, f"at most {MAX_SALT_BYTES} bytes of UTF-8")
-    scope = {field: getattr(request, field) for field in _ONLY_WITH_TOKENS_EVEN_ZERO if request.HasField(field)}
-    size = width * _EXTRA_ID_BYTES
-    extra_ids = _rows("token_extra_ids", request.token_extra_ids, size, len(ids), f"{size} bytes a block")
-    messages = [
-        events_pb2.BlockTokens(token_ids=own, extra_ids=extra if any(extra) else b"", **scope)
-        for own, extra in zip(ids, extra_ids, strict=True)
-    ]
-    blocks, offsets = request.mm_blocks, request.mm_offsets
-    if len(offsets) != len(blocks):
-        raise bad_argument("mm_offsets", f"{len(offsets)} offsets", f"{len(blocks)}, one each of mm_blocks")
-    for index, (before, block) in enumerate(pairwise((0, *blocks))):
-        if not before <= block < len(messages):
-            raise bad_argument(f"mm_blocks[{index}]", block, f"{before} to {len(messages) - 1}")
-    if len(request.mm_digests) != len(blocks) * DIGEST_BYTES:
-        shown = f"{len(request.mm_digests)} bytes"
-        raise bad_argument("mm_digests", shown, f"{DIGEST_BYTES} bytes each of {len(blocks)} mm_blocks")
-    digests = _rows("mm_digests", request.mm_digests, DIGEST_BYTES, len(blocks), "")
-    for block, digest, offset in zip(blocks, digests, offsets, strict=True):
-        messages[block].mm_digests += digest
-        messages[block].mm_offsets.append(offset)
-    return messages
-
-
-def _rows(field: str, packed: bytes, size: int, count: int, limit: str) -> list[bytes]:
-    """``packed`` cut into ``count`` rows of ``size`` bytes; empty rows if the field is empty."""
-    if not packed:
-        return [b""] * count
-    if len(packed) != count * size:
-        raise bad_argument(field, f"{len(packed)} bytes", limit)
-    return [packed[start : start + size] for start in range(0, len(packed), size)]
 
 
 UNKNOWN: Final = bytes(CHECKSUM_BYTES)

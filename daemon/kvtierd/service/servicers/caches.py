@@ -9,26 +9,15 @@ import grpc
 
 from kvtier.abi.spec import CacheSpec, SpecError
 from kvtier.v1 import caches_pb2, common_pb2
-from kvtierd.core.ids import CacheId, Tier
+from kvtierd.core.ids import Tier
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
-from kvtierd.service.access import Access
 from kvtierd.service.budgets import Slots, TierBudget
 from kvtierd.service.cache import Cache, wanted
-from kvtierd.service.calls import Verb
+from kvtierd.service.calls import Access, Verb
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import CallRefused, bad_argument, cache_not_opened, no_such_cache, unknown_cache
+from kvtierd.service.errors import CallRefused, bad_argument, no_such_cache
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
-
-
-def opened(catalog: Catalog, session: Session, cache_id: int) -> Cache:
-    """The cache, if this session has opened it. Raises NOT_FOUND, FAILED_PRECONDITION."""
-    cache = catalog.get(CacheId(cache_id))
-    if cache is None:
-        raise unknown_cache(cache_id)
-    if cache.id not in session.caches:
-        raise cache_not_opened(cache_id)
-    return cache
 
 
 class CachesService:
@@ -64,7 +53,7 @@ class CachesService:
         return caches_pb2.OpenResponse(cache_id=cache.id, created=created, info=self._info(cache))
 
     async def close(self, session: Session, request: caches_pb2.CloseRequest) -> caches_pb2.CloseResponse:
-        cache = opened(self._catalog, session, request.cache_id)
+        cache = self._catalog.opened(session, request.cache_id)
         leases = cache.runtime.manager.session_leases(session.id)
         if leases and session.caches[cache.id] == 1:
             detail = common_pb2.ErrorDetail(reason="LEASES_HELD", field="cache_id", value=str(cache.id))

@@ -14,13 +14,12 @@ from kvtierd.core.transfers import ListingRow
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right
-from kvtierd.service import validation, wire
-from kvtierd.service.access import Access
+from kvtierd.service import validation
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import StreamVerb
+from kvtierd.service.calls import Access, StreamVerb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
-from kvtierd.service.hub import TOKENS_WEIGH, EventHub
+from kvtierd.service.hub import TOKENS_WEIGH, EventHub, slice_of
 from kvtierd.service.sessions import Session
 from kvtierd.service.watch import Caches, EventFilter, Watcher, every_cache, no_cache
 
@@ -178,6 +177,6 @@ class EventsService:
             epoch=epoch,
             first_id=cursor + 1,
             last_id=cursor,
-            slice=wire.slice_of(cache.header, group, rows, private=private),
+            slice=slice_of(cache.header, group, rows, private=private),
             newest_id=self._hub.last,
         ).SerializeToString()

@@ -19,11 +19,9 @@ import grpc.aio
 from kvtier.abi.attach import VERSION
 from kvtier.v1 import session_pb2
 from kvtierd.rights import Identity
-from kvtierd.service.access import Access
 from kvtierd.service.attach import DaemonIdentity
-from kvtierd.service.calls import OpenCalls
+from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, refused, shutting_down
-from kvtierd.service.peer import caller_of
 from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry
 
 HELLO_TIMEOUT_S: Final = 5.0

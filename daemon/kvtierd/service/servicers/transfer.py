@@ -29,13 +29,11 @@ from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch, Unaccounted
 from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation
-from kvtierd.service.access import Access, Caps
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import StreamVerb, UploadVerb
+from kvtierd.service.calls import Access, StreamVerb, UploadVerb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
-from kvtierd.service.servicers.blocks import MEMORY_TIERS, BlocksService, commit_items
-from kvtierd.service.servicers.caches import opened
+from kvtierd.service.servicers.blocks import MEMORY_TIERS, BlocksService, Caps
 from kvtierd.service.sessions import Session, require_attached
 from kvtierd.tiers.base import Bytes, MemoryStore, TierIOError
 
@@ -111,11 +109,11 @@ class TransferService:
             raise bad_argument(
                 "header.commit.lease_id", commit.lease_id, "absent, as are slots: the call reserves them"
             )
-        cache = opened(self._catalog, session, commit.cache_id)
+        cache = self._catalog.opened(session, commit.cache_id)
         group = _group("header.group", header.group, cache)
         tier = _tier("header.tier", header.tier, cache)
         keys = validation.keys("header.commit.keys", commit.keys, max_keys=cache.slots[tier][group])
-        commit_items(cache, commit, range(len(keys)))  # refused now, or not at all
+        validation.commit_items(cache, commit, range(len(keys)))  # refused now, or not at all
         checksums = _checksums(header.checksums, len(keys))
         wait_s = validation.timeout_s("header.timeout_ns", header.timeout_ns, self._wait_s)
         with self._caps.reserving(session, cache, group, tier, len(keys)):
@@ -139,7 +137,7 @@ class TransferService:
         validation.count("acquire.chains", len(acquire.chains), 1, 1)
         if acquire.across_groups:
             raise bad_argument("acquire.across_groups", True, "false: a transfer is of one group")
-        cache = opened(self._catalog, session, acquire.cache_id)
+        cache = self._catalog.opened(session, acquire.cache_id)
         group = _group("acquire.group", acquire.group, cache)
         tier = _tier("acquire.tier", acquire.tier, cache)
         (chain,) = (await self._blocks.acquire(session, acquire)).chains
