@@ -76,7 +76,7 @@ def _arrives_when_planned(right: Method) -> Method:
 def _frees_what_leaves(right: Method) -> Method:
     def leave(state: GroupState, block: Block, tier: Tier) -> None:
         right(state, block, tier)
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         assert copy is not None
         state.give_back(tier, copy.slot)
 
@@ -86,7 +86,7 @@ def _frees_what_leaves(right: Method) -> Method:
 def _detaches_the_source(right: Method) -> Method:
     def source_stays(flights: Flights, flight: Flight) -> None:
         right(flights, flight)
-        if flight.block.copy(flight.src) is flight.source:
+        if flight.block.copies[flight.src] is flight.source:
             flights._state.detach(flight.block, flight.src)
 
     return source_stays

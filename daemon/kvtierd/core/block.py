@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Final
 
-from kvtierd.core.ids import DEVICE, HOST, Key, SlotId, Tier, Traits, shared
+from kvtierd.core.ids import Key, SlotId, Tier, Traits, shared
 
 _ORDER_BITS: Final = 52
 """So that a rank, a priority above these, stays under 2^60, beyond which a Python integer takes 16 bytes more."""
@@ -93,11 +93,12 @@ class Copy:
 
 
 class Block:
-    """One block of a window group. There are millions, so it has no container of its own that most do without.
+    """One block of a window group. There are millions, so it has no container that most do without.
 
     ``priority`` is effective: the highest of its own and of its children's, so that no parent ranks under a child.
     ``rank``: eviction order, lowest first: priority, then whether it is hot, then last use; unique, and comparable only
     inside a group.
+    ``copies``: by tier.
     ``residency``: the tiers whose copy is valid, as a bit set.
     ``claims``: fetches that matched it and wait for room; nothing of it is given up meanwhile.
     ``disk_children``: indexed children with a copy on disk, or on the way there.
@@ -109,15 +110,13 @@ class Block:
 
     __slots__ = (
         "claims",
+        "copies",
         "depth",
         "disk_children",
         "first_child",
         "indexed",
         "key",
         "next_sibling",
-        "on_device",
-        "on_disk",
-        "on_host",
         "parent",
         "parent_key",
         "previous_sibling",
@@ -136,9 +135,7 @@ class Block:
         self.previous_sibling: Block | None = None
         self.traits = shared(traits)
         self.rank = traits.priority << _ORDER_BITS
-        self.on_device: Copy | None = None
-        self.on_host: Copy | None = None
-        self.on_disk: Copy | None = None
+        self.copies: list[Copy | None] = [None] * len(Tier)
         self.depth: int = _below(parent.depth) if parent is not None else 0
         self.claims = 0
         self.disk_children = 0
@@ -164,17 +161,7 @@ class Block:
     @property
     def held(self) -> bool:
         """Somebody holds a copy of it."""
-        device, host, disk = self.on_device, self.on_host, self.on_disk
-        return bool(
-            (device is not None and device.holds)
-            or (host is not None and host.holds)
-            or (disk is not None and disk.holds)
-        )
-
-    @property
-    def copies(self) -> tuple[Copy | None, Copy | None, Copy | None]:
-        """By tier."""
-        return self.on_device, self.on_host, self.on_disk
+        return any(copy is not None and copy.holds for copy in self.copies)
 
     @property
     def hot(self) -> bool:
@@ -228,18 +215,3 @@ class Block:
         while block is not None:
             yield block
             block = block.parent
-
-    # A list of the three would take 112 bytes.
-
-    def copy(self, tier: Tier) -> Copy | None:
-        if tier is DEVICE:
-            return self.on_device
-        return self.on_host if tier is HOST else self.on_disk
-
-    def put_copy(self, tier: Tier, copy: Copy | None) -> None:
-        if tier is DEVICE:
-            self.on_device = copy
-        elif tier is HOST:
-            self.on_host = copy
-        else:
-            self.on_disk = copy

@@ -120,7 +120,7 @@ class _Checker:
             users.add(slot)
 
         for block in self.state.index:
-            copy = block.copy(tier)
+            copy = block.copies[tier]
             if copy is not None:
                 use(copy.slot, _STATE_IN[copy.phase])
         for lease in self.leases:
@@ -144,14 +144,14 @@ class _Checker:
         seen: dict[int, Copy] = {}
         for lease in self.leases:
             if lease.tier is tier:
-                seen |= {id(copy): copy for block, copy in lease.held.items() if block.copy(tier) is not copy}
+                seen |= {id(copy): copy for block, copy in lease.held.items() if block.copies[tier] is not copy}
         for ticket in self.fetches:
             if ticket.tier is tier and not ticket.waiting and ticket.hold:
                 pairs = zip(ticket.blocks, ticket.copies, strict=True)
-                seen |= {id(c): c for b, c in pairs if b.copy(tier) is not c and c.holds > 0}
+                seen |= {id(c): c for b, c in pairs if b.copies[tier] is not c and c.holds > 0}
         for flight in self.flights:
             for end, copy in zip(flight.edge, (flight.source, flight.copy), strict=True):
-                if end is tier and flight.block.copy(tier) is not copy:
+                if end is tier and flight.block.copies[tier] is not copy:
                     seen[id(copy)] = copy
         return list(seen.values())
 
@@ -165,7 +165,7 @@ class _Checker:
                 raise _broken(5, f"block {block} is in the index but does not know")
             if block.residency == 0:
                 raise _broken(5, f"block {block} is indexed and nowhere READY")
-            valid = sum(tier.bit for tier in Tier if (copy := block.copy(tier)) is not None and copy.valid)
+            valid = sum(tier.bit for tier in Tier if (copy := block.copies[tier]) is not None and copy.valid)
             if block.residency != valid:
                 raise _broken(2, f"block {block} says {block.residency}, its copies {valid}")
             parent = block.parent
@@ -202,13 +202,13 @@ class _Checker:
     def disk_closure(self) -> None:
         """5: the disk is prefix-closed by itself."""
         for block in self.state.index:
-            copy = block.copy(Tier.DISK)
-            on_disk = sum(child.copy(Tier.DISK) is not None for child in block.children)
+            copy = block.copies[Tier.DISK]
+            on_disk = sum(child.copies[Tier.DISK] is not None for child in block.children)
             if on_disk != block.disk_children:
                 raise _broken(5, f"block {block} miscounts its disk children")
             if copy is None or not copy.valid or block.parent is None:
                 continue  # A copy on its way whose parent's failed is turned away when it lands.
-            above = block.parent.copy(Tier.DISK)
+            above = block.parent.copies[Tier.DISK]
             if above is None or not above.valid:
                 raise _broken(5, f"block {block} is on disk without its parent")
 
@@ -228,14 +228,14 @@ class _Checker:
                 claims.update(ticket.blocks)
             elif ticket.hold:
                 for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
-                    if block.copy(ticket.tier) is copy or copy.holds:
+                    if block.copies[ticket.tier] is copy or copy.holds:
                         held[id(copy)] += 1
                         copies[id(copy)] = (ticket.tier, copy)
         for block in self.state.index:
             if block.claims != claims[block]:
                 raise _broken(4, f"block {block} has claims of nobody")
             for tier in self.state.tiers:
-                attached = block.copy(tier)
+                attached = block.copies[tier]
                 if attached is not None:
                     copies[id(attached)] = (tier, attached)
         for identity, (_, copy) in copies.items():
@@ -251,7 +251,7 @@ class _Checker:
     def _pinned(self, tier: Tier, held: Counter[int]) -> None:
         """4: what is pinned is there, and counts as held once; not too many slots are."""
         for block, copy in self.state.pins.copies(tier):
-            if not block.indexed or block.copy(tier) is not copy:
+            if not block.indexed or block.copies[tier] is not copy:
                 raise _broken(4, f"{tier} slot {copy.slot} is pinned and gone")
             if not copy.valid:
                 raise _broken(4, f"{tier} slot {copy.slot} is pinned and being filled")
@@ -294,7 +294,7 @@ class _Checker:
                 raise _broken(2, f"slot {flight.copy.slot} is READY before its copy ended")
         for block in self.state.index:
             for tier in self.state.tiers:
-                copy = block.copy(tier)
+                copy = block.copies[tier]
                 if copy is None:
                     continue
                 if copy.reads != reads[id(copy)]:
@@ -324,7 +324,7 @@ class _Checker:
                 raise _broken(4, f"{tier}: counts {lists.cleans} blocks that go freely, not {freely}")
 
     def _lists_of(self, block: Block, tier: Tier) -> list[str]:
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         if copy is None or copy.phase is not Phase.READY or copy.holds or block.claims:
             return []
         if copy.reads:
@@ -338,7 +338,7 @@ class _Checker:
         kept = not fresh and any(block.priority >= self.state.policy.threshold(tier, t) for t in below)
         watermarks = self.state.policy.clean_high > 0
         belongs = {
-            "dirty": watermarks and kept and not low and not redundant and all(block.copy(t) is None for t in below),
+            "dirty": watermarks and kept and not low and not redundant and all(block.copies[t] is None for t in below),
             "redundant": redundant,
             "demotable": bool(below) and not redundant and (low or kept),
             "clean": low,

@@ -214,7 +214,7 @@ class Ranked:
             self._old, self._heap = self._heap, []
 
     def _listed(self, rank: int, block: Block) -> bool:
-        copy = block.copy(self._tier)
+        copy = block.copies[self._tier]
         return copy is not None and copy.listed & self._bit != 0 and copy.ranked == rank
 
     def _sweep(self) -> None:

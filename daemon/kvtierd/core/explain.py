@@ -67,7 +67,7 @@ def explain(state: GroupState, leases: Iterable[Lease], key: Key) -> BlockNow | 
         copies=tuple(
             CopyNow(tier, copy.slot, copy.phase, state.pins.count(tier, copy), copy.readers)
             for tier in state.tiers
-            if (copy := block.copy(tier)) is not None
+            if (copy := block.copies[tier]) is not None
         ),
         leases=tuple(LeaseRecord.of(lease) for lease in leases if _holds(lease, block)),
     )
@@ -75,7 +75,7 @@ def explain(state: GroupState, leases: Iterable[Lease], key: Key) -> BlockNow | 
 
 def _holds(lease: Lease, block: Block) -> bool:
     copy = lease.held.get(block)
-    return copy is not None and copy is block.copy(lease.tier)
+    return copy is not None and copy is block.copies[lease.tier]
 
 
 def stats(windows: Mapping[GroupId, WindowManager], leases: Collection[Lease], across: AcrossGroups) -> ManagerStats:

@@ -118,7 +118,7 @@ class GroupState:
             lists |= REDUNDANT
         elif self.below[tier] and (low or not self.expendable(block, tier)):
             lists |= DEMOTABLE
-        if self._watermarks and lists == DEMOTABLE and all(block.copy(t) is None for t in self.below[tier]):
+        if self._watermarks and lists == DEMOTABLE and all(block.copies[t] is None for t in self.below[tier]):
             lists |= DIRTY
         if residency == bit and block.first_child is None and block.copies.count(None) == 2:
             lists |= LEAF
@@ -208,7 +208,7 @@ class GroupState:
 
     def start_copy(self, block: Block, src: Tier, dst: Tier, cause: Cause) -> tuple[MoveId, Copy, Copy]:
         """Plans one copy into a free slot of ``dst``."""
-        source = block.copy(src)
+        source = block.copies[src]
         if source is None or not source.valid:
             raise InvariantViolation(f"block {block} is not in {src}")
         if source.phase is LEAVING:
@@ -225,7 +225,7 @@ class GroupState:
 
     def leave(self, block: Block, tier: Tier) -> None:
         """The copy goes when the one downwards that reads it has arrived."""
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         if copy is None or not copy.sinking:
             raise InvariantViolation(f"block {block} leaves {tier} without a copy downwards")
         copy.phase = LEAVING
@@ -234,7 +234,7 @@ class GroupState:
 
     def stay(self, block: Block, tier: Tier) -> None:
         """A hit during a demotion: the source stays, the copy goes on."""
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         if copy is not None and copy.phase is LEAVING:
             copy.phase = READY
             self.slots[tier].change(copy.slot, SLOT_READY)
@@ -242,7 +242,7 @@ class GroupState:
 
     def arrive(self, block: Block, tier: Tier) -> None:
         """A FILLING copy holds the block's bytes now. The caller records the event."""
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         if copy is None or copy.phase is not FILLING:
             raise InvariantViolation(f"block {block} arrives in {tier} unplanned")
         copy.phase = READY
@@ -254,10 +254,10 @@ class GroupState:
     def detach(self, block: Block, tier: Tier) -> Copy:
         """The copy is the block's no more. Its slot is freed as soon as nobody holds or touches it. Records no
         event."""
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         if copy is None:
             raise InvariantViolation(f"block {block} has no copy in {tier}")
-        block.put_copy(tier, None)
+        block.copies[tier] = None
         self.residencies.change(block, (block.residency | BITS[tier]) ^ BITS[tier])
         if copy.holds:
             self._end_pin(tier, copy)
@@ -287,7 +287,7 @@ class GroupState:
 
     def abandon(self, block: Block, tier: Tier, copy: Copy, *, written: bool) -> None:
         """The copy into this slot is over and its bytes are not to be used. ``written``: a disk record exists."""
-        if block.copy(tier) is copy:
+        if block.copies[tier] is copy:
             self.detach(block, tier)
             self.reconsider(block)
         copy.phase = READY
@@ -306,7 +306,7 @@ class GroupState:
         self.reconsider(block)
 
     def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
-        block.put_copy(tier, copy)
+        block.copies[tier] = copy
         if copy.valid:
             self.residencies.change(block, block.residency | BITS[tier])
         if tier is DISK and block.parent is not None:
@@ -316,7 +316,7 @@ class GroupState:
     # -- holds and recency -----------------------------------------------------------------------------------------
 
     def hold(self, block: Block, tier: Tier, session: SessionId) -> Copy:
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         if copy is None:
             raise InvariantViolation(f"block {block} is held in {tier} but is not there")
         self._keep(block, tier, copy)
@@ -356,7 +356,7 @@ class GroupState:
         if copy.holds > 0:
             return
         self.held[tier] -= 1
-        if block.copy(tier) is copy:
+        if block.copies[tier] is copy:
             self.clocks.start(block)
             self.reconsider(block)
         else:
@@ -390,7 +390,7 @@ class GroupState:
             if block.indexed:
                 self.evictor.use(block)
                 self._changed[block] = None
-                if block.on_disk is not None:
+                if block.copies[DISK] is not None:
                     used_on_disk.pop(block, None)
                     used_on_disk[block] = None
         for block in self.evictor.settle():
@@ -409,7 +409,7 @@ class GroupState:
         self._place_changed()
         self.clocks.stamp(now)
         for block in self.clocks.take_changed():
-            for tier, copy in ((DEVICE, block.on_device), (HOST, block.on_host)):
+            for tier, copy in ((DEVICE, block.copies[DEVICE]), (HOST, block.copies[HOST])):
                 if copy is not None and copy.valid:
                     self.ledgers[tier].restate(copy.slot, block)
 
@@ -434,7 +434,7 @@ class GroupState:
     def take_disk_uses(self) -> list[Key]:
         """Blocks with a disk copy that were used since the last call, in the order of their last use."""
         used, self._used_on_disk = self._used_on_disk, {}
-        return [block.key for block in used if (copy := block.copy(DISK)) is not None and copy.valid]
+        return [block.key for block in used if (copy := block.copies[DISK]) is not None and copy.valid]
 
     # -- existence -------------------------------------------------------------------------------------------------
 
@@ -462,7 +462,7 @@ class GroupState:
         if parent is not None:
             parent.add_child(block)
         self.slots[tier].enter(slot, SLOT_READY)
-        block.put_copy(tier, Copy(slot, READY))
+        block.copies[tier] = Copy(slot, READY)
         self.residencies.change(block, BITS[tier])
         self.ledgers[tier].end_write(slot, block)
         self.introduce(block, cause)
@@ -483,7 +483,7 @@ class GroupState:
         if block.first_child is not None:
             raise InvariantViolation(f"block {block} is removed before its children")
         for tier in self.tiers:
-            if block.copy(tier) is not None:
+            if block.copies[tier] is not None:
                 self.detach(block, tier)
         self.index.remove(block)
         self.evictor.leave(block)

@@ -111,7 +111,7 @@ class AcrossGroups:
         tier = ticket.tier
 
         def unheld(block: Block) -> bool:
-            copy = block.copy(tier)
+            copy = block.copies[tier]
             return copy is None or copy.holds == 0
 
         def within(covers: Sequence[Cover]) -> list[Limit]:
@@ -131,7 +131,7 @@ class AcrossGroups:
         """The deadline passed: the answer is the longest prefix that is READY by now."""
 
         def ready(state: GroupState, block: Block) -> bool:
-            copy = block.copy(ticket.tier)
+            copy = block.copies[ticket.tier]
             return copy is not None and copy.valid
 
         length, covers = self._match(ticket, ticket.length, ready)
@@ -186,7 +186,7 @@ class AcrossGroups:
         """Nothing more can be had in some group and nothing is in flight there."""
 
         def missing(block: Block) -> bool:
-            return block.copy(ticket.tier) is None
+            return block.copies[ticket.tier] is None
 
         def within(covers: Sequence[Cover]) -> list[Limit]:
             return [
@@ -203,7 +203,7 @@ class AcrossGroups:
             block
             for part in ticket.parts
             for block, copy in zip(part.fetch.blocks, part.fetch.copies, strict=True)
-            if not (block.copy(ticket.tier) is copy and copy.valid)
+            if not (block.copies[ticket.tier] is copy and copy.valid)
         }
         if not failed:
             self._grant(ticket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from typing import Final
 
@@ -20,10 +20,12 @@ class BlockIndex:
     and a page costs O(log n) plus its length plus the departed it skips.
     """
 
-    __slots__ = ("_blocks", "_last", "_numbers", "_order")
+    __slots__ = ("_blocks", "_last", "_numbers", "_order", "get")
 
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
+        self.get: Callable[[Key], Block | None] = self._blocks.get
+        """The block of a key."""
         self._order: list[Block] = []
         self._numbers = array("Q")
         """Of the blocks in the order list."""
@@ -34,9 +36,6 @@ class BlockIndex:
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
-
-    def get(self, key: Key) -> Block | None:
-        return self._blocks.get(key)
 
     def add(self, block: Block) -> None:
         self._last += 1
@@ -134,7 +133,7 @@ class Pins:
 
     def residency(self, block: Block) -> int:
         """The tiers where the block is pinned, as a bit set."""
-        return sum(tier.bit for tier, pinned in self._of_tier.items() if block.copy(tier) in pinned)
+        return sum(tier.bit for tier, pinned in self._of_tier.items() if block.copies[tier] in pinned)
 
     def blocks(self) -> Iterator[Block]:
         """Those pinned, once a tier."""

@@ -371,7 +371,7 @@ class BlockManager:
         """What a forced reset would do."""
         blocks = sum(len(window.state.index) for window in self.windows.values())
         held = ((block, lease.tier, copy) for lease in self.leases.values() for block, copy in lease.held.items())
-        leased = [block for block, tier, copy in held if block.copy(tier) is copy]
+        leased = [block for block, tier, copy in held if block.copies[tier] is copy]
         waited = [b for _, t in self.tickets.values() if isinstance(t, FetchTicket) for b in t.blocks]
         across = [b for ticket in self.across.tickets.values() for part in ticket.parts for b in part.fetch.blocks]
         pinned = [block for window in self.windows.values() for block in window.state.pins.blocks()]

@@ -136,12 +136,12 @@ class Room:
 
     def _demote(self, block: Block, tier: Tier) -> bool:
         """Sends the block down to the nearest tier that can take it, or sees to it that one can soon."""
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         if copy is not None and copy.sinking:
             self._state.leave(block, tier)
             return True
         for low in self._state.below[tier]:
-            copy = block.copy(low)
+            copy = block.copies[low]
             if copy is not None and not copy.valid:
                 continue  # On its way there from below already.
             if copy is not None:
@@ -231,7 +231,7 @@ class Room:
         missing: list[Block] = []
         if low is DISK:
             for ancestor in block.ancestors():
-                if ancestor.copy(DISK) is not None or ancestor in self._to_disk:
+                if ancestor.copies[DISK] is not None or ancestor in self._to_disk:
                     return missing[::-1], ancestor
                 missing.append(ancestor)
         return missing[::-1], None
@@ -244,7 +244,7 @@ class Room:
             fresh: list[Block] = []
             member: Block | None = block
             # Where one is known or there, all that it stands on is, too.
-            while member is not None and member not in seen and member.on_disk is None:
+            while member is not None and member not in seen and member.copies[DISK] is None:
                 seen.add(member)
                 fresh.append(member)
                 member = member.parent
@@ -260,7 +260,7 @@ class Room:
         """Only parents are left that cannot go down: the first by rank whose subtree nobody needs goes, leaves
         first."""
         state = self._state
-        stuck = [b for b in state.index if (c := b.copy(tier)) is not None and c.still and b.claims == 0]
+        stuck = [b for b in state.index if (c := b.copies[tier]) is not None and c.still and b.claims == 0]
         for block in sorted(stuck, key=lambda block: block.rank):
             if all(map(self._unused, state.subtree(block))):
                 state.remove_subtree(block, CAPACITY, CAPACITY)
@@ -320,7 +320,7 @@ class Background:
         return left
 
     def _wanted(self, block: Block, low: Tier) -> bool:
-        if not block.indexed or block.copy(low) is not None:
+        if not block.indexed or block.copies[low] is not None:
             return False
         return self._state.goes_down(block, self._room.source(block), low)
 
@@ -357,7 +357,7 @@ def pin(state: GroupState, tier: Tier, keys: Sequence[Key], *, unpin: bool) -> t
 
 
 def _pin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
-    copy = block.copy(tier)
+    copy = block.copies[tier]
     if copy is None or not copy.valid:
         return BlockResult.NOT_READY
     room = state.policy.pinnable(state.slots[tier].capacity) > state.pins.slots(tier)
@@ -368,7 +368,7 @@ def _pin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
 
 
 def _unpin(state: GroupState, tier: Tier, block: Block) -> BlockResult:
-    copy = block.copy(tier)
+    copy = block.copies[tier]
     if copy is None or not state.pins.count(tier, copy):
         return BlockResult.NOT_READY
     state.unpin(block, tier, copy)

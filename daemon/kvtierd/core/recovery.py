@@ -14,7 +14,7 @@ from kvtierd.core.block import READY, Block, Copy
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.events import UPDATED, Cause
 from kvtierd.core.group import GroupState
-from kvtierd.core.ids import DISK, Key, SlotId, Tier, Traits
+from kvtierd.core.ids import DEVICE, DISK, HOST, Key, SlotId, Tier, Traits
 from kvtierd.core.slots import SlotState
 
 _DEVICE_BIT: Final = Tier.DEVICE.bit
@@ -107,13 +107,13 @@ def _indexed(state: GroupState, found: Sequence[Recovered]) -> list[Block]:
         state.clocks.enter(block)
         residency = 0
         if device is not None:
-            block.on_device = Copy(device, READY)
+            block.copies[DEVICE] = Copy(device, READY)
             residency |= _DEVICE_BIT
         if host is not None:
-            block.on_host = Copy(host, READY)
+            block.copies[HOST] = Copy(host, READY)
             residency |= _HOST_BIT
         if slot is not None:
-            block.on_disk = Copy(slot, READY)
+            block.copies[DISK] = Copy(slot, READY)
             residency |= _DISK_BIT
             if parent is not None:
                 parent.disk_children += 1
@@ -146,7 +146,7 @@ def _order_by_use(state: GroupState, blocks: Sequence[Block]) -> None:
 def lose_bytes(state: GroupState, block: Block, tier: Tier, copy: Copy) -> None:
     """A copy failed verification: the block loses it, and its slot is never used again."""
     state.corrupt[tier].add(copy.slot)
-    if block.copy(tier) is copy:
+    if block.copies[tier] is copy:
         _lose_copy(state, block, tier, Cause.CORRUPT)
 
 
@@ -162,7 +162,7 @@ def lose_disk(state: GroupState, before: int) -> int:
     state.undeleted.clear()  # whoever takes the disk back has emptied it
     blocks, following = state.index.before(before, state.policy.blocks_a_call)
     for block in blocks:
-        if block.on_disk is not None:
+        if block.copies[DISK] is not None:
             _lose_copy(state, block, DISK, Cause.IO_ERROR)
     return following
 
@@ -184,14 +184,14 @@ def _disk_subtree(block: Block) -> list[Block]:
     """The block and what stands on it on disk, parents before children."""
     order = [block]
     for member in order:
-        order.extend(child for child in member.children if child.copy(DISK) is not None)
+        order.extend(child for child in member.children if child.copies[DISK] is not None)
     return order
 
 
 def _lose_one_copy(state: GroupState, block: Block, tier: Tier, cause: Cause) -> None:
-    copy = block.copy(tier)
+    copy = block.copies[tier]
     was_valid = copy is not None and copy.valid
-    others = any((c := block.copy(t)) is not None and c.valid for t in state.tiers if t is not tier)
+    others = any((c := block.copies[t]) is not None and c.valid for t in state.tiers if t is not tier)
     if was_valid and not others:
         state.remove_subtree(block, cause, Cause.ANCESTOR)
     elif copy is not None:

@@ -120,7 +120,7 @@ class Clocks:
         taken: list[Block] = []
         coming: dict[Block, None] = {}
         for block in self._restated:
-            copy = block.copy(DISK)
+            copy = block.copies[DISK]
             if copy is not None and copy.valid:
                 taken.append(block)
             elif copy is not None:
@@ -130,7 +130,7 @@ class Clocks:
 
     def _note(self, block: Block) -> None:
         self._changed[block] = None
-        if block.copy(DISK) is not None:
+        if block.copies[DISK] is not None:
             self._restated[block] = None
 
     def running(self) -> set[Block]:

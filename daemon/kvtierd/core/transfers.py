@@ -154,8 +154,8 @@ class Flights:
         self._count_background(src, flight.cause, -1)
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
-        arrived = block.copy(dst) is copy and not (dst is DISK and state.disk_lost)
-        attached = arrived and block.copy(src) is source
+        arrived = block.copies[dst] is copy and not (dst is DISK and state.disk_lost)
+        attached = arrived and block.copies[src] is source
         if failed or corrupt or not attached or not self._parent_below(block, dst):
             state.abandon(block, dst, copy, written=dst is DISK and not failed and not corrupt)
             self._source_stays(flight)
@@ -165,7 +165,7 @@ class Flights:
                 recovery.lose_bytes(state, block, src, source)
         else:
             self._arrive(flight, transfer)
-        if block.copy(src) is not source:
+        if block.copies[src] is not source:
             self._settle_source(flight)
 
     def _count_background(self, src: Tier, cause: Cause, by: int) -> None:
@@ -177,11 +177,11 @@ class Flights:
         """The disk stays prefix-closed: a block whose parent's own copy failed does not stay there."""
         if dst is not DISK or block.parent is None:
             return True
-        above = block.parent.copy(DISK)
+        above = block.parent.copies[DISK]
         return above is not None and above.valid
 
     def _source_stays(self, flight: Flight) -> None:
-        if flight.block.copy(flight.src) is flight.source:
+        if flight.block.copies[flight.src] is flight.source:
             self._state.stay(flight.block, flight.src)
             self._state.reconsider(flight.block)
 
@@ -216,7 +216,7 @@ class Flights:
         return upwards and not self._through and self._idle(flight.block, HOST)
 
     def _idle(self, block: Block, tier: Tier) -> bool:
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         return copy is not None and copy.still and block.claims == 0
 
 

@@ -224,7 +224,7 @@ class WindowManager:
         if isinstance(ticket, ReserveTicket):
             return ticket.count
         self._forget_lost(ticket)
-        return sum([block.copy(ticket.tier) is None for block in self._to_place(ticket)])
+        return sum([block.copies[ticket.tier] is None for block in self._to_place(ticket)])
 
     def _older_wants(self, tier: Tier, ticket: TicketId) -> int:
         older = takewhile(lambda other: other.id < ticket, self._queues[tier])
@@ -233,7 +233,7 @@ class WindowManager:
     def _to_place(self, ticket: FetchTicket) -> list[Block]:
         """The blocks that must get into the tier: on disk, their missing ancestors too."""
         if ticket.tier is DISK:
-            present = [block for block in ticket.blocks if block.copy(DISK) is not None]
+            present = [block for block in ticket.blocks if block.copies[DISK] is not None]
             return present + self.room.missing_on_disk(ticket.blocks)
         return ticket.blocks
 
@@ -251,7 +251,7 @@ class WindowManager:
 
     def lost(self, block: Block, tier: Tier) -> bool:
         """Or about to be: it is only on the disk that is being lost, and its turn has not come yet."""
-        lost = self.state.disk_lost and block.residency == BITS[DISK] and block.copy(tier) is None
+        lost = self.state.disk_lost and block.residency == BITS[DISK] and block.copies[tier] is None
         return lost or not block.indexed
 
     def _take(self, ticket: FetchTicket, *, present_only: bool) -> None:
@@ -261,16 +261,16 @@ class WindowManager:
         claimed = ticket.blocks
         if present_only:
             if ticket.hold:
-                absent = (n for n, block in enumerate(claimed) if block.copy(tier) is None)
+                absent = (n for n, block in enumerate(claimed) if block.copies[tier] is None)
                 self._shorten(ticket, next(absent, len(claimed)))
             claimed = ticket.blocks
-            members = [block for block in claimed if block.copy(tier) is not None]
+            members = [block for block in claimed if block.copies[tier] is not None]
         else:
             members = self._to_place(ticket)
         asked = set(claimed)
         ticket.waiting = False
         for block in members:
-            if block.copy(tier) is None:
+            if block.copies[tier] is None:
                 self._fetch_one(ticket, block, asked=block in asked)
             self._join(ticket, block)
         for block in claimed:
@@ -300,7 +300,7 @@ class WindowManager:
             ticket.pending += 1
 
     def _present(self, block: Block, tier: Tier) -> Copy:
-        copy = block.copy(tier)
+        copy = block.copies[tier]
         assert copy is not None
         return copy
 
@@ -311,7 +311,7 @@ class WindowManager:
             if not block.residency & bit or block.residency == bit:
                 continue
             for above in self.state.above[tier]:
-                upper = block.copy(above)
+                upper = block.copies[above]
                 if upper is not None and upper.still and block.claims == 0:
                     self.state.free_copy(block, above, Cause.EXPLICIT)
 
@@ -324,7 +324,7 @@ class WindowManager:
             return
         ready, tier = 0, ticket.tier
         for block, copy in zip(ticket.blocks, ticket.copies, strict=True):
-            if not (block.copy(tier) is copy and copy.phase is not FILLING):
+            if not (block.copies[tier] is copy and copy.phase is not FILLING):
                 break
             ready += 1
         if ready < max(ticket.min_blocks, 1):
@@ -341,7 +341,7 @@ class WindowManager:
     def _answer_move(self, ticket: FetchTicket) -> None:
         tier = ticket.tier
         results = tuple(
-            block is not None and block.indexed and (c := block.copy(tier)) is not None and c.valid
+            block is not None and block.indexed and (c := block.copies[tier]) is not None and c.valid
             for block in ticket.wanted
         )
         places = zip(ticket.wanted, results, strict=True)
@@ -400,7 +400,7 @@ class WindowManager:
             if block is None:
                 results.append(BlockResult.NOT_FOUND)
                 continue
-            copy = block.copy(to)
+            copy = block.copies[to]
             left -= copy is None or copy.holds == 0
             results.append(BlockResult.OK if copy is not None or left >= 0 else BlockResult.NO_ROOM)
         return tuple(results)
@@ -417,14 +417,14 @@ class WindowManager:
 
     def readable(self, block: Block, tier: Tier, now: int) -> bool:
         """It is in the tier, or on its way there, or a usable edge leads there."""
-        return block.copy(tier) is not None or self.flights.usable(self.room.source(block), tier, now)
+        return block.copies[tier] is not None or self.flights.usable(self.room.source(block), tier, now)
 
     def _holdable(self, ticket: FetchTicket) -> int:
         """Length of the prefix that the tier could hold at best."""
         tier = ticket.tier
         budget = self.obtainable(tier)
         for length, block in enumerate(ticket.blocks):
-            copy = block.copy(tier)
+            copy = block.copies[tier]
             budget -= copy is None or copy.holds == 0
             if budget < 0:
                 return length
@@ -433,7 +433,7 @@ class WindowManager:
     def _fits(self, ticket: FetchTicket, free: int) -> int:
         """Length of the prefix that these free slots suffice for."""
         for length, block in enumerate(ticket.blocks):
-            free -= block.copy(ticket.tier) is None
+            free -= block.copies[ticket.tier] is None
             if free < 0:
                 return length
         return len(ticket.blocks)
@@ -446,7 +446,7 @@ class WindowManager:
         for block in ticket.blocks:
             missing: list[Block] = []
             for member in chain([block], block.ancestors() if tier is DISK else ()):
-                if member in placed or member.copy(tier) is not None or len(missing) > free:
+                if member in placed or member.copies[tier] is not None or len(missing) > free:
                     break
                 missing.append(member)
             if len(missing) > free:

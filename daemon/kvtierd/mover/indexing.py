@@ -59,8 +59,8 @@ def check_index(manager: BlockManager, arena: Arena) -> None:
 
 
 def _entry(arena: Arena, group: GroupId, block: Block) -> Entry:
-    host = _place(arena, group, Tier.HOST, block.on_host)
-    device = _place(arena, group, Tier.DEVICE, block.on_device)
+    host = _place(arena, group, Tier.HOST, block.copies[Tier.HOST])
+    device = _place(arena, group, Tier.DEVICE, block.copies[Tier.DEVICE])
     return Entry(block.residency, *host, *device)
 
 

@@ -163,7 +163,7 @@ def test_a_list_of_candidates_gives_the_lowest_rank_whatever_has_gone_stale(step
             ranked.offer(clock, block)
         elif step == "leave":
             rank_of.pop(block, None)
-            block.put_copy(Tier.HOST, None)
+            block.copies[Tier.HOST] = None
         else:
             spared = [block] if step == "victim" else []
             others = [one for one in rank_of if one not in spared]
@@ -176,7 +176,7 @@ def test_a_list_of_candidates_gives_the_lowest_rank_whatever_has_gone_stale(step
 def _list(block: Block, rank: int) -> None:
     copy = Copy(SlotId(0), Phase.READY)
     copy.listed, copy.ranked = LEAF | REDUNDANT, rank
-    block.put_copy(Tier.HOST, copy)
+    block.copies[Tier.HOST] = copy
 
 
 def test_a_list_of_candidates_forgets_what_is_stale() -> None:
