@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvtierd.core.events import EventSequencer
-from kvtierd.core.ids import EventId
 from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory
 from kvtierd.tiers.disk.superblock import (
     SUPERBLOCK,
@@ -27,27 +26,27 @@ _log = logging.getLogger(__name__)
 class DurableSequencer(EventSequencer):
     """Gives out ids up to the state directory's mark, which a thread moves ahead of need."""
 
-    __slots__ = ("_state", "_try_at")
+    __slots__ = ("_state",)
 
     def __init__(self, state: StateDir) -> None:
         super().__init__(state.identity.last)
         self._state = state
-        self._try_at = 0
-
-    def take(self) -> EventId:
-        left = self._state.mark - self._last
-        if left <= self._state.reserved_ids // 2 and self._last >= self._try_at:
-            self._try_at = self._last + self._state.reserved_ids // 16  # a disk that refuses is not asked for every id
-            threading.Thread(target=self._extend, name="kvtierd-ids", daemon=True).start()
-        if left <= 0:
-            # The thread was overtaken, or failed: an id above the mark must not leave, whatever this costs the loop.
-            self._state.reserve(self._last + self._state.reserved_ids)
-        return super().take()
+        self._sure = self._last
 
     def _extend(self) -> None:
+        state, half = self._state, self._state.reserved_ids // 2
+        if state.mark <= self._last:
+            # The thread was overtaken, or failed: an id above the mark must not leave, whatever this costs the loop.
+            state.reserve(self._last + state.reserved_ids)
+        elif state.mark - half <= self._last:
+            threading.Thread(target=self._reserve_ahead, name="kvtierd-ids", daemon=True).start()
+        soon = min(state.mark, self._last + state.reserved_ids // 16)  # a disk that refuses is not asked for every id
+        self._sure = max(state.mark - half, soon)
+
+    def _reserve_ahead(self) -> None:
         try:
             self._state.reserve(self._state.mark + self._state.reserved_ids)
-        except Exception:  # noqa: BLE001  the last resort in take() meets the same error where it can be raised
+        except Exception:  # noqa: BLE001  the last resort in _extend() meets the same error where it can be raised
             _log.exception("cannot reserve event ids ahead")
 
 

@@ -139,13 +139,19 @@ class Event:
     capacity: tuple[tuple[Tier, int], ...] = ()
 
 
+NO_END: Final = 1 << 64
+"""Above every event id."""
+
+
 class EventSequencer:
     """Gives out event ids: one for all caches of a daemon, contiguous inside an epoch."""
 
-    __slots__ = ("_last",)
+    __slots__ = ("_last", "_sure")
 
     def __init__(self, last: int = 0) -> None:
         self._last = last
+        self._sure = NO_END
+        """Ids up to here may be given out; for more, :meth:`_extend` is asked."""
 
     @property
     def last(self) -> EventId:
@@ -153,5 +159,10 @@ class EventSequencer:
         return EventId(self._last)
 
     def take(self) -> EventId:
+        if self._last >= self._sure:
+            self._extend()
         self._last += 1
         return EventId(self._last)
+
+    def _extend(self) -> None:
+        """Raises ``_sure`` above the last id."""

@@ -20,29 +20,30 @@ from kvtierd.core.outcome import Holder
 class Leases:
     """The leases that have not ended. Ids rise and are never used twice."""
 
-    __slots__ = ("_last", "_of_session", "_unstamped", "live")
+    __slots__ = ("_last", "_of_session", "live", "unstamped")
 
     def __init__(self) -> None:
         self.live: Final[dict[LeaseId, Lease]] = {}
         """The oldest first."""
         self._of_session: dict[SessionId, dict[LeaseId, None]] = {}
         self._last = 0
-        self._unstamped: list[Lease] = []
+        self.unstamped: list[Lease] = []
+        """Granted since :meth:`stamp`."""
 
     def grant(self, session: SessionId, state: GroupState, tier: Tier) -> Lease:
         """A new one, which holds nothing yet."""
         self._last += 1
         lease = Lease(LeaseId(self._last), session, state.group, tier)
         self.live[lease.id] = lease
-        self._unstamped.append(lease)
+        self.unstamped.append(lease)
         self._of_session.setdefault(session, {})[lease.id] = None
         return lease
 
     def stamp(self, now: int) -> None:
         """The end of a call: what was granted in it was granted ``now``."""
-        for lease in self._unstamped:
+        for lease in self.unstamped:
             lease.granted_at = now
-        self._unstamped.clear()
+        self.unstamped.clear()
 
     def forget(self, lease: Lease) -> None:
         """It has ended, and holds nothing any more."""

@@ -519,7 +519,8 @@ class BlockManager:
         for window in self.windows.values():
             window.state.stamp(now)
         outcome = self._recorder.take(now, self._capacity)
-        self._leases.stamp(now)
+        if self._leases.unstamped:
+            self._leases.stamp(now)
         for grant in outcome.grants:
             self.tickets.pop(grant.ticket, None)
         for refusal in outcome.refusals:
@@ -537,11 +538,13 @@ class BlockManager:
 
     def _pump_all(self, now: int) -> None:
         """Serves those who wait, until nobody gets anywhere."""
-        self.across.refresh(now)
+        across = self.across
+        if across.tickets:
+            across.refresh(now)
         while True:
             for window in self.windows.values():
                 window.pump(now)
-            if not self.across.advance(now):
+            if not across.tickets or not across.advance(now):
                 return
 
     def _next_ticket(self) -> TicketId:

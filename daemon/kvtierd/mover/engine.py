@@ -26,9 +26,19 @@ from kvtierd.core.transfers import (
     DropReport,
     ResetReport,
 )
-from kvtierd.mover.executor import EventSink, Executor, OpenCache, SlotThreads
+from kvtierd.mover.executor import (
+    Answer,
+    EventSink,
+    Executor,
+    OpenCache,
+    Refused,
+    ShuttingDown,
+    SlotThreads,
+    UnknownCache,
+    Waiting,
+    cancelled,
+)
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.tickets import Answer, Refused, ShuttingDown, UnknownCache, Waiting, cancelled
 from kvtierd.mover.work import Edge
 
 MOVE_SLICE: Final = 256

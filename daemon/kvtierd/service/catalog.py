@@ -21,8 +21,8 @@ from kvtier.abi.spec import CacheSpec
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, Tier
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import MoverError
 from kvtierd.mover.runtime import CacheRuntime
-from kvtierd.mover.tickets import MoverError
 from kvtierd.service.assembly import Assembler, Parts, Plan, Stores
 from kvtierd.service.budgets import Slots, TierBudget, tier_bytes
 from kvtierd.service.cache import Cache, CacheOptions, Removal, Wanted, require_same, require_same_cache

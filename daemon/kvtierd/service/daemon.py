@@ -22,7 +22,7 @@ from kvtierd.config import LIVE, Config
 from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.tickets import MoverError
+from kvtierd.mover.executor import MoverError
 from kvtierd.notify import Notifier, PassedFd
 from kvtierd.rights import Rights
 from kvtierd.service import wire

@@ -20,7 +20,7 @@ from kvtier.v1 import common_pb2
 from kvtierd.core.errors import BadArgument, ForeignLease, StillHeld, TierOffline, UnknownGroup, UnknownLease
 from kvtierd.core.ids import SessionId
 from kvtierd.core.outcome import Holder, Refusal, RefusalReason
-from kvtierd.mover.tickets import Refused, ShuttingDown, UnknownCache
+from kvtierd.mover.executor import Refused, ShuttingDown, UnknownCache
 from kvtierd.service import wire
 from kvtierd.tiers.base import TierConfigError, TierError
 

@@ -13,7 +13,7 @@ from kvtierd.core.block import Phase
 from kvtierd.core.explain import BlockNow
 from kvtierd.core.ids import KEY_BYTES, GroupId, Key
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.tickets import UnknownCache
+from kvtierd.mover.executor import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity

@@ -12,7 +12,7 @@ from kvtierd.core.ids import CacheId, SessionId, Tier
 from kvtierd.core.outcome import Grant, Refusal, RefusalReason
 from kvtierd.core.transfers import ChainRequest
 from kvtierd.mover.engine import MOVE_SLICE
-from kvtierd.mover.tickets import Refused, UnknownCache
+from kvtierd.mover.executor import Refused, UnknownCache
 from kvtierd.tiers.disk.index import Index
 from tests.unit.disk.disk_blocks import watch
 from tests.unit.mover.rig import CACHE, GROUP, House, key

@@ -7,7 +7,7 @@ import pytest
 
 from kvtierd.core.ids import Tier
 from kvtierd.core.outcome import RefusalReason
-from kvtierd.mover.tickets import Refused, ShuttingDown
+from kvtierd.mover.executor import Refused, ShuttingDown
 from tests.unit.mover.rig import GROUP, House, key, mover_threads
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

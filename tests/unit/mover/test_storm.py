@@ -9,7 +9,7 @@ import pytest
 
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import SessionId, Tier
-from kvtierd.mover.tickets import Refused
+from kvtierd.mover.executor import Refused
 from kvtierd.tiers.mapped import Chaos
 from tests.unit.mover.rig import CACHE, GROUP, House, key
 

@@ -10,7 +10,7 @@ from kvtier.v1 import common_pb2
 from kvtierd.core import errors as core
 from kvtierd.core.ids import CacheId, GroupId, LeaseId, SessionId, TicketId, Tier
 from kvtierd.core.outcome import Holder, Refusal, RefusalReason
-from kvtierd.mover.tickets import Refused, ShuttingDown, UnknownCache
+from kvtierd.mover.executor import Refused, ShuttingDown, UnknownCache
 from kvtierd.service.errors import MAX_HOLDERS, CallRefused, Translator
 from kvtierd.tiers.base import TierConfigError, TierIOError
 

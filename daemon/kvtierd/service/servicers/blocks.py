@@ -19,8 +19,8 @@ from kvtierd.core.ids import DEVICE, CacheId, GroupId, Key, LeaseId, SessionId, 
 from kvtierd.core.outcome import Grant, GroupGrant, Refusal, RefusalReason
 from kvtierd.core.transfers import BlockResult, ChainRequest, Location
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import Refused, UnknownCache
 from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
-from kvtierd.mover.tickets import Refused, UnknownCache
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache

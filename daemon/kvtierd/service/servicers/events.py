@@ -12,7 +12,7 @@ from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
 from kvtierd.core.ids import GroupId
 from kvtierd.core.transfers import ListingRow
 from kvtierd.mover.engine import Engine
-from kvtierd.mover.tickets import UnknownCache
+from kvtierd.mover.executor import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation
 from kvtierd.service.cache import Cache

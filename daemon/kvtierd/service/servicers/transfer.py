@@ -25,8 +25,8 @@ from kvtier.v1 import blocks_pb2, common_pb2, transfer_pb2
 from kvtierd.core.errors import UnknownLease
 from kvtierd.core.ids import DEVICE, GroupId, LeaseId, SessionId, SlotId, Tier
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import UnknownCache
 from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch, Unaccounted
-from kvtierd.mover.tickets import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation
 from kvtierd.service.cache import Cache

@@ -10,8 +10,7 @@ from kvtier.abi.key_index import ABSENT, Entry, IndexReader
 from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SlotId, Tier
-from kvtierd.mover.indexing import check_index
-from kvtierd.mover.runtime import CacheRuntime
+from kvtierd.mover.runtime import CacheRuntime, check_index
 from kvtierd.tiers.key_index import Blocks
 from tests.unit.mover.rig import GROUP, SPEC, House, key
 
