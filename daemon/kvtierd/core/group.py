@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Final
 
 from kvtierd.core.block import DOWNWARDS, FILLING, LEAVING, READY, UPWARDS, Block, Copy
-from kvtierd.core.errors import InvariantViolation
+from kvtierd.core.errors import InvariantViolation, TierOffline
 from kvtierd.core.events import CAPACITY, REMOVED, STORED, UPDATED, Cause
 from kvtierd.core.eviction import CLEAN, DEMOTABLE, DIRTY, EVICTORS, LEAF, REDUNDANT, Candidates, Priorities
 from kvtierd.core.ids import BITS, DEVICE, DISK, HOST, Key, MoveId, SessionId, SlotId, Tier, Traits
@@ -74,6 +74,11 @@ class GroupState:
         """Disk slots whose record could not be deleted, in the order in which that failed, and whose it is."""
         self._retire_again_at = 0
         self._used_on_disk: dict[Block, None] = {}
+
+    def require(self, tier: Tier) -> None:
+        """Raises :class:`TierOffline` while the tier is out of service."""
+        if tier is DISK and self.disk_lost:
+            raise TierOffline(tier)
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class GroupState:
             self.ledgers[dst].begin_write(slot)
         source.reads += DOWNWARDS if dst > src else UPWARDS
         move = self.recorder.plan(self.group, src, dst, cause, block, source.slot, slot)
-        self.reconsider(block)
+        self._changed[block] = None
         return move, source, copy
 
     def leave(self, block: Block, tier: Tier) -> None:
@@ -230,7 +235,7 @@ class GroupState:
             raise InvariantViolation(f"block {block} leaves {tier} without a copy downwards")
         copy.phase = LEAVING
         self.slots[tier].change(copy.slot, SLOT_RETIRING)
-        self.reconsider(block)
+        self._changed[block] = None
 
     def stay(self, block: Block, tier: Tier) -> None:
         """A hit during a demotion: the source stays, the copy goes on."""
@@ -238,7 +243,7 @@ class GroupState:
         if copy is not None and copy.phase is LEAVING:
             copy.phase = READY
             self.slots[tier].change(copy.slot, SLOT_READY)
-            self.reconsider(block)
+            self._changed[block] = None
 
     def arrive(self, block: Block, tier: Tier) -> None:
         """A FILLING copy holds the block's bytes now. The caller records the event."""
@@ -268,7 +273,7 @@ class GroupState:
             self._candidates[tier].put(block, copy, 0)
         if tier is DISK and block.indexed and block.parent is not None:
             block.parent.disk_children -= 1
-            self.reconsider(block.parent)
+            self._changed[block.parent] = None
         self.settle(block, tier, copy)
         return copy
 
@@ -289,7 +294,7 @@ class GroupState:
         """The copy into this slot is over and its bytes are not to be used. ``written``: a disk record exists."""
         if block.copies[tier] is copy:
             self.detach(block, tier)
-            self.reconsider(block)
+            self._changed[block] = None
         copy.phase = READY
         if copy.holds:
             copy.holds = 0
@@ -303,7 +308,7 @@ class GroupState:
         """Gives up one residency of a block that is valid elsewhere."""
         self.detach(block, tier)
         self.recorder.change(UPDATED, cause, self.group, block)
-        self.reconsider(block)
+        self._changed[block] = None
 
     def _attach(self, block: Block, tier: Tier, copy: Copy) -> None:
         block.copies[tier] = copy
@@ -311,7 +316,7 @@ class GroupState:
             self.residencies.change(block, block.residency | BITS[tier])
         if tier is DISK and block.parent is not None:
             block.parent.disk_children += 1
-            self.reconsider(block.parent)
+            self._changed[block.parent] = None
 
     # -- holds and recency -----------------------------------------------------------------------------------------
 
@@ -358,17 +363,17 @@ class GroupState:
         self.held[tier] -= 1
         if block.copies[tier] is copy:
             self.clocks.start(block)
-            self.reconsider(block)
+            self._changed[block] = None
         else:
             self.settle(block, tier, copy)
 
     def claim(self, block: Block) -> None:
         block.claims += 1
-        self.reconsider(block)
+        self._changed[block] = None
 
     def unclaim(self, block: Block) -> None:
         block.claims -= 1
-        self.reconsider(block)
+        self._changed[block] = None
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Moves recency of these blocks and all that they stand on, children before parents, else in this order."""
@@ -394,7 +399,7 @@ class GroupState:
                     used_on_disk.pop(block, None)
                     used_on_disk[block] = None
         for block in self.evictor.settle():
-            self.reconsider(block)
+            self._changed[block] = None
 
     # -- retention -------------------------------------------------------------------------------------------------
 
@@ -409,7 +414,8 @@ class GroupState:
         self._place_changed()
         self.clocks.stamp(now)
         for block in self.clocks.take_changed():
-            for tier, copy in ((DEVICE, block.copies[DEVICE]), (HOST, block.copies[HOST])):
+            for tier in (DEVICE, HOST):
+                copy = block.copies[tier]
                 if copy is not None and copy.valid:
                     self.ledgers[tier].restate(copy.slot, block)
 
@@ -428,7 +434,7 @@ class GroupState:
         fresh = [block for block in blocks if block not in self.reused]
         self.reused.update(fresh)
         for block in fresh:
-            self.reconsider(block)
+            self._changed[block] = None
         return fresh
 
     def take_disk_uses(self) -> list[Key]:
@@ -475,7 +481,7 @@ class GroupState:
         parent = block.parent
         if parent is not None and block.priority > parent.own_priority:
             self.priorities.carry_up(parent, None, block.priority, cause)
-        self.reconsider(block)
+        self._changed[block] = None
 
     def remove(self, block: Block, cause: Cause, *, with_parent: bool = False) -> None:
         """Takes a block without indexed children out of the index and gives up its copies. ``with_parent``: its parent
@@ -498,7 +504,7 @@ class GroupState:
             block.parent.remove_child(block)
             if not with_parent:
                 self.priorities.carry_up(block.parent, block.priority, None, cause)
-                self.reconsider(block.parent)
+                self._changed[block.parent] = None
 
     def remove_subtree(self, block: Block, cause: Cause, below: Cause, members: Sequence[Block] = ()) -> int:
         """Removes a block and everything under it, children first. Returns how many. ``members``: as :meth:`subtree`

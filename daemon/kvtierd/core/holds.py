@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Final
 
 from kvtierd.core.block import Block
+from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import COMMIT
 from kvtierd.core.group import GroupState
 from kvtierd.core.ids import Key, SlotId, traits_of
@@ -29,8 +30,14 @@ class Holding:
     def store(self, lease: Lease, items: Sequence[CommitItem], *, last: bool) -> tuple[BlockResult, ...]:
         """Makes blocks of blank slots. Where an equal key is indexed, that block stays and the slot becomes free; where
         the parent is not indexed, or is not that of the equal key, the slot stays blank. All blocks found or made are
-        used. ``last``: the lease ends with this call, and holds none of them."""
+        used. ``last``: the lease ends with this call, and holds none of them.
+
+        Raises :class:`BadArgument` where a slot is not a blank one of the lease.
+        """
         state, tier = self._state, lease.tier
+        for item in items:
+            if item.slot not in lease.blank:
+                raise BadArgument("slots", item.slot, f"a blank slot of lease {lease.id}")
         results: list[BlockResult] = []
         used: list[Block] = []
         made: list[Block] = []

@@ -2,7 +2,8 @@
 
 Pure and synchronous: no clock, thread, future or callback. Every mutating call returns an :class:`Outcome` to be
 carried out whole (see ``core/outcome.py``) and may answer tickets of earlier calls in it. ``now`` is the wall clock in
-nanoseconds.
+nanoseconds. The service has validated the arguments: a call's keys are at least one and different, its tiers are the
+cache's, its priorities and durations are in range. Here is checked what depends on leases and tiers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from kvtierd.core import explain, lookup, reclaim, recovery
-from kvtierd.core.arguments import check_chains, check_items, check_keys, check_memory_tier, check_tier
 from kvtierd.core.errors import BadArgument, StillHeld, UnknownGroup
 from kvtierd.core.events import Cause, EventSequencer
 from kvtierd.core.explain import BlockNow
@@ -22,7 +22,7 @@ from kvtierd.core.lookup import Cover, indexed, match
 from kvtierd.core.outcome import MoveResult, Outcome, Recorder, Refusal, RefusalReason
 from kvtierd.core.policy import GroupShape, Policy
 from kvtierd.core.recovery import Recovered
-from kvtierd.core.retention import check_retention, pairs
+from kvtierd.core.retention import pairs
 from kvtierd.core.transfers import (
     AcrossMatch,
     BlockResult,
@@ -138,7 +138,6 @@ class BlockManager:
         """A lease from before a restart, right after :meth:`open`. Like that of a session whose connection broke, it
         ends with its session."""
         window = self._window(left.group)
-        check_memory_tier(window.state, left.tier)
         window.holding.restore(self._leases.grant(left.session, window.state, left.tier), left.blank, left.keys)
         return self._take(now)
 
@@ -202,10 +201,6 @@ class BlockManager:
     def reserve(self, session: SessionId, group: GroupId, tier: Tier, count: int, now: int) -> tuple[TicketId, Outcome]:
         """Asks for ``count`` blank slots, all or nothing."""
         window = self._window(group)
-        check_memory_tier(window.state, tier)
-        capacity = window.state.slots[tier].capacity
-        if not 1 <= count <= capacity:
-            raise BadArgument("count", count, f"1 to {capacity}, the {tier} tier's slots")
         ticket = ReserveTicket(self._next_ticket(), session, tier, count)
         self.tickets[ticket.id] = (window, ticket)
         window.reserve(ticket)
@@ -219,7 +214,6 @@ class BlockManager:
         where the parent is not, the slot stays blank. ``release``: the lease ends, as by :meth:`release`."""
         owned = self._leases.owned(session, lease)
         window = self.windows[owned.group]
-        check_items(owned, items)
         results = window.holding.store(owned, items, last=release)
         if release:
             self._end(owned)
@@ -232,8 +226,6 @@ class BlockManager:
         """Asks for the longest stored prefix of each chain, READY and held in a tier. All matches of the call are
         claimed before room is made for any, so none evicts another's hit."""
         window = self._window(group)
-        check_memory_tier(window.state, tier)
-        check_chains(chains)
         tickets = []
         for chain in chains:
             ticket = FetchTicket(self._next_ticket(), session, tier, True, [], min_blocks=chain.min_blocks)
@@ -250,9 +242,6 @@ class BlockManager:
     ) -> tuple[tuple[TicketId, ...], Outcome]:
         """Asks for the longest prefix of each chain that all groups can serve, with all that each of them needs for
         that READY and held in a tier. One answer a chain; all matches of the call are claimed before room is made."""
-        for window in self.windows.values():
-            check_memory_tier(window.state, tier)
-        check_chains(chains)
         tickets = [self.across.match(self._next_ticket(), session, tier, chain, now) for chain in chains]
         for ticket in tickets:
             self.across.queue(ticket, now)
@@ -288,8 +277,6 @@ class BlockManager:
         Keys that are not indexed are passed over; so are, from the last one back, those beyond the bound of a call.
         """
         window = self._window(group)
-        if keys:
-            check_keys(keys, "keys")
         window.uses.touch(keys, misses)
         self._pump(now, window)
         return self._take(now)
@@ -303,8 +290,7 @@ class BlockManager:
         of which keys that is true. What comes up is taken as used: what is fetched ahead of need is not the next to
         go."""
         window = self._window(group)
-        check_tier(window.state, to)
-        check_keys(keys, "keys")
+        window.state.require(to)
         wanted = tuple(window.state.index.get(key) for key in keys)
         blocks = [block for block in wanted if block is not None]
         ticket = FetchTicket(self._next_ticket(), session, to, False, blocks, wanted=wanted)
@@ -325,7 +311,6 @@ class BlockManager:
         ``dry_run``: says so, and changes nothing.
         """
         window = self._window(group)
-        check_keys(keys, "keys")
         report = reclaim.drop(window.state, keys, dry_run=dry_run)
         if not dry_run:
             self._pump(now, window)
@@ -337,8 +322,7 @@ class BlockManager:
         """Keeps copies that are READY in a tier there, or ends that. Pins count, and are nobody's: who pinned may be
         gone when another unpins."""
         window = self._window(group)
-        check_tier(window.state, tier)
-        check_keys(keys, "keys")
+        window.state.require(tier)
         results = reclaim.pin(window.state, tier, keys, unpin=unpin)
         self._pump(now, window)
         return results, self._take(now)
@@ -387,8 +371,7 @@ class BlockManager:
     def plan_move(self, group: GroupId, to: Tier, keys: Sequence[Key]) -> tuple[BlockResult, ...]:
         """What a move of these blocks could do at best, from what is held now."""
         window = self._window(group)
-        check_tier(window.state, to)
-        check_keys(keys, "keys")
+        window.state.require(to)
         return window.plan(to, keys)
 
     def set_retention(
@@ -402,10 +385,6 @@ class BlockManager:
     ) -> tuple[tuple[BlockResult, ...], Outcome]:
         """New priorities and durations (none at all: for ever) for stored blocks; see ``core/retention.py``."""
         window = self._window(group)
-        check_keys(keys, "keys")
-        if not priorities:
-            raise BadArgument("priorities", "none", "one a key")
-        check_retention(len(keys), priorities, durations_ms)
         results = []
         for key, (priority, duration_ms) in zip(keys, pairs(priorities, durations_ms), strict=True):
             block = window.state.index.get(key)

@@ -298,38 +298,30 @@ class Transfer(NamedTuple):
 class _Telling:
     """An event that may still grow. What of a block may change afterwards, in columns; the rest is asked of it then."""
 
-    __slots__ = ("blocks", "cause", "group", "priorities", "residencies", "transfer", "type")
+    __slots__ = ("blocks", "header", "priorities", "residencies")
 
     def __init__(self, type: EventType, cause: Cause, group: GroupId, transfer: Transfer | None) -> None:
-        self.type = type
-        self.cause = cause
-        self.group = group
-        self.transfer = transfer
+        self.header = type, cause, group, transfer
         self.blocks: list[Block] = []
         self.residencies: list[int] = []
         self.priorities: list[int] = []
-
-    def takes(self, type: EventType, cause: Cause, group: GroupId, transfer: Transfer | None) -> bool:
-        """Whether a change with this header belongs to it."""
-        return (
-            self.type is type
-            and self.cause is cause
-            and self.group == group
-            and (self.transfer is transfer or self.transfer == transfer)
-        )
 
     def changes(self) -> Changes:
         blocks = self.blocks
         keys, parents = [block.key for block in blocks], [block.parent_key for block in blocks]
         labels = [block.traits.label for block in blocks]
         above: list[Label | None] = [None] * len(blocks)
-        if self.type is STORED:
+        if self.header[0] is STORED:
             above = [None if block.parent is None else block.parent.traits.label for block in blocks]
         return Changes(keys, parents, self.residencies, self.priorities, labels, above)
 
 
+_Lane = tuple[GroupId, Tier, Tier | None, Cause]
+"""A group's edge, and why blocks go along it."""
+
+
 class _Planned:
-    """A move that may still grow, along one lane: a group's edge and why. Its items are columns."""
+    """A move that may still grow, along one lane. Its items are columns."""
 
     __slots__ = ("cause", "dst", "group", "id", "keys", "parents", "slots", "src", "to", "traits")
 
@@ -344,9 +336,6 @@ class _Planned:
         self.traits: list[Traits] = []
         self.slots: list[SlotId] = []
         self.to: list[SlotId | None] = []
-
-    def is_along(self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause) -> bool:
-        return self.src is src and self.dst is dst and self.cause is cause and self.group == group
 
     @property
     def touches_disk(self) -> bool:
@@ -377,8 +366,8 @@ class Recorder:
         self._telling: _Telling | None = None
         """The last of the events, where it may grow."""
         self._moves: list[_Planned] = []
-        self._open: list[_Planned] = []
-        """Those moves that may grow, one a lane."""
+        self._open: dict[_Lane, _Planned] = {}
+        """Those moves that may grow."""
         self._grants: list[Grant] = []
         self._refusals: list[Refusal] = []
 
@@ -394,7 +383,7 @@ class Recorder:
         if (
             telling is None
             or len(telling.blocks) >= self._blocks_an_event
-            or not telling.takes(type, cause, group, transfer)
+            or telling.header != (type, cause, group, transfer)
         ):
             self._telling = telling = _Telling(type, cause, group, transfer)
             self._events.append(telling)
@@ -412,7 +401,10 @@ class Recorder:
     ) -> MoveId:
         """Adds the block to a move along this edge, from one slot to another. Items of one move come back in the order
         they were planned in."""
-        move = self._along(group, src, dst, cause)
+        lane = group, src, dst, cause
+        move = self._open.get(lane)
+        if move is None or len(move.keys) >= self._blocks_a_move:
+            move = self._begin_move(lane)
         move.keys.append(block.key)
         move.parents.append(block.parent_key)
         move.traits.append(block.traits)
@@ -420,22 +412,14 @@ class Recorder:
         move.to.append(to)
         return move.id
 
-    def _along(self, group: GroupId, src: Tier, dst: Tier | None, cause: Cause) -> _Planned:
-        full: _Planned | None = None
-        for move in self._open:
-            if move.is_along(group, src, dst, cause):
-                if len(move.keys) < self._blocks_a_move:
-                    return move
-                full = move
+    def _begin_move(self, lane: _Lane) -> _Planned:
         self._last_move += 1
-        fresh = _Planned(MoveId(self._last_move), group, src, dst, cause)
-        if fresh.touches_disk:
-            self._open = [move for move in self._open if not move.touches_disk]
-        elif full is not None:
-            self._open.remove(full)
-        self._open.append(fresh)
-        self._moves.append(fresh)
-        return fresh
+        move = _Planned(MoveId(self._last_move), *lane)
+        if move.touches_disk:
+            self._open = {lane: other for lane, other in self._open.items() if not other.touches_disk}
+        self._open[lane] = move
+        self._moves.append(move)
+        return move
 
     def grant(self, grant: Grant) -> None:
         self._grants.append(grant)
@@ -446,10 +430,10 @@ class Recorder:
     def take(self, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Outcome:
         """The outcome of the call, its event ids assigned; the recorder is empty again."""
         outcome = Outcome(
-            tuple([move.move() for move in self._moves]),
+            tuple(map(_Planned.move, self._moves)),
             tuple(self._grants),
             tuple(self._refusals),
-            tuple([ledger.take() for ledger in self._touched]),
+            tuple(map(Ledger.take, self._touched)),
             tuple([self._event(telling, now, capacity) for telling in self._events]),
         )
         self._touched.clear()
@@ -462,8 +446,8 @@ class Recorder:
         return outcome
 
     def _event(self, telling: _Telling, now: int, capacity: dict[GroupId, tuple[tuple[Tier, int], ...]]) -> Event:
-        type, group, transfer = telling.type, telling.group, telling.transfer
-        event = (self._sequencer.take(), type, telling.cause, self._cache, group, now, telling.changes())
+        type, cause, group, transfer = telling.header
+        event = (self._sequencer.take(), type, cause, self._cache, group, now, telling.changes())
         if type is EventType.CREATED:
             return Event(*event, capacity=capacity[group])
         if transfer is None:

@@ -28,11 +28,9 @@ from itertools import count, repeat
 from typing import Final
 
 from kvtierd.core.block import Block
-from kvtierd.core.errors import BadArgument
 from kvtierd.core.ids import DISK
-from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, UNCHANGED
+from kvtierd.core.policy import DEFAULT_PRIORITY
 
-MAX_DURATION_MS: Final = (1 << 32) - 1
 _NS_PER_MS: Final = 1_000_000
 
 
@@ -154,24 +152,6 @@ class Clocks:
                 return block
             heapq.heappop(self._heap)
         return None
-
-
-def check_retention(
-    blocks: int, priorities: Sequence[int], durations_ms: Sequence[int], within: str = "", *, some: bool = False
-) -> None:
-    """Raises :class:`BadArgument` where these cannot be the retention of so many blocks. ``within``: what the fields'
-    names begin with. ``some``: blocks may be left as they are."""
-    for field, values, low, high in (
-        ("priorities", priorities, MIN_PRIORITY, MAX_PRIORITY),
-        ("durations_ms", durations_ms, 0, MAX_DURATION_MS),
-    ):
-        if values and len(values) != blocks:
-            raise BadArgument(within + field, f"{len(values)} values", f"{blocks}, one a block, or none")
-        for value in dict.fromkeys(values):  # mostly few
-            if not low <= value <= high and not (some and value == UNCHANGED):
-                raise BadArgument(within + field, value, f"{low} to {high}")
-    if durations_ms and not priorities:
-        raise BadArgument(f"{within}durations_ms", f"{len(durations_ms)} values", "none without priorities")
 
 
 def pairs(priorities: Sequence[int], durations_ms: Sequence[int]) -> list[tuple[int, int]]:

@@ -91,7 +91,8 @@ class Flights:
     def start(self, block: Block, src: Tier, dst: Tier, cause: Cause, *, purge: bool = False) -> Copy:
         """Plans a copy. ``dst`` has a free slot and the block no copy there."""
         move, source, copy = self._state.start_copy(block, src, dst, cause)
-        self._count_background(src, cause, 1)
+        if cause in _BACKGROUND:
+            self._count_background(src, 1)
         self.to_disk += dst is DISK
         flight = Flight(block, src, dst, source, copy, cause, purge=purge)
         flights = self._flights.get(move)
@@ -129,10 +130,6 @@ class Flights:
             if others:
                 self._waiters[copy] = others
 
-    def waiting_for(self, copy: Copy) -> int:
-        """How many fetches wait for it."""
-        return len(self._waiters.get(copy, ()))
-
     def _account(self, flights: list[Flight], result: MoveResult, now: int) -> None:
         src, dst = flights[0].src, flights[0].dst
         record = self.edges[src, dst]
@@ -151,7 +148,8 @@ class Flights:
     def _land(self, flight: Flight, failed: bool, corrupt: bool, transfer: Transfer) -> None:
         state = self._state
         block, src, dst, source, copy = flight.block, flight.src, flight.dst, flight.source, flight.copy
-        self._count_background(src, flight.cause, -1)
+        if flight.cause in _BACKGROUND:
+            self._count_background(src, -1)
         self.to_disk -= dst is DISK
         source.reads -= DOWNWARDS if dst > src else UPWARDS
         arrived = block.copies[dst] is copy and not (dst is DISK and state.disk_lost)
@@ -168,10 +166,9 @@ class Flights:
         if block.copies[src] is not source:
             self._settle_source(flight)
 
-    def _count_background(self, src: Tier, cause: Cause, by: int) -> None:
-        if cause in _BACKGROUND:
-            self.background += by
-            self.cleaning[src] += by
+    def _count_background(self, src: Tier, by: int) -> None:
+        self.background += by
+        self.cleaning[src] += by
 
     def _parent_below(self, block: Block, dst: Tier) -> bool:
         """The disk stays prefix-closed: a block whose parent's own copy failed does not stay there."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress, takewhile
 from typing import assert_never
 
-from kvtierd.core.block import FILLING, Block, Copy
+from kvtierd.core.block import FILLING, LEAVING, Block
 from kvtierd.core.events import DEMAND, WRITE_THROUGH, Cause, EventType
 from kvtierd.core.group import GroupState
 from kvtierd.core.holds import Holding, Uses
@@ -289,20 +289,17 @@ class WindowManager:
             self.flights.start(block, src, ticket.tier, cause, purge=True)
 
     def _join(self, ticket: FetchTicket, block: Block) -> None:
+        tier = ticket.tier
+        copy = block.copies[tier]
+        assert copy is not None
         if ticket.hold:
-            copy = self.state.hold(block, ticket.tier, ticket.session)
-        else:
-            copy = self._present(block, ticket.tier)
-            self.state.stay(block, ticket.tier)
+            self.state.hold(block, tier, ticket.session)
+        elif copy.phase is LEAVING:
+            self.state.stay(block, tier)
         ticket.copies.append(copy)
         if not copy.valid:
             self.flights.await_copy(copy, ticket)
             ticket.pending += 1
-
-    def _present(self, block: Block, tier: Tier) -> Copy:
-        copy = block.copies[tier]
-        assert copy is not None
-        return copy
 
     def _purge_present(self, blocks: Iterable[Block], tier: Tier) -> None:
         """A demotion of what is below already needs no copy: the idle copies above just go."""

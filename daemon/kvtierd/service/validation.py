@@ -10,7 +10,7 @@ from typing import Final, NoReturn, cast
 from kvtier.abi.event_hashes import HASH_BYTES
 from kvtier.abi.keys import DIGEST_BYTES
 from kvtier.v1 import blocks_pb2, common_pb2, events_pb2
-from kvtierd.core.ids import KEY_BYTES, Key, Label, Tier, rows
+from kvtierd.core.ids import KEY_BYTES, MAX_TOKEN_BYTES, Key, Label, Tier, rows
 from kvtierd.core.policy import DEFAULT_PRIORITY, MAX_PRIORITY, UNCHANGED
 from kvtierd.core.transfers import CommitItem
 from kvtierd.service.cache import Cache
@@ -56,11 +56,16 @@ def _refuse_first_repeated(field: str, values: list[Key]) -> NoReturn:
     raise AssertionError("no value is repeated")
 
 
-def parents(field: str, packed: bytes, count: int) -> list[Key | None]:
-    """One parent a block; 32 zero bytes = a root."""
-    if len(packed) != count * KEY_BYTES:
-        raise bad_argument(field, f"{len(packed)} bytes", f"{count * KEY_BYTES} bytes: one parent a key")
-    return [None if parent == ROOT_PARENT else parent for parent in _split(packed)]
+def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:
+    """One parent a block, another than itself; 32 zero bytes = a root."""
+    size = len(keys) * KEY_BYTES
+    if len(packed) != size:
+        raise bad_argument(field, f"{len(packed)} bytes", f"{size} bytes: one parent a key")
+    listed = _split(packed)
+    for index, (parent, key) in enumerate(zip(listed, keys, strict=True)):
+        if parent == key:
+            raise bad_argument(f"{field}[{index}]", key.hex(), "another key: a block is not its own parent")
+    return [None if parent == ROOT_PARENT else parent for parent in listed]
 
 
 def _split(packed: bytes) -> list[Key]:
@@ -156,6 +161,8 @@ def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Seque
     ids = _rows("tokens", request.tokens, size, count, of)
     if request.tokens:
         tokens = [message.SerializeToString() for message in _messages(request, ids, width)]
+        if (longest := max(map(len, tokens))) > MAX_TOKEN_BYTES:
+            raise bad_argument("tokens", f"{longest} bytes", f"at most {MAX_TOKEN_BYTES} bytes a block")
     else:
         _require_no_scope(request)
         tokens = ids

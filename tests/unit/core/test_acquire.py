@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvtierd.core.errors import BadArgument
 from kvtierd.core.outcome import RefusalReason
 from kvtierd.core.policy import Policy
-from kvtierd.core.transfers import ChainRequest
-from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench, key
+from tests.unit.core.bench import BOB, DEVICE, DISK, GROUP, HOST, Bench, key
 
 
 def test_the_longest_stored_prefix_is_granted() -> None:
@@ -159,22 +155,3 @@ def test_match_and_locate_touch_nothing() -> None:
     bench.core.locate(GROUP, [key("a")])
     bench.blank(DEVICE, 1)
     assert bench.stored() == "b"
-
-
-def test_malformed_chains_change_nothing() -> None:
-    bench = Bench(device=1)
-    a = key("a")
-    for chains in (
-        [],
-        [ChainRequest([])],
-        [ChainRequest([a, a])],
-        [ChainRequest([type(a)(a[:31])])],
-        [ChainRequest([a], 2)],
-        [ChainRequest([a], -1)],
-        [ChainRequest([a]), ChainRequest([])],
-    ):
-        with pytest.raises(BadArgument):
-            bench.core.acquire(ALICE, GROUP, DEVICE, chains, 0)
-    assert bench.core.stats().misses == 0
-    with pytest.raises(BadArgument):
-        bench.acquire("a", tier=DISK)

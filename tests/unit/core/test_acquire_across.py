@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtierd.core.errors import BadArgument
 from kvtierd.core.ids import TicketId
 from kvtierd.core.outcome import RefusalReason
-from kvtierd.core.transfers import ChainRequest
 from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, HOST, key
 from tests.unit.core.groups_bench import FULL, SLIDING, GroupsBench
 
@@ -244,13 +242,3 @@ def test_a_block_that_is_not_found_is_one_miss_of_the_cache_and_one_in_each_grou
     bench.acquire("z")  # of one group
     stats = bench.core.stats()
     assert (stats.misses, [group.misses for group in stats.groups.values()]) == (3, [3, 2])
-
-
-def test_malformed_chains_change_nothing() -> None:
-    bench = stored(device=(6, 3))
-    for chains in ([], [ChainRequest([])], [ChainRequest([key("a")], 2)]):
-        with pytest.raises(BadArgument):
-            bench.core.acquire_across(ALICE, DEVICE, chains, 0)
-    with pytest.raises(BadArgument):
-        bench.across(CHAIN, tier=DISK)
-    assert bench.core.stats().misses == 0

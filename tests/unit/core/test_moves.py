@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import Cause
 from kvtierd.core.transfers import BlockResult
 from tests.unit.core.bench import BOB, DEVICE, DISK, GROUP, HOST, Bench, keys
@@ -110,13 +109,6 @@ def test_a_move_waits_its_turn_and_is_answered_at_its_deadline() -> None:
     assert not bench.answered(ticket)
     bench.expire(ticket)
     assert bench.grants[ticket].results == (False,)
-
-
-def test_only_the_caches_tiers_and_sound_keys() -> None:
-    bench = Bench(device=1)
-    for names, tier in (("a", HOST), ("", DEVICE), ("aa", DEVICE)):
-        with pytest.raises(BadArgument):
-            bench.move(names, tier)
 
 
 def test_a_move_says_which_copies_failed() -> None:

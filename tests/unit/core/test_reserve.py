@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.errors import BadArgument, UnknownGroup
+from kvtierd.core.errors import UnknownGroup
 from kvtierd.core.ids import GroupId
 from kvtierd.core.outcome import Holder, RefusalReason
 from kvtierd.core.slots import SlotState
 from tests.slot_rows import begun, owners
-from tests.unit.core.bench import ALICE, BOB, DEVICE, DISK, GROUP, HOST, Bench
+from tests.unit.core.bench import ALICE, BOB, DEVICE, GROUP, HOST, Bench
 
 
 def test_slots_are_blank_different_and_owned() -> None:
@@ -83,20 +83,8 @@ def test_a_refused_reserve_evicts_nothing() -> None:
     assert bench.stored() == "ab"
 
 
-@pytest.mark.parametrize("count", [0, -1, 3, 2**40])
-def test_a_count_that_the_tier_cannot_have_is_the_callers_mistake(count: int) -> None:
-    bench = Bench(device=2)
-    with pytest.raises(BadArgument) as error:
-        bench.reserve(DEVICE, count)
-    assert (error.value.field, error.value.value) == ("count", count)
-
-
-def test_only_mapped_tiers_that_exist_can_be_reserved() -> None:
-    bench = Bench(device=1, disk=1)
-    for tier in (DISK, HOST):
-        with pytest.raises(BadArgument) as error:
-            bench.reserve(tier, 1)
-        assert error.value.field == "tier"
+def test_a_group_that_does_not_exist_is_refused() -> None:
+    bench = Bench(device=1)
     with pytest.raises(UnknownGroup):
         bench.core.reserve(ALICE, GroupId(7), DEVICE, 1, 0)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import Cause, EventType
 from kvtierd.core.policy import Policy
-from kvtierd.core.transfers import BlockResult, ChainRequest, CommitItem
-from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, key, keys
+from kvtierd.core.transfers import BlockResult, ChainRequest
+from tests.unit.core.bench import ALICE, DEVICE, DISK, GROUP, HOST, Bench, keys
 
 A_CALL = 4
 
@@ -184,35 +183,6 @@ def test_an_acquire_may_bring_a_retention() -> None:
     bench.release(bench.lease(ticket))
     bench.pass_ms(1000)
     assert (bench.priority("a"), bench.priority("b")) == (90, 35)
-
-
-@pytest.mark.parametrize(
-    ("chain", "field"),
-    [
-        (ChainRequest(keys("ab"), 0, (90,)), "chains[0].priorities"),
-        (ChainRequest(keys("ab"), 0, (90, 101)), "chains[0].priorities"),
-        (ChainRequest(keys("ab"), 0, (90, 80), (1,)), "chains[0].durations_ms"),
-        (ChainRequest(keys("ab"), 0, (90, 80), (1, -1)), "chains[0].durations_ms"),
-        (ChainRequest(keys("ab"), 0, (), (1, 1)), "chains[0].durations_ms"),
-    ],
-)
-def test_a_malformed_retention_changes_nothing(chain: ChainRequest, field: str) -> None:
-    bench = Bench(device=2)
-    bench.put("ab")
-    with pytest.raises(BadArgument) as caught:
-        bench.core.acquire(ALICE, GROUP, DEVICE, [chain], bench.now)
-    assert caught.value.field == field
-    assert bench.priority("a") == 35
-
-
-@pytest.mark.parametrize("duration_ms", [-1, 1 << 32])
-def test_a_duration_has_its_range(duration_ms: int) -> None:
-    bench = Bench(device=1)
-    grant = bench.blank(DEVICE, 1)
-    assert grant.lease is not None
-    with pytest.raises(BadArgument) as caught:
-        bench.core.commit(ALICE, grant.lease, [CommitItem(grant.slots[0], key("a"), None, 35, duration_ms)], 0)
-    assert caught.value.field == "durations_ms"
 
 
 # -- on disk ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core import holds
-from kvtierd.core.errors import BadArgument, UnknownGroup
+from kvtierd.core.errors import UnknownGroup
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.core.policy import Policy, WritePolicy
 from tests.unit.core.bench import DEVICE, DISK, GROUP, HOST, Bench, keys
@@ -102,9 +102,7 @@ def test_a_call_is_bounded_from_the_last_key_back(monkeypatch: pytest.MonkeyPatc
     assert bench.stored() == "xy"
 
 
-def test_bad_keys_and_groups_are_refused() -> None:
+def test_a_group_that_does_not_exist_is_refused() -> None:
     bench = Bench(device=1)
-    with pytest.raises(BadArgument, match="stands twice"):
-        bench.tell_read("aa")
     with pytest.raises(UnknownGroup):
         bench.core.touch(GroupId(7), keys("a"), 0, 0)

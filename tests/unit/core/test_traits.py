@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvtierd.core.errors import BadArgument
 from kvtierd.core.events import EventSequencer
-from kvtierd.core.ids import MAX_TOKEN_BYTES, CacheId, Label, SlotId, Traits
+from kvtierd.core.ids import CacheId, Label, SlotId, Traits
 from kvtierd.core.manager import BlockManager
 from kvtierd.core.policy import GroupShape
 from kvtierd.core.recovery import Recovered
@@ -36,16 +33,3 @@ def test_a_recovered_block_has_the_traits_it_was_stored_with() -> None:
     block = core.windows[GROUP].state.index.get(key("a"))
     assert block is not None
     assert block.traits == traits
-
-
-@pytest.mark.parametrize(
-    ("label", "field"),
-    [(Label(b"seven b"), "event_hashes"), (Label(tokens=bytes(MAX_TOKEN_BYTES + 1)), "tokens")],
-)
-def test_a_label_out_of_bounds_is_refused(label: Label, field: str) -> None:
-    bench = Bench(host=2)
-    grant = bench.blank(HOST, 1)
-    assert grant.lease is not None
-    with pytest.raises(BadArgument, match=field):
-        bench.core.commit(ALICE, grant.lease, [CommitItem(grant.slots[0], key("a"), None, 35, 0, label)], 0)
-    assert bench.stored() == ""

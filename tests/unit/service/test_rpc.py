@@ -416,7 +416,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("Commit", COMMIT | {"keys": KEYS[2] * 2}, "keys[1]"),
     ("Commit", COMMIT | {"parents": b""}, "parents"),
     ("Commit", COMMIT | {"parents": KEYS[1]}, "parents"),
-    ("Commit", COMMIT | {"parents": KEYS[2] * 2}, "parents"),
+    ("Commit", COMMIT | {"parents": KEYS[2] * 2}, "parents[0]"),
     ("Commit", COMMIT | {"priorities": b"\x01"}, "priorities"),
     ("Commit", COMMIT | {"priorities": b"\x01\x65"}, "priorities[1]"),
 ]

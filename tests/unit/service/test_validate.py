@@ -6,11 +6,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvtierd.core.ids import Tier
+from kvtierd.core.ids import Key, Tier
 from kvtierd.service import validation
 from kvtierd.service.errors import CallRefused
 
-A, B = b"a" * 32, b"b" * 32
+A, B = Key(b"a" * 32), Key(b"b" * 32)
 HUGE = 2**64 - 1
 """What a negative number becomes in an unsigned field."""
 
@@ -30,8 +30,9 @@ HUGE = 2**64 - 1
         (lambda: validation.keys("keys", A + B + A), "keys[2]", "different from keys[0]"),
         (lambda: validation.keys("keys", A + B, max_keys=1), "keys", "at most 1 keys"),
         (lambda: validation.keys("keys", A * (validation.MAX_KEYS + 1)), "keys", f"at most {validation.MAX_KEYS} keys"),
-        (lambda: validation.parents("parents", A, 2), "parents", "64 bytes: one parent a key"),
-        (lambda: validation.parents("parents", b"", 1), "parents", "32 bytes: one parent a key"),
+        (lambda: validation.parents("parents", A, [A, B]), "parents", "64 bytes: one parent a key"),
+        (lambda: validation.parents("parents", A, [A]), "parents[0]", "not its own parent"),
+        (lambda: validation.parents("parents", b"", [A]), "parents", "32 bytes: one parent a key"),
         (lambda: validation.priorities("priorities", b"\x00\x65", 2), "priorities[1]", "0 to 100"),
         (lambda: validation.priorities("priorities", b"\x00", 2), "priorities", "2 bytes, one a key, or none"),
         (lambda: validation.tier("tier", 0, (Tier.DEVICE,)), "tier", "device"),
@@ -57,7 +58,7 @@ def test_what_is_refused_says_field_value_and_limit(check: Callable[[], Any], fi
 def test_what_is_accepted_comes_back_in_the_core_s_words() -> None:
     assert validation.cache_name("Llama-3.1_8B.v2") == "Llama-3.1_8B.v2"
     assert validation.keys("keys", A + B) == [A, B]
-    assert validation.parents("parents", bytes(32) + A, 2) == [None, A]
+    assert validation.parents("parents", bytes(32) + A, [A, B]) == [None, A]
     assert validation.priorities("priorities", b"", 3) == bytes([35, 35, 35])
     assert validation.priorities("priorities", b"\x00\x64", 2) == b"\x00\x64"
     assert validation.tier("tier", 2, (Tier.HOST,)) is Tier.HOST

@@ -373,6 +373,10 @@ def _chains(messages: Sequence[blocks_pb2.Chain]) -> list[ChainRequest]:
         priorities = message.priorities and validation.priorities(
             f"chains[{index}].priorities", message.priorities, len(keys), some=True
         )
+        if message.durations_ms and not priorities:
+            raise bad_argument(
+                f"chains[{index}].durations_ms", f"{len(message.durations_ms)} values", "none without priorities"
+            )
         durations = message.durations_ms and validation.durations(
             f"chains[{index}].durations_ms", message.durations_ms, len(keys)
         )
