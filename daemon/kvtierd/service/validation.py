@@ -131,8 +131,10 @@ def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequenc
     number = len(listed)
     if len(slots) != number:
         raise bad_argument("slots", f"{len(slots)} slots", f"{number} slots, one a key")
+    if len(set(slots)) < number:
+        raise bad_argument("slots", list(slots), "each slot once a call")
     columns = (
-        parents("parents", request.parents, number),
+        parents("parents", request.parents, listed),
         priorities("priorities", request.priorities, number),
         durations("durations_ms", request.durations_ms, number),
         labels(cache, request, number),
