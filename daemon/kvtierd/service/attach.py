@@ -12,33 +12,23 @@ import logging
 import socket
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol
+from typing import Final
+
+import grpc
 
 from kvtier.abi import attach
-from kvtierd.core.ids import CacheId
 from kvtierd.rights import Right
-from kvtierd.service.calls import Access, denied
+from kvtierd.service.calls import Access
+from kvtierd.service.catalog import Catalog
+from kvtierd.service.errors import CallRefused
 from kvtierd.service.peer import Peer, UnknownPeer, credentials, identify
-from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry
-from kvtierd.tiers.arena import Shared
+from kvtierd.service.sessions import AttachRefused, Capacity, Session, SessionRegistry, this_task
 
 HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 128
 _ACCEPT_PAUSE_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
-
-
-class Arenas(Protocol):
-    """Where the descriptors come from."""
-
-    def shared(self, cache: CacheId, *, write: bool) -> Shared | None:
-        """What a client gets of the cache's memory; None if there is no such cache."""
-        ...
-
-    def name_of(self, cache: CacheId) -> str:
-        """Of one that there is."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,14 +47,14 @@ class AttachServer:
     def __init__(
         self,
         sessions: SessionRegistry,
-        arenas: Arenas,
+        catalog: Catalog,
         identity: DaemonIdentity,
         access: Access,
         capacity: Capacity,
     ) -> None:
         """``capacity``: of connections, those included that have not said hello yet."""
         self._sessions = sessions
-        self._arenas = arenas
+        self._catalog = catalog
         self._identity = identity
         self._access = access
         self._capacity = capacity
@@ -143,7 +133,7 @@ class AttachServer:
                     continue
                 self._map(sock, session, request)
         finally:
-            self._sessions.connection_lost(session, _this_task())
+            self._sessions.connection_lost(session, this_task())
 
     def _admit(self, sock: socket.socket, hello: attach.Hello) -> Session:
         """Raises :class:`AttachRefused`, but only after the hello: an answer sent before it could be lost with it."""
@@ -152,31 +142,23 @@ class AttachServer:
             raise AttachRefused("PERMISSION_DENIED", f"no rule of the daemon's names {user}")
         peer = _peer(sock)
         if hello.token is None:
-            return self._sessions.begin(peer, _this_task())
+            return self._sessions.begin(peer, this_task())
         with closing(peer):
-            return self._sessions.resume(hello.token, peer, _this_task())
+            return self._sessions.resume(hello.token, peer, this_task())
 
     def _map(self, sock: socket.socket, session: Session, request: attach.Request) -> None:
         if not isinstance(request, attach.Map):
             raise attach.AttachProtocolError("UNKNOWN_OP", "this connection has said hello already")
-        cache = CacheId(request.cache_id)
-        shared = self._arenas.shared(cache, write=request.write)
-        if shared is None:
-            _send(sock, attach.Failure("UNKNOWN_CACHE", f"cache_id = {cache}: there is no such cache"))
-        elif cache not in session.caches:
-            message = f"cache_id = {cache}: this session has not opened the cache"
-            _send(sock, attach.Failure("CACHE_NOT_OPENED", message))
-        elif (why := self._forbids(session, cache, write=request.write)) is not None:
-            _send(sock, attach.Failure("PERMISSION_DENIED", why))
-        else:
-            self._sessions.gets_memory(session)
-            mapped = attach.Mapped(tuple(shared.fds), shared.cuda, shared.unmapped)
-            _send(sock, mapped, list(shared.fds.values()))
-
-    def _forbids(self, session: Session, cache: CacheId, *, write: bool) -> str | None:
-        """Why this session may not map the cache so."""
-        right, name = Right.WRITE if write else Right.READ, self._arenas.name_of(cache)
-        return None if self._access.may(session, right, name) else denied(right, name, session.peer.identity).message
+        try:
+            cache = self._catalog.opened(session, request.cache_id)
+            self._access.require_on(session, Right.WRITE if request.write else Right.READ, cache.name)
+        except CallRefused as refusal:
+            denied = refusal.code is grpc.StatusCode.PERMISSION_DENIED
+            _send(sock, attach.Failure(refusal.code.name if denied else refusal.detail.reason, refusal.message))
+            return
+        self._sessions.gets_memory(session)
+        shared = cache.runtime.arena.shared(write=request.write)
+        _send(sock, attach.Mapped(tuple(shared.fds), shared.cuda, shared.unmapped), list(shared.fds.values()))
 
 
 def _peer(sock: socket.socket) -> Peer:
@@ -211,10 +193,3 @@ def _send(sock: socket.socket, message: attach.Reply, fds: list[int] | None = No
         sock.sendmsg([attach.encode(message)], ancillary)
     except BlockingIOError as error:
         raise ConnectionAbortedError("the client does not read its answers") from error
-
-
-def _this_task() -> asyncio.Task[None]:
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("not inside a task")
-    return task

@@ -7,6 +7,7 @@ its request having a ``seq`` field, so no verb can forget to be repeatable.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import xxhash
-from google.protobuf import message_factory
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from kvtier.abi.stream import GO_AHEAD_KEY
@@ -41,6 +42,8 @@ MAX_DRAINED: Final = 128
 
 DRAIN_S: Final = 0.25
 """A refused sender that is quiet for so long has nothing under way."""
+
+_CAPITAL: Final = re.compile("(?<!^)[A-Z]")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -229,40 +232,34 @@ class Dispatcher:
         """Every unary call is refused from now on: what is behind the verbs is being taken away."""
         self._stopping = True
 
-    def handler(
-        self,
-        service: ServiceDescriptor,
-        verbs: Mapping[str, Verb],
-        streams: Mapping[str, StreamVerb] | None = None,
-        uploads: Mapping[str, UploadVerb] | None = None,
-        pace: Pace | None = None,
-    ) -> grpc.GenericRpcHandler:
-        """All methods of a service. ``pace``: what a peer must keep in a stream that begins now; None: it may take its
-        time.
+    def handler(self, service: str, servicer: object, pace: Pace | None = None) -> grpc.GenericRpcHandler:
+        """All methods of a service. Each calls the servicer's method of the same name in snake case.
 
-        Raises ValueError for uploads without a pace, KeyError where the verbs are not exactly the service's methods, or
-        one stands in no table of rights.
+        Args:
+            service: Full name of the service.
+            pace: What the peer of a stream must keep; None for streams whose peer may take its time.
+
+        Raises:
+            AttributeError: The servicer lacks a method.
+            KeyError: No right is known for a method.
+            ValueError: The service has an upload, and there is no pace.
         """
-        streams, uploads = streams or {}, uploads or {}
-        if {*verbs, *streams, *uploads} != set(service.methods_by_name):
-            raise KeyError(f"{service.full_name}: verbs do not match {sorted(service.methods_by_name)}")
-        if uploads and pace is None:
-            raise ValueError(f"{service.full_name}: uploads need a pace")
-        counted = self._open.counted
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-        for name, method in service.methods_by_name.items():
+        for name, method in descriptor_pool.Default().FindServiceByName(service).methods_by_name.items():
+            verb = getattr(servicer, _CAPITAL.sub(r"_\g<0>", name).lower())
             serialise = message_factory.GetMessageClass(method.output_type).SerializeToString
-            if name in verbs:
-                call = counted(self._unary(method, verbs[name]))
-                handlers[name] = grpc.unary_unary_rpc_method_handler(call, response_serializer=serialise)
-            elif name in streams:
-                handlers[name] = grpc.unary_stream_rpc_method_handler(
-                    counted(self._stream(method, streams[name], pace))
-                )
-            elif pace is not None:
-                call = counted(self._upload(method, uploads[name], pace))
+            if method.client_streaming:
+                if pace is None:
+                    raise ValueError(f"{method.full_name}: an upload needs a pace")
+                call = self._open.counted(self._upload(method, verb, pace))
                 handlers[name] = grpc.stream_unary_rpc_method_handler(call, response_serializer=serialise)
-        return grpc.method_handlers_generic_handler(service.full_name, handlers)
+            elif method.server_streaming:
+                call = self._open.counted(self._stream(method, verb, pace))
+                handlers[name] = grpc.unary_stream_rpc_method_handler(call)
+            else:
+                call = self._open.counted(self._unary(method, verb))
+                handlers[name] = grpc.unary_unary_rpc_method_handler(call, response_serializer=serialise)
+        return grpc.method_handlers_generic_handler(service, handlers)
 
     def _caller(self, context: _Context) -> Session:
         """Raises what refuses the call."""

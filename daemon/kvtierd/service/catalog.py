@@ -31,7 +31,6 @@ from kvtierd.service.hub import CacheHeader
 from kvtierd.service.recovery import NOBODY, OldLife
 from kvtierd.service.sessions import Session
 from kvtierd.state import Identity
-from kvtierd.tiers.arena import Shared
 from kvtierd.tiers.base import DamagedDirectory, DeviceIOError, NoDeviceMemory, TierConfigError, TierError, TierIOError
 
 T = TypeVar("T")
@@ -115,15 +114,6 @@ class Catalog:
         """Keeps an open cache as it is meanwhile. Yields whether it still is there."""
         async with self._lock_of(cache.name):
             yield self._by_id.get(cache.id) is cache
-
-    def shared(self, cache: CacheId, *, write: bool) -> Shared | None:
-        """See :class:`kvtierd.service.attach.Arenas`."""
-        found = self._by_id.get(cache)
-        return None if found is None else found.runtime.arena.shared(write=write)
-
-    def name_of(self, cache: CacheId) -> str:
-        """See :class:`kvtierd.service.attach.Arenas`."""
-        return self._by_id[cache].name
 
     async def open(
         self, name: str, spec: CacheSpec | None, asked: Mapping[Tier, TierBudget], named: Wanted, *, create: bool

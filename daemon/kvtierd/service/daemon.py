@@ -1,9 +1,4 @@
-"""Disks that fail: when a cache's disk tier is given up, and when it is taken back.
-
-A copy that fails costs nothing: its source stays, its edge is left alone for a while. Where nothing at all has worked
-for the grace period, and a probe fails as well, what the disk held is declared lost, so that nobody waits for it. From
-then on it is probed, and taken back, empty, when that works.
-"""
+"""The daemon: its parts, its start and its stop, and disk tiers that fail while it runs."""
 
 from __future__ import annotations
 
@@ -16,10 +11,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
 
+import grpc
 from google.protobuf.message import Message
 
 from kvtierd.config import LIVE, Config
-from kvtierd.core.ids import CacheId, SessionId, Tier
+from kvtierd.core.ids import CacheId, Tier
 from kvtierd.event_log import LEAST_WAITING_BYTES, EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.mover.executor import MoverError
@@ -33,15 +29,14 @@ from kvtierd.service.cache import Cache
 from kvtierd.service.calls import Access, Dispatcher, OpenCalls, Pace
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import Translator
-from kvtierd.service.explain import ExplainService
 from kvtierd.service.hub import CacheHeader, EventHub
 from kvtierd.service.recovery import Entry, Keeper, Roll, open_roll
-from kvtierd.service.server import Health, RpcServer, RuntimeDir, Services
+from kvtierd.service.server import Health, RpcServer, RuntimeDir
 from kvtierd.service.servicers.admin import AdminService
 from kvtierd.service.servicers.blocks import BlocksService, Caps
 from kvtierd.service.servicers.caches import CachesService
 from kvtierd.service.servicers.events import EventsService
-from kvtierd.service.servicers.sessions import RemoteSessions, StreamTimes
+from kvtierd.service.servicers.sessions import RemoteSessions
 from kvtierd.service.servicers.transfer import TransferService
 from kvtierd.service.sessions import Capacity, SessionRegistry
 from kvtierd.state import EVENT_LOG, DurableSequencer, StateDir
@@ -264,7 +259,7 @@ class Daemon:
         self.gpu_lost: Final = asyncio.Event()
         """The GPU will not work any more in this process, which is to end."""
         self._catalog: Final = Catalog(self._engine, self._sequencer, stores, life, headers)
-        self._sessions: Final = SessionRegistry(self._engine, self._holds_something, _capacity(config), roll)
+        self._sessions: Final = SessionRegistry(self._engine, _capacity(config), roll)
         self._failing: Final = FailingDisks(self._catalog, self._engine, config.tier_grace_seconds)
         self._identity: Final = DaemonIdentity(life.epoch, life.boot, os.getpid(), life.history)
         self._translator: Final = Translator(self._sessions.owner_of)
@@ -288,11 +283,9 @@ class Daemon:
             self._access,
             _connection_capacity(config),
         )
-        times = StreamTimes.of(config.tcp_grace_seconds)
-        self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, times, self._translator)
-        others = {RemoteSessions.name: self._remote.handler(self._calls)}
-        pace = Pace(config.transfer_idle_seconds)
-        self._rpc: Final = RpcServer(self._dispatcher, self._services(), others, pace)
+        grace_s = config.tcp_grace_seconds
+        self._remote: Final = RemoteSessions(self._sessions, self._access, self._identity, grace_s, self._translator)
+        self._rpc: Final = RpcServer(self._handlers())
         self._tcp: str | None = None
 
     @classmethod
@@ -390,35 +383,32 @@ class Daemon:
         self._directories.run.close()
         return clean
 
-    def _services(self) -> Services:
-        config, identity = self._config, self._identity
-        tiers = config.tiers
-        describe = self._translator.detail
+    def _handlers(self) -> dict[str, grpc.GenericRpcHandler]:
+        """Of all services, by full name."""
+        config, wait_s = self._config, self._config.wait_seconds
         caps = Caps(self._engine, config.max_reserved_fraction)
-        blocks = BlocksService(self._engine, self._catalog, identity, config.wait_seconds, describe, caps)
-        transfer = TransferService(self._engine, self._catalog, self._access, blocks, config.wait_seconds, caps)
-        return Services(
-            caches=CachesService(self._catalog, self._sessions, self._access, tiers).verbs(),
-            blocks=blocks.verbs(),
-            watches=self._events.streams(),
-            admin={
-                **AdminService(
-                    self._engine,
-                    self._catalog,
-                    self._sessions,
-                    self._access,
-                    self._hub,
-                    self._identity,
-                    self._health,
-                    self._events.watching,
-                    self._log,
-                    described(config, self._gpu),
-                ).verbs(),
-                **ExplainService(self._engine, self._catalog, self._sessions, self._access, identity).verbs(),
-            },
-            uploads=transfer.uploads(),
-            downloads=transfer.streams(),
-        )
+        blocks = BlocksService(self._engine, self._catalog, self._identity, wait_s, self._translator.detail, caps)
+        servicers = {
+            "kvtier.v1.Caches": CachesService(self._catalog, self._sessions, self._access, config.tiers),
+            "kvtier.v1.Blocks": blocks,
+            "kvtier.v1.Events": self._events,
+            "kvtier.v1.Transfer": TransferService(self._engine, self._catalog, self._access, blocks, wait_s, caps),
+            "kvtier.v1.Admin": AdminService(
+                self._engine,
+                self._catalog,
+                self._sessions,
+                self._access,
+                self._hub,
+                self._identity,
+                self._health,
+                self._events.watching,
+                self._log,
+                described(config, self._gpu),
+            ),
+        }
+        paces = {"kvtier.v1.Transfer": Pace(config.transfer_idle_seconds)}
+        handlers = {name: self._dispatcher.handler(name, each, paces.get(name)) for name, each in servicers.items()}
+        return handlers | {RemoteSessions.name: self._remote.handler(self._calls)}
 
     def _serving_metrics(self, host: str, port: int) -> Metrics:
         # A daemon without metrics does not wait for this import at its start.
@@ -467,9 +457,6 @@ class Daemon:
         """Whether a call granted a lease that still lives."""
         leases = wire.granted_leases(reply)
         return any(lease in cache.runtime.manager.leases for cache in self._catalog for lease in leases)
-
-    def _holds_something(self, session: SessionId) -> bool:
-        return self._engine.session_leases(session) > 0
 
 
 def _capacity(config: Config) -> Capacity:

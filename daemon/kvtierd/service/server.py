@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,12 +20,10 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.abi.attach import ATTACH_SOCKET, RPC_SOCKET, AddressError, socket_path
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, transfer_pb2
 from kvtierd.event_log import EventLog
 from kvtierd.mover.engine import Engine
 from kvtierd.notify import Notifier
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import Dispatcher, Pace, StreamVerb, UploadVerb, Verb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.sessions import SessionRegistry
 from kvtierd.tcp import TcpListener
@@ -46,52 +43,18 @@ _OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 
-_CACHES: Final = caches_pb2.DESCRIPTOR.services_by_name["Caches"]
-_BLOCKS: Final = blocks_pb2.DESCRIPTOR.services_by_name["Blocks"]
-_EVENTS: Final = events_pb2.DESCRIPTOR.services_by_name["Events"]
-_TRANSFER: Final = transfer_pb2.DESCRIPTOR.services_by_name["Transfer"]
-_ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
-
-
-@dataclass(slots=True, frozen=True)
-class Services:
-    """The verbs of each service, by RPC name. ``watches``: the streams of Events; ``uploads`` and ``downloads``: of
-    Transfer."""
-
-    caches: Mapping[str, Verb]
-    blocks: Mapping[str, Verb]
-    watches: Mapping[str, StreamVerb]
-    admin: Mapping[str, Verb]
-    uploads: Mapping[str, UploadVerb]
-    downloads: Mapping[str, StreamVerb]
-
 
 class RpcServer:
     """Must be made, started and stopped on the loop that runs the verbs."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        services: Services,
-        others: Mapping[str, grpc.GenericRpcHandler],
-        pace: Pace,
-    ) -> None:
-        """``others``: services by full name that make their own handlers. ``pace``: of transfers that begin now."""
+    def __init__(self, handlers: Mapping[str, grpc.GenericRpcHandler]) -> None:
+        """``handlers``: of each service, by its full name."""
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         self._health = health.HealthServicer()
-        self._served: list[str] = []
-        for descriptor, verbs in ((_CACHES, services.caches), (_BLOCKS, services.blocks), (_ADMIN, services.admin)):
-            self._add(descriptor.full_name, dispatcher.handler(descriptor, verbs))
-        self._add(_EVENTS.full_name, dispatcher.handler(_EVENTS, {}, services.watches))
-        self._add(_TRANSFER.full_name, dispatcher.handler(_TRANSFER, {}, services.downloads, services.uploads, pace))
-        for name, handler in others.items():
-            self._add(name, handler)
+        self._served: Final = list(handlers)
+        self._server.add_generic_rpc_handlers(tuple(handlers.values()))
         add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._served, HEALTH_SERVICE, reflection.SERVICE_NAME], self._server)
-
-    def _add(self, service: str, handler: grpc.GenericRpcHandler) -> None:
-        self._server.add_generic_rpc_handlers((handler,))
-        self._served.append(service)
 
     def bind(self, path: str) -> None:
         """Raises RuntimeError where the socket cannot be made."""

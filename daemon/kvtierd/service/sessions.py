@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 
 from kvtier.abi.attach import SESSION_METADATA_KEY
 from kvtierd.core.ids import CacheId, SessionId
+from kvtierd.mover.engine import Engine
 from kvtierd.rights import Identity, User
 from kvtierd.service.errors import CallRefused, bad_argument, refused
 from kvtierd.service.peer import Peer
@@ -113,14 +114,6 @@ _TOKEN_BYTES: Final = 16
 _log = logging.getLogger(__name__)
 
 
-class SessionEngine(Protocol):
-    """What the engine does for the life of sessions."""
-
-    def orphan_session(self, session: SessionId) -> None: ...
-    def reattach_session(self, session: SessionId) -> None: ...
-    def end_session(self, session: SessionId) -> None: ...
-
-
 class SessionPeer(Protocol):
     """Who is behind a session. ``grace_s``: how long it may stay detached; None: while its process lives."""
 
@@ -198,9 +191,7 @@ class Session:
     @asynccontextmanager
     async def streaming(self) -> AsyncGenerator[None, None]:
         """Around what the running task sends: it is cancelled when the session ends."""
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("not inside a task")
+        task = this_task()
         self.streams.add(task)
         try:
             yield
@@ -217,20 +208,15 @@ class Capacity:
 
 
 class SessionRegistry:
-    """All live sessions. Loop thread only.
-
-    ``holds`` tells whether a session holds any slot: at capacity, a detached session that holds nothing gives way.
-    """
+    """All live sessions. Loop thread only. At capacity, a detached session without a lease gives way."""
 
     def __init__(
         self,
-        engine: SessionEngine,
-        holds: Callable[[SessionId], bool],
+        engine: Engine,
         capacity: Capacity,
         roll: Roll | None = None,
     ) -> None:
         self._engine = engine
-        self._holds = holds
         self._capacity = capacity
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[SessionId, Session] = {}
@@ -351,8 +337,8 @@ class SessionRegistry:
         gone, self._gone_before_settled = self._gone_before_settled, None
         for ended in gone or ():
             self._engine.end_session(ended)
-        if not self._holds(self._keeper):
-            for session in [one for one in self._remnants.values() if not self._holds(one.id)]:
+        if not self._engine.session_leases(self._keeper):
+            for session in [old for old in self._remnants.values() if not self._engine.session_leases(old.id)]:
                 self.end(session, "it held nothing")
 
     def give_up(self, token: str, by: Session) -> None:
@@ -398,11 +384,6 @@ class SessionRegistry:
         found = self._by_id.get(session)
         return (found.peer.pid, found.peer.command) if found else (0, "")
 
-    def _uncount(self, who: Identity) -> None:
-        self._of[who] -= 1
-        if not self._of[who]:
-            del self._of[who]
-
     def _let_go(self, session: Session) -> None:
         if session.peer.grace_s is not None:
             self.end(session, f"detached for {session.peer.grace_s:g} s")
@@ -427,7 +408,7 @@ class SessionRegistry:
         return idle is not None
 
     def _is_idle(self, session: Session) -> bool:
-        return not (session.ended or session.attached or session.remnant or self._holds(session.id))
+        return not (session.ended or session.attached or session.remnant or self._engine.session_leases(session.id))
 
     def _forget(self, session: Session) -> None:
         session.ended = True
@@ -436,13 +417,23 @@ class SessionRegistry:
             del self._remnants[session.token]
         else:
             del self._by_token[session.token]
-            self._uncount(_account(session.peer.identity))
+            who = _account(session.peer.identity)
+            self._of[who] -= 1
+            if not self._of[who]:
+                del self._of[who]
         _stop_lapsing(session)
         session.peer.unwatch()
         session.peer.close()
         connection, session.connection = session.connection, None
         if connection is not None and connection is not asyncio.current_task():
             connection.cancel()
+
+
+def this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("not inside a task")
+    return task
 
 
 def _account(who: Identity) -> Identity:

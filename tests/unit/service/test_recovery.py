@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 
@@ -111,6 +112,9 @@ class Ended:
 
     def orphan_session(self, session: SessionId) -> None: ...
     def reattach_session(self, session: SessionId) -> None: ...
+    def session_leases(self, session: SessionId) -> int:
+        return 1
+
     def end_session(self, session: SessionId) -> None:
         self.sessions.append(session)
 
@@ -119,7 +123,7 @@ async def test_who_gives_up_before_all_that_it_held_is_known_holds_nothing_after
     """Its caches may still be being read: their leases come when it has gone."""
     engine, start = Ended(), start_time_of(os.getpid())
     assert start is not None
-    registry = SessionRegistry(engine, lambda session: True, Capacity(8, 8))
+    registry = SessionRegistry(cast("Any", engine), Capacity(8, 8))
     old = registry.restore([Entry(TOKEN, SessionId(5), start, os.getpid(), os.getuid())])
     assert old.live == {5}
     task = asyncio.create_task(asyncio.sleep(0))

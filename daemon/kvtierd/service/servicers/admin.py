@@ -1,31 +1,47 @@
-"""``kvtier.v1.Admin``."""
+"""``kvtier.v1.Admin``: statistics, leases, kicks, and where a block is and what holds it."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Final
 
 import grpc
 
-from kvtier.v1 import admin_pb2, common_pb2
-from kvtierd.core.ids import GroupId, SessionId, Tier
+from kvtier.v1 import admin_pb2, blocks_pb2, common_pb2
+from kvtierd.core.block import Phase
+from kvtierd.core.explain import BlockNow
+from kvtierd.core.ids import KEY_BYTES, GroupId, Key, SessionId, Tier
 from kvtierd.core.leases import LeaseRecord
 from kvtierd.core.slots import SlotState
 from kvtierd.core.transfers import GroupCounts, ManagerStats, TierCount
 from kvtierd.event_log import EventLog, LogStatus
 from kvtierd.mover.engine import Engine
+from kvtierd.mover.executor import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import Access, Verb
+from kvtierd.service.calls import Access, denied
 from kvtierd.service.catalog import Catalog
-from kvtierd.service.errors import CallRefused
+from kvtierd.service.errors import CallRefused, bad_argument, no_such_cache
 from kvtierd.service.hub import EventHub
 from kvtierd.service.server import Health
 from kvtierd.service.sessions import Session, SessionRegistry
+
+SHORTEST_PREFIX: Final = 4
+MOST_KEYS: Final = 32
+SCANNED_A_TURN: Final = 2_048
+"""Keys that are compared with a prefix in one turn of the loop."""
+
+_STATES: Final[Mapping[Phase, admin_pb2.CopyState.ValueType]] = {
+    Phase.FILLING: admin_pb2.COPY_STATE_FILLING,
+    Phase.READY: admin_pb2.COPY_STATE_READY,
+    Phase.LEAVING: admin_pb2.COPY_STATE_LEAVING,
+}
 
 
 class AdminService:
@@ -57,9 +73,6 @@ class AdminService:
         self._version: Final = version("kvtier")
         self._start_time_ns: Final = time.time_ns()
         self._started: Final = time.monotonic_ns()
-
-    def verbs(self) -> Mapping[str, Verb]:
-        return {"Stats": self.stats, "Leases": self.leases, "Kick": self.kick}
 
     async def stats(self, session: Session, request: admin_pb2.StatsRequest) -> admin_pb2.StatsResponse:
         """Of the caches that the caller administers, and of the sessions that have one of them open or hold anything
@@ -99,7 +112,7 @@ class AdminService:
         now = time.time_ns()
         return admin_pb2.LeasesResponse(
             leases=[
-                lease_info(cache, lease, self._sessions.get(lease.session), now)
+                _lease_info(cache, lease, self._sessions.get(lease.session), now)
                 for cache, lease in found
                 if request.session_id in (0, lease.session)
             ]
@@ -116,6 +129,24 @@ class AdminService:
         if not request.dry_run:
             self._sessions.end(kicked, f"kicked by session {session.id}, pid {session.peer.pid}")
         return held
+
+    async def explain(self, session: Session, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+        prefix = bytes(request.key)
+        if not SHORTEST_PREFIX <= len(prefix) <= KEY_BYTES:
+            raise bad_argument("key", f"{len(prefix)} bytes", f"{SHORTEST_PREFIX} to {KEY_BYTES} bytes")
+        await self._catalog.loaded()
+        caches = self._explained_caches(session, request.cache)
+        keys = [Key(prefix)] if len(prefix) == KEY_BYTES else await self._keys_with(caches, prefix)
+        blocks: list[admin_pb2.ExplainedBlock] = []
+        for cache in caches if len(keys) == 1 else ():
+            with suppress(UnknownCache):  # removed meanwhile
+                blocks += self._explained(session, cache, keys[0])
+        return admin_pb2.ExplainResponse(
+            keys=b"".join(keys),
+            blocks=blocks,
+            as_of_event=blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event),
+            time_ns=time.time_ns(),
+        )
 
     def _wanted_caches(self, name: str) -> Iterable[Cache]:
         if not name:
@@ -178,8 +209,75 @@ class AdminService:
             for (src, dst), record in sorted(stats.edges.items())
         ]
 
+    def _explained_caches(self, session: Session, name: str) -> Sequence[Cache]:
+        """Raises PERMISSION_DENIED, NOT_FOUND for a cache asked for by name."""
+        if not name:
+            return [cache for cache in self._catalog if self._may_see(session, cache.name)]
+        if not self._may_see(session, validation.cache_name(name, "cache")):
+            raise denied(Right.READ, name, session.peer.identity)
+        cache = self._catalog.named(name)
+        if cache is None:
+            raise no_such_cache(name)
+        return [cache]
 
-def lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: int) -> admin_pb2.LeaseInfo:
+    def _may_see(self, session: Session, cache: str) -> bool:
+        return any(self._access.may(session, right, cache) for right in (Right.READ, Right.WATCH))
+
+    async def _keys_with(self, caches: Sequence[Cache], prefix: bytes) -> list[Key]:
+        """Different keys that begin so, in order."""
+        found: set[Key] = set()
+        for cache in caches:
+            for group in map(GroupId, range(len(cache.spec.groups))):
+                page = 0
+                with suppress(UnknownCache):
+                    while len(found) < MOST_KEYS:
+                        listing = self._engine.manager(cache.id).listing(group, page, SCANNED_A_TURN)
+                        found.update(row.key for row in listing.rows if row.key.startswith(prefix))
+                        if not (page := listing.next_page):
+                            break
+                        await asyncio.sleep(0)
+        return sorted(found)[:MOST_KEYS]
+
+    def _explained(self, session: Session, cache: Cache, key: Key) -> list[admin_pb2.ExplainedBlock]:
+        """One for each window group that has it. Raises :class:`UnknownCache`."""
+        whose = self._access.may_everywhere(session, Right.ADMIN)
+        groups = map(GroupId, range(len(cache.spec.groups)))
+        found = ((group, self._engine.manager(cache.id).explain(group, key)) for group in groups)
+        return [self._explained_block(cache, group, block, whose=whose) for group, block in found if block is not None]
+
+    def _explained_block(
+        self, cache: Cache, group: GroupId, block: BlockNow, *, whose: bool
+    ) -> admin_pb2.ExplainedBlock:
+        """``whose``: the caller may know whose leases hold it."""
+        now = time.time_ns()
+        return admin_pb2.ExplainedBlock(
+            cache=cache.name,
+            group=group,
+            parent=block.parent or b"",
+            depth=block.depth,
+            children=block.children,
+            priority=block.priority,
+            own_priority=block.own_priority,
+            duration_ms=block.duration_ms,
+            deadline_ns=block.deadline_ns,
+            copies=[
+                admin_pb2.ExplainedCopy(
+                    tier=wire.TIER_TO_WIRE[copy.tier],
+                    slot=copy.slot,
+                    state=_STATES[copy.phase],
+                    pins=copy.pins,
+                    readers=copy.readers,
+                )
+                for copy in block.copies
+            ],
+            leases=[
+                _lease_info(cache, lease, self._sessions.get(lease.session) if whose else None, now)
+                for lease in block.leases
+            ],
+        )
+
+
+def _lease_info(cache: Cache, lease: LeaseRecord, holder: Session | None, now: int) -> admin_pb2.LeaseInfo:
     """``holder``: None where the session is gone, or the caller may not know it."""
     return admin_pb2.LeaseInfo(
         lease_id=lease.id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
@@ -24,7 +24,6 @@ from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch
 from kvtierd.service import validation, wire
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import Verb
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, shown
 from kvtierd.service.sessions import Session
@@ -134,24 +133,6 @@ class BlocksService:
         self._describe: Final = describe
         self._hashing: Final = asyncio.Lock()
         """One call at a time reads all the bytes of its blocks."""
-
-    def verbs(self) -> Mapping[str, Verb]:
-        return {
-            "Match": self.match,
-            "Locate": self.locate,
-            "Checksums": self.checksums,
-            "Touch": self.touch,
-            "Reserve": self.reserve,
-            "Commit": self.commit,
-            "Acquire": self.acquire,
-            "Release": self.release,
-            "Move": self.move,
-            "Drop": self.drop,
-            "SetRetention": self.set_retention,
-            "Pin": self.pin,
-            "Reset": self.reset,
-            "List": self.list,
-        }
 
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache, group = self._place(session, request.cache_id, request.group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import grpc
@@ -14,7 +13,7 @@ from kvtierd.rights import Right
 from kvtierd.service import validation, wire
 from kvtierd.service.budgets import Slots, TierBudget
 from kvtierd.service.cache import Cache, wanted
-from kvtierd.service.calls import Access, Verb
+from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument, no_such_cache
 from kvtierd.service.sessions import Session, SessionRegistry, require_attached
@@ -34,9 +33,6 @@ class CachesService:
         self._access: Final = access
         self._sessions: Final = sessions
         self._tiers: Final = tiers
-
-    def verbs(self) -> Mapping[str, Verb]:
-        return {"Open": self.open, "Close": self.close, "List": self.list, "Remove": self.remove}
 
     async def open(self, session: Session, request: caches_pb2.OpenRequest) -> caches_pb2.OpenResponse:
         name = validation.cache_name(request.name)

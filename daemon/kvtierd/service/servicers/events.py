@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -16,7 +16,7 @@ from kvtierd.mover.executor import UnknownCache
 from kvtierd.rights import Right
 from kvtierd.service import validation
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import Access, StreamVerb
+from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.hub import TOKENS_WEIGH, EventHub, slice_of
@@ -38,9 +38,6 @@ class EventsService:
         self._access: Final = access
         self._watchers: Final[dict[Watcher, Session]] = {}
         self._hub.watchers = self._watchers
-
-    def streams(self) -> Mapping[str, StreamVerb]:
-        return {"Watch": self.watch}
 
     def lags(self) -> list[int]:
         """Of each watcher, how many events it has not been sent."""

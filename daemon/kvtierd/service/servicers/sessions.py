@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn, Self
+from typing import Any, ClassVar, Final, NoReturn
 
 import grpc
 import grpc.aio
@@ -22,7 +22,7 @@ from kvtierd.rights import Identity
 from kvtierd.service.attach import DaemonIdentity
 from kvtierd.service.calls import Access, OpenCalls, caller_of
 from kvtierd.service.errors import Translator, bad_argument, refused, shutting_down
-from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry
+from kvtierd.service.sessions import AttachRefused, Session, SessionPeer, SessionRegistry, this_task
 
 HELLO_TIMEOUT_S: Final = 5.0
 SILENT_BEATS: Final = 3
@@ -73,21 +73,11 @@ class RemotePeer:
         """Nothing is held open."""
 
 
-@dataclass(slots=True, frozen=True)
-class StreamTimes:
-    """``grace_s``: how long a session outlives its stream. ``heartbeat_s``: between two heartbeats."""
-
-    grace_s: float
-    heartbeat_s: float
-
-    @classmethod
-    def of(cls, grace_s: float) -> Self:
-        """Ten heartbeats in the grace period, but one in five seconds at least."""
-        return cls(grace_s, min(5.0, max(0.01, grace_s / 10)))
-
-
 class RemoteSessions:
-    """The servicer. Each stream's conversation is a task of its own: what the session has as its connection."""
+    """The servicer. Each stream's conversation is a task of its own: what the session has as its connection.
+
+    ``grace_s``: how long a session outlives its stream. Ten heartbeats fit into it, five seconds apart at most.
+    """
 
     name: ClassVar[str] = _SERVICE.full_name
 
@@ -96,13 +86,14 @@ class RemoteSessions:
         sessions: SessionRegistry,
         access: Access,
         identity: DaemonIdentity,
-        times: StreamTimes,
+        grace_s: float,
         translate: Translator,
     ) -> None:
         self._sessions: Final = sessions
         self._access: Final = access
         self._identity: Final = identity
-        self._times: Final = times
+        self._grace_s: Final = grace_s
+        self._heartbeat_s: Final = min(5.0, max(0.01, grace_s / 10))
         self._translate: Final = translate
         self._conversations: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -155,7 +146,7 @@ class RemoteSessions:
                 beating.cancel()
                 await asyncio.gather(beating, return_exceptions=True)  # a write to a broken stream fails
         finally:
-            self._sessions.connection_lost(session, _this_task())
+            self._sessions.connection_lost(session, this_task())
 
     async def _hear_hello(self, context: _Context) -> session_pb2.Hello:
         try:
@@ -176,10 +167,10 @@ class RemoteSessions:
             _refuse("LOCAL_CLIENT", "over this socket sessions begin at attach.sock")
         if not self._access.admits(who):
             _refuse("PERMISSION_DENIED", f"no rule of the daemon's names {who}")
-        peer = RemotePeer(who, context.peer(), self._times.grace_s)
+        peer = RemotePeer(who, context.peer(), self._grace_s)
         if token:
-            return self._sessions.resume(token, peer, _this_task())
-        return self._sessions.begin(peer, _this_task())
+            return self._sessions.resume(token, peer, this_task())
+        return self._sessions.begin(peer, this_task())
 
     def _welcome(self, session: Session, *, resumed: bool) -> session_pb2.Welcome:
         daemon = self._identity
@@ -191,20 +182,20 @@ class RemoteSessions:
             boot=daemon.boot,
             pid=daemon.pid,
             history=daemon.history,
-            heartbeat_ns=int(self._times.heartbeat_s * 1e9),
-            grace_ns=int(self._times.grace_s * 1e9),
+            heartbeat_ns=int(self._heartbeat_s * 1e9),
+            grace_ns=int(self._grace_s * 1e9),
         )
 
     async def _beat(self, context: _Context) -> None:
         while True:
-            await asyncio.sleep(self._times.heartbeat_s)
+            await asyncio.sleep(self._heartbeat_s)
             await context.write(session_pb2.SessionReply(heartbeat=session_pb2.Heartbeat()))
 
     async def _listen(self, context: _Context) -> bool:
         """Until the stream ends or falls silent. True where it ended with a goodbye."""
         while True:
             try:
-                async with asyncio.timeout(SILENT_BEATS * self._times.heartbeat_s):
+                async with asyncio.timeout(SILENT_BEATS * self._heartbeat_s):
                     request = await context.read()
             except TimeoutError:
                 return False
@@ -231,10 +222,3 @@ _CODES: Final = {
 
 def _refuse(reason: str, message: str) -> NoReturn:
     raise AttachRefused(reason, message)
-
-
-def _this_task() -> asyncio.Task[None]:
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("not inside a task")
-    return task

@@ -10,7 +10,7 @@ begun by a thread, and a lease that is to end meanwhile ends after it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from kvtierd.mover.runtime import CacheRuntime, GpuCopies, Stretch, Unaccounted
 from kvtierd.rights import Right
 from kvtierd.service import validation
 from kvtierd.service.cache import Cache
-from kvtierd.service.calls import Access, StreamVerb, UploadVerb
+from kvtierd.service.calls import Access
 from kvtierd.service.catalog import Catalog
 from kvtierd.service.errors import CallRefused, bad_argument
 from kvtierd.service.servicers.blocks import MEMORY_TIERS, BlocksService, Caps
@@ -93,12 +93,6 @@ class TransferService:
         self._catalog: Final = catalog
         self._blocks: Final = blocks
         self._wait_s: Final = wait_s
-
-    def uploads(self) -> Mapping[str, UploadVerb]:
-        return {"Put": self.put}
-
-    def streams(self) -> Mapping[str, StreamVerb]:
-        return {"Get": self.get}
 
     async def put(
         self, session: Session, header: transfer_pb2.PutHeader, chunks: AsyncIterator[transfer_pb2.BlockBytes]
