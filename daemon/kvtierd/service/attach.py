@@ -1,7 +1,7 @@
-"""The attach server: who a client is, and the memory it may map. The protocol stands in ``kvtier.abi.attach``.
+"""The attach server: it identifies a client and hands out cache memory. ``kvtier.abi.attach`` has the protocol.
 
-Each connection is a task. A client that sends what is not part of the conversation is told so and hung up on; one that
-does not read its answers is hung up on. Neither is felt by the others.
+Each connection is a task. The server closes the connection of a client that sends an unknown message, after an error
+reply, and of a client that does not read its replies. Other connections go on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class DaemonIdentity:
-    """What a welcome says of the daemon."""
+    """The daemon's numbers in a welcome."""
 
     epoch: int
     boot: int
@@ -52,19 +52,19 @@ class AttachServer:
         access: Access,
         capacity: Capacity,
     ) -> None:
-        """``capacity``: of connections, those included that have not said hello yet."""
+        """``capacity``: of connections, including those before their hello."""
         self._sessions = sessions
         self._catalog = catalog
         self._identity = identity
         self._access = access
         self._capacity = capacity
         self._connections: dict[asyncio.Task[None], int] = {}
-        """Each with the uid at its other end."""
+        """Each connection with its peer's uid."""
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self, listener: socket.socket) -> None:
-        """``listener``: bound and non-blocking; the server's from now on."""
+        """``listener``: bound and non-blocking; the server owns it."""
         listener.listen(_BACKLOG)
         self._listener = listener
         self._accepting = asyncio.create_task(self._accept(listener), name="attach-accept")
@@ -73,11 +73,11 @@ class AttachServer:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
-        if self._listener is not None:  # not the task's to close: cancelled before its first step, it never runs
+        if self._listener is not None:  # here, since a task that is cancelled before its first step never runs
             self._listener.close()
 
     async def hang_up(self) -> None:
-        """Ends all connections. Their sessions are detached unless the registry was closed before."""
+        """Ends all connections. Their sessions are detached, unless the registry is closed."""
         for connection in self._connections:
             connection.cancel()
         if self._connections:
@@ -88,7 +88,7 @@ class AttachServer:
             try:
                 sock, _ = await asyncio.get_running_loop().sock_accept(listener)
                 self._begin(sock)
-            except OSError as error:  # out of descriptors, mostly: those who are connected go on
+            except OSError as error:  # usually no descriptor is left; open connections go on
                 _log.error("cannot accept an attach connection error=%r", str(error))
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
 
@@ -108,11 +108,11 @@ class AttachServer:
             await self._converse(sock)
         except (AttachRefused, attach.AttachProtocolError) as error:
             _log.warning("attach refused pid=%d reason=%s why=%r", credentials(sock).pid, error.reason, error.message)
-            with suppress(OSError):  # it is being hung up on anyway
+            with suppress(OSError):  # the connection is closed anyway
                 _send(sock, attach.Failure(error.reason, error.message))
         except OSError as error:
             _log.info("attach connection broke error=%r", str(error))
-        except Exception:  # noqa: BLE001  one connection's trouble is not the others'
+        except Exception:  # noqa: BLE001  other connections go on
             _log.exception("attach connection failed inside the daemon")
         finally:
             sock.close()
@@ -136,7 +136,7 @@ class AttachServer:
             self._sessions.connection_lost(session, this_task())
 
     def _admit(self, sock: socket.socket, hello: attach.Hello) -> Session:
-        """Raises :class:`AttachRefused`, but only after the hello: an answer sent before it could be lost with it."""
+        """The session of a hello. Raises :class:`AttachRefused`."""
         user = credentials(sock).identity
         if not self._access.admits(user):
             raise AttachRefused("PERMISSION_DENIED", f"no rule of the daemon's names {user}")
@@ -162,7 +162,7 @@ class AttachServer:
 
 
 def _peer(sock: socket.socket) -> Peer:
-    """The caller closes it. Raises :class:`AttachRefused`."""
+    """The peer of a connection; the caller closes it. Raises :class:`AttachRefused`."""
     try:
         return identify(sock)
     except UnknownPeer as error:
@@ -181,13 +181,13 @@ async def _hear_hello(sock: socket.socket) -> attach.Hello:
 
 
 async def _receive(sock: socket.socket) -> attach.Request | None:
-    """The next request; None where the peer has hung up. Descriptors that it sent along are closed by the kernel."""
+    """The next request; None at the end. The kernel closes descriptors that the peer sends."""
     data = await asyncio.get_running_loop().sock_recv(sock, attach.MAX_MESSAGE + 1)
     return attach.decode_request(data) if data else None
 
 
 def _send(sock: socket.socket, message: attach.Reply, fds: list[int] | None = None) -> None:
-    """A client that waits for its answers always has room for one, so none of these ever waits."""
+    """Sends a reply without waiting: a client that reads each reply always has room for one."""
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     try:
         sock.sendmsg([attach.encode(message)], ancillary)

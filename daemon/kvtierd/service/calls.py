@@ -1,7 +1,7 @@
-"""Every call of ``kvtier.v1`` passes through here: who calls, may they, has it been answered already, how does it fail.
+"""The way of every ``kvtier.v1`` call: its session, its right, its remembered reply, its refusal.
 
-A verb is a coroutine from a session and a request to a reply; it refuses by raising. That a verb mutates follows from
-its request having a ``seq`` field, so no verb can forget to be repeatable.
+A verb is a coroutine from a session and a request to a reply. A verb refuses by raising. A request with a ``seq`` field
+may be repeated: the session remembers the reply. A method that is not in :data:`NEEDS` cannot be served.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ UploadVerb = Callable[[Session, transfer_pb2.PutHeader, AsyncIterator[transfer_p
 """Takes a header and the chunks that follow it."""
 
 MAX_DRAINED: Final = 128
-"""Messages of a refused upload that are read and thrown away before it is told."""
+"""Messages of a refused upload that the daemon reads before it sends the refusal."""
 
 DRAIN_S: Final = 0.25
-"""A refused sender that is quiet for so long has nothing under way."""
+"""A refused sender that is quiet for this long has no message under way."""
 
 _CAPITAL: Final = re.compile("(?<!^)[A-Z]")
 
@@ -49,7 +49,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Over(Enum):
-    """What a right must extend to."""
+    """The caches that a right must cover."""
 
     ID = "the cache of the request's cache_id"
     NAME = "the cache of the request's name"
@@ -59,9 +59,14 @@ class Over(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Needs:
-    """``right``: None = giving back what one's session holds takes none. ``forced``: the right that the request needs
-    instead where its ``force`` is set. ``within``: the part of the request that has the ``cache_id``, where it is not
-    the request itself. ``instead``: of ``SOME``, another right that does as well."""
+    """The right that a method needs.
+
+    Args:
+        right: None if the method needs no right.
+        forced: Replaces ``right`` if the request has ``force``.
+        within: Part of the request that has the ``cache_id``; None = the request itself.
+        instead: For ``Over.SOME``: a second right that is enough.
+    """
 
     right: Right | None
     over: Over = Over.ID
@@ -100,26 +105,26 @@ NEEDS: Final[Mapping[str, Needs]] = {
 
 
 class Access:
-    """Rights, asked for sessions."""
+    """Checks the rights of sessions."""
 
     def __init__(self, rights: Rights, catalog: Catalog) -> None:
         self.rights = rights
-        """May be replaced at any time: they are asked for at every call."""
+        """A reload of the configuration replaces it; every call reads it."""
         self._catalog: Final = catalog
 
     def admits(self, who: Identity) -> bool:
-        """Whether any rule names them."""
+        """Whether a rule names the identity."""
         return bool(self.rights.somewhere(who))
 
     def may(self, session: Session, right: Right, cache: str) -> bool:
         return right in self.rights.on(session.peer.identity, cache)
 
     def may_everywhere(self, session: Session, right: Right) -> bool:
-        """On every cache there is or will be."""
+        """Whether the session has the right on every present and future cache."""
         return right in self.rights.everywhere(session.peer.identity)
 
     def require(self, session: Session, needs: Needs, request: Any) -> None:
-        """Before a verb runs. Raises PERMISSION_DENIED."""
+        """Checks the right that a request needs. Raises PERMISSION_DENIED."""
         right = needs.forced if needs.forced is not None and request.force else needs.right
         if right is None:
             return
@@ -136,9 +141,9 @@ class Access:
                 part = getattr(request, needs.within) if needs.within is not None else request
                 cache = self._catalog.get(CacheId(part.cache_id))
                 if cache is None:
-                    return  # the verb says so
+                    return  # the verb refuses an unknown cache
                 if right not in self.rights.on(session.peer.identity, cache.name):
-                    # Names are not for those who only count through the ids.
+                    # A caller that guesses ids does not learn names.
                     shown_as = cache.name if cache.id in session.caches else f"number {cache.id}"
                     raise denied(right, shown_as, session.peer.identity)
 
@@ -149,7 +154,7 @@ class Access:
 
 
 def denied(right: Right, cache: str, who: Identity) -> CallRefused:
-    """PERMISSION_DENIED: who lacks which right on what."""
+    """PERMISSION_DENIED that names the right, the cache and the identity."""
     detail = common_pb2.ErrorDetail(reason="NO_RIGHT", field=right, value=shown(cache), limit=shown(str(who)))
     where = cache if cache in ("any cache", "every cache") else f"cache {shown(cache)}"
     message = f"the right to {right} on {where} is missing: no rule of the daemon's gives it to {who}"
@@ -158,15 +163,18 @@ def denied(right: Right, cache: str, who: Identity) -> CallRefused:
 
 @dataclass(slots=True, frozen=True)
 class Pace:
-    """What a peer must keep, since slots are held for it: in any ``idle_s`` seconds it brings ``least_bytes``, or ends
-    its stream; and it takes every message within ``idle_s``, which has up to 1 MiB."""
+    """The least speed of a peer for which slots are held.
+
+    An uploading peer sends ``least_bytes`` in any ``idle_s`` seconds, or ends its stream. A downloading peer takes each
+    message, of up to 1 MiB, in ``idle_s`` seconds.
+    """
 
     idle_s: float
     least_bytes: int = 64 << 10
 
     @asynccontextmanager
     async def patience(self, seconds: float) -> AsyncGenerator[None, None]:
-        """Raises DEADLINE_EXCEEDED after so many of them."""
+        """Raises DEADLINE_EXCEEDED if the block takes longer than ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -176,10 +184,10 @@ class Pace:
 
 
 class OpenCalls:
-    """Counts the calls that are still to be answered. Loop thread only.
+    """Counts unanswered calls. Loop thread only.
 
-    A stop of the daemon waits for them before it stops gRPC's server: that closes each connection behind the last
-    answer on it, and a client that writes at that moment throws away what it has not read.
+    The daemon stops gRPC's server after the last answer. gRPC closes each connection behind its last answer, and a
+    client that writes at that moment loses the answers that it has not read.
     """
 
     def __init__(self) -> None:
@@ -187,7 +195,7 @@ class OpenCalls:
         self._none = asyncio.Event()
 
     def counted(self, call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        """The same handler; a call is open until its refusal is written, or what it returns is gRPC's to write."""
+        """The same handler, counted until it returns a reply or has written a refusal."""
 
         async def counting(request: Any, context: Any) -> Any:
             self._count += 1
@@ -210,8 +218,7 @@ class OpenCalls:
 
 
 class Dispatcher:
-    """Makes gRPC handlers of verbs. ``kept``: whether a reply names a lease that still lives, so that it must not be
-    forgotten."""
+    """Makes gRPC handlers of verbs. ``kept``: whether a reply names a live lease, and must stay remembered."""
 
     def __init__(
         self,
@@ -229,7 +236,7 @@ class Dispatcher:
         self._stopping = False
 
     def stop(self) -> None:
-        """Every unary call is refused from now on: what is behind the verbs is being taken away."""
+        """Refuses every unary call and upload from now on: the verbs lose the engine."""
         self._stopping = True
 
     def handler(self, service: str, servicer: object, pace: Pace | None = None) -> grpc.GenericRpcHandler:
@@ -262,7 +269,7 @@ class Dispatcher:
         return grpc.method_handlers_generic_handler(service, handlers)
 
     def _caller(self, context: _Context) -> Session:
-        """Raises what refuses the call."""
+        """The session of a call. Raises UNAVAILABLE, UNAUTHENTICATED or PERMISSION_DENIED."""
         if self._stopping:
             raise shutting_down()
         return self._sessions.authenticate(context.invocation_metadata(), caller_of(context))
@@ -307,7 +314,7 @@ class Dispatcher:
                 return
             except asyncio.CancelledError:
                 if session is None or not session.ended or context.cancelled():
-                    raise  # the call itself was cancelled
+                    raise  # the client cancelled the call
                 refusal = session_ended()
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(error)
@@ -327,15 +334,11 @@ class Dispatcher:
                 session = self._caller(context)
                 raw, header = await upload.header()
                 self._access.require(session, needs, header)
-                seq = header.commit.seq
-                if not seq:
-                    reply = await verb(session, header, upload.chunks())
-                else:
-                    # The checksums in the header stand for the bytes after it.
-                    digest = xxhash.xxh3_128_digest(name + raw)
-                    run = partial(_run_upload, verb, session, header, upload)
-                    reply = await session.replies.answer(seq, digest, run)
-                return reply
+                if not (seq := header.commit.seq):
+                    return await verb(session, header, upload.chunks())
+                # The checksums in the header stand for the bytes after it.
+                digest, run = xxhash.xxh3_128_digest(name + raw), partial(_run, verb, session, header, upload.chunks())
+                return await session.replies.answer(seq, digest, run)
             except Exception as error:  # noqa: BLE001  translated, and logged where it is our bug
                 refusal = self._translate(shutting_down() if self._stopping else error)
             await upload.drain()
@@ -347,8 +350,14 @@ class Dispatcher:
 async def _write(
     session: Session, context: _Context, reply: bytes, idle_s: float | None, give_back: Callable[[], Awaitable[None]]
 ) -> None:
-    """Raises DEADLINE_EXCEEDED where the peer does not take the reply, and UNAUTHENTICATED where its session ends
-    meanwhile, after ``give_back``. Not before the write has ended: gRPC has no way to end a call while one is pending.
+    """Writes a reply. A refusal waits for the end of the write: gRPC cannot end a call during a write.
+
+    Args:
+        give_back: Releases what the stream holds, before the wait.
+
+    Raises:
+        CallRefused: DEADLINE_EXCEEDED if the peer does not take the reply in ``idle_s`` seconds, UNAUTHENTICATED if the
+            session ends.
     """
     writing = asyncio.ensure_future(context.write(reply))
     try:
@@ -360,7 +369,7 @@ async def _write(
         writing.result()
     except asyncio.CancelledError:
         if not session.ended or context.cancelled():
-            raise  # the call itself was cancelled
+            raise  # the client cancelled the call
         await give_back()
         await asyncio.wait([writing])
         raise session_ended() from None
@@ -369,7 +378,7 @@ async def _write(
 
 
 class _Upload:
-    """The messages of a call: a header, then chunks."""
+    """The messages of an upload: a header, then chunks."""
 
     def __init__(
         self, messages: AsyncIterator[bytes], parse: Callable[[bytes], Any], context: _Context, pace: Pace
@@ -381,7 +390,7 @@ class _Upload:
         self._expected = False
 
     async def header(self) -> tuple[bytes, transfer_pb2.PutHeader]:
-        """The first message, also as it came."""
+        """The first message, as bytes and parsed."""
         async with self._pace.patience(self._pace.idle_s):
             raw = await self._next()
         message = self._parse(raw or b"")
@@ -390,8 +399,8 @@ class _Upload:
         return raw or b"", message.header
 
     async def chunks(self) -> AsyncGenerator[transfer_pb2.BlockBytes, None]:
-        """Until the sender ends the stream. Raises DEADLINE_EXCEEDED where it does not keep the pace, and CANCELLED
-        where the stream broke."""
+        """The chunks up to the end of the stream. Raises DEADLINE_EXCEEDED for a slow sender, CANCELLED for a broken
+        stream."""
         self._expected = True
         await self._context.send_initial_metadata(((GO_AHEAD_KEY, "1"),))
         clock = asyncio.get_running_loop().time
@@ -410,19 +419,19 @@ class _Upload:
                 brought, end = 0, clock() + self._pace.idle_s
 
     async def drain(self) -> None:
-        """Takes what a refused sender has still under way: gRPC clients that are told in the middle of a message see an
-        internal error instead of the refusal."""
-        with suppress(CallRefused, TimeoutError):  # it is refused already
+        """Reads the messages that a refused sender has under way. A gRPC client that is refused during a message shows
+        an internal error instead of the refusal."""
+        with suppress(CallRefused, TimeoutError):  # the upload is refused already
             for _ in range(MAX_DRAINED if self._expected else 0):
                 async with asyncio.timeout(DRAIN_S):
                     if await self._next() is None:
                         return
 
     async def _next(self) -> bytes | None:
-        # Asked for its iterator only here: gRPC's complains if a call that is refused before then never awaits it.
+        # gRPC logs an error for an iterator that nobody awaits, so a call refused before its first read makes none.
         raw = await anext(aiter(self._messages), None)
         if raw is None and self._context.cancelled():
-            # Whoever repeats the call waits for this one: that its stream broke must not look like a wrong argument.
+            # A repeat of the call waits for this one: a broken stream must not look like a wrong argument.
             raise refused(grpc.StatusCode.CANCELLED, "STREAM_BROKEN", "the stream broke before its end")
         return raw
 
@@ -431,15 +440,10 @@ def _stalled(says: str) -> CallRefused:
     return refused(grpc.StatusCode.DEADLINE_EXCEEDED, "STALLED", says)
 
 
-async def _run_upload(verb: UploadVerb, session: Session, header: transfer_pb2.PutHeader, upload: _Upload) -> Message:
+async def _run(verb: Callable[..., Awaitable[Message]], session: Session, *request: Any) -> Message:
+    # The task starts a turn of the loop after the call: a session that ended meanwhile must get no lease.
     require_attached(session)
-    return await verb(session, header, upload.chunks())
-
-
-async def _run(verb: Verb, session: Session, request: Any) -> Message:
-    # A task starts a turn later than the call came in: its session may be gone by now, and must not get a lease.
-    require_attached(session)
-    return await verb(session, request)
+    return await verb(session, *request)
 
 
 def _parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
@@ -455,7 +459,7 @@ def _parser(method: MethodDescriptor) -> Callable[[bytes], Any]:
 
 
 def caller_of(context: _Context) -> Identity | None:
-    """Who is calling, as the transport proves it; None over the unix socket, where it proves nothing."""
+    """The identity that the transport proves; None over the unix socket, which proves none."""
     if context.peer().startswith("unix:"):
         return None
     proof = context.auth_context()

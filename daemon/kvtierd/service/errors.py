@@ -1,8 +1,7 @@
-"""How errors travel: google.rpc.Status in the trailing metadata, with one ``kvtier.v1.ErrorDetail``.
+"""Errors on the wire: google.rpc.Status in the trailing metadata, with one ``kvtier.v1.ErrorDetail``.
 
-Inside the service everything that refuses a call is an exception; :class:`Translator` turns each into a
-:class:`CallRefused`, the one shape that reaches the wire. What is not in its table is our bug: INTERNAL, and a log
-line.
+Every refusal is an exception. :class:`Translator` turns it into a :class:`CallRefused`. An exception that its table
+lacks is a bug of the daemon: INTERNAL, and a log line.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class CallRefused(Exception):
-    """A call ends with this status. ``detail.reason`` is stable and machine readable."""
+    """The status that ends a call. ``detail.reason`` is stable and machine readable."""
 
     def __init__(self, code: grpc.StatusCode, message: str, detail: common_pb2.ErrorDetail) -> None:
         super().__init__(message)
@@ -83,17 +82,17 @@ def cache_not_opened(cache_id: int) -> CallRefused:
 
 
 def shutting_down() -> CallRefused:
-    return refused(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "the daemon is being stopped")
+    return refused(grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "the daemon stops")
 
 
 def shown(value: object) -> str:
-    """A stranger's value, short enough for a message and a log line."""
+    """A client's value, cut to the length of a message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 class Translator:
-    """Any exception to a :class:`CallRefused`. ``owner_of`` gives pid and command of a session, (0, "") if unknown."""
+    """Turns any exception into a :class:`CallRefused`. ``owner_of``: pid and command of a session."""
 
     def __init__(self, owner_of: Callable[[SessionId], tuple[int, str]]) -> None:
         self._owner_of = owner_of
@@ -122,7 +121,7 @@ class Translator:
         return refused(grpc.StatusCode.INTERNAL, "INTERNAL", message)
 
     def detail(self, refusal: Refusal) -> common_pb2.ErrorDetail:
-        """Which tier could not give what, and who holds it."""
+        """Detail of a refusal: the tier, the slots wanted and free, the holders."""
         holders = sorted(refusal.holders, key=lambda holder: -holder.slots)[:MAX_HOLDERS]
         return common_pb2.ErrorDetail(
             reason=refusal.reason.name,
@@ -149,12 +148,9 @@ class Translator:
 
 
 _REFUSALS: Final[Mapping[RefusalReason, tuple[grpc.StatusCode, str]]] = {
-    RefusalReason.TIER_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, "what nobody holds cannot make room"),
+    RefusalReason.TIER_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, "too few slots are free or can be reclaimed"),
     RefusalReason.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "no room was made in time"),
-    RefusalReason.CANCELLED: (
-        grpc.StatusCode.CANCELLED,
-        "the session broke off while it waited, or the daemon is being stopped",
-    ),
+    RefusalReason.CANCELLED: (grpc.StatusCode.CANCELLED, "the session was detached, or the daemon stops"),
     RefusalReason.TIER_OFFLINE: (grpc.StatusCode.UNAVAILABLE, "the tier is out of service"),
     RefusalReason.TOO_SHORT: (grpc.StatusCode.FAILED_PRECONDITION, "less than min_blocks is stored"),
 }

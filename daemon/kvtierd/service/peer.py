@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket, and a handle that tells when that process is gone."""
+"""The process at the other end of a unix socket: its credentials, and a pidfd that shows its end."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from typing import Final
 from kvtierd.rights import User
 
 _SO_PEERGROUPS: Final = 59
-"""Linux 4.13: the peer's supplementary groups, as the kernel noted them when it connected."""
+"""Linux 4.13: supplementary groups of the peer when it connected."""
 
 _SO_PEERPIDFD: Final = 77
-"""Linux 6.5: the peer's pidfd, taken by the kernel at connect, so that its pid cannot have been reused meanwhile."""
+"""Linux 6.5: pidfd of the peer, which the kernel takes at connect. A reused pid cannot deceive it."""
 
 _UCRED: Final = struct.Struct("iII")
 _GID: Final = struct.Struct("I")
 _MAX_GROUPS: Final = 256
-"""As many as the standard library reads of a socket option. Of a peer with more only the primary one counts."""
+"""Limit of the standard library for a socket option. For a peer with more groups only the primary group counts."""
 _MAX_COMMAND: Final = 256
 
 
 class UnknownPeer(Exception):
-    """The process at the other end cannot be identified: gone already, or in a pid namespace that hides it."""
+    """The daemon cannot identify the process: it has ended, or its pid namespace hides it."""
 
     reason = "UNKNOWN_PEER"
-    """What the peer is told, machine readable."""
+    """Machine-readable reason in the refusal."""
 
 
 class NoDescriptorLeft(UnknownPeer):
-    """The daemon has none for a pidfd: the peer is as alive as before, and may come again."""
+    """The daemon has no descriptor left for a pidfd. The peer may try again."""
 
     reason = "TOO_MANY_SESSIONS"
 
@@ -48,7 +48,7 @@ class NoDescriptorLeft(UnknownPeer):
 
 @dataclass(slots=True, frozen=True)
 class Credentials:
-    """As the kernel noted them when the peer connected."""
+    """Pid and user that the kernel noted when the peer connected."""
 
     pid: int
     identity: User
@@ -56,7 +56,7 @@ class Credentials:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Peer:
-    """A live process. Owns ``pidfd``, which is readable once the process has ended.
+    """A live process. Owns ``pidfd``, which becomes readable when the process ends.
 
     Implements :class:`kvtierd.service.sessions.SessionPeer`.
     """
@@ -67,9 +67,9 @@ class Peer:
     command: str
 
     grace_s: None = None
-    """A detached session of it lives as long as the process does."""
+    """A detached session lives as long as its process."""
     transport_identity: None = None
-    """gRPC over a unix socket cannot tell who calls."""
+    """gRPC over a unix socket proves no identity."""
 
     @property
     def uid(self) -> int:
@@ -79,7 +79,7 @@ class Peer:
         return isinstance(other, Peer) and (other.pid, other.uid) == (self.pid, self.uid)
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Calls ``gone`` on the running loop once the process has ended, until :meth:`unwatch`."""
+        """Calls ``gone`` on the running loop when the process has ended, until :meth:`unwatch`."""
         asyncio.get_running_loop().add_reader(self.pidfd, gone)
 
     def unwatch(self) -> None:
@@ -136,7 +136,7 @@ def _unknown(who: Credentials, error: OSError) -> UnknownPeer:
 
 
 def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
-    """For older kernels. A peer that still holds its end open after the pidfd was made had its pid when it was made."""
+    """A pidfd on older kernels. If the peer's socket is still open afterwards, the pid was not reused before."""
     try:
         pidfd = os.pidfd_open(who.pid)
     except OSError as error:
@@ -150,9 +150,9 @@ def _open_by_pid(sock: socket.socket, who: Credentials) -> int:
 
 
 def command_of(pid: int) -> str:
-    """For people; empty for a process that is gone."""
+    """Command line of a process for logs; empty if the process has ended."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return ""  # it is only shown to people
+        return ""
     return raw[:_MAX_COMMAND].rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")

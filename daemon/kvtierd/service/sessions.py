@@ -1,4 +1,4 @@
-"""What makes a repeated call harmless: each session's last replies, by call number."""
+"""Sessions of clients: how they begin, detach, resume and end, and the replies that make a repeated call harmless."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kvtierd.service.peer import Peer
 from kvtierd.service.recovery import Entry, OldLife, Roll
 
 REMEMBERED: Final = 128
-"""Replies that are remembered at most, besides those that are kept."""
+"""Most remembered replies of a session, without those that name a live lease."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class _Call(Generic[T]):
-    """``task``: None where the call was given up before it began, or after it ended."""
+    """``task``: None for a call that its client gave up."""
 
     digest: bytes
     task: asyncio.Task[T] | None
@@ -42,8 +42,8 @@ class _Call(Generic[T]):
 class ReplyMemory(Generic[T]):
     """The calls of one session. Loop thread only.
 
-    A call runs once, in a task of its own; a repeat waits for the same task. When the last caller that waits is
-    cancelled, the call is cancelled. A call that was cancelled or refused changed nothing and is forgotten.
+    A call runs once, in its own task. A repeat of the call waits for the same task. The call is cancelled with its last
+    waiting caller. A cancelled or refused call changed nothing and is forgotten.
     """
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class ReplyMemory(Generic[T]):
         """The reply to call number ``seq``.
 
         Args:
-            digest: tells the call's body from every other body.
-            kept: whether a reply must not be forgotten yet.
+            digest: Hash of the method and the request.
+            kept: Whether the reply must stay remembered.
         """
         known = self._calls.get(seq)
         if known is None:
@@ -70,7 +70,7 @@ class ReplyMemory(Generic[T]):
         if known.task is None:
             raise refused(grpc.StatusCode.NOT_FOUND, "GIVEN_UP", f"call {seq} of the session was given up")
         if known.digest != digest:
-            raise bad_argument("seq", seq, "a number that no other call of this session had")
+            raise bad_argument("seq", seq, "a number that no earlier call of this session had")
         task = known.task
         known.waiting += 1
         try:
@@ -82,7 +82,7 @@ class ReplyMemory(Generic[T]):
                 self._calls.pop(seq, None)
 
     async def give_up(self, seq: int) -> T | None:
-        """Ends call number ``seq``, and refuses it should it still come. Its reply, where it had one."""
+        """Cancels call number ``seq``, now or when it comes. Returns its reply if it has already answered."""
         call = self._calls.setdefault(seq, _Call(b"", None))
         task, call.task = call.task, None
         if task is None:
@@ -92,7 +92,7 @@ class ReplyMemory(Generic[T]):
         return None if _is_void(task) else task.result()
 
     def _forget_old(self, kept: Callable[[T], bool]) -> None:
-        """Looks at the two oldest calls for each new one, so at most twice as many are remembered as are kept."""
+        """Forgets up to two of the oldest calls, so the memory shrinks to the calls that must stay."""
         for _ in range(2):
             seq, call = next(iter(self._calls.items()))
             del self._calls[seq]
@@ -102,12 +102,12 @@ class ReplyMemory(Generic[T]):
 
 
 def _is_void(task: asyncio.Task[Any]) -> bool:
-    """It has no reply: it runs, was cancelled or failed."""
+    """Whether the task has no reply: it runs, was cancelled or failed."""
     return not task.done() or task.cancelled() or task.exception() is not None
 
 
 IDLE_DETACHED_S: Final = 30.0
-"""A detached session that holds nothing is kept so long, for the replies it may still be asked for."""
+"""Life of a detached local session without a lease: its client may come back for a reply."""
 
 _TOKEN_BYTES: Final = 16
 
@@ -115,37 +115,39 @@ _log = logging.getLogger(__name__)
 
 
 class SessionPeer(Protocol):
-    """Who is behind a session. ``grace_s``: how long it may stay detached; None: while its process lives."""
+    """The client of a session: a process of this host, or a TCP stream."""
 
     @property
     def identity(self) -> Identity: ...
     @property
     def pid(self) -> int:
-        """0 for one that is no process of this host."""
+        """0 for a TCP client."""
         ...
 
     @property
     def uid(self) -> int: ...
     @property
     def command(self) -> str:
-        """For people."""
+        """Command line or address, for logs and statistics."""
         ...
 
     @property
     def transport_identity(self) -> Identity | None:
-        """What the transport of its calls must prove; None where that cannot prove anything."""
+        """The identity that the transport of each call must prove; None for a transport that proves none."""
         ...
 
     @property
-    def grace_s(self) -> float | None: ...
+    def grace_s(self) -> float | None:
+        """Seconds that the session may stay detached; None = as long as its process lives."""
+        ...
 
     def is_same(self, other: SessionPeer) -> bool:
-        """Whether a session of this one may go on with the other."""
+        """Whether the other peer may resume a session of this peer."""
         ...
 
     def is_gone(self) -> bool: ...
     def watch(self, gone: Callable[[], None]) -> None:
-        """Has ``gone`` called on the loop once it is, until :meth:`unwatch`."""
+        """Calls ``gone`` on the loop when the process has ended, until :meth:`unwatch`."""
         ...
 
     def unwatch(self) -> None: ...
@@ -153,7 +155,7 @@ class SessionPeer(Protocol):
 
 
 class AttachRefused(Exception):
-    """No session for this peer. ``reason`` is stable and machine readable."""
+    """The daemon gives the peer no session. ``reason`` is stable and machine readable."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -163,10 +165,12 @@ class AttachRefused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """``connection``: the task that serves its attach connection, or its stream; None while it is detached.
-    ``lapse``: what ends it then, sooner or later.
+    """A client's session.
 
-    ``caches``: how often the session has each cache open, only those it has.
+    Args:
+        connection: Task of its attach connection or stream; None while detached.
+        lapse: Timer that ends a detached session.
+        caches: Open count of each cache that the session has open.
     """
 
     id: SessionId
@@ -178,11 +182,11 @@ class Session:
     replies: ReplyMemory[Message] = field(default_factory=ReplyMemory)
     ended: bool = False
     enrolled: bool = False
-    """It stands in the roll."""
+    """Whether the roll has the session."""
     streams: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Those that send to its client now."""
+    """Tasks that send to the client; they are cancelled with the session."""
     remnant: bool = False
-    """Of an earlier life: it cannot be resumed, only given up; see ``service/recovery.py``."""
+    """Whether the session is of an earlier daemon. It can only be given up; see ``service/recovery.py``."""
 
     @property
     def attached(self) -> bool:
@@ -190,7 +194,7 @@ class Session:
 
     @asynccontextmanager
     async def streaming(self) -> AsyncGenerator[None, None]:
-        """Around what the running task sends: it is cancelled when the session ends."""
+        """Cancels the running task when the session ends."""
         task = this_task()
         self.streams.add(task)
         try:
@@ -201,7 +205,7 @@ class Session:
 
 @dataclass(slots=True, frozen=True)
 class Capacity:
-    """Sessions at a time: all, and those of one uid, of one certificate's names, or of all anonymous clients."""
+    """Most sessions at a time: of all clients, and of one identity. All anonymous clients are one identity."""
 
     sessions: int
     of_identity: int
@@ -231,8 +235,8 @@ class SessionRegistry:
         return iter(self._by_id.values())
 
     def begin(self, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
-        """A new session. ``peer`` is its own, or closed. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS,
-        TOO_MANY_OF_IDENTITY)."""
+        """A new session, which owns ``peer``. Raises :class:`AttachRefused` (TOO_MANY_SESSIONS,
+        TOO_MANY_OF_IDENTITY) and closes ``peer``."""
         try:
             self._require_room(_account(peer.identity))
         except AttachRefused:
@@ -246,12 +250,19 @@ class SessionRegistry:
         return session
 
     def resume(self, token: str, peer: SessionPeer, connection: asyncio.Task[None]) -> Session:
-        """The session of this token, if this is the peer that began it; ``peer`` stays the caller's.
+        """Attaches a connection to the session of a token. ``peer`` stays the caller's.
 
-        A connection that the session still has is superseded: the daemon may read its end after the new hello. Raises
+        The new connection replaces an old one: the daemon may read the old one's end after the new hello. Raises
         :class:`AttachRefused` (UNKNOWN_SESSION, PERMISSION_DENIED).
         """
-        session = self.find(token, peer)
+        session = self._by_token.get(token)
+        if session is not None and session.peer.is_gone():
+            self.end(session, "its process is gone")
+            session = None
+        if session is None:
+            raise AttachRefused("UNKNOWN_SESSION", "no session has this token, or it has ended")
+        if not session.peer.is_same(peer):
+            raise AttachRefused("PERMISSION_DENIED", "the session belongs to another process or client")
         _stop_lapsing(session)
         superseded, session.connection = session.connection, connection
         if superseded is not None:
@@ -261,21 +272,8 @@ class SessionRegistry:
         _log.info("session resumes session=%d pid=%d", session.id, peer.pid)
         return session
 
-    def find(self, token: str, peer: SessionPeer) -> Session:
-        """The session of this token, if this is the peer that began it; ``peer`` stays the caller's. Raises
-        :class:`AttachRefused` (UNKNOWN_SESSION, PERMISSION_DENIED)."""
-        session = self._by_token.get(token)
-        if session is not None and session.peer.is_gone():
-            self.end(session, "its process is gone")
-            session = None
-        if session is None:
-            raise AttachRefused("UNKNOWN_SESSION", "no session has this token, or it has ended")
-        if not session.peer.is_same(peer):
-            raise AttachRefused("PERMISSION_DENIED", "the session belongs to another process or client")
-        return session
-
     def connection_lost(self, session: Session, connection: asyncio.Task[None]) -> None:
-        """The connection ended. Nothing happens if it no longer is the session's."""
+        """Detaches the session, unless another connection has replaced this one."""
         if session.connection is not connection:
             return
         session.connection = None
@@ -285,7 +283,7 @@ class SessionRegistry:
         session.lapse = asyncio.get_running_loop().call_later(after_s, self._let_go, session)
 
     def end(self, session: Session, why: str) -> None:
-        """Everything the session holds is free again when this returns."""
+        """Ends the session and releases everything it holds."""
         if session.ended:
             return
         self._forget(session)
@@ -303,8 +301,8 @@ class SessionRegistry:
             self._gone_before_settled += gone
 
     def restore(self, entries: Iterable[Entry]) -> OldLife:
-        """Sessions of an earlier life whose processes live hold what they held, until they give it up or end. Before
-        any other session; :meth:`settle` is to follow."""
+        """Takes over sessions of an earlier daemon whose processes live. They hold their slots until they give them up or
+        end. Comes before any other session; :meth:`settle` follows."""
         self._gone_before_settled = []
         dead: set[SessionId] = set()
         for entry in entries:
@@ -325,15 +323,17 @@ class SessionRegistry:
         return OldLife(live, frozenset(dead), self._keeper)
 
     def gets_memory(self, session: Session) -> None:
-        """From now on its process may touch a cache's memory. To be told before it can: a daemon that dies and comes
-        back waits for those alone, and for none whose client never learnt its token."""
+        """Enters the session in the roll, before its process gets a cache's memory. A restarted daemon waits for the
+        sessions in the roll only."""
         if self._roll is not None and isinstance(session.peer, Peer) and not session.enrolled:
             self._roll.enter(session.token, session.id, session.peer)
             session.enrolled = True
 
     def settle(self) -> None:
-        """Once all that earlier sessions held is known: those that held nothing need not be waited for, and what was
-        held by those that have ended meanwhile is free."""
+        """Ends sessions of an earlier daemon that hold nothing, and releases the slots of those that have ended.
+
+        Called when all slots of earlier sessions are known.
+        """
         gone, self._gone_before_settled = self._gone_before_settled, None
         for ended in gone or ():
             self._engine.end_session(ended)
@@ -342,13 +342,13 @@ class SessionRegistry:
                 self.end(session, "it held nothing")
 
     def give_up(self, token: str, by: Session) -> None:
-        """A process has done with what its session of an earlier life held. Nothing happens if that is not there."""
+        """Ends a process's session of an earlier daemon, if there is one: the process no longer uses its slots."""
         session = self._remnants.get(token)
         if session is not None and session.peer.is_same(by.peer):
             self.end(session, "given up")
 
     def close(self) -> None:
-        """Forgets all sessions without a word to the engine, which is shut down already."""
+        """Forgets all sessions. The engine is shut down already."""
         for session in list(self._by_id.values()):
             self._forget(session)
 
@@ -357,8 +357,11 @@ class SessionRegistry:
     ) -> Session:
         """The attached session whose token is in the call's metadata.
 
-        ``caller``: as the call's transport proves it; None: the transport knows nobody, and the token is what counts.
-        Raises UNAUTHENTICATED, and PERMISSION_DENIED where the token came by another's way.
+        Args:
+            caller: The identity that the call's transport proves; None = the transport proves none, the token counts.
+
+        Raises:
+            CallRefused: UNAUTHENTICATED, or PERMISSION_DENIED if another client got the token.
         """
         token = next((value for key, value in metadata or () if key == SESSION_METADATA_KEY), None)
         if not isinstance(token, str):
@@ -369,9 +372,7 @@ class SessionRegistry:
             message = "no session has this token, or it has ended: attach again"
             raise refused(grpc.StatusCode.UNAUTHENTICATED, "UNKNOWN_SESSION", message)
         if session.peer.transport_identity != caller:
-            message = (
-                "the token was given to another client: it counts only for calls that come the way its session did"
-            )
+            message = "the token belongs to another client"
             raise refused(grpc.StatusCode.PERMISSION_DENIED, "FOREIGN_TOKEN", message)
         require_attached(session)
         return session
@@ -380,7 +381,7 @@ class SessionRegistry:
         return self._by_id.get(session)
 
     def owner_of(self, session: SessionId) -> tuple[int, str]:
-        """Pid and command, (0, "") for a session that has ended."""
+        """Pid and command of a session; (0, "") if it has ended."""
         found = self._by_id.get(session)
         return (found.peer.pid, found.peer.command) if found else (0, "")
 
@@ -400,11 +401,11 @@ class SessionRegistry:
             raise AttachRefused("TOO_MANY_SESSIONS", f"the daemon serves at most {most.sessions} sessions")
 
     def _end_an_idle_one(self, of: Identity | None = None) -> bool:
-        """Of somebody's, or of all."""
+        """Ends an idle session, of one identity or of all. Returns whether there was one."""
         candidates = filter(self._is_idle, self._by_id.values())
         idle = next((one for one in candidates if of is None or _account(one.peer.identity) == of), None)
         if idle is not None:
-            self.end(idle, "made room for another")
+            self.end(idle, "made room for another session")
         return idle is not None
 
     def _is_idle(self, session: Session) -> bool:
@@ -437,7 +438,7 @@ def this_task() -> asyncio.Task[Any]:
 
 
 def _account(who: Identity) -> Identity:
-    """Under whom sessions are counted: a user's together, whatever groups their processes are in."""
+    """The identity that sessions count for: a user counts once, whatever groups its processes are in."""
     return User(who.uid, frozenset()) if isinstance(who, User) else who
 
 
@@ -448,7 +449,7 @@ def _stop_lapsing(session: Session) -> None:
 
 
 def require_attached(session: Session) -> None:
-    """Raises UNAUTHENTICATED where the session has ended, or lost the connection that proves who it is."""
+    """Raises UNAUTHENTICATED if the session has ended or is detached."""
     if session.ended:
         raise session_ended()
     if session.connection is None:
@@ -456,7 +457,7 @@ def require_attached(session: Session) -> None:
 
 
 def session_ended() -> CallRefused:
-    """What all calls of a session get that has."""
+    """UNAUTHENTICATED for a call of an ended session."""
     return _dead("UNKNOWN_SESSION", "the session has ended: attach again")
 
 

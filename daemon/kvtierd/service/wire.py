@@ -1,4 +1,4 @@
-"""Translation between the core's values and ``kvtier.v1`` messages. No decisions here."""
+"""Translation between the core's values and ``kvtier.v1`` messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.v1 import blocks_pb2, caches_pb2, common_pb2
 from kvtierd.core.ids import KEY_BYTES, Key, LeaseId, Tier
 
 ROOT_PARENT: Final = bytes(KEY_BYTES)
-"""On the wire: the parent of a chain's first block."""
+"""Parent of a chain's first block on the wire."""
 
 TIER_TO_WIRE: Final[Mapping[Tier, common_pb2.Tier.ValueType]] = {
     Tier.DEVICE: common_pb2.TIER_DEVICE,
@@ -23,7 +23,7 @@ TIER_FROM_WIRE: Final[Mapping[int, Tier]] = {value: tier for tier, value in TIER
 
 
 def granted_leases(reply: Message | None) -> list[LeaseId]:
-    """The leases that a call granted."""
+    """The leases that a reply grants."""
     if isinstance(reply, blocks_pb2.ReserveResponse):
         return [LeaseId(reply.lease_id)]
     if isinstance(reply, blocks_pb2.AcquireResponse):
@@ -64,7 +64,7 @@ def spec(value: CacheSpec) -> caches_pb2.CacheSpec:
 
 
 def spec_from_wire(value: caches_pb2.CacheSpec) -> CacheSpec:
-    """The specification as sent; not yet validated."""
+    """The specification in a message, not yet validated."""
     return CacheSpec(
         model=value.model,
         dtype=value.dtype,
