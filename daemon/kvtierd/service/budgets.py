@@ -1,13 +1,12 @@
-"""How many slots of each tier a cache has.
+"""Budgets: the slots that a cache has of each tier.
 
-A tier's size comes from the configuration. A cache's share is fixed when it is opened, in slots, and remembered: by
-the disk for the disk, in the state directory for the memory tiers.
+The configuration sets a tier's size. A cache's slots are fixed when it is made. The disk remembers its own slots, the
+state directory those of the memory tiers.
 
-A budget without shares by hand is split over the cache's window groups. Groups differ in what they keep of a sequence
-of n blocks: a full-attention group all n, a sliding group those that its window covers and one more, so that a whole
-window is there while the next block fills. A group's share is in proportion to the bytes it keeps of a reference
-sequence: 32,768 tokens, or as many as the budget can hold whole. So a small budget holds at least one sequence in all
-its groups, and in a large one each group runs out after the same number of sequences.
+A budget without ``group_bytes`` is split over the cache's window groups. Of a sequence of n blocks a full-attention
+group keeps all n, a sliding group the blocks of its window and one more. A group's share is in proportion to the bytes
+that it keeps of a reference sequence: 32,768 tokens, or as many as the budget holds. So a small budget holds a sequence
+in all its groups, and the groups of a large budget are full after the same number of sequences.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ def least_bytes(spec: CacheSpec) -> int:
 
 
 def most_bytes(spec: CacheSpec) -> int:
-    """The largest budget of a tier that can be used up."""
+    """The largest budget of a tier: MAX_SLOTS slots for each group."""
     return sum(MAX_SLOTS * spec.record_bytes(group) for group in range(len(spec.groups)))
 
 
 def split(spec: CacheSpec, budget: int) -> tuple[int, ...]:
-    """Slots by group for ``budget`` bytes of a tier; none is 0. What is left over is less than any group's slot.
+    """Slots by group for ``budget`` bytes of a tier: 1 to MAX_SLOTS for each group. The rest is less than a slot.
 
-    ``budget`` is at least :func:`least_bytes`; no group gets more than MAX_SLOTS.
+    ``budget`` is at least :func:`least_bytes`.
     """
     longest = range(1, _blocks(spec, REFERENCE_TOKENS) + 1)
     fitting = bisect_right(longest, budget, key=lambda blocks: sum(_sequence_bytes(spec, blocks)))
@@ -63,7 +62,7 @@ def split(spec: CacheSpec, budget: int) -> tuple[int, ...]:
 
 
 def _without_rest(slots: Sequence[int], each: Sequence[int], budget: int) -> tuple[int, ...]:
-    """Gives out what rounding left, to the largest slots first, for the smallest fill the rest best."""
+    """Gives out the bytes that rounding left, to the largest slots first."""
     filled = [min(count, MAX_SLOTS) for count in slots]
     rest = budget - sum(count * size for count, size in zip(filled, each, strict=True))
     for group in sorted(range(len(each)), key=lambda group: -each[group]):
@@ -74,7 +73,7 @@ def _without_rest(slots: Sequence[int], each: Sequence[int], budget: int) -> tup
 
 
 def _sequence_bytes(spec: CacheSpec, blocks: int) -> list[int]:
-    """What each group keeps of a sequence of so many blocks."""
+    """Bytes that each group keeps of a sequence of ``blocks`` blocks."""
     windows = (group.window_tokens for group in spec.groups)
     kept = (min(blocks, _blocks(spec, window) + 1) if window else blocks for window in windows)
     return [spec.record_bytes(group) * count for group, count in enumerate(kept)]
@@ -85,19 +84,17 @@ def _blocks(spec: CacheSpec, tokens: int) -> int:
 
 
 Slots = Mapping[Tier, tuple[int, ...]]
-"""Slots by tier, one count a window group and none of them 0; tiers that the cache lacks are absent."""
+"""Slots by tier of the cache, one count a window group, none 0."""
 
 _KIND: Final = "budgets"
 _VERSION: Final = 2
 MAX_PAST: Final = 512
-"""Caches that are gone whose options are remembered: the latest."""
-
-"""Of the remembered slots: a list by tier. Version 1, which does not say so, has one number: of the one group."""
+"""Removed caches whose options are remembered: the latest."""
 
 
 @dataclass(slots=True, frozen=True)
 class TierBudget:
-    """What a cache asks of a tier. ``group_bytes``: by hand, one a window group; none = split by the specification."""
+    """A request for bytes of a tier. ``group_bytes``: one a window group; none = split by the specification."""
 
     nbytes: int
     group_bytes: tuple[int, ...] = ()
@@ -109,12 +106,12 @@ def group_slots(slots: Slots, group: GroupId) -> dict[Tier, int]:
 
 
 def tier_bytes(spec: CacheSpec, counts: tuple[int, ...]) -> int:
-    """What the slots of all groups take of a tier. A slot takes as much of each: its parts, padded alike."""
+    """Bytes of the slots of all groups in a tier. A slot has the same size in every tier."""
     return sum(count * spec.record_bytes(group) for group, count in enumerate(counts))
 
 
 class Budgets:
-    """Tier sizes and what is left of them."""
+    """Tier sizes and their free bytes."""
 
     def __init__(self, sizes: Mapping[Tier, int]) -> None:
         self._sizes = dict(sizes)
@@ -122,15 +119,15 @@ class Budgets:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """That exist, the highest first."""
+        """The configured tiers, the highest first."""
         return tuple(sorted(self._sizes))
 
     def left(self, tier: Tier) -> int:
-        """Bytes; 0 for a tier that does not exist."""
+        """Free bytes of a tier; 0 if it is not configured."""
         return self._sizes.get(tier, 0) - self._taken.get(tier, 0)
 
     def take(self, spec: CacheSpec, slots: Slots) -> None:
-        """Must fit: see :meth:`slots_for`."""
+        """Takes slots, which must fit: see :meth:`slots_for`."""
         for tier, counts in slots.items():
             self._taken[tier] += tier_bytes(spec, counts)
 
@@ -139,34 +136,34 @@ class Budgets:
             self._taken[tier] -= tier_bytes(spec, counts)
 
     def slots_for(self, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> dict[Tier, tuple[int, ...]]:
-        """Slots for budgets; none asked = all that is left of every tier.
+        """Slots for budgets; no budgets = all that is left of every tier.
 
-        Raises RESOURCE_EXHAUSTED where more is asked than is left, INVALID_ARGUMENT as :func:`slots_of`.
+        Raises RESOURCE_EXHAUSTED if a budget is larger than the rest of its tier, INVALID_ARGUMENT as :func:`slots_of`.
         """
         if not asked:
             return self._all_left(spec)
         for tier, budget in asked.items():
             if budget.nbytes > self.left(tier):
                 wanted, free = (sum(share_of(spec, nbytes)) for nbytes in (budget.nbytes, self.left(tier)))
-                says = f"{budget.nbytes} bytes of it were asked for, {self.left(tier)} are left"
+                says = f"{budget.nbytes} bytes wanted, {self.left(tier)} free"
                 raise _exhausted(tier, wanted, free, says)
         return {tier: slots_of(spec, tier, budget) for tier, budget in asked.items()}
 
     def slots_of_stored(self, cache: StoredCache, had: Slots | None, sharing: int) -> dict[Tier, tuple[int, ...]]:
-        """Slots of a cache on disk: its own there, of each memory tier as before, or less where less is left.
+        """Slots of a stored cache: its disk slots, and up to its former slots of each memory tier.
 
         Args:
-            had: its slots in the life before; None where they are not remembered.
-            sharing: Caches, this one included, that are still to get a share where none is remembered.
+            had: Its former slots; None if they are not remembered.
+            sharing: Caches, including this one, that still get slots.
 
         Raises:
-            TierConfigError: where the disk tier has less left than the cache has there.
+            TierConfigError: The rest of the disk tier is smaller than the cache.
         """
         spec = cache.spec
         on_disk = tuple(cache.slots[group] for group in sorted(cache.slots))
         wanted = tier_bytes(spec, on_disk)
         if wanted > self.left(Tier.DISK):
-            limit = f"at least {wanted} more than its other caches take: the stored cache {cache.name} has that much"
+            limit = f"at least {wanted}, the bytes of the stored cache {cache.name}, beside the other caches"
             raise TierConfigError("disk_bytes", self.left(Tier.DISK), limit)
         slots = {Tier.DISK: on_disk}
         for tier in (Tier.DEVICE, Tier.HOST):
@@ -183,20 +180,20 @@ class Budgets:
         found = {tier: share for tier, share in shares.items() if share}
         if not found:
             top = self.tiers[0]
-            says = f"{self.left(top)} bytes of it are left, {least_bytes(spec)} are a slot for each window group"
+            says = f"{self.left(top)} bytes free, {least_bytes(spec)} needed for a slot of each window group"
             raise _exhausted(top, len(spec.groups), 0, says)
         return found
 
 
 def share_of(spec: CacheSpec, nbytes: int) -> tuple[int, ...]:
-    """Slots by group for so many bytes; empty where that is less than a slot for each."""
+    """Slots by group for ``nbytes``; empty if they are too few for a slot of each group."""
     return split(spec, nbytes) if nbytes >= least_bytes(spec) else ()
 
 
 def slots_of(spec: CacheSpec, tier: Tier, budget: TierBudget) -> tuple[int, ...]:
-    """Slots by group for a tier's budget, whatever is left of the tier.
+    """Slots by group for a tier's budget.
 
-    Raises INVALID_ARGUMENT for less than a slot for each group, or more than it could use.
+    Raises INVALID_ARGUMENT for less than a slot of each group, or more than MAX_SLOTS of each.
     """
     field, groups = f"budgets[{tier}]", len(spec.groups)
     if not least_bytes(spec) <= budget.nbytes <= most_bytes(spec):
@@ -206,7 +203,7 @@ def slots_of(spec: CacheSpec, tier: Tier, budget: TierBudget) -> tuple[int, ...]
         return split(spec, budget.nbytes)
     if len(budget.group_bytes) != groups:
         raise bad_argument(
-            f"{field}.group_bytes", f"{len(budget.group_bytes)} of them", f"{groups}, one a window group"
+            f"{field}.group_bytes", f"{len(budget.group_bytes)} values", f"{groups} values, one a window group"
         )
     if sum(budget.group_bytes) > budget.nbytes:
         says = f"together at most the tier's {budget.nbytes} bytes"
@@ -223,24 +220,22 @@ def _exhausted(tier: Tier, wanted: int, free: int, says: str) -> CallRefused:
     detail = common_pb2.ErrorDetail(
         reason="TIER_FULL", tier=wire.TIER_TO_WIRE[tier], wanted=min(wanted, MAX_SLOTS), free=min(free, MAX_SLOTS)
     )
-    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the {tier} tier is given out: {says}", detail)
+    return CallRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the {tier} tier has too few free bytes: {says}", detail)
 
 
 @dataclass(slots=True, frozen=True)
 class PastOptions:
-    """Of a cache that has nothing on disk. ``spec``: the fingerprint of its specification, hexadecimal; ``options``:
-    plain JSON values."""
+    """Options of a memory-only cache, as JSON values. ``spec``: hexadecimal fingerprint of its specification."""
 
     spec: str
     options: Mapping[str, Any]
 
 
 class RememberedSlots:
-    """Slots of all caches that there are, written whole or not at all. Blocking; for any thread.
+    """The slots of all caches, in a file that is written whole or not at all. Blocks; for any thread.
 
-    A stored cache's disk slots are those of its own superblock; here they tell it from one that ends with the daemon.
-    Of these the options are remembered besides, even when the cache is gone: its clients open it again after a restart,
-    and whoever comes first need not be the one that chose them. A stored cache has its own in its superblock.
+    The file also has the options of memory-only caches, even after their removal: the client that opens such a cache
+    after a restart need not be the client that chose its options. A stored cache has its options in its superblock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -259,16 +254,16 @@ class RememberedSlots:
         return None if slots is None else {Tier[tier.upper()]: counts for tier, counts in slots.items()}
 
     def groups(self, name: str) -> int:
-        """How many window groups the cache has."""
+        """The number of the cache's window groups."""
         return max(map(len, self._slots[name].values()), default=1)
 
     def past_options(self, name: str, spec: str) -> Mapping[str, Any] | None:
-        """Those of the cache of this name and specification, whether or not there is one now."""
+        """Options of the present or former cache of this name and specification."""
         past = self._options.get(name)
         return past.options if past is not None and past.spec == spec else None
 
     def put(self, name: str, slots: Slots, past: PastOptions | None = None) -> None:
-        """``past``: of a cache that has nothing on disk. Raises TierIOError."""
+        """Remembers a cache. ``past``: options of a cache that is not on disk. Raises TierIOError."""
         with self._changing:
             others = {each: options for each, options in self._options.items() if each != name}
             if past is not None:
@@ -284,8 +279,8 @@ class RememberedSlots:
             )
 
     def forget_gone(self, stored: Collection[str] | None) -> None:
-        """Only slots of caches that can still come back are left. ``stored``: those on disk; None while there is no
-        disk tier, when all that have disk slots may be there. Raises TierIOError."""
+        """Forgets the slots of caches that cannot come back. ``stored``: caches on disk; None without a disk tier, when
+        every cache with disk slots may come back. Raises TierIOError."""
         names = {name for name, slots in self._slots.items() if str(Tier.DISK) in slots} if stored is None else stored
         with self._changing:
             self._replace({name: slots for name, slots in self._slots.items() if name in names}, self._options)
@@ -309,29 +304,24 @@ def _checked_options(path: Path, content: Mapping[str, Any]) -> dict[str, PastOp
             for name, past in content.get("options", {}).items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedDirectory(path, f"its options make no sense: {error!r}") from error
+        raise DamagedDirectory(path, f"its options cannot be read: {error!r}") from error
 
 
 def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:
     names = {str(tier) for tier in Tier}
-    version = content.get("version", 1)
-    if version not in (1, _VERSION):
-        raise DamagedDirectory(path, f"its budgets are of version {version}; this daemon reads 1 and {_VERSION}")
+    if (version := content.get("version")) != _VERSION:
+        raise DamagedDirectory(path, f"its budgets are of version {version}; this daemon reads version {_VERSION}")
     try:
         return {
-            str(name): {tier: _counts(value, version) for tier, value in slots.items() if tier in names}
+            str(name): {tier: tuple(map(int, counts)) for tier, counts in slots.items() if tier in names}
             for name, slots in content["caches"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedDirectory(path, f"its budgets make no sense: {error!r}") from error
-
-
-def _counts(value: Any, version: int) -> tuple[int, ...]:
-    return (int(value),) if version == 1 else tuple(int(count) for count in value)
+        raise DamagedDirectory(path, f"its budgets cannot be read: {error!r}") from error
 
 
 def require_possible(config: Config) -> None:
-    """Looks and touches nothing. Blocks. Raises :class:`TierConfigError`, naming the largest key of those at fault."""
+    """Checks that the tiers fit into the machine. Blocks. Raises :class:`TierConfigError` for the largest wrong key."""
     sizes = config.tier_bytes()
     in_memory = {"host_bytes": sizes.get(Tier.HOST, 0)}
     if config.cuda_device is None:
@@ -339,17 +329,17 @@ def require_possible(config: Config) -> None:
     wanted, has = sum(in_memory.values()), total_bytes()
     if wanted > has:
         name = max(in_memory, key=in_memory.__getitem__)
-        limit = f"the tiers in memory take {wanted} bytes, and this machine has {has}, swap included"
+        limit = f"the memory tiers take {wanted} bytes, this machine has {has} with swap"
         raise TierConfigError(name, in_memory[name], limit)
     if Tier.DISK in sizes:
         whole = _file_system_bytes(config.disk_path)
-        if sizes[Tier.DISK] > whole > 0:  # some that are made as they are used say 0
-            limit = f"more than the {whole} bytes of the whole file system of {config.disk_path}"
+        if sizes[Tier.DISK] > whole > 0:  # a file system that grows on demand may report 0
+            limit = f"the file system of {config.disk_path} has {whole} bytes"
             raise TierConfigError("disk_bytes", sizes[Tier.DISK], limit)
 
 
 def _file_system_bytes(path: Path) -> int:
-    """0 where it may not be looked at: whoever opens it says why."""
+    """Size of the file system; 0 if it cannot be read."""
     try:
         status = os.statvfs(next(each for each in (path, *path.absolute().parents) if each.exists()))
     except OSError:

@@ -1,6 +1,6 @@
-"""How a cache behaves: chosen when it is made, fixed while it lives, stored with it.
+"""A cache and its options: chosen when it is made, fixed while it lives, stored with it.
 
-What this daemon cannot do is refused, never ignored: the tables here name all that is in effect.
+The daemon refuses an unknown option.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvtierd.service.wire import TIER_FROM_WIRE, TIER_TO_WIRE
 
 EVICTION_POLICIES: Final = frozenset(EVICTORS)
 EVENT_HASHES: Final = frozenset(HASH_BYTES)
-"""Hashes by which blocks are named in events besides their keys."""
+"""Hashes that events can have beside the keys."""
 
 _BYTES_A_TOKEN: Final = 4 + 8
 _OTHER_BYTES: Final = 128
@@ -37,8 +37,12 @@ _TO_WIRE: Final = {policy: value for value, policy in _WRITE_POLICIES.items()}
 
 @dataclass(slots=True, frozen=True)
 class CacheOptions:
-    """A cache's own. ``event_hash`` "": events name blocks by their keys alone. ``thresholds``: (from, to, least
-    priority) of the edges that have their own, in order."""
+    """Options of a cache.
+
+    Args:
+        event_hash: Name of a hash that events have beside the keys; "" = none.
+        thresholds: (from, to, least priority) of edges with their own threshold, in order.
+    """
 
     write_policy: WritePolicy = WritePolicy.BACK
     eviction: str = "lru"
@@ -47,8 +51,7 @@ class CacheOptions:
     thresholds: tuple[tuple[int, int, int], ...] = ()
 
     def label_bytes(self, spec: CacheSpec) -> int:
-        """What a block's hash and tokens take on disk, each token with an extra id, and with a salt of ordinary
-        length."""
+        """Bytes of a block's hash and tokens on disk, with an extra id a token and a salt of usual length."""
         tokens = _BYTES_A_TOKEN * spec.tokens_per_block + _OTHER_BYTES if self.keep_tokens else 0
         return HASH_BYTES.get(self.event_hash, 0) + tokens
 
@@ -67,7 +70,7 @@ class CacheOptions:
         )
 
     def policy(self, defaults: Policy) -> Policy:
-        """What the core is to do for a cache of these options."""
+        """The core's policy for a cache with these options."""
         own = {(Tier(src), Tier(dst)): least for src, dst, least in self.thresholds}
         return replace(
             defaults,
@@ -82,7 +85,7 @@ class CacheOptions:
 
     @classmethod
     def from_stored(cls, values: Mapping[str, Any]) -> Self:
-        """What :meth:`to_stored` wrote; what was not known then has its default. Raises ValueError."""
+        """The options that :meth:`to_stored` wrote; a missing option has its default. Raises ValueError."""
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"options that this daemon does not know: {', '.join(sorted(unknown))}")
@@ -95,11 +98,11 @@ class CacheOptions:
 
 
 Wanted = Mapping[str, Any]
-"""Options that a client named, by field of :class:`CacheOptions`. Those left out: the cache's own, or the defaults."""
+"""Options that a client names, by field of :class:`CacheOptions`. Other options stay, or have their defaults."""
 
 
 def wanted(message: caches_pb2.CacheOptions) -> dict[str, Any]:
-    """What a message names, checked. Raises INVALID_ARGUMENT for what this daemon cannot do."""
+    """The options that a message names. Raises INVALID_ARGUMENT for an unknown option."""
     named: dict[str, Any] = {}
     if message.write_policy:
         named["write_policy"] = _one_of("write_policy", message.write_policy, _WRITE_POLICIES)
@@ -120,9 +123,9 @@ def _thresholds(messages: Sequence[caches_pb2.EdgeThreshold]) -> tuple[tuple[int
         field = f"options.thresholds[{index}]"
         src, dst = TIER_FROM_WIRE.get(getattr(message, "from")), TIER_FROM_WIRE.get(message.to)
         if src is None or dst is None or src >= dst:
-            raise bad_argument(field, f"from {src} to {dst}", "an edge from a tier to one below it")
+            raise bad_argument(field, f"from {src} to {dst}", "an edge from a tier to a lower tier")
         if (src, dst) in found:
-            raise bad_argument(field, f"from {src} to {dst}", "another edge than those before it")
+            raise bad_argument(field, f"from {src} to {dst}", "each edge once")
         if not 0 <= message.min_priority <= NEVER:
             raise bad_argument(f"{field}.min_priority", message.min_priority, f"0 to {NEVER}")
         found[src, dst] = message.min_priority
@@ -130,11 +133,11 @@ def _thresholds(messages: Sequence[caches_pb2.EdgeThreshold]) -> tuple[tuple[int
 
 
 def require_same(options: CacheOptions, named: Wanted, cache: str) -> None:
-    """Raises INVALID_ARGUMENT (OPTIONS_MISMATCH) where a client names what the cache does not have."""
+    """Raises INVALID_ARGUMENT (OPTIONS_MISMATCH) if a named option differs from the cache's."""
     for field, value in named.items():
         has = getattr(options, field)
         if value != has:
-            limit = f"{has!s}, as cache {cache} has; or no options at all"
+            limit = f"{has!s}, the value of cache {cache}, or absent"
             raise bad_argument(f"options.{field}", value, limit, reason="OPTIONS_MISMATCH")
 
 
@@ -146,13 +149,13 @@ def _one_of(field: str, value: int, known: Mapping[int, WritePolicy]) -> WritePo
 
 def _name(field: str, value: str, known: frozenset[str]) -> str:
     if value not in known:
-        raise bad_argument(f"options.{field}", value, " or ".join(sorted(known)) or "none: this daemon knows none")
+        raise bad_argument(f"options.{field}", value, " or ".join(sorted(known)))
     return value
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Cache:
-    """An open cache. ``slots``: by tier, only tiers it has, and by group."""
+    """An open cache. ``slots``: by tier of the cache, one count a window group."""
 
     id: CacheId
     name: str
@@ -169,7 +172,7 @@ class Cache:
 
 @dataclass(slots=True, frozen=True)
 class Removal:
-    """What went, or would go, with a cache. ``spec``: None where it could not be read."""
+    """The blocks and slots of a removed cache. ``spec``: None for a cache that could not be read."""
 
     blocks: int
     spec: CacheSpec | None
@@ -182,13 +185,13 @@ class Removal:
 
 
 def require_same_cache(cache: Cache, spec: CacheSpec, asked: Mapping[Tier, TierBudget]) -> None:
-    """Raises INVALID_ARGUMENT where it has another specification, or other budgets, than a caller asks for."""
+    """Raises INVALID_ARGUMENT (SPEC_MISMATCH, BUDGET_MISMATCH) if the cache differs from the request."""
     if cache.fingerprint != spec.fingerprint():
         difference = next(name for name in spec.to_dict() if getattr(spec, name) != getattr(cache.spec, name))
-        limit = f"{getattr(cache.spec, difference)!r}, as cache {cache.name} has"
+        limit = f"{getattr(cache.spec, difference)!r}, the value of cache {cache.name}"
         raise bad_argument(f"spec.{difference}", getattr(spec, difference), limit, reason="SPEC_MISMATCH")
     for tier, budget in asked.items():
         has = cache.slots.get(tier, ())
         if slots_of(spec, tier, budget) != has:
-            limit = f"{tier_bytes(spec, has)} bytes, as cache {cache.name} has; or no budgets at all"
+            limit = f"{tier_bytes(spec, has)} bytes, the budget of cache {cache.name}, or absent"
             raise bad_argument(f"budgets[{tier}]", budget.nbytes, limit, reason="BUDGET_MISMATCH")

@@ -1,6 +1,6 @@
-"""The catalog: which caches there are, what each was given of the tiers, and how one comes into being.
+"""The catalog: it opens, restores and removes caches.
 
-What a cache is made of, ``service/assembly.py`` makes in a thread, since that blocks; the engine is told on the loop.
+``service/assembly.py`` makes the parts of a cache in a thread. The catalog introduces them to the engine on the loop.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ _log = logging.getLogger(__name__)
 class Catalog:
     """All caches of the daemon, each open until it is removed or the daemon stops.
 
-    ``headers``: filled in before a cache's first event. What changes a cache's existence holds the lock of its name, so
-    that opening one never waits for another; memory is allocated for one at a time.
+    ``headers``: filled in before a cache's first event. Opening and removing a cache hold the lock of its name.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class Catalog:
         self._headers: Final = headers
         self._left_out: dict[str, str] = {}
         self._unfinished: dict[str, Removal] = {}
-        """Of caches whose files could not be deleted: what goes back to the budgets once they are."""
+        """Caches whose files could not be deleted, with the slots that go back to the budgets afterwards."""
         self._noted: dict[CacheId, str] = {}
         self._loading: dict[str, asyncio.Lock] = {}
-        """Caches of an earlier life that nobody can open yet; the locks of their names are held."""
+        """Caches of an earlier daemon that are not read yet, with the locks of their names, which are held."""
         self._loaded: Final = asyncio.Event()
         self._loaded.set()
         self._parts: dict[CacheId, Parts] = {}
@@ -92,18 +91,18 @@ class Catalog:
         return self._by_name.get(name)
 
     def exists(self, name: str) -> bool:
-        """Also while it comes into being."""
+        """Whether there is a cache of the name, or one is being made."""
         lock = self._locks.get(name)
         return name in self._by_name or (lock is not None and lock.locked())
 
     def problems(self) -> list[str]:
-        """For health: caches on disk that cannot be served, and what was noted of others."""
+        """Problems for health: caches that are left out or not read yet, and noted problems."""
         left_out = [f"cache {name} is left out: {why}" for name, why in sorted(self._left_out.items())]
-        left_out += [f"cache {name} is still being read: who opens it waits" for name in sorted(self._loading)]
+        left_out += [f"cache {name} is still being read" for name in sorted(self._loading)]
         return left_out + [f"cache {c.name}: {self._noted[c.id]}" for c in self if c.id in self._noted]
 
     def note(self, cache: Cache, problem: str | None) -> None:
-        """What health should show of the cache; None = it is well."""
+        """Sets the cache's problem for health; None = no problem."""
         if problem is None:
             self._noted.pop(cache.id, None)
         else:
@@ -111,18 +110,23 @@ class Catalog:
 
     @asynccontextmanager
     async def holding(self, cache: Cache) -> AsyncIterator[bool]:
-        """Keeps an open cache as it is meanwhile. Yields whether it still is there."""
+        """Holds the lock of the cache's name. Yields whether the cache is still open."""
         async with self._lock_of(cache.name):
             yield self._by_id.get(cache.id) is cache
 
     async def open(
         self, name: str, spec: CacheSpec | None, asked: Mapping[Tier, TierBudget], named: Wanted, *, create: bool
     ) -> tuple[Cache, bool]:
-        """The cache of this name, and whether it was made for this call. ``asked``: none = what is left of every tier.
+        """The cache of a name, and whether this call made it. A cancelled caller does not stop the making.
 
-        ``spec``: None = whatever it has. It is made only with ``create`` and a spec. Once begun that goes on, whatever
-        becomes of the caller: half a cache is no use to anybody. Raises INVALID_ARGUMENT (another spec, other budgets
-        or options), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (it is left out).
+        Args:
+            spec: None = the cache's own; a new cache needs a specification.
+            asked: Budgets; none = all that is left of every tier.
+            create: Whether the cache may be made.
+
+        Raises:
+            CallRefused: INVALID_ARGUMENT (the cache differs), RESOURCE_EXHAUSTED, NOT_FOUND, FAILED_PRECONDITION (it is
+                left out).
         """
         return await self._to_the_end(self._open(name, spec, asked, named, create), f"open-{name}")
 
@@ -146,7 +150,7 @@ class Catalog:
         return cache, False
 
     def _new_options(self, name: str, spec: CacheSpec, named: Wanted) -> CacheOptions:
-        """Of a new cache. An option that is not named is as in the last cache of that name that only memory had."""
+        """Options of a new cache. An unnamed option is that of the last memory-only cache of the name."""
         policy = self._stores.policy
         options = CacheOptions(write_policy=policy.write_policy, eviction=policy.eviction)
         past = self._stores.remembered.past_options(name, spec.fingerprint().hex())
@@ -158,15 +162,15 @@ class Catalog:
         return replace(options, **named)
 
     def _require_whole(self, name: str) -> None:
-        """Raises FAILED_PRECONDITION where the cache is on disk, but cannot be served."""
+        """Raises FAILED_PRECONDITION if the cache is on disk but left out."""
         if name in self._left_out:
             message = f"cache {name} is left out: {self._left_out[name]}"
             raise refused(grpc.StatusCode.FAILED_PRECONDITION, "DAMAGED_CACHE", message)
 
     async def remove(self, name: str, check: Callable[[Cache], None], *, force: bool, dry_run: bool) -> Removal:
-        """Forgets a cache, its blocks and its bytes on disk. ``check`` refuses by raising.
+        """Removes a cache, its blocks and its files. ``check`` refuses by raising.
 
-        One that is left out for damage goes only with ``force``. Raises NOT_FOUND, FAILED_PRECONDITION, TierIOError.
+        A cache that is left out is removed only with ``force``. Raises NOT_FOUND, FAILED_PRECONDITION, TierIOError.
         """
         return await self._to_the_end(self._remove(name, check, force, dry_run), f"remove-{name}")
 
@@ -187,7 +191,7 @@ class Catalog:
                 return removal
             if cache is not None:
                 await self._dismantle(cache)
-            self._left_out[name], self._unfinished[name] = "its removal did not end", removal
+            self._left_out[name], self._unfinished[name] = "its files are not deleted", removal
             await asyncio.to_thread(self._delete, name)
             del self._left_out[name], self._unfinished[name]
             if removal.spec is not None:
@@ -196,7 +200,7 @@ class Catalog:
         return removal
 
     async def _dismantle(self, cache: Cache) -> None:
-        """From here on nobody finds the cache; its moves end, then its memory and its store are let go of."""
+        """Takes an open cache out of service: ends its moves, then releases its memory and its store."""
         del self._by_id[cache.id], self._by_name[cache.name]
         cache.runtime.arena.set_state(ArenaState.CLOSED)
         await self._engine.remove_cache(cache.id)
@@ -208,7 +212,7 @@ class Catalog:
             _log.error("memory is not given back before the daemon ends name=%s", cache.name)
 
     def _delete(self, name: str) -> None:
-        """Blocks. The directory first: without it the rest is forgotten at the next start, too."""
+        """Deletes the cache's files. Blocks. Without the directory, the next start forgets the rest."""
         if self._stores.disk is not None:
             self._stores.disk.remove(name)
         self._stores.remembered.forget(name)
@@ -217,12 +221,13 @@ class Catalog:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def plan_restore(self, old: OldLife = NOBODY) -> list[Plan]:
-        """Which caches are opened again: those that the disk remembers or whose memory was kept, with the budgets they
-        had, which are theirs from now on; the others are announced as gone. Until :meth:`load` has opened one, whoever
-        asks for it waits.
+        """Plans for the caches on disk and the caches with kept memory, which take their budgets.
 
-        What is damaged is left out and stays as it is. Memory budgets shrink to what the configuration still has.
-        Raises :class:`TierConfigError` where the disk tier is smaller than its caches.
+        Other known caches are announced as gone. A damaged cache is left out. Memory budgets shrink to the
+        configuration. A call that opens a planned cache waits for :meth:`load`.
+
+        Raises:
+            TierConfigError: The disk tier is smaller than its caches.
         """
         disk, remembered = self._stores.disk, self._stores.remembered
         stored = await asyncio.to_thread(disk.caches) if disk is not None else []
@@ -260,14 +265,14 @@ class Catalog:
         return plans
 
     async def load(self, plans: Sequence[Plan]) -> None:
-        """Opens the caches planned, one after the other; the loop serves others meanwhile."""
+        """Opens the planned caches in order, while the loop serves calls."""
         try:
             for plan in plans:
                 await self._load(plan)
                 self._loading.pop(plan.name).release()
         finally:
             for name, lock in self._loading.items():
-                self._left_out[name] = "the daemon's start failed before it was read"
+                self._left_out[name] = "the start of the daemon failed before the cache was read"
                 lock.release()
             self._loading.clear()
             self._loaded.set()
@@ -288,8 +293,8 @@ class Catalog:
             self._announce_gone({plan.name} & self._stores.remembered.names)
 
     async def _load_without_device(self, plan: Plan, why: str) -> None:
-        """Somebody else may have taken the GPU's memory since the life before: the other tiers are no worse for it. Its
-        share of the device tier is remembered for the next start where there is a disk to remember it by."""
+        """Opens a cache without its device tier: another process may use the GPU's memory. The next start tries the
+        device tier again if the cache is on disk."""
         rest: Slots = {tier: counts for tier, counts in plan.slots.items() if tier is not Tier.DEVICE}
         _log.warning("cache is opened without its device tier name=%s why=%r", plan.name, why)
         if not rest:
@@ -299,11 +304,11 @@ class Catalog:
         await self._make(replace(plan, slots=rest))
 
     async def loaded(self) -> None:
-        """Returns when every cache of the life before is open, or left out."""
+        """Returns when every planned cache is open or left out."""
         await self._loaded.wait()
 
     def _announce_gone(self, names: Collection[str]) -> None:
-        """Watchers of an earlier life know blocks of these, and nobody may ever open them again."""
+        """Announces to watchers of an earlier daemon that these caches lost their blocks."""
         for name in sorted(names):
             cache_id = CacheId(next(self._ids))
             self._headers[cache_id] = CacheHeader(name)
@@ -312,8 +317,7 @@ class Catalog:
                 self._engine.announce_gone(cache_id, GroupId(group), cause)
 
     async def close(self) -> bool:
-        """After the engine's shutdown: lets go of all memory and of the disk. False: not of all memory, which a GPU may
-        still copy."""
+        """Releases all memory and the disk, after the engine's shutdown. False if a GPU may still copy some memory."""
         if self._tasks:
             await asyncio.wait(self._tasks)
         return await asyncio.to_thread(self._close)
@@ -325,7 +329,7 @@ class Catalog:
         return all(closed)
 
     async def _make(self, plan: Plan) -> Cache:
-        """Its budgets have been taken, and are given back where it fails."""
+        """Makes a cache whose budgets are taken; a failure gives them back."""
         cache_id = CacheId(next(self._ids))
         try:
             parts = await asyncio.to_thread(self._assembler.assemble, plan, cache_id)
@@ -356,7 +360,7 @@ class Catalog:
         return cache
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T], name: str) -> T:
-        """``work`` goes on whatever becomes of the caller. Where it fails without one, the log alone is told."""
+        """Awaits ``work``, which goes on if the caller is cancelled. The log then tells of a failure."""
         task = self._spawn(work, name)
         try:
             return await asyncio.shield(task)
@@ -374,6 +378,6 @@ class Catalog:
 def _nobody_waits(task: asyncio.Task[Any]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, CallRefused | TierError | MoverError):
-        _log.error("a bug, of which nobody waits to be told: %s", task.get_name(), exc_info=error)
+        _log.error("a task without a caller failed by a bug: %s", task.get_name(), exc_info=error)
     elif error is not None:
-        _log.warning("nobody waits any more for what failed: %s: %s", task.get_name(), error)
+        _log.warning("a task without a caller failed: %s: %s", task.get_name(), error)

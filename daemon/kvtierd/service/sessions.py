@@ -301,8 +301,8 @@ class SessionRegistry:
             self._gone_before_settled += gone
 
     def restore(self, entries: Iterable[Entry]) -> OldLife:
-        """Takes over sessions of an earlier daemon whose processes live. They hold their slots until they give them up or
-        end. Comes before any other session; :meth:`settle` follows."""
+        """Takes over the sessions of an earlier daemon whose processes live. They hold their slots until they give them
+        up or end. Comes before any other session; :meth:`settle` follows."""
         self._gone_before_settled = []
         dead: set[SessionId] = set()
         for entry in entries:

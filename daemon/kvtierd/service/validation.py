@@ -1,4 +1,4 @@
-"""Checks on what a client sent, before anything is changed: INVALID_ARGUMENT with field, value and limit."""
+"""Checks of requests, before anything is changed: INVALID_ARGUMENT with field, value and limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvtierd.service.errors import bad_argument
 from kvtierd.service.wire import ROOT_PARENT, TIER_FROM_WIRE
 
 MAX_KEYS: Final = 16_384
-"""Blocks of one call: 262,144 tokens of 16 a block. A longer chain is asked for in pieces."""
+"""Most blocks of a call: 262,144 tokens at 16 a block. A client splits a longer chain."""
 
 MAX_CHAINS: Final = 1_024
 MAX_LEASES: Final = 16_384
@@ -35,7 +35,7 @@ def cache_name(value: str, field: str = "name") -> str:
 
 
 def keys(field: str, packed: bytes, *, max_keys: int = MAX_KEYS) -> list[Key]:
-    """Packed keys, one by one: at least one, no two equal."""
+    """The packed keys as a list: one or more, all different."""
     if not packed or len(packed) % KEY_BYTES:
         raise bad_argument(field, f"{len(packed)} bytes", f"one or more keys of {KEY_BYTES} bytes")
     count = len(packed) // KEY_BYTES
@@ -57,7 +57,7 @@ def _refuse_first_repeated(field: str, values: list[Key]) -> NoReturn:
 
 
 def parents(field: str, packed: bytes, keys: Sequence[Key]) -> list[Key | None]:
-    """One parent a block, another than itself; 32 zero bytes = a root."""
+    """One parent a block, not the block itself; 32 zero bytes = a root."""
     size = len(keys) * KEY_BYTES
     if len(packed) != size:
         raise bad_argument(field, f"{len(packed)} bytes", f"{size} bytes: one parent a key")
@@ -73,7 +73,7 @@ def _split(packed: bytes) -> list[Key]:
 
 
 def durations(field: str, values: Sequence[int], count: int) -> Sequence[int]:
-    """Milliseconds, one a block; none at all = for ever for each."""
+    """Milliseconds, one a block; no values = for ever for each block."""
     if not values:
         return [0] * count
     if len(values) != count:
@@ -82,7 +82,7 @@ def durations(field: str, values: Sequence[int], count: int) -> Sequence[int]:
 
 
 def priorities(field: str, packed: bytes, count: int, *, some: bool = False) -> bytes:
-    """One byte a block; none at all = the default for each. ``some``: 255 leaves a block as it is."""
+    """One byte a block; no bytes = the default for each block. ``some``: 255 leaves a block as it is."""
     if not packed:
         return bytes([DEFAULT_PRIORITY]) * count
     if len(packed) != count:
@@ -95,10 +95,12 @@ def priorities(field: str, packed: bytes, count: int, *, some: bool = False) -> 
 
 
 def tier(field: str, value: int, allowed: Collection[Tier]) -> Tier:
-    """A tier of ``allowed``: those that the cache has and the verb can use."""
+    """A tier that the cache has and the verb can use: one of ``allowed``."""
     found = TIER_FROM_WIRE.get(value)
     if found is None or found not in allowed:
-        names = " or ".join(str(each) for each in sorted(allowed)) or "one that the cache has: it has none for this"
+        names = (
+            " or ".join(str(each) for each in sorted(allowed)) or "a tier that the cache has; it has none for this call"
+        )
         raise bad_argument(field, str(found) if found is not None else _tier_name(value), names)
     return found
 
@@ -114,19 +116,19 @@ def count(field: str, value: int, low: int, high: int) -> int:
 
 
 def timeout_s(field: str, value_ns: int, default_s: float) -> float:
-    """Seconds to wait; 0 on the wire = the daemon's default."""
+    """Seconds to wait; 0 = the daemon's default."""
     return count(field, value_ns, 0, MAX_TIMEOUT_NS) / 1e9 or default_s
 
 
 def heartbeat_s(field: str, value_ns: int, default_s: float) -> float:
-    """Seconds of quiet before a heartbeat; 0 on the wire = the daemon's default."""
+    """Seconds without events before a heartbeat; 0 = the daemon's default."""
     if value_ns == 0:
         return default_s
     return count(field, value_ns, MIN_HEARTBEAT_NS, MAX_TIMEOUT_NS) / 1e9
 
 
 def commit_items(cache: Cache, request: blocks_pb2.CommitRequest, slots: Sequence[int]) -> list[CommitItem]:
-    """What a commit wants to store in these slots. Raises INVALID_ARGUMENT."""
+    """The blocks that a commit stores in ``slots``. Raises INVALID_ARGUMENT."""
     listed = keys("keys", request.keys)
     number = len(listed)
     if len(slots) != number:
@@ -150,7 +152,7 @@ _ONLY_WITH_TOKENS_EVEN_ZERO: Final = ("lora_id", "cache_salt")
 
 
 def labels(cache: Cache, request: blocks_pb2.CommitRequest, count: int) -> Sequence[Label | None]:
-    """One label a block. Raises INVALID_ARGUMENT, also for what the cache does not keep."""
+    """One label a block. Raises INVALID_ARGUMENT, also for a label that the cache does not keep."""
     if not request.event_hashes and not request.tokens:
         _require_no_scope(request)
         return [None] * count

@@ -114,15 +114,6 @@ def test_slots_are_remembered_over_a_restart(tmp_path: Path) -> None:
     assert again.get("two") is None
 
 
-def test_slots_remembered_before_there_were_groups_are_read(tmp_path: Path) -> None:
-    write_superblock(tmp_path, "budgets", {"caches": {"old": {"host": 3, "disk": 9}}})
-    remembered = RememberedSlots(tmp_path)
-    assert remembered.get("old") == {Tier.HOST: (3,), Tier.DISK: (9,)}
-    remembered.put("new", {Tier.HOST: (1, 2)})
-    again = RememberedSlots(tmp_path)
-    assert (again.get("old"), again.get("new")) == ({Tier.HOST: (3,), Tier.DISK: (9,)}, {Tier.HOST: (1, 2)})
-
-
 def test_slots_remembered_by_a_later_daemon_are_refused(tmp_path: Path) -> None:
     write_superblock(tmp_path, "budgets", {"version": 3, "caches": {}})
     with pytest.raises(DamagedDirectory, match="version 3"):

@@ -38,7 +38,7 @@ HUGE = 2**64 - 1
         (lambda: validation.tier("tier", 0, (Tier.DEVICE,)), "tier", "device"),
         (lambda: validation.tier("tier", 3, (Tier.DEVICE, Tier.HOST)), "tier", "device or host"),
         (lambda: validation.tier("tier", 17, (Tier.DEVICE,)), "tier", "device"),
-        (lambda: validation.tier("tier", 1, ()), "tier", "one that the cache has"),
+        (lambda: validation.tier("tier", 1, ()), "tier", "a tier that the cache has"),
         (lambda: validation.count("count", 0, 1, 8), "count", "1 to 8"),
         (lambda: validation.count("count", HUGE, 1, 8), "count", "1 to 8"),
         (lambda: validation.timeout_s("timeout_ns", HUGE, 1.0), "timeout_ns", f"0 to {validation.MAX_TIMEOUT_NS}"),

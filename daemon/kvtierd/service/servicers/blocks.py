@@ -30,21 +30,23 @@ from kvtierd.service.sessions import Session
 from kvtierd.tiers.base import Bytes, TierError
 
 PAGE_ROWS: Final = 4096
-"""Of a listing: about a millisecond of the loop. A caller that asks for more gets so many and where to go on."""
+"""Most rows of a listing: about a millisecond of the loop. A longer listing has a next page."""
 
 MEMORY_TIERS: Final = (Tier.DEVICE, Tier.HOST)
-"""Whose slots clients can lease."""
-
+"""Tiers whose slots clients can lease."""
 
 K = TypeVar("K")
 
 
 MAX_LEASES: Final = 65536
-"""Leases of one session, over all caches."""
+"""Most leases of a session, over all caches."""
 
 
 class Caps:
-    """Loop thread only. ``reserved_fraction``: share of a tier's slots of a window group for one session."""
+    """The limits of a session. Loop thread only.
+
+    ``reserved_fraction``: a session's largest share of a tier's slots of a window group.
+    """
 
     def __init__(self, engine: Engine, reserved_fraction: float) -> None:
         self._engine: Final = engine
@@ -54,7 +56,7 @@ class Caps:
 
     @contextmanager
     def reserving(self, session: Session, cache: Cache, group: GroupId, tier: Tier, count: int) -> Iterator[None]:
-        """Around a reservation. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
+        """Counts a reservation during the call. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
         slots = cache.slots[tier][group]
         allowed = max(1, int(self._reserved_fraction * slots))
         if allowed < slots:
@@ -70,7 +72,7 @@ class Caps:
 
     @contextmanager
     def leasing(self, session: Session, count: int) -> Iterator[None]:
-        """Around what may grant so many leases. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
+        """Counts ``count`` leases during the call. Raises RESOURCE_EXHAUSTED (OVER_CAP)."""
         self._require_leases(session, count)
         with _added(self._leasing, session.id, count):
             yield
@@ -113,8 +115,13 @@ def _over(
 
 
 class BlocksService:
-    """``wait_s``: how long a call waits that does not say. ``identity``: has the epoch of the cursors given out.
-    ``describe``: says of a refusal who holds what."""
+    """The servicer.
+
+    Args:
+        identity: Has the epoch of the cursors.
+        wait_s: Default of ``timeout_ns``.
+        describe: Detail of a refusal, with the holders of the slots.
+    """
 
     def __init__(
         self,
@@ -132,7 +139,7 @@ class BlocksService:
         self._wait_s: Final = wait_s
         self._describe: Final = describe
         self._hashing: Final = asyncio.Lock()
-        """One call at a time reads all the bytes of its blocks."""
+        """One call at a time hashes blocks."""
 
     async def match(self, session: Session, request: blocks_pb2.MatchRequest) -> blocks_pb2.MatchResponse:
         cache, group = self._place(session, request.cache_id, request.group)
@@ -311,9 +318,9 @@ class BlocksService:
         return blocks_pb2.Cursor(epoch=self._identity.epoch, id=self._engine.last_event)
 
     def _require_not_withdrawn(self, cache: Cache, session: Session, answers: Sequence[Grant | Refusal]) -> None:
-        """Where the session broke off, some chains may have been granted before: the call is refused whole even so.
+        """Refuses the whole call if the session was detached while it waited, and releases the chains already granted.
 
-        The caller may come back and repeat it; what it does not know of must not stay held meanwhile.
+        The client may resume the session and repeat the call. Until then it must hold no lease that it does not know.
         """
         withdrawn = [a for a in answers if isinstance(a, Refusal) and a.reason is RefusalReason.CANCELLED]
         if not withdrawn:
@@ -325,7 +332,7 @@ class BlocksService:
         raise Refused(withdrawn[0])
 
     def _move_results(self, cache: Cache, group: GroupId, keys: Sequence[Key], grant: Grant) -> bytes:
-        """The grant says which blocks are there and which copies failed; whether the others are at all is seen now."""
+        """One result a block. The grant tells moved blocks and failed copies; a lookup tells the other blocks."""
         if all(grant.results):
             return bytes([BlockResult.OK]) * len(keys)
         places = self._engine.manager(cache.id).locate(group, keys)
@@ -382,7 +389,7 @@ def _acquired_group(cache: Cache, tier: Tier, part: GroupGrant) -> blocks_pb2.Ac
 
 
 def _generations(cache: Cache, tier: Tier, group: GroupId, slots: Sequence[SlotId | None]) -> list[int]:
-    """0 where there is no slot."""
+    """Generations of slots; 0 for a missing slot."""
     arena = cache.runtime.arena
     return [0 if slot is None else arena.generation(tier, group, slot) for slot in slots]
 
@@ -393,10 +400,13 @@ _Place = tuple[Tier, SlotId]
 
 
 async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequence[Key]) -> list[bytes]:
-    """One a block, in a thread; :data:`UNKNOWN` for what is not in memory, or has left its slot by the end.
+    """Checksums of blocks, made in a thread; :data:`UNKNOWN` for a block that is not in memory or has left its slot.
 
-    Nothing is held meanwhile: as with every read of a slot that nobody holds, its generation tells. Raises
-    :class:`UnknownCache`, also where the cache goes meanwhile, and :class:`TierIOError`.
+    No lease holds the slots: their generations before and after tell whether they changed.
+
+    Raises:
+        UnknownCache: The cache was removed.
+        TierIOError: The memory failed.
     """
     runtime = engine.runtime(cache)
     places = [_in_memory(block) for block in engine.manager(cache).locate(group, keys)]
@@ -406,9 +416,9 @@ async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequen
     try:
         digests = await engine.beside(lambda: [_digest(source()) for source in sources])
     except TierError:
-        engine.runtime(cache)  # a cache that is gone is the better answer
+        engine.runtime(cache)  # UnknownCache says more than an error of its memory
         raise
-    engine.runtime(cache)  # without its cache an arena has no generations to look at
+    engine.runtime(cache)  # a removed cache has no generations to compare
     told = iter(
         digest if runtime.arena.generation(tier, group, slot) == generation else UNKNOWN
         for (tier, slot), generation, digest in zip(known, before, digests, strict=True)
@@ -417,7 +427,7 @@ async def of_blocks(engine: Engine, cache: CacheId, group: GroupId, keys: Sequen
 
 
 def _source(runtime: CacheRuntime, group: GroupId, place: _Place) -> Callable[[], Sequence[Bytes]]:
-    """What gives the bytes of a slot to a thread, and keeps them there where the cache goes meanwhile."""
+    """A reader of a slot's bytes for a thread. It keeps the memory mapped if the cache is removed meanwhile."""
     tier, slot = place
     if tier is DEVICE and runtime.cuda is not None:
         return partial(_fetch, runtime.cuda, group, Stretch(slot, 0, runtime.spec.block_bytes(group)))
