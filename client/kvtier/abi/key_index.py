@@ -246,9 +246,10 @@ class IndexReader:
         """The last event whose effect the index shows."""
         return read_shown(self._words)
 
-    def entry(self, key: bytes, group: int) -> Entry | None:
-        """Where the block is. None: unsure."""
-        unindexed = read_unindexed(self._words)
+    def entry(self, key: bytes, group: int, unindexed: int | None = None) -> Entry | None:
+        """Where the block is. None: unsure. ``unindexed``: the count before, if the caller has read it."""
+        if unindexed is None:
+            unindexed = read_unindexed(self._words)
         first, second, tag = self._mix.one(key, group)
         found = self._probe(first, tag, key, group)
         if found is None or found.residency == 0:
@@ -280,14 +281,15 @@ class IndexReader:
     def find(self, keys: bytes | memoryview, group: int) -> Found:
         """Where many blocks are. ``keys``: packed."""
         count = len(keys) // KEY_BYTES
-        found = Found.nothing(count, sure=read_unindexed(self._words) == 0)
+        unindexed = read_unindexed(self._words)
+        found = Found.nothing(count, sure=unindexed == 0)
         unstable: Iterable[int] = range(count)
         if count >= _FEW:
             words = np.frombuffer(keys, "<u8").reshape(count, KEY_BYTES // 8)
             starts = range(0, count, _MANY)
             unstable = [row for start in starts for row in self._find_some(found, words, group, start)]
         for row in unstable:
-            found.put(row, self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group))
+            found.put(row, self.entry(bytes(keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]), group, unindexed))
         return found
 
     def _find_some(self, found: Found, words: U64, group: int, start: int) -> list[int]:
