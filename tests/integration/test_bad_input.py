@@ -310,7 +310,7 @@ CASES = {
     "commit: too few parents": Case("Commit", committing(parents=ROOT_PARENT), BAD, "parents", "32 bytes", "64 bytes"),
     "commit: no parents": Case("Commit", committing(parents=b""), BAD, "parents", "0 bytes", "64 bytes"),
     "commit: its own parent": Case(
-        "Commit", committing(parents=ROOT_PARENT + NEW[1]), BAD, "parents", NEW[1].hex(), "not its own parent"
+        "Commit", committing(parents=ROOT_PARENT + NEW[1]), BAD, "parents[1]", NEW[1].hex(), "not its own parent"
     ),
     "commit: too few priorities": Case(
         "Commit", committing(priorities=b"\x01"), BAD, "priorities", "1 bytes", "2 bytes"

@@ -154,12 +154,12 @@ async def test_any_one_tier_is_enough(short_dir, tier):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--host-bytes", "900TiB"), "command line: --host-bytes = 989560464998400: the tiers"),
+        (("--host-bytes", "900TiB"), "command line: --host-bytes = 989560464998400: the memory tiers"),
         (
             ("--host-bytes", "4096", "--device-bytes", "900TiB"),
             "command line: --device-bytes = 989560464998400: the",
         ),
-        (("--disk-bytes", "1PiB"), "command line: --disk-bytes = 1125899906842624: more than the"),
+        (("--disk-bytes", "1PiB"), "command line: --disk-bytes = 1125899906842624: the file system of"),
     ],
 )
 def test_what_this_machine_can_never_have_is_refused_at_the_start(short_dir, flags, says):
