@@ -124,7 +124,7 @@ async def count_calls(address: str, counter: Counter) -> None:
         counter.clear()
         await work
         await asyncio.sleep(settle_s)
-        found.setdefault(name, []).append((counter.calls, counter.files))
+        found.setdefault(name, []).append((counter.calls, set(counter.files)))
 
     async def store(keys: list[bytes]) -> None:
         async with cache.reserve(len(keys), Tier.HOST) as lease:

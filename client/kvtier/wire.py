@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, overload
+from typing import Any, Final, TypeVar, cast, overload
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from kvtier.abi.keys import KEY_BYTES
@@ -33,6 +34,8 @@ from kvtier.types import (
     WritePolicy,
 )
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
@@ -361,131 +364,33 @@ def cache_info(message: caches_pb2.CacheInfo) -> CacheInfo:
 
 
 def daemon_stats(message: admin_pb2.StatsResponse) -> DaemonStats:
-    return DaemonStats(
-        version=message.version,
-        pid=message.pid,
-        epoch=message.epoch,
-        boot=message.boot,
-        start_time_ns=message.start_time_ns,
-        last_event_id=message.last_event_id,
-        watchers=message.watchers,
+    return _same(
+        DaemonStats,
+        message,
         caches=tuple(_cache_stats(cache) for cache in message.caches),
-        sessions=tuple(_session_stats(session) for session in message.sessions),
+        sessions=tuple(_same(SessionStats, session) for session in message.sessions),
         problems=tuple(message.problems),
-        uptime_ns=message.uptime_ns,
-        watcher_stats=tuple(
-            WatcherStats(one.session_id, one.pid, one.uid, one.command, one.lag) for one in message.watcher_stats
-        ),
-        event_log=_event_log_stats(message.event_log),
-        device=_device_stats(message.device) if message.HasField("device") else None,
-    )
-
-
-def _device_stats(message: admin_pb2.DeviceStats) -> DeviceStats:
-    return DeviceStats(message.kind, message.name, message.uuid, message.memory_bytes)
-
-
-def _event_log_stats(message: admin_pb2.EventLogStats) -> EventLogStats:
-    return EventLogStats(
-        max_bytes=message.max_bytes,
-        bytes=message.bytes,
-        oldest_id=message.oldest_id,
-        newest_id=message.newest_id,
-        oldest_age_ns=message.oldest_age_ns,
-        failures=message.failures,
-        lost_events=message.lost_events,
-        failing=message.failing,
+        watcher_stats=tuple(_same(WatcherStats, watcher) for watcher in message.watcher_stats),
+        event_log=_same(EventLogStats, message.event_log),
+        device=_same(DeviceStats, message.device) if message.HasField("device") else None,
     )
 
 
 def _cache_stats(message: admin_pb2.CacheStats) -> CacheStats:
-    return CacheStats(
-        cache_id=message.cache_id,
-        name=message.name,
-        blocks=message.blocks,
-        tiers=tuple(_tier_stats(tier) for tier in message.tiers),
-        edges=tuple(_edge_stats(edge) for edge in message.edges),
-        hits_device=message.hits_device,
-        hits_host=message.hits_host,
-        hits_disk=message.hits_disk,
-        misses=message.misses,
-        stored=message.stored,
-        removed=message.removed,
-        waiting=message.waiting,
-        groups=tuple(_group_stats(group) for group in message.groups),
-        index_places=message.index_places,
-        unindexed=message.unindexed,
-    )
+    groups = tuple(_same(GroupStats, group, tiers=_tier_stats(group.tiers)) for group in message.groups)
+    edges = tuple(_same(EdgeStats, edge) for edge in message.edges)
+    return _same(CacheStats, message, tiers=_tier_stats(message.tiers), edges=edges, groups=groups)
 
 
-def _group_stats(message: admin_pb2.GroupStats) -> GroupStats:
-    return GroupStats(
-        group=message.group,
-        window_tokens=message.window_tokens,
-        blocks=message.blocks,
-        tiers=tuple(_tier_stats(tier) for tier in message.tiers),
-        hits_device=message.hits_device,
-        hits_host=message.hits_host,
-        hits_disk=message.hits_disk,
-        misses=message.misses,
-        stored=message.stored,
-        removed=message.removed,
-    )
-
-
-def _tier_stats(message: admin_pb2.TierStats) -> TierStats:
-    return TierStats(
-        tier=tier_from_wire(message.tier),
-        capacity=message.capacity,
-        free=message.free,
-        blank=message.blank,
-        filling=message.filling,
-        ready=message.ready,
-        retiring=message.retiring,
-        orphaned=message.orphaned,
-        quarantined=message.quarantined,
-        held=message.held,
-        clean=message.clean,
-    )
-
-
-def _edge_stats(message: admin_pb2.EdgeStats) -> EdgeStats:
-    return EdgeStats(
-        edge=message.edge,
-        blocks=message.blocks,
-        bytes=message.bytes,
-        failures=message.failures,
-        queued_blocks=message.queued_blocks,
-        queue_ns=message.queue_ns,
-        copy_ns=message.copy_ns,
-        degraded=message.degraded,
-    )
+def _tier_stats(messages: Iterable[admin_pb2.TierStats]) -> tuple[TierStats, ...]:
+    return tuple(_same(TierStats, message, tier=tier_from_wire(message.tier)) for message in messages)
 
 
 def lease_info(message: admin_pb2.LeaseInfo) -> LeaseInfo:
-    return LeaseInfo(
-        lease_id=message.lease_id,
-        cache=message.cache,
-        group=message.group,
-        tier=tier_from_wire(message.tier),
-        blank_slots=message.blank_slots,
-        held_blocks=message.held_blocks,
-        orphaned=message.orphaned,
-        age_ns=message.age_ns,
-        session_id=message.session_id,
-        pid=message.pid,
-        uid=message.uid,
-        command=message.command,
-    )
+    return _same(LeaseInfo, message, tier=tier_from_wire(message.tier))
 
 
-def _session_stats(message: admin_pb2.SessionStats) -> SessionStats:
-    return SessionStats(
-        session_id=message.session_id,
-        pid=message.pid,
-        uid=message.uid,
-        command=message.command,
-        attached=message.attached,
-        leases=message.leases,
-        held_slots=message.held_slots,
-    )
+def _same(answer: Callable[..., T], message: Message, **converted: object) -> T:
+    """A dataclass with the message's fields of the same names; ``converted``: those of another type."""
+    names = [field.name for field in fields(cast("Any", answer)) if field.name not in converted]
+    return answer(**converted, **{name: getattr(message, name) for name in names})
