@@ -30,7 +30,7 @@ _PERCENT: Final = re.compile(r"\s*(\d{1,3}(?:\.\d+)?)\s*%\s*")
 
 
 class FreeShare(float):
-    """A share of the memory that is free when the daemon starts: above 0, at most 1."""
+    """A share of the memory that is free when the daemon first starts: above 0, at most 1."""
 
     def of(self, free: int) -> int:
         """The share of ``free`` bytes, in bytes."""
@@ -111,8 +111,8 @@ class Config(BaseSettings):
     )
     device_bytes: DeviceBytes = Field(
         ByteSize(0),
-        description="Size of the device tier. On a GPU it can be a share of the memory that is free at the start, such "
-        "as `80%`. A tier exists if its size is above 0; at least one must exist.",
+        description="Size of the device tier. On a GPU it can be a share of the memory that is free at the first start, "
+        "such as `80%`; later starts take as many bytes. A tier exists if its size is above 0; at least one must exist.",
     )
     host_bytes: TierBytes = Field(ByteSize(0), description="Size of the host tier.")
     disk_bytes: TierBytes = Field(ByteSize(0), description="Size of the disk tier.")

@@ -23,6 +23,7 @@ from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtier.v1 import admin_pb2
 from kvtierd.config import Config
+from kvtierd.config.keys import FreeShare
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import CacheId, GroupId, SlotId, Tier
 from kvtierd.core.ids import rows as rows_of
@@ -326,9 +327,9 @@ def described(config: Config, gpu: Gpu | None) -> admin_pb2.DeviceStats | None:
     return admin_pb2.DeviceStats(kind=config.device) if Tier.DEVICE in config.tiers else None
 
 
-def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper) -> dict[Tier, int]:
+def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper, remembered: RememberedSlots) -> dict[Tier, int]:
     """Bytes by tier. Of the GPU's memory all counts as free that no other process has: what was kept for this daemon is
-    taken over, or let go. Blocks.
+    taken over, or let go. A share of it is what it came to at the first start. Blocks.
 
     Raises :class:`TierConfigError` where the GPU can never have so much. What is only not free yet is refused to the
     caches that do not fit, when they are opened: the other tiers are no worse for it.
@@ -338,6 +339,8 @@ def tier_sizes(config: Config, gpu: Gpu | None, keeper: Keeper) -> dict[Tier, in
     free, total = gpu.memory()[0], gpu.total
     free = min(total, free + keeper.kept_on_gpu(gpu.driver.uuid.hex()))
     sizes = config.tier_bytes(free)
+    if isinstance(config.device_bytes, FreeShare):
+        sizes[Tier.DEVICE] = remembered.share(f"{config.device_bytes} of {gpu.uuid}", sizes[Tier.DEVICE])
     device = sizes[Tier.DEVICE]
     if not 0 < device <= total:
         limit = f"it is {device} bytes: must be 1 to the {total} that {gpu.driver.name} has, of which {free} are free"

@@ -236,6 +236,7 @@ class RememberedSlots:
 
     The file also has the options of memory-only caches, even after their removal: the client that opens such a cache
     after a restart need not be the client that chose its options. A stored cache has its options in its superblock.
+    And it has the bytes that a share of a GPU came to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -244,6 +245,7 @@ class RememberedSlots:
         content = read_superblock(path, _KIND)
         self._slots: dict[str, dict[str, tuple[int, ...]]] = {} if content is None else _checked(path, content)
         self._options: dict[str, PastOptions] = {} if content is None else _checked_options(path, content)
+        self._shares: dict[str, int] = {} if content is None else _checked_shares(path, content)
 
     @property
     def names(self) -> frozenset[str]:
@@ -270,6 +272,17 @@ class RememberedSlots:
                 others[name] = past
             self._replace(self._slots | {name: {str(tier): counts for tier, counts in slots.items()}}, others)
 
+    def share(self, name: str, nbytes: int) -> int:
+        """The bytes that a share came to when it was first asked for; ``nbytes`` the first time.
+
+        What is free changes with the engines that run; a tier that changed with it would lose its blocks.
+        ``name``: the share, and of which GPU. Raises TierIOError.
+        """
+        with self._changing:
+            if name not in self._shares:
+                self._replace(self._slots, self._options, {name: nbytes})
+            return self._shares[name]
+
     def forget(self, name: str) -> None:
         """Raises TierIOError."""
         with self._changing:
@@ -285,16 +298,23 @@ class RememberedSlots:
         with self._changing:
             self._replace({name: slots for name, slots in self._slots.items() if name in names}, self._options)
 
-    def _replace(self, slots: dict[str, dict[str, tuple[int, ...]]], options: dict[str, PastOptions]) -> None:
+    def _replace(
+        self,
+        slots: dict[str, dict[str, tuple[int, ...]]],
+        options: dict[str, PastOptions],
+        shares: dict[str, int] | None = None,
+    ) -> None:
+        shares = self._shares if shares is None else shares
         gone = [name for name in options if name not in slots]
         options = {name: past for name, past in options.items() if name not in gone[:-MAX_PAST]}
-        if slots == self._slots and options == self._options:
+        if (slots, options, shares) == (self._slots, self._options, self._shares):
             return
         past = {name: asdict(one) for name, one in options.items()}
+        content = {"version": _VERSION, "caches": slots, "options": past, "shares": shares}
         with io_errors(f"cannot write {self._path}"):
             make_private_directory(self._path)
-            write_superblock(self._path, _KIND, {"version": _VERSION, "caches": slots, "options": past})
-        self._slots, self._options = slots, options
+            write_superblock(self._path, _KIND, content)
+        self._slots, self._options, self._shares = slots, options, shares
 
 
 def _checked_options(path: Path, content: Mapping[str, Any]) -> dict[str, PastOptions]:
@@ -305,6 +325,13 @@ def _checked_options(path: Path, content: Mapping[str, Any]) -> dict[str, PastOp
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedDirectory(path, f"its options cannot be read: {error!r}") from error
+
+
+def _checked_shares(path: Path, content: Mapping[str, Any]) -> dict[str, int]:
+    try:
+        return {str(name): int(nbytes) for name, nbytes in content.get("shares", {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DamagedDirectory(path, f"its shares cannot be read: {error!r}") from error
 
 
 def _checked(path: Path, content: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:

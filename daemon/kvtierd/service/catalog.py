@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -237,7 +237,7 @@ class Catalog:
         abouts = await asyncio.to_thread(self._stores.keeper.abouts)
         others = names | set(self._left_out)
         kept = {n: about for n, about in abouts.items() if n not in others and Tier.DISK not in about.slots}
-        self._announce_gone(remembered.names - names - set(kept))
+        self._announce_gone({name: remembered.groups(name) for name in remembered.names - names - set(kept)})
         known = others | set(kept) if disk is not None else None
         await asyncio.to_thread(remembered.forget_gone, known)
         unclean, budgets = self._identity.unclean, self._stores.budgets
@@ -252,12 +252,15 @@ class Catalog:
                 raise TierConfigError(key, dict(cache.options), str(error)) from error
             plans.append(Plan(cache.name, cache.spec, slots, options, stored=True, unclean=unclean, old=old))
         for name, about in kept.items():
-            if all(tier_bytes(about.spec, counts) <= budgets.left(t) for t, counts in about.slots.items()):
-                budgets.take(about.spec, about.slots)
-                plans.append(Plan(name, about.spec, about.slots, about.options, unclean=unclean, old=old))
-            else:
-                _log.warning("a kept cache has no room in the budgets any more name=%s", name)
-                self._announce_gone({name})
+            wanted = {tier: tier_bytes(about.spec, counts) for tier, counts in about.slots.items()}
+            left = {tier: budgets.left(tier) for tier in wanted}
+            if any(wanted[tier] > left[tier] for tier in wanted):
+                sizes = ",".join(f"{tier}:{wanted[tier]}/{left[tier]}" for tier in sorted(wanted))
+                _log.warning("a kept cache is lost: it does not fit any more name=%s bytes_of_left=%s", name, sizes)
+                self._announce_gone({name: len(about.spec.groups)})
+                continue
+            budgets.take(about.spec, about.slots)
+            plans.append(Plan(name, about.spec, about.slots, about.options, unclean=unclean, old=old))
         for plan in plans:
             self._loading[plan.name] = self._lock_of(plan.name)
             await self._loading[plan.name].acquire()
@@ -290,7 +293,7 @@ class Catalog:
             if not plan.stored:
                 raise
             self._left_out[plan.name] = str(error)
-            self._announce_gone({plan.name} & self._stores.remembered.names)
+            self._announce_gone({plan.name: len(plan.spec.groups)})
 
     async def _load_without_device(self, plan: Plan, why: str) -> None:
         """Opens a cache without its device tier: another process may use the GPU's memory. The next start tries the
@@ -298,7 +301,7 @@ class Catalog:
         rest: Slots = {tier: counts for tier, counts in plan.slots.items() if tier is not Tier.DEVICE}
         _log.warning("cache is opened without its device tier name=%s why=%r", plan.name, why)
         if not rest:
-            self._announce_gone({plan.name})
+            self._announce_gone({plan.name: len(plan.spec.groups)})
             return
         self._stores.budgets.take(plan.spec, rest)
         await self._make(replace(plan, slots=rest))
@@ -307,13 +310,14 @@ class Catalog:
         """Returns when every planned cache is open or left out."""
         await self._loaded.wait()
 
-    def _announce_gone(self, names: Collection[str]) -> None:
-        """Announces to watchers of an earlier daemon that these caches lost their blocks."""
-        for name in sorted(names):
+    def _announce_gone(self, groups: Mapping[str, int]) -> None:
+        """Announces to watchers of an earlier daemon that these caches lost their blocks. ``groups``: how many window
+        groups each has."""
+        for name in sorted(groups):
             cache_id = CacheId(next(self._ids))
             self._headers[cache_id] = CacheHeader(name)
             cause = Cause.LOST if self._identity.unclean else Cause.SHUTDOWN
-            for group in range(self._stores.remembered.groups(name)):
+            for group in range(groups[name]):
                 self._engine.announce_gone(cache_id, GroupId(group), cause)
 
     async def close(self) -> bool:

@@ -306,7 +306,8 @@ class Daemon:
         gpu = await asyncio.to_thread(open_gpu, config, keeper)
         directories = await asyncio.to_thread(_Directories.open, config)
         roll, entries = await asyncio.to_thread(open_roll, keeper)
-        tiers = _Tiers(gpu, await asyncio.to_thread(tier_sizes, config, gpu, keeper))
+        sizes = await asyncio.to_thread(tier_sizes, config, gpu, keeper, directories.remembered)
+        tiers = _Tiers(gpu, sizes)
         daemon = cls(config, directories, keeper, roll, tiers)
         try:
             await daemon._serve(entries)

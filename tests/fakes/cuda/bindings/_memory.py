@@ -9,6 +9,7 @@ import os
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from ._enums import CUresult
@@ -98,11 +99,25 @@ class _Ranges(Generic[_R]):
         return found
 
 
+def _used_by_all(shared: str) -> int:
+    """Bytes of the device's memory that any process holds: each piece once, however many descriptors it has."""
+    sizes: dict[int, int] = {}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(link).startswith(f"/memfd:{_NAME}{shared} "):
+                status = link.stat()
+                sizes[status.st_ino] = status.st_size
+        except OSError:
+            continue  # closed, or its process ended, meanwhile
+    return sum(sizes.values())
+
+
 class Memory:
     """All of one process. Not thread-safe: the caller holds the lock of the fake."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, shared: str = "") -> None:
         self._limit = limit
+        self._shared = shared
         self._numbers = itertools.count(0x4A0001)
         self._handles: dict[int, _Physical] = {}
         self._reserved: _Ranges[_Reservation] = _Ranges()
@@ -115,7 +130,7 @@ class Memory:
         )  # by inode: of a process's own memory, and what it imported of another's
 
     def free_bytes(self) -> int:
-        return self._limit - self._used
+        return self._limit - (_used_by_all(self._shared) if self._shared else self._used)
 
     # Handles. -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +138,7 @@ class Memory:
         if size <= 0 or size % GRANULARITY:
             raise invalid(f"size {size} is not a multiple of {GRANULARITY}")
         self._check_room(size)
-        fd = os.memfd_create(_NAME)
+        fd = os.memfd_create(_NAME + self._shared)
         os.ftruncate(fd, size)
         _fill(fd, size)
         return self._new_handle(_Physical(fd, size, exportable))

@@ -27,7 +27,8 @@ class Failure:
 class Settings:
     """``max_delay_ms``: how late a stream may do what it was given, chosen anew for every piece from ``seed``.
 
-    ``memory``: bytes of each of ``devices`` devices, counted in each process by itself. ``bindings``: 12 or 13, where
+    ``memory``: bytes of each of ``devices`` devices, counted in each process by itself, or over all processes with the
+    same ``shared``, a name. ``bindings``: 12 or 13, where
     their forms differ. ``features_off``: of FEATURES. ``lost``: a path; while a file is there every call answers the
     code that is its text, LAUNCH_FAILED where it has none, and for ever after in a process that has seen it.
     ``hold``: a path; while a file is there streams begin nothing, as behind a long kernel. ``record``: a path to which
@@ -39,6 +40,7 @@ class Settings:
     seed: int = 0
     max_delay_ms: float = 1.0
     memory: int = 1 << 30
+    shared: str = ""
     devices: int = 1
     driver_version: int = 13000
     bindings: int = 13

@@ -33,7 +33,7 @@ class State:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.lock = threading.RLock()
-        self.memory = Memory(settings.memory)
+        self.memory = Memory(settings.memory, settings.shared)
         self.races = Races(overtaken=settings.overtaken)
         self.thread = _Thread()
         self.pid = os.getpid()

@@ -1,0 +1,67 @@
+"""What a restart keeps if the tiers' sizes, or what is free, are not what they were."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvtier import Cause, Cursor, Event, EventType, NotFound, Tier, connect
+from tests.integration.blocks import SLOT_BYTES, SPEC, assert_bytes, blocks, chain, sizes
+from tests.integration.on_gpu import gpu_daemon, supervised_gpu_daemon
+from tests.integration.supervised import SupervisedDaemon
+from tests.integration.waiting import PATIENCE_S
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("end", ["kill", "upgrade"])
+async def test_a_cache_in_memory_that_fits_no_more_is_lost_alone(short_dir, end):
+    file = short_dir / "kvtierd.toml"
+    file.write_text(f"host_bytes = {12 * SLOT_BYTES}")
+    daemon = SupervisedDaemon(short_dir, {}, ["--config", str(file)])
+    daemon.start()
+    keys = chain("kept", 4)
+    async with await connect(daemon.address) as client:
+        for name, slots in (("large", 8), ("small", 4)):
+            cache = await client.open_cache(name, SPEC, budgets=sizes(host=slots))
+            await cache.put(keys, blocks(keys))
+        stats = await client.stats()
+        file.write_text(f"host_bytes = {6 * SLOT_BYTES}")
+        await asyncio.to_thread(daemon.kill if end == "kill" else daemon.upgrade)
+        assert_bytes(keys, await (await client.open_cache("small")).get(keys))
+        with pytest.raises(NotFound):
+            await client.open_cache("large")
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in client.watch(since=Cursor(stats.epoch, stats.last_event_id), types=[EventType.CLEARED]):
+                if isinstance(event, Event) and event.cache == "large":
+                    assert event.cause is (Cause.LOST if end == "kill" else Cause.SHUTDOWN)
+                    break
+        again = await client.open_cache("large", SPEC, budgets=sizes(host=2))
+        assert (await again.match(keys)).blocks == 0
+    assert f"does not fit any more name=large bytes_of_left=host:{8 * SLOT_BYTES}/" in daemon.log
+    assert daemon.stop() == 0
+
+
+async def test_a_share_of_a_gpu_stays_what_it_came_to_while_an_engine_takes_the_rest(short_dir):
+    gpu = {"memory": 32 * MIB, "shared": str(short_dir)}
+    daemon = supervised_gpu_daemon(short_dir, sizes(host=4), ["--device-bytes", "50%"], gpu=gpu)
+    daemon.start()
+    engine_dir = short_dir / "e"
+    engine_dir.mkdir()
+    engine = gpu_daemon(engine_dir, {Tier.DEVICE: 12 * MIB}, gpu=gpu)
+    keys = chain("kept", 4)
+    async with await connect(daemon.address) as client:
+        cache = await client.open_cache("c", SPEC)
+        assert cache.slots(Tier.DEVICE) == 16 * MIB // SLOT_BYTES
+        await cache.put(keys, blocks(keys), tier=Tier.DEVICE)
+        await cache.put(keys[:2], blocks(keys[:2]), tier=Tier.HOST)
+        engine.start()
+        async with await connect(engine.address) as other:
+            await other.open_cache("engine", SPEC)
+            await asyncio.to_thread(daemon.kill)
+            assert_bytes(keys, await (await client.open_cache("c")).get(keys))
+            assert (await client.open_cache("c")).slots(Tier.DEVICE) == 16 * MIB // SLOT_BYTES
+    engine.stop()
+    assert "not adopted" not in daemon.log
+    assert daemon.stop() == 0
