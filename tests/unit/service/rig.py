@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import hashlib
-import os
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -80,34 +78,17 @@ class AttachSocket:
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
-    async def receive(self) -> tuple[bytes, list[int]]:
-        """A message and its descriptors; (b"", []) at the end of the connection."""
-        loop = asyncio.get_running_loop()
-        readable = loop.create_future()
-        loop.add_reader(self.sock, readable.set_result, None)
+    async def receive(self) -> bytes:
+        """A message; empty at the end of the connection."""
         try:
             async with asyncio.timeout(10):
-                await readable
-        finally:
-            loop.remove_reader(self.sock)
-        try:
-            data, ancillary, _, _ = self.sock.recvmsg(attach.MAX_MESSAGE + 1, socket.CMSG_SPACE(64))
+                return await asyncio.get_running_loop().sock_recv(self.sock, attach.MAX_MESSAGE + 1)
         except ConnectionResetError:
-            return b"", []
-        fds = array.array("i")
-        for _, _, packed in ancillary:
-            fds.frombytes(packed)
-        return data, list(fds)
+            return b""
 
     async def hello(self, token: str | None = None) -> attach.Welcome | attach.Failure:
         await self.send(attach.encode(attach.Hello(token)))
-        data, _ = await self.receive()
-        return attach.decode_welcome(data)
-
-    async def map(self, cache_id: int, *, write: bool) -> tuple[attach.Mapped | attach.Failure, list[int]]:
-        await self.send(attach.encode(attach.Map(cache_id, write)))
-        data, fds = await self.receive()
-        return attach.decode_mapped(data), fds
+        return attach.decode_welcome(await self.receive())
 
     def close(self) -> None:
         self.sock.close()
@@ -170,28 +151,20 @@ class Client:
         self.socket.close()
 
 
-def channel_to(daemon: Daemon, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-    return _channel(daemon.address, options)
-
-
-def _channel(address: str, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(f"unix:{attach.socket_path(address, attach.RPC_SOCKET)}", options)
-
-
 @asynccontextmanager
-async def attached(daemon: Daemon, options: Sequence[tuple[str, Any]] = ()) -> AsyncIterator[Client]:
-    """``options``: of the channel."""
-    async with attached_to(daemon.address, options) as client:
+async def attached(daemon: Daemon) -> AsyncIterator[Client]:
+    async with attached_to(daemon.address) as client:
         yield client
 
 
 @asynccontextmanager
-async def attached_to(address: str, options: Sequence[tuple[str, Any]] = ()) -> AsyncIterator[Client]:
+async def attached_to(address: str) -> AsyncIterator[Client]:
     """The same where a daemon is only starting."""
     sock = await AttachSocket.connect(address)
     welcome = await sock.hello()
     assert isinstance(welcome, attach.Welcome)
-    client = Client(sock, welcome, _channel(address, options), address)
+    channel = grpc.aio.insecure_channel(f"unix:{attach.socket_path(address, attach.RPC_SOCKET)}")
+    client = Client(sock, welcome, channel, address)
     try:
         yield client
     finally:
@@ -218,13 +191,3 @@ async def eventually(condition: Any, timeout: float = 5.0) -> None:
     async with asyncio.timeout(timeout):
         while not condition():  # noqa: ASYNC110  the daemon has no event for a test to wait on
             await asyncio.sleep(0.002)
-
-
-def close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def sockets_below(directory: Path) -> list[str]:
-    """Of the whole host, those that are bound there and still open, unlinked ones included."""
-    return [line for line in Path("/proc/net/unix").read_text().splitlines() if f"{directory}/" in line]

@@ -1,4 +1,4 @@
-"""Calls over a real channel to a daemon inside the test: faults that only its inside can plant, and ends of calls.
+"""Calls and sessions of a daemon inside the test: faults that only its inside can plant, and calls cut short.
 
 ``tests/integration`` shows what each verb answers and refuses.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ import grpc.aio
 import pytest
 
 from kvtier.abi import attach
-from kvtier.abi.attach import Welcome
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, events_pb2, events_pb2_grpc
@@ -35,23 +36,10 @@ from tests.unit.service.rig import (
     config,
     refusal,
     running,
-    sockets_below,
 )
 
 Code = grpc.StatusCode
 KEYS = chain(4)
-
-
-@pytest.fixture
-async def daemon(short_dir: Path) -> AsyncIterator[Daemon]:
-    async with running(config(short_dir, device=8, host=16)) as daemon:
-        yield daemon
-
-
-@pytest.fixture
-async def client(daemon: Daemon) -> AsyncIterator[Client]:
-    async with attached(daemon) as client:
-        yield client
 
 
 @pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this processor")
@@ -179,11 +167,57 @@ async def test_an_acquire_whose_session_broke_off_is_refused_whole_and_may_be_re
     slow.socket.close()
     assert (await waiting)[0] is Code.CANCELLED
     slow.socket = await AttachSocket.connect(slow.address)
-    assert isinstance(await slow.socket.hello(slow.welcome.token), Welcome)
+    assert isinstance(await slow.socket.hello(slow.welcome.token), attach.Welcome)
     await until(slow, nothing_held)
     again = await slow.call(slow.blocks.Acquire, request)
     assert [held.matched for held in again.chains] == [4, 4]
     await slow.release(cache, *[held.lease_id for held in again.chains])
+
+
+ATTACHES = """
+import socket, sys
+from kvtier.abi import attach
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(attach.socket_path(sys.argv[1], attach.ATTACH_SOCKET))
+sock.send(attach.encode(attach.Hello()))
+sys.stdout.buffer.write(sock.recv(attach.MAX_MESSAGE) + b"\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+async def test_a_call_that_waits_for_room_ends_with_its_process(slow: Client) -> None:
+    cache = await slow.open()
+    await slow.put(cache, chain(8))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ATTACHES, slow.address, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    welcome = attach.decode_welcome(await process.stdout.readline())
+    assert isinstance(welcome, attach.Welcome)
+    child = Client(slow.socket, welcome, slow.channel)
+    await child.open()
+    request = blocks_pb2.ReserveRequest(cache_id=cache, tier=DEVICE, count=8, seq=1)
+    waiting = asyncio.create_task(child.call(child.blocks.Reserve, request))
+    await until(slow, lambda stats: stats.waiting == 1)
+    process.kill()
+    await process.communicate()
+    await asyncio.wait([waiting])
+    assert isinstance(waiting.exception(), grpc.aio.AioRpcError | None), "cancelled, or granted just before"
+    await until(slow, nothing_held)
+
+
+async def test_a_new_connection_supersedes_one_that_the_daemon_still_believes_in(client: Client) -> None:
+    cache = await client.open()
+    await client.reserve(cache, 2)
+    second = await AttachSocket.connect(client.address)
+    answer = await second.hello(client.welcome.token)
+    assert isinstance(answer, attach.Welcome)
+    assert answer.resumed
+    assert await client.socket.receive() == b"", "the first connection is over"
+    device = (await cache_stats(client)).tiers[0]
+    assert (device.blank, device.orphaned) == (2, 0)
+    second.close()
 
 
 async def _read_on(watch: AsyncIterator[events_pb2.WatchBatch]) -> None:
@@ -214,4 +248,5 @@ async def test_a_stop_says_the_last_words_of_every_call_before_it_takes_leave_of
 async def test_a_daemon_that_is_stopped_at_once_leaves_no_socket(short_dir: Path) -> None:
     daemon = await Daemon.start(config(short_dir))
     assert await daemon.stop()
-    assert sockets_below(short_dir) == []
+    bound_and_open = await asyncio.to_thread(Path("/proc/net/unix").read_text)  # unlinked ones included
+    assert f"{short_dir}/" not in bound_and_open
