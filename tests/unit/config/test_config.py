@@ -54,12 +54,6 @@ def test_every_key_says_what_it_is() -> None:
     assert all((field.description or "").endswith(".") for field in Config.model_fields.values())
 
 
-def test_sizes_are_bytes_or_text_and_a_tier_of_size_0_does_not_exist() -> None:
-    config = load(None, {"device_bytes": "1GiB", "host_bytes": 4096, "disk_bytes": "2 GB"})
-    assert config.tier_bytes() == {Tier.DEVICE: 1 << 30, Tier.HOST: 4096, Tier.DISK: 2 * 10**9}
-    assert load(None, {"host_bytes": "1MiB", "disk_bytes": 0}).tier_bytes() == {Tier.HOST: 1 << 20}
-
-
 def test_the_tier_of_a_gpu_can_be_a_share_of_the_free_memory() -> None:
     config = load(None, {"device": "cuda:1", "device_bytes": "62.5%", "host_bytes": 4096})
     assert config.tiers == (Tier.DEVICE, Tier.HOST)
@@ -74,23 +68,6 @@ def test_no_gpu_is_opened_without_a_device_tier() -> None:
     assert load(None, {"device": uuid, "device_bytes": 1}).cuda_device == uuid
     assert load(None, {"device": uuid, "host_bytes": 1}).cuda_device is None
     assert load(None, {"device_bytes": 1}).cuda_device is None
-
-
-def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = toml(tmp_path, 'device_bytes = "1MiB"\nhost_bytes = "1MiB"\ndisk_bytes = "1MiB"\n')
-    monkeypatch.setenv("KVTIERD_HOST_BYTES", "2MiB")
-    monkeypatch.setenv("KVTIERD_DISK_BYTES", "2MiB")
-    config = load(file, {"disk_bytes": "3MiB"})
-    assert [size >> 20 for size in config.tier_bytes().values()] == [1, 2, 3]
-
-
-def test_a_list_in_the_environment_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIERD_ALLOW", '[{"uids": [7], "caches": ["*"], "verbs": ["read"]}]')
-    (rule,) = load(None, {"host_bytes": 4096}).allow
-    assert rule.uids == (7,)
-    monkeypatch.setenv("KVTIERD_ALLOW", "[1")
-    with pytest.raises(ConfigError, match=r"KVTIERD_ALLOW = .\[1.: "):
-        load(None, {"host_bytes": 4096})
 
 
 def test_the_disk_is_in_the_state_directory_by_default(tmp_path: Path) -> None:
@@ -130,21 +107,6 @@ def test_a_fault_in_a_file_is_told_with_file_key_value_and_limit(tmp_path: Path,
     assert str(file) in str(refused.value) or "no tier" in says
 
 
-def test_every_fault_is_told_with_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVTIERD_WAIT_SECONDS", "-1")
-    monkeypatch.setenv("KVTIERD_HOST_BYTE", "1GiB")
-    file = toml(tmp_path, "max_sessions = 0")
-    with pytest.raises(ConfigError) as refused:
-        load(file, {"host_bytes": "x"})
-    lines = str(refused.value).splitlines()
-    assert sorted(line.split(" = ")[0] for line in lines) == [
-        f"{file}: max_sessions",
-        "command line: --host-bytes",
-        "environment: KVTIERD_HOST_BYTE: there is no such key",
-        "environment: KVTIERD_WAIT_SECONDS",
-    ]
-
-
 def test_what_is_in_effect_is_printed_with_its_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kvtierd: Run
 ) -> None:
@@ -172,19 +134,30 @@ def test_a_check_touches_nothing(short_dir: Path, kvtierd: Run) -> None:
 
 def test_a_check_reads_the_tls_files(tmp_path: Path, kvtierd: Run) -> None:
     served = Authority(tmp_path).issue("127.0.0.1")
+    (tmp_path / "other").mkdir()
+    foreign = Authority(tmp_path / "other").issue("127.0.0.1")
     named = {"tls_cert": served.cert, "tls_key": served.key, "tls_client_ca": served.ca}
+    file, empty, missing = tmp_path / "kvtierd.toml", tmp_path / "empty", tmp_path / "missing"
+    empty.touch()
 
     def check(**others: Path) -> Ended:
         keys = "".join(f'{key} = "{path}"\n' for key, path in {**named, **others}.items())
-        file = toml(tmp_path, f'host_bytes = "1GiB"\nlisten_tcp = "0.0.0.0:7000"\n{keys}')
+        toml(tmp_path, f'host_bytes = "1GiB"\nlisten_tcp = "0.0.0.0:7000"\n{keys}')
         return kvtierd("--config", str(file), "--check-config")
 
     assert check().status == 0
-    file, empty, missing = tmp_path / "kvtierd.toml", tmp_path / "empty", tmp_path / "missing"
-    empty.touch()
     wrong = check(tls_key=missing, tls_client_ca=empty)
     assert wrong.status == 2
     key, authority = wrong.err.splitlines()
     assert key == f"kvtierd: {file}: tls_key = {missing}: cannot be read: No such file or directory"
     assert authority.startswith(f"kvtierd: {file}: tls_client_ca = {empty}: holds no certificate")
-    assert f"{file}: tls_cert = {empty}: is no certificate that fits tls_key" in check(tls_cert=empty).err
+    assert f"{file}: tls_cert = {missing}: cannot be read" in check(tls_cert=missing).err
+    for paths in ({"tls_cert": empty}, {"tls_key": foreign.key}):
+        wanted = f"{file}: tls_cert = {paths.get('tls_cert', served.cert)}: is no certificate that fits tls_key"
+        assert wanted in check(**paths).err
+
+
+def test_flags_are_explained(kvtierd: Run) -> None:
+    out = kvtierd("--help").out
+    assert "--device-bytes" in out
+    assert "--no-debug-checks" in out

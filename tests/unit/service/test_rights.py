@@ -104,6 +104,9 @@ def test_rules_are_json_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTIERD_ALLOW", f"[{text}]")
     (of_environment,) = load(None, {"host_bytes": 4096}).allow
     assert of_flag == of_environment == rule(uids=[1000], caches=["a"])
+    monkeypatch.setenv("KVTIERD_ALLOW", "[1")
+    with pytest.raises(ConfigError, match=r"KVTIERD_ALLOW = .\[1.: "):
+        load(None, {"host_bytes": 4096})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from kvtierd import state
 from kvtierd.state import RESERVED_IDS, DurableSequencer, StateDir
-from kvtierd.tiers.base import DamagedDirectory, ForeignDirectory, LockedDirectory, TierIOError
+from kvtierd.tiers.base import TierIOError
 from kvtierd.tiers.disk.superblock import SUPERBLOCK
 
 
@@ -20,24 +20,6 @@ def life(path: Path) -> StateDir:
     opened = StateDir.open(path)
     opened.begin()
     return opened
-
-
-def test_a_first_life_begins_before_the_first_event(tmp_path: Path) -> None:
-    opened = life(tmp_path / "deep" / "state")
-    assert (opened.identity.epoch, opened.identity.boot, opened.identity.last) == (1, 1, 0)
-    assert not opened.identity.unclean
-    opened.close(0)
-
-
-def test_a_clean_stop_keeps_the_epoch_and_goes_on_with_the_ids(tmp_path: Path) -> None:
-    first = life(tmp_path)
-    first.close(17)
-    second = life(tmp_path)
-    assert second.identity.epoch == 1
-    assert second.identity.boot == 2
-    assert (second.identity.last, second.identity.epoch_first) == (17, 1)
-    assert not second.identity.unclean
-    second.close(17)
 
 
 def test_after_an_unclean_stop_a_new_epoch_begins_above_all_that_was_reserved(tmp_path: Path) -> None:
@@ -155,60 +137,6 @@ def test_a_full_disk_keeps_no_life_from_beginning(tmp_path: Path) -> None:
     command = [*mounted, "sh", "-c", shell, "sh", str(tmp_path), sys.executable, LIVES_ON_A_FULL_DISK]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_kill_9_is_an_unclean_stop(tmp_path: Path) -> None:
-    program = """
-import sys, pathlib, kvtierd.state, kvtierd.state as s
-opened = s.StateDir.open(pathlib.Path(sys.argv[1])); opened.begin()
-ids = kvtierd.state.DurableSequencer(opened)
-print([ids.take() for _ in range(10)][-1], flush=True)
-sys.stdin.read()
-"""
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "10\n"
-        with pytest.raises(LockedDirectory) as locked:
-            StateDir.open(tmp_path)
-        assert locked.value.pid == child.pid
-        child.kill()
-    after = StateDir.open(tmp_path)
-    assert after.identity.unclean
-    assert after.identity.last >= 10
-    after.close(None)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        (SUPERBLOCK, b"hello"),
-        (SUPERBLOCK, b"kvtier state 1 00000000\n{}"),
-        (SUPERBLOCK, b"kvtier state 9 00000000\n{}"),
-    ],
-)
-def test_a_damaged_state_is_refused_and_not_touched(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DamagedDirectory):
-        StateDir.open(tmp_path)
-    assert (tmp_path / name).read_bytes() == content
-
-
-def test_a_flipped_digit_is_seen(tmp_path: Path) -> None:
-    life(tmp_path).close(123)
-    block = tmp_path / SUPERBLOCK
-    block.write_bytes(block.read_bytes().replace(b"123", b"122"))
-    with pytest.raises(DamagedDirectory):
-        StateDir.open(tmp_path)
-
-
-def test_files_without_a_state_beside_them_are_not_ours(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    with pytest.raises(ForeignDirectory, match="disk"):
-        StateDir.open(tmp_path)
-    assert not (tmp_path / SUPERBLOCK).exists()
 
 
 def test_ids_stay_below_what_is_durable_while_a_thread_moves_the_mark(

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kvtierd.config import ConfigError, load
-from kvtierd.tcp import TcpListener
-from kvtierd.tiers.base import TierConfigError
-from tests.tls import Authority
 
 FILES = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
 
@@ -49,24 +44,3 @@ def test_anything_else_is_refused_at_the_start_with_the_reason(keys: dict[str, o
     with pytest.raises(ConfigError) as refused:
         load(None, {"host_bytes": 4096, **keys})
     assert says in str(refused.value)
-
-
-def test_tls_files_that_are_of_no_use_are_named(tmp_path: Path) -> None:
-    files = Authority(tmp_path).issue("127.0.0.1")
-    (tmp_path / "other").mkdir()
-    foreign = Authority(tmp_path / "other").issue("127.0.0.1")
-    empty = tmp_path / "empty"
-    empty.touch()
-
-    def fault(cert: Path, key: Path, ca: Path) -> str:
-        listener = TcpListener.of("127.0.0.1:0", cert, key, ca, insecure=False)
-        with pytest.raises(TierConfigError) as refused:
-            listener.credentials()
-        return refused.value.field
-
-    assert fault(tmp_path / "missing", files.key, files.ca) == "tls_cert"
-    assert fault(files.cert, tmp_path / "missing", files.ca) == "tls_key"
-    assert fault(files.cert, foreign.key, files.ca) == "tls_cert"
-    assert fault(empty, files.key, files.ca) == "tls_cert"
-    assert fault(files.cert, files.key, empty) == "tls_client_ca"
-    assert TcpListener.of("127.0.0.1:0", files.cert, files.key, files.ca, insecure=False).credentials() is not None
