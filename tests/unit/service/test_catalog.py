@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from kvtier.abi.spec import CacheSpec
-from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2
+from kvtier.v1 import admin_pb2, caches_pb2
 from kvtierd.config import Config
 from kvtierd.core.ids import GroupId, Tier
 from kvtierd.service import wire
@@ -69,35 +69,6 @@ async def test_caches_on_disk_come_back_with_their_budgets(short_dir: Path) -> N
     assert await restored(short_dir, device=8, host=16, disk=64) == budgets
 
 
-async def test_their_blocks_come_back_too(short_dir: Path) -> None:
-    keys = chain(24)
-    settings = config(short_dir, device=8, host=8, disk=64)
-    async with running(settings) as daemon, attached(daemon) as client:
-        cache = await client.open()
-        for start in range(0, 24, 4):
-            await _extend(client, cache, keys, start, start + 4)
-    async with running(settings) as daemon, attached(daemon) as client:
-        cache = await client.open()
-        matched = await client.call(client.blocks.Match, blocks_pb2.MatchRequest(cache_id=cache, keys=b"".join(keys)))
-        assert matched.blocks >= 8, "what did not fit above was on disk, with all that it stands on"
-        assert set(matched.residency) == {4}
-
-
-async def _extend(client: Client, cache: int, keys: list[bytes], start: int, end: int) -> None:
-    reserved = await client.reserve(cache, end - start)
-    parents = b"".join(keys[start - 1 : end - 1]) if start else wire.ROOT_PARENT + b"".join(keys[: end - 1])
-    commit = blocks_pb2.CommitRequest(
-        cache_id=cache,
-        lease_id=reserved.lease_id,
-        slots=reserved.slots,
-        keys=b"".join(keys[start:end]),
-        parents=parents,
-    )
-    done = await client.call(client.blocks.Commit, commit)
-    assert done.results == bytes(end - start)
-    await client.release(cache, reserved.lease_id)
-
-
 async def test_caches_without_a_disk_are_forgotten(short_dir: Path) -> None:
     await with_caches(short_dir, gone={DEVICE: 3}, kept={DISK: 3})
     assert await restored(short_dir, device=8, host=16, disk=64) == {"kept": {DISK: 3}}
@@ -116,13 +87,6 @@ async def test_memory_budgets_shrink_to_what_there_is(
 ) -> None:
     await with_caches(short_dir, cache={DEVICE: 3, HOST: 5, DISK: 20})
     assert await restored(short_dir, **sizes) == {"cache": expected}
-
-
-async def test_a_disk_tier_too_small_for_its_caches_stops_the_start_and_changes_nothing(short_dir: Path) -> None:
-    await with_caches(short_dir, cache={DEVICE: 3, DISK: 20})
-    with pytest.raises(TierConfigError, match="cache"):
-        await Daemon.start(config(short_dir, disk=19))
-    assert await restored(short_dir, device=8, host=0, disk=20) == {"cache": {DEVICE: 3, DISK: 20}}
 
 
 async def test_without_the_disk_tier_its_caches_rest(short_dir: Path) -> None:
@@ -167,17 +131,6 @@ async def test_caches_of_an_unknown_past_share_the_memory(short_dir: Path) -> No
     async with running(settings) as daemon, attached(daemon) as client:
         found = await slots(client)
     assert found == {"a": {DEVICE: 4, HOST: 8, DISK: 8}, "b": {DEVICE: 5, HOST: 8, DISK: 8}}
-
-
-async def test_a_cache_that_came_back_is_opened_only_as_itself(short_dir: Path) -> None:
-    await with_caches(short_dir, cache={DEVICE: 3, DISK: 20})
-    async with running(config(short_dir, device=8, disk=64)) as daemon, attached(daemon) as client:
-        opened = await client.call(client.caches.Open, caches_pb2.OpenRequest(name="cache", spec=wire.spec(SPEC)))
-        assert not opened.created
-        other = wire.spec(SPEC)
-        other.model = "another"
-        _, detail = await client.refusal(client.caches.Open, caches_pb2.OpenRequest(name="cache", spec=other))
-        assert (detail.reason, detail.field) == ("SPEC_MISMATCH", "spec.model")
 
 
 async def test_a_start_that_failed_after_a_crash_leaves_the_crash_to_be_told(short_dir: Path) -> None:
