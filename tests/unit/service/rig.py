@@ -110,9 +110,14 @@ class Client:
         self.events: Any = events_pb2_grpc.EventsStub(channel)
         self.admin: Any = admin_pb2_grpc.AdminStub(channel)
 
-    async def open(self, name: str = "cache", budgets: Mapping[int, int] | None = None) -> int:
+    async def open(
+        self,
+        name: str = "cache",
+        budgets: Mapping[int, int] | None = None,
+        options: caches_pb2.CacheOptions | None = None,
+    ) -> int:
         budget_list = [caches_pb2.TierBudget(tier=tier, bytes=size) for tier, size in (budgets or {}).items()]  # type: ignore[arg-type]
-        request = caches_pb2.OpenRequest(name=name, spec=wire.spec(SPEC), budgets=budget_list)
+        request = caches_pb2.OpenRequest(name=name, spec=wire.spec(SPEC), budgets=budget_list, options=options)
         response: caches_pb2.OpenResponse = await self.call(self.caches.Open, request)
         return response.cache_id
 

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import grpc
 import pytest
 
 from kvtier.v1 import caches_pb2
-from kvtierd.core.policy import WritePolicy
 from kvtierd.service.cache import CacheOptions, require_same, wanted
 from kvtierd.service.errors import CallRefused
-
-
-def test_what_is_left_out_asks_for_nothing() -> None:
-    assert wanted(caches_pb2.CacheOptions()) == {}
-    require_same(CacheOptions(), {}, "cache")
-
-
-def test_what_is_named_is_asked_for() -> None:
-    message = caches_pb2.CacheOptions(write_policy=caches_pb2.WRITE_POLICY_BACK, eviction="lru")
-    assert wanted(message) == {"write_policy": WritePolicy.BACK, "eviction": "lru"}
 
 
 @pytest.mark.parametrize(
@@ -43,15 +31,6 @@ def test_other_options_than_the_cache_s_are_refused_by_name() -> None:
         require_same(CacheOptions(), {"eviction": "other"}, "cache")
     detail = refused.value.detail
     assert (detail.reason, detail.field, detail.value) == ("OPTIONS_MISMATCH", "options.eviction", "other")
-
-
-def test_stored_options_are_read_back() -> None:
-    options = CacheOptions()
-    assert CacheOptions.from_stored(json.loads(json.dumps(options.to_stored()))) == options
-
-
-def test_options_stored_before_there_were_any_are_the_defaults() -> None:
-    assert CacheOptions.from_stored({}) == CacheOptions()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Event hashes and tokens: from a commit to watchers that may see them, over a restart; and what is refused."""
+"""Event hashes and tokens: from a commit to watchers that may see them; and what is refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from kvtier.v1 import admin_pb2, blocks_pb2, caches_pb2, common_pb2, events_pb2
-from kvtierd.config import Config
 from kvtierd.rights import AllowRule, Right, User
-from kvtierd.service import attach, peer, wire
-from tests.unit.service.rig import DISK, HOST, SPEC, Client, attached, chain, config, parents_of, running
+from kvtierd.service import attach, peer
+from tests.unit.service.rig import HOST, SLOT_BYTES, SPEC, Client, attached, chain, config, parents_of, running
 
 TOKENS = SPEC.tokens_per_block
 KEYS = chain(3)
-STRANGER = 4711
+HASHES = b"".join(hashlib.sha256(key).digest() for key in KEYS)
 NAMED = caches_pb2.CacheOptions(event_hash="v1_block_key")
 TOLD = caches_pb2.CacheOptions(event_hash="v2_sha256", keep_tokens=True)
 
@@ -47,16 +46,6 @@ BLOCKS = [
     ),
     events_pb2.BlockTokens(token_ids=IDS[2], lora_id=0, cache_salt="tenant"),
 ]
-
-
-def hashes(size: int) -> list[bytes]:
-    return [hashlib.sha256(key).digest()[:size] for key in KEYS]
-
-
-async def opened(client: Client, options: caches_pb2.CacheOptions, name: str = "cache") -> int:
-    request = caches_pb2.OpenRequest(name=name, spec=wire.spec(SPEC), options=options)
-    reply: caches_pb2.OpenResponse = await client.call(client.caches.Open, request)
-    return reply.cache_id
 
 
 async def commit_request(client: Client, cache: int, **fields: Any) -> blocks_pb2.CommitRequest:
@@ -101,109 +90,44 @@ async def slices(client: Client) -> list[events_pb2.SnapshotSlice]:
     raise AssertionError("the watch ended")
 
 
-async def everything(client: Client) -> list[events_pb2.Event | events_pb2.SnapshotSlice]:
-    """That tells of stored blocks."""
-    return [*await events(client, events_pb2.EVENT_TYPE_STORED), *await slices(client)]
-
-
-async def test_hashes_stand_in_every_event_of_their_blocks(tmp_path: Path) -> None:
-    async with running(config(tmp_path, disk=4)) as daemon, attached(daemon) as client:
-        cache = await opened(client, NAMED)
-        await store(client, cache, event_hashes=b"".join(hashes(8)))
-        await client.call(client.blocks.Move, blocks_pb2.MoveRequest(cache_id=cache, to=DISK, keys=b"".join(KEYS)))
-        (part,) = await slices(client)
-        await client.call(client.blocks.Drop, blocks_pb2.DropRequest(cache_id=cache, keys=KEYS[0]))
-        (created,) = await events(client, events_pb2.EVENT_TYPE_CREATED)
-        (stored,) = await events(client, events_pb2.EVENT_TYPE_STORED)
-        moved = await events(client, events_pb2.EVENT_TYPE_UPDATED)
-        removed = await events(client, events_pb2.EVENT_TYPE_REMOVED)
-    told: list[events_pb2.Event | events_pb2.SnapshotSlice] = [created, stored, *moved, *removed, part]
-    assert {each.event_hash for each in told} == {"v1_block_key"}
-    assert stored.event_hashes == part.event_hashes == b"".join(hashes(8))
-    assert stored.parent_hashes == part.parent_hashes == bytes(8) + b"".join(hashes(8)[:2])
-    assert b"".join(event.event_hashes for event in moved) == b"".join(hashes(8))
-    assert b"".join(event.event_hashes for event in removed) == b"".join(reversed(hashes(8)))
-    assert not stored.tokens
-
-
-async def test_a_cache_without_the_options_tells_nothing_more_than_before(tmp_path: Path) -> None:
-    async with running(config(tmp_path)) as daemon, attached(daemon) as client:
-        await store(client, await client.open())
-        (stored,) = await events(client, events_pb2.EVENT_TYPE_STORED)
+async def test_a_cache_without_the_options_tells_nothing_more_than_before(client: Client) -> None:
+    await store(client, await client.open())
+    (stored,) = await events(client, events_pb2.EVENT_TYPE_STORED)
     fields = {field.name for field, _ in stored.ListFields()}
     assert fields.isdisjoint({"event_hash", "event_hashes", "parent_hashes", "tokens", "window_tokens"})
 
 
-async def test_a_block_committed_without_a_hash_has_zeros_for_one(tmp_path: Path) -> None:
-    async with running(config(tmp_path)) as daemon, attached(daemon) as client:
-        await store(client, await opened(client, NAMED))
-        (stored,) = await events(client, events_pb2.EVENT_TYPE_STORED)
+async def test_a_block_committed_without_a_hash_has_zeros_for_one(client: Client) -> None:
+    await store(client, await client.open(options=NAMED))
+    (stored,) = await events(client, events_pb2.EVENT_TYPE_STORED)
     assert stored.event_hashes == stored.parent_hashes == bytes(3 * 8)
 
 
-async def test_tokens_and_all_of_their_scope_are_told(tmp_path: Path) -> None:
-    async with running(config(tmp_path)) as daemon, attached(daemon) as client:
-        await store(client, await opened(client, TOLD), event_hashes=b"".join(hashes(32)), **FIELDS)
-        (stored,) = await events(client, events_pb2.EVENT_TYPE_STORED)
-        (part,) = await slices(client)
+async def test_tokens_and_all_of_their_scope_are_told(client: Client) -> None:
+    await store(client, await client.open(options=TOLD), event_hashes=HASHES, **FIELDS)
+    (stored,) = await events(client, events_pb2.EVENT_TYPE_STORED)
+    (part,) = await slices(client)
     assert list(stored.tokens) == list(part.tokens) == BLOCKS
 
 
-async def test_hashes_tokens_and_options_outlive_a_restart(tmp_path: Path) -> None:
-    settings = config(tmp_path, disk=4)
-    async with running(settings) as daemon, attached(daemon) as client:
-        cache = await opened(client, TOLD)
-        await store(client, cache, event_hashes=b"".join(hashes(32)), **FIELDS)
-        await client.call(client.blocks.Move, blocks_pb2.MoveRequest(cache_id=cache, to=DISK, keys=b"".join(KEYS)))
-    async with running(settings) as daemon, attached(daemon) as client:
-        (part,) = await slices(client)
-        await opened(client, TOLD)
-    assert part.event_hash == "v2_sha256"
-    assert part.event_hashes == b"".join(hashes(32))
-    assert list(part.tokens) == BLOCKS
-
-
-def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *verbs: Right) -> Config:
-    """Whoever attaches is taken for a user with these rights on the cache "mine", and for one who may only watch the
-    others."""
-    user = User(STRANGER, frozenset())
-    monkeypatch.setattr(attach, "identify", lambda sock: replace(peer.identify(sock), identity=user))
-    every = (Right.READ, Right.WRITE, Right.WATCH, Right.ADMIN)
-    rules = (
-        AllowRule(uids=(STRANGER,), caches=("*",), verbs=every),
-        *(AllowRule(uids=(STRANGER,), caches=("mine",), verbs=(verb,)) for verb in verbs),
-    )
-    return config(tmp_path, allow=rules)
-
-
-async def fill_two(client: Client) -> None:
-    for name in ("mine", "other"):
-        request = caches_pb2.OpenRequest(
-            name=name,
-            spec=wire.spec(SPEC),
-            options=TOLD,
-            budgets=[caches_pb2.TierBudget(tier=HOST, bytes=4 * SPEC.record_bytes(0))],
-        )
-        reply = await client.call(client.caches.Open, request)
-        await store(client, reply.cache_id, event_hashes=b"".join(hashes(32)), **FIELDS)
-
-
-async def test_who_may_watch_but_not_see_tokens_is_sent_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async with running(stranger(monkeypatch, tmp_path)) as daemon, attached(daemon) as client:
-        await fill_two(client)
-        told = await everything(client)
-    assert len(told) == 4
-    assert all(item.event_hashes for item in told)
-    assert not any(item.tokens for item in told)
-
-
-async def test_tokens_of_one_cache_are_sent_to_who_may_see_those(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("verbs", "told_of_mine"), [((), 0), ((Right.TOKENS,), len(KEYS))])
+async def test_tokens_are_sent_to_those_alone_who_may_see_them_in_that_cache(
+    monkeypatch: pytest.MonkeyPatch, short_dir: Path, verbs: tuple[Right, ...], told_of_mine: int
 ) -> None:
-    async with running(stranger(monkeypatch, tmp_path, Right.TOKENS)) as daemon, attached(daemon) as client:
-        await fill_two(client)
-        told = await everything(client)
-    assert {(item.cache, len(item.tokens)) for item in told} == {("mine", 3), ("other", 0)}
+    user = User(4711, frozenset())
+    monkeypatch.setattr(attach, "identify", lambda sock: replace(peer.identify(sock), identity=user))
+    every = AllowRule(uids=(user.uid,), caches=("*",), verbs=(Right.READ, Right.WRITE, Right.WATCH, Right.ADMIN))
+    more = [AllowRule(uids=(user.uid,), caches=("mine",), verbs=verbs)] if verbs else []
+    async with running(config(short_dir, allow=(every, *more))) as daemon, attached(daemon) as client:
+        for name in ("mine", "other"):
+            cache = await client.open(name, {HOST: 4 * SLOT_BYTES}, TOLD)
+            await store(client, cache, event_hashes=HASHES, **FIELDS)
+        told: list[events_pb2.Event | events_pb2.SnapshotSlice] = [
+            *await events(client, events_pb2.EVENT_TYPE_STORED),
+            *await slices(client),
+        ]
+    assert [item.event_hashes for item in told] == [HASHES] * 4
+    assert {(item.cache, len(item.tokens)) for item in told} == {("mine", told_of_mine), ("other", 0)}
 
 
 @pytest.mark.parametrize(
@@ -227,10 +151,9 @@ async def test_tokens_of_one_cache_are_sent_to_who_may_see_those(
     ],
 )
 async def test_what_does_not_fit_refuses_the_whole_commit(
-    tmp_path: Path, options: caches_pb2.CacheOptions, fields: dict[str, Any], field: str
+    client: Client, options: caches_pb2.CacheOptions, fields: dict[str, Any], field: str
 ) -> None:
-    async with running(config(tmp_path)) as daemon, attached(daemon) as client:
-        request = await commit_request(client, await opened(client, options), **fields)
-        code, detail = await client.refusal(client.blocks.Commit, request)
-        assert (code, detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
-        assert await events(client, events_pb2.EVENT_TYPE_STORED) == []
+    request = await commit_request(client, await client.open(options=options), **fields)
+    code, detail = await client.refusal(client.blocks.Commit, request)
+    assert (code, detail.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+    assert await events(client, events_pb2.EVENT_TYPE_STORED) == []
