@@ -112,17 +112,6 @@ async def test_what_left_the_ring_is_told_by_the_log(tmp_path: Path) -> None:
         assert await now.told(1, 77) == (first_to_last(78, 500), [])
 
 
-async def test_a_clean_restart_is_nothing_to_tell_of(tmp_path: Path) -> None:
-    async with life(tmp_path / "log") as before:
-        await before.publish(100)
-    async with life(tmp_path / "log", last=100) as now:
-        assert await now.told(1, 30) == (first_to_last(31, 100), [])
-        await now.publish(100)
-        assert await now.told(1, 30) == (first_to_last(31, 200), [])
-        assert now.hub.epoch_of(50) == 1
-        assert now.hub.end_of(1) is None
-
-
 async def test_each_epoch_is_told_up_to_what_was_logged_of_it(tmp_path: Path) -> None:
     """Of the third nothing was."""
     async with life(tmp_path / "log") as one:

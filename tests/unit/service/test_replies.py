@@ -1,3 +1,5 @@
+"""Replies that a session remembers: calls that are given up or cancelled, and what is forgotten when."""
+
 from __future__ import annotations
 
 import asyncio
@@ -31,41 +33,6 @@ async def turns() -> None:
     """Whatever can run without anything from outside has run when this returns."""
     for _ in range(10):
         await asyncio.sleep(0)
-
-
-async def test_a_repeat_is_answered_and_not_executed() -> None:
-    memory, call = ReplyMemory[int](), Counted()
-    assert [await memory.answer(1, b"a", call) for _ in range(3)] == [1, 1, 1]
-    assert await memory.answer(2, b"a", call) == 2
-
-
-async def test_a_repeat_in_flight_waits_for_the_same_answer() -> None:
-    gate = asyncio.Event()
-    memory, call = ReplyMemory[int](), Counted(gate)
-    both = [asyncio.create_task(memory.answer(1, b"a", call)) for _ in range(2)]
-    await turns()
-    gate.set()
-    assert await asyncio.gather(*both) == [1, 1]
-
-
-async def test_another_body_under_a_used_number_is_refused() -> None:
-    memory, call = ReplyMemory[int](), Counted()
-    await memory.answer(1, b"a", call)
-    with pytest.raises(CallRefused) as refused:
-        await memory.answer(1, b"b", call)
-    assert refused.value.detail.field == "seq"
-    assert call.runs == 1
-
-
-async def test_what_was_refused_runs_anew() -> None:
-    memory, call = ReplyMemory[int](), Counted()
-
-    async def refuse() -> int:
-        raise ValueError("no")
-
-    both = [asyncio.create_task(memory.answer(1, b"a", refuse)) for _ in range(2)]
-    assert [type(error) for error in await asyncio.gather(*both, return_exceptions=True)] == [ValueError, ValueError]
-    assert await memory.answer(1, b"a", call) == 1
 
 
 async def test_a_call_ends_with_the_last_who_waits_for_it_and_may_then_run_again() -> None:
