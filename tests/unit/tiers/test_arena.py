@@ -60,26 +60,6 @@ def test_a_generation_is_odd_exactly_while_written(arena: Arena, tier: Tier) -> 
     assert arena.generation(tier, GROUP, other) == first_generation(3)
 
 
-def test_ending_what_never_began_is_a_bug(arena: Arena) -> None:
-    arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
-    with pytest.raises(AssertionError, match="host group 0 slot 0"):
-        arena.end_writes(Tier.HOST, GROUP, [SlotId(0)])
-
-
-@pytest.mark.parametrize(
-    ("device", "host", "names"),
-    [
-        (4, 0, ("control", "device")),
-        (0, 6, ("control", "host")),
-        (0, 0, ("control",)),
-    ],
-)
-def test_only_tiers_the_cache_has(device: int, host: int, names: tuple[str, ...]) -> None:
-    arena = make_arena(device=device, host=host)
-    assert tuple(arena.shared(write=True).fds) == names
-    arena.close()
-
-
 def test_a_writer_cannot_lock_out_the_daemons_successor(segment: Memfd) -> None:
     said = run_client(
         """
@@ -178,28 +158,12 @@ def test_closing_tells_clients_and_leaves_views_alone() -> None:
     assert mapped_segments("closing") == 0
 
 
-def test_what_is_kept_for_a_successor_is_not_closed_for_those_who_read() -> None:
-    arena = make_arena("kept")
-    client = np.frombuffer(mmap.mmap(arena.shared(write=False).fds["control"], 0, prot=mmap.PROT_READ), np.uint8)
-    arena.set_state(ArenaState.SERVING)
-    arena.close(for_successor=True)
-    assert client[STATE_OFFSET] == ArenaState.SERVING
-    del client
-    gc.collect()
-    assert mapped_segments("kept") == 0
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.parametrize("device", [10**9, 2**31 - 1])
-def test_an_arena_beyond_the_machines_memory_is_refused_before_a_page_is_taken(device: int) -> None:
-    before = open_descriptors()
+def test_an_arena_beyond_the_machines_memory_is_refused_before_a_page_is_taken() -> None:
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(TierConfigError, match="not enough memory") as refused:
-        make_arena("huge", device=device)
+        make_arena("huge", device=2**31 - 1)
     assert refused.value.field == "arena of huge"
-    assert open_descriptors() == before
+    assert os.listdir("/proc/self/fd") == before
     assert mapped_segments("huge") == 0
 
 
@@ -245,13 +209,3 @@ def test_a_control_group_above_limits_what_is_available(control_group: Path) -> 
         Memfd.create("kvtier:unit:group", 8 << 20)
     (control_group / "memory.max").write_text("max\n")
     Memfd.create("kvtier:unit:group", 8 << 20).close()
-
-
-def test_two_boots_never_share_a_generation() -> None:
-    earlier, later = make_arena("earlier", boot=3), make_arena("later", boot=4)
-    for _ in range(1000):
-        earlier.end_writes(Tier.HOST, GROUP, [SlotId(0)])
-        earlier.begin_writes(Tier.HOST, GROUP, [SlotId(0)])
-    assert earlier.generation(Tier.HOST, GROUP, SlotId(0)) < later.generation(Tier.HOST, GROUP, SlotId(0))
-    earlier.close()
-    later.close()

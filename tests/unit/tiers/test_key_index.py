@@ -14,7 +14,7 @@ from kvtier.abi.control import ArenaIdentity, Segment
 from kvtier.abi.key_index import ABSENT, Buckets, Entry, IndexReader
 from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
+from kvtierd.core.ids import GroupId, Key, SlotId, Tier
 from kvtierd.tiers.key_index import At, Blocks, KeyIndex
 
 POOLS = (PoolSpec(1, 1, 8),)
@@ -62,15 +62,6 @@ class Index:
     @property
     def unindexed(self) -> int:
         return int(self.control[4048:4056].view("<u8")[0])
-
-
-def test_a_change_that_changes_nothing_writes_nothing() -> None:
-    index = Index(4)
-    index.put(FULL, key(1), HOST_BIT, host=place(7, 22))
-    before = index.control.copy()
-    index.put(FULL, key(1), HOST_BIT)
-    index.put(FULL, key(2), 0)
-    assert np.array_equal(index.control, before)
 
 
 def test_as_many_blocks_as_there_are_slots_all_find_a_place_however_often_they_change() -> None:
@@ -216,31 +207,6 @@ def test_a_rebuild_leaves_just_the_blocks_there_are_whatever_stood_there(
     assert_holds(index, expected(after))
     for (group, name), entry in expected(after).items():
         assert index.reader.entry(name, group) == entry or index.unindexed
-
-
-def test_a_rebuild_touches_no_bucket_that_is_right() -> None:
-    index = Index(400)
-    blocks = {FULL: dict.fromkeys(range(1500), HOST_BIT)}
-    index.writer.rebuild(standing(blocks))
-    assert index.unindexed == 0
-    sequences = index.buckets.sequences.copy()
-    KeyIndex(index.layout, index.control, epoch=1).rebuild(standing(blocks))
-    assert np.array_equal(index.buckets.sequences, sequences)
-    index.put(FULL, key(77), 0)
-    index.put(FULL, key(5000), DISK_BIT)
-    sequences = index.buckets.sequences.copy()
-    KeyIndex(index.layout, index.control, epoch=1).rebuild(standing(blocks))
-    assert np.count_nonzero(index.buckets.sequences != sequences) <= 1
-    assert index.writer.contents() == expected(blocks)
-
-
-def test_shown_events_count_in_their_epoch() -> None:
-    index = Index(1)
-    assert index.reader.shown() == (1, 0)
-    index.writer.show(EventId(17))
-    assert index.reader.shown() == (1, 17)
-    KeyIndex(index.layout, index.control, epoch=2).show(EventId(3))
-    assert index.reader.shown() == (2, 3)
 
 
 NUMBERS = 201
