@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.abi import attach
-from kvtier.abi.control import ArenaIdentity, SlotContents
+from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.layout import ArenaLayout
 from kvtier.abi.spec import CacheSpec
 from kvtierd.core.ids import GroupId, Key, Label, SessionId, SlotId, Tier, Traits
@@ -30,6 +30,7 @@ MADE = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=3, pid=1)
 OURS = replace(MADE, boot=4)
 GROUP = GroupId(0)
 WINDOW = GroupShape(GROUP, {Tier.DEVICE: 2, Tier.HOST: 6}, dict.fromkeys((Tier.DEVICE, Tier.HOST), 4096))
+TRAITS = Traits(35, 9, 0, Label(b"\7" * 8))
 SLIDING = replace(WINDOW, window_tokens=16, tokens_per_block=16)
 
 
@@ -49,27 +50,14 @@ def kept(arena: Arena) -> dict[str, int]:
     return {segment: os.dup(fd) for segment, fd in arena.kept_fds.items()}
 
 
-def written(
-    arena: Arena, slot: int, number: int, parent: int | None, tier: Tier = Tier.HOST, priority: int = 35
-) -> None:
-    ref = SlotRef(GROUP, tier, SlotId(slot))
-    traits = Traits(35, 9, 0, Label(b"\7" * 8))
-    arena.note(Content(ref, key(number), None if parent is None else key(parent), traits))
-    arena.end_writes(tier, GROUP, [SlotId(slot)])
+def written(arena: Arena, slot: int, number: int, parent: int | None) -> None:
+    ref = SlotRef(GROUP, Tier.HOST, SlotId(slot))
+    arena.note(Content(ref, key(number), None if parent is None else key(parent), TRAITS))
+    arena.end_writes(Tier.HOST, GROUP, [SlotId(slot)])
 
 
 def adopted(arena: Arena) -> Arena:
     return Arena.adopt("c", LAYOUT, OURS, kept(arena))
-
-
-def test_bytes_generations_and_contents_are_as_they_were_left(earlier: Arena) -> None:
-    earlier.data(Tier.HOST)[:4] = (1, 2, 3, 4)
-    written(earlier, 0, number=1, parent=None)
-    again = adopted(earlier)
-    assert again.data(Tier.HOST)[:4].tolist() == [1, 2, 3, 4]
-    assert again.generation(Tier.HOST, GROUP, SlotId(0)) == (3 << 32) + 2
-    assert again.contents(Tier.HOST, GROUP) == SlotContents([0], [key(1)], [None], [35], [9], [0], [b"\7" * 8], [1])
-    again.close()
 
 
 def put(segment: str, offset: int, data: bytes) -> Callable[[Arena, dict[str, int]], None]:
@@ -163,10 +151,8 @@ def test_what_is_not_this_caches_is_refused(
         os.close(fd)
 
 
-def found(
-    arena: Arena, shape: GroupShape = WINDOW, disk: tuple[Recovered, ...] = (), old: OldLife = NOBODY
-) -> list[Recovered]:
-    return adopt(arena, [shape], {GROUP: disk}, old).recovered[GROUP]
+def found(arena: Arena, shape: GroupShape = WINDOW) -> list[Recovered]:
+    return adopt(arena, [shape], {}, NOBODY).recovered[GROUP]
 
 
 def test_only_slots_whose_record_is_whole_and_of_their_generation_count(earlier: Arena) -> None:
@@ -178,7 +164,7 @@ def test_only_slots_whose_record_is_whole_and_of_their_generation_count(earlier:
     earlier.begin_writes(Tier.HOST, GROUP, [SlotId(3)])
     earlier.end_writes(Tier.HOST, GROUP, [SlotId(3)])  # 3: written anew, and the record is the old one
     again = adopted(earlier)
-    assert [(one.key, one.host) for one in found(again)] == [(key(0), 0), (key(4), 4)]
+    assert [(one.key, one.host, one.traits) for one in found(again)] == [(key(0), 0, TRAITS), (key(4), 4, TRAITS)]
     odd = [again.generation(Tier.HOST, GROUP, SlotId(slot)) % 2 for slot in range(6)]
     assert odd == [0, 1, 1, 1, 0, 1], "whoever still looks at the others finds out"
     again.close()
@@ -192,21 +178,6 @@ def test_blocks_without_their_ancestors_do_not_count_unless_the_window_slides(ea
     again = adopted(earlier)
     assert {one.key for one in found(again, SLIDING)} == {key(2), key(1), key(5), key(6)}
     assert [one.key for one in found(again)] == [key(5), key(6)]
-    again.close()
-
-
-def test_what_is_on_disk_as_well_is_one_block_with_all_its_places(earlier: Arena) -> None:
-    written(earlier, 0, number=2, parent=1)
-    written(earlier, 1, number=3, parent=None, tier=Tier.DEVICE)
-    written(earlier, 2, number=3, parent=None)
-    disk = (Recovered(SlotId(7), key(1), None, Traits(50)), Recovered(SlotId(8), key(2), key(1), Traits(60)))
-    again = adopted(earlier)
-    places = {one.key: one.places for one in found(again, disk=disk)}
-    assert places == {
-        key(1): {Tier.DISK: 7},
-        key(2): {Tier.DISK: 8, Tier.HOST: 0},
-        key(3): {Tier.DEVICE: 1, Tier.HOST: 2},
-    }
     again.close()
 
 
