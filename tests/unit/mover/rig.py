@@ -59,8 +59,6 @@ class StubbornDisk(DiskStore):
         self._inner = inner
         self._gate = threading.Event()
         self.failing = False
-        self.begun = threading.Semaphore(0)
-        """Released as each call begins, before it waits."""
         self.open_gate()
 
     def close_gate(self) -> None:
@@ -88,7 +86,6 @@ class StubbornDisk(DiskStore):
         self._inner.sync()
 
     def _pass(self) -> None:
-        self.begun.release()
         assert self._gate.wait(30)
         if self.failing:
             raise TierIOError(5, "the disk is unwell")

@@ -31,10 +31,8 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         yield house
 
 
-async def waiting_reserve(
-    house: House, count: int, session: int, timeout_s: float | None = 30.0
-) -> asyncio.Task[Grant]:
-    task = asyncio.create_task(house.client(session).reserve(count, timeout_s=timeout_s))
+async def waiting_reserve(house: House, count: int, session: int) -> asyncio.Task[Grant]:
+    task = asyncio.create_task(house.client(session).reserve(count))
     await asyncio.sleep(0)  # it is asked
     await asyncio.sleep(0)  # what can make room is planned
     assert not task.done()
@@ -46,25 +44,6 @@ def assert_nothing_held(house: House) -> None:
     assert stats.waiting == 0
     assert stats.held_by == {}
     assert all(count.held == 0 for count in stats.tiers.values())
-
-
-async def test_a_reserve_waits_for_the_room_that_a_demotion_makes(house: House) -> None:
-    task = await waiting_reserve(house, 4, session=2, timeout_s=None)
-    house.disk.open_gate()
-    grant = await task
-    assert sorted(grant.slots) == [0, 1, 2, 3]
-    assert house.engine.manager(CACHE).stats().held_by == {2: 4}
-
-
-async def test_a_cancelled_wait_holds_nothing(house: House) -> None:
-    task = await waiting_reserve(house, 4, session=2)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert_nothing_held(house)
-
-    house.disk.open_gate()
-    assert len((await house.client(3).reserve(4)).slots) == 4
 
 
 @pytest.fixture
@@ -154,13 +133,6 @@ async def test_cancelling_an_acquire_of_several_chains_gives_back_those_answered
     assert_nothing_held(house)
 
 
-async def test_a_reserve_is_refused_at_its_deadline(house: House) -> None:
-    with pytest.raises(Refused) as refused:
-        await house.client(2).reserve(4, timeout_s=0.02)
-    assert refused.value.refusal.reason is RefusalReason.DEADLINE
-    assert_nothing_held(house)
-
-
 async def test_an_acquire_gets_at_its_deadline_what_is_there(house: House) -> None:
     house.disk.open_gate()
     tail = [key(10), key(11)]
@@ -178,35 +150,6 @@ async def test_an_acquire_gets_at_its_deadline_what_is_there(house: House) -> No
     assert isinstance(answer, Refusal)
     assert answer.reason is RefusalReason.DEADLINE
     assert_nothing_held(house)
-
-
-async def test_settle_returns_when_nothing_is_in_flight(house: House) -> None:
-    task = await waiting_reserve(house, 4, session=2)
-    settled = asyncio.create_task(house.engine.settle())
-    await asyncio.sleep(0)
-    assert sum(house.engine.queues().values()) > 0
-    assert not settled.done()
-    house.disk.open_gate()
-    await settled
-    assert sum(house.engine.queues().values()) == 0
-    await task
-
-
-async def test_moves_that_outlive_their_cache_are_waited_for_and_shown(house: House) -> None:
-    """It rests before it is forgotten, so they would be our bug: one that is not to stop the loop for ever."""
-    shown: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: shown.append(context["message"]))
-    task = await waiting_reserve(house, 4, session=2)
-    name = house.engine._executor.caches.pop(CACHE).runtime.name
-    settled = asyncio.create_task(house.engine.settle())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)  # the loop turns on
-    assert not settled.done()
-    house.disk.open_gate()
-    await settled
-    task.cancel()
-    assert shown == house.engine.problems()
-    assert set(shown) == {f"cache {name}: RuntimeError: its moves have ended after it"}
 
 
 async def test_a_removed_cache_refuses_its_waiters_and_ends_its_moves_first(house: House) -> None:

@@ -14,13 +14,13 @@ from kvtierd.core.ids import Key, Tier
 from kvtierd.core.outcome import Move
 from kvtierd.mover import disk_io
 from kvtierd.mover.runtime import CacheRuntime, Faults, Piece
-from kvtierd.mover.work import Report, reports_of
 from kvtierd.tiers.disk.batch import DiskWrite
 from kvtierd.tiers.disk.root import DiskRoot
 from kvtierd.tiers.disk.store import Begun
 from tests.unit.mover.rig import CACHE, GROUP, House, StubbornDisk, fill, holds, key, move
 
-HOST, DISK = Tier.HOST, Tier.DISK
+DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
+ROOTS = [key(number) for number in range(5)]
 
 
 class PickyDisk(StubbornDisk):
@@ -67,33 +67,6 @@ def test_a_failure_beside_deletions_is_the_right_items(runtime: CacheRuntime) ->
     assert holds(runtime, HOST, 1, key(4))
 
 
-def test_copies_are_told_before_deletions(runtime: CacheRuntime) -> None:
-    """Somebody may wait for them."""
-    members = batch(
-        runtime,
-        move(1, DISK, None, [(0, 0, None)]),
-        move(2, HOST, DISK, [(1, 1, 1)]),
-        move(3, DISK, None, [(2, 2, None)]),
-        move(4, HOST, DISK, [(3, 3, 3), (4, 4, 4)]),
-    )
-
-    def told(reports: Sequence[Report]) -> list[tuple[int, set[int]]]:
-        return [(report.piece.move.id, set(report.failed)) for report in reports]
-
-    faults = Faults(failed=frozenset([0, 4]))
-    assert told(reports_of(members, faults, 5, 10)) == [(2, set()), (4, {1}), (1, {0}), (3, set())]
-
-
-def test_who_joins_a_batch_that_has_started_has_waited_for_nothing(runtime: CacheRuntime) -> None:
-    moves = (move(1, HOST, DISK, [(1, 1, 1)]), move(2, HOST, DISK, [(2, 2, 2)]))
-    members = [Piece(runtime, each, 0, each.items, at) for each, at in zip(moves, (3, 7), strict=True)]
-    assert [report.queue_ns for report in reports_of(members, Faults(), 5, 10)] == [2, 0]
-
-
-DEVICE, DISK = Tier.DEVICE, Tier.DISK
-ROOTS = [key(number) for number in range(5)]
-
-
 async def store_on_disk(house: House) -> None:
     for root in ROOTS:
         await house.client().put([root])
@@ -125,19 +98,7 @@ async def test_the_disk_remembers_the_order_of_use(tmp_path: Path) -> None:
     assert remembered(tmp_path) == [ROOTS[1], ROOTS[2], ROOTS[4], ROOTS[0], ROOTS[3]]
 
 
-async def test_uses_are_written_while_the_daemon_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_io, "NOTED_EVERY_S", 0.0)
-    async with House(tmp_path) as house:
-        house.open({DEVICE: 8, DISK: 8})
-        await store_on_disk(house)
-        await house.client().get([ROOTS[0]])
-        while house.disk.begun.acquire(blocking=False):
-            pass
-        await house.client().get([ROOTS[0]])
-        assert await asyncio.to_thread(house.disk.begun.acquire, timeout=10), "nothing was written to the disk"
-
-
-async def test_uses_that_cannot_be_written_are_a_problem_until_others_can(
+async def test_uses_are_written_meanwhile_and_a_failure_is_a_problem_until_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_io, "NOTED_EVERY_S", 0.0)

@@ -38,12 +38,6 @@ async def doing() -> AsyncIterator[SlotThreads]:
     doing.close()
 
 
-async def test_what_nobody_works_on_ends_at_once(doing: SlotThreads) -> None:
-    ended: list[str] = []
-    assert doing.after(LEASE, lambda: ended.append("lease"))
-    assert ended == ["lease"]
-
-
 async def test_lease_and_session_end_after_the_last_thread(doing: SlotThreads) -> None:
     ended: list[str] = []
     first, second = Work(), Work()

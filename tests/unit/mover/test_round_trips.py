@@ -9,7 +9,7 @@ import pytest
 
 from kvtierd.core.ids import Key, Tier
 from kvtierd.tiers.mapped import Chaos
-from tests.unit.mover.rig import CACHE, GROUP, Client, House, key, ready
+from tests.unit.mover.rig import CACHE, Client, House, key
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
@@ -51,22 +51,3 @@ async def test_three_tiers_under_chaos(tmp_path: Path, seed: int) -> None:
         used = {edge for edge, counters in house.engine.manager(CACHE).stats().edges.items() if counters.blocks}
         assert {(DEVICE, HOST), (HOST, DEVICE), (HOST, DISK), (DISK, DEVICE)} <= used
         assert sum(house.engine.queues().values()) == 0
-
-
-async def test_freed_device_slots_are_poisoned_and_their_generation_is_odd(tmp_path: Path) -> None:
-    async with House(tmp_path) as house:
-        runtime = house.open({DEVICE: 2, HOST: 8})
-        client = house.client()
-        grant = await client.reserve(1)
-        (slot,) = grant.slots
-        client.commit(grant, [key(1)], DEVICE)
-        client.release(grant)
-        assert ready(runtime, DEVICE, slot)
-
-        assert (await client.move([key(1)], HOST)).results == (True,)
-
-        assert not ready(runtime, DEVICE, slot)
-        for part in runtime.memory(DEVICE).parts(GROUP, slot):
-            assert set(part[:1024]) == {0xA5}
-            assert set(part[-1024:]) == {0xA5}
-        assert await client.get([key(1)]) == 1

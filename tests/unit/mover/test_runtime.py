@@ -1,45 +1,17 @@
-"""The key index follows every outcome; that it does is checked after every step of every test with a ``House``."""
+"""The checker that compares the key index with the core, after every step of every test with a ``House``."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from kvtier.abi.key_index import ABSENT, Entry, IndexReader
-from kvtier.abi.layout import INDEXES_HERE, ArenaLayout
+from kvtier.abi.layout import INDEXES_HERE
 from kvtierd.core.errors import InvariantViolation
 from kvtierd.core.ids import SlotId, Tier
-from kvtierd.mover.runtime import CacheRuntime, check_index
+from kvtierd.mover.runtime import check_index
 from kvtierd.tiers.key_index import Blocks
-from tests.unit.mover.rig import GROUP, SPEC, House, key
+from tests.unit.mover.rig import GROUP, House, key
 
 pytestmark = pytest.mark.skipif(not INDEXES_HERE, reason="no key index on this processor")
-
-
-def reader_of(runtime: CacheRuntime) -> IndexReader:
-    """As a client makes one, from the segment alone."""
-    control = runtime.arena.control.view()
-    control.flags.writeable = False
-    return IndexReader(ArenaLayout.read(control, SPEC), control)
-
-
-async def test_who_has_been_answered_finds_the_block_and_its_slot(tmp_path: Path) -> None:
-    async with House(tmp_path) as house:
-        runtime = house.open({Tier.HOST: 4, Tier.DISK: 8})
-        reader, client = reader_of(runtime), house.client()
-        await client.put([key(1), key(2)], tier=Tier.HOST)
-        epoch, event = reader.shown()
-        assert (epoch, event) == (1, house.engine.last_event)
-        entry = reader.entry(key(2), GROUP)
-        assert entry is not None
-        assert entry.residency & Tier.HOST.bit
-        assert entry.host_generation == runtime.arena.generation(Tier.HOST, GROUP, SlotId(entry.host_slot))
-        await client.move([key(1), key(2)], Tier.DISK)
-        assert reader.entry(key(2), GROUP) == Entry(Tier.DISK.bit)
-        house.engine.drop(client.cache, client.session, GROUP, [key(1)])
-        assert reader.entry(key(1), GROUP) is reader.entry(key(2), GROUP) is ABSENT
-        assert reader.shown() == (1, house.engine.last_event)
 
 
 @pytest.mark.parametrize(

@@ -5,36 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from kvtierd.core.events import EventSequencer
-from kvtierd.core.ids import GroupId, SlotId, Tier
+from kvtierd.core.ids import Tier
 from kvtierd.mover.runtime import Faults, Piece
-from kvtierd.mover.work import Mailbox, Run, copy, runs
+from kvtierd.mover.work import Mailbox, copy
 from tests.unit.mover.rig import fill, holds, key, make_runtime, move
-
-SLOTS = st.integers(0, 40)
-
-
-def run(src: int, dst: int, count: int, group: int = 0) -> Run:
-    return Run(GroupId(group), SlotId(src), SlotId(dst), count)
-
-
-def copies(*pairs: tuple[int, int], group: int = 0) -> list[tuple[GroupId, SlotId, SlotId]]:
-    return [(GroupId(group), SlotId(src), SlotId(dst)) for src, dst in pairs]
-
-
-def test_a_run_ends_with_its_group() -> None:
-    assert list(runs(copies((3, 9)) + copies((4, 10), group=1))) == [run(3, 9, 1), run(4, 10, 1, group=1)]
-
-
-@given(st.dictionaries(SLOTS, SLOTS).filter(lambda pairs: len(set(pairs.values())) == len(pairs)))
-def test_runs_are_the_copies_and_no_two_could_be_joined(pairs: dict[int, int]) -> None:
-    found = list(runs(copies(*pairs.items())))
-    assert [(r.src + i, r.dst + i) for r in found for i in range(r.count)] == sorted(pairs.items())
-    ends = {(r.src + r.count, r.dst + r.count) for r in found}
-    assert not ends & {(r.src, r.dst) for r in found}
 
 
 def test_both_pools_of_every_block_arrive_and_other_slots_keep_their_bytes() -> None:
@@ -94,14 +69,3 @@ async def test_a_burst_is_drained_in_one_turn_up_to_the_budget() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
     assert turns == [[4, 4, 4], [4]]
-
-
-async def test_after_close_nothing_arrives_any_more() -> None:
-    turns: list[list[int]] = []
-    mailbox: Mailbox[int] = Mailbox(asyncio.get_running_loop(), lambda: turns.append(mailbox.take(10, int)))
-    mailbox.post([1])
-    mailbox.close()
-    mailbox.post([2])
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert turns in ([], [[]])

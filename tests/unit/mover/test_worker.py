@@ -1,4 +1,4 @@
-"""Whose piece is next: first come, first served, or one of each move in turn."""
+"""Moves that wait take turns, a piece each."""
 
 from __future__ import annotations
 
@@ -51,19 +51,3 @@ def test_who_comes_later_gets_a_turn_as_soon_as_the_others(runtime: CacheRuntime
     waiting.put(pieces(runtime, 2, 2))
     assert [piece.first for piece in first if piece is not None] == [0, 1]
     assert taken(waiting) == [(1, 2), (2, 0), (1, 3), (2, 1), (1, 4)]
-
-
-def test_without_turns_the_order_is_kept(runtime: CacheRuntime) -> None:
-    waiting = WorkQueue(in_turn=False)
-    waiting.put(pieces(runtime, 1, 2))
-    waiting.put(pieces(runtime, 2, 1))
-    waiting.put(pieces(runtime, 3, 1))
-    assert taken(waiting) == [(1, 0), (1, 1), (2, 0), (3, 0)]
-
-
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_a_stop_comes_after_as_many_pieces_as_were_there(runtime: CacheRuntime, in_turn: bool) -> None:
-    waiting = WorkQueue(in_turn=in_turn)
-    waiting.put(pieces(runtime, 1, 2))
-    waiting.stop()
-    assert [piece is None for piece in (waiting.get(block=True) for _ in range(3))] == [False, False, True]
