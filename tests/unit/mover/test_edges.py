@@ -3,7 +3,6 @@
 import asyncio
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
@@ -16,7 +15,7 @@ from kvtierd.mover.edges import LANES, Edges
 from kvtierd.mover.runtime import Batch, CacheRuntime, Faults, Finish, Piece
 from kvtierd.mover.work import CarryOut, Concerns, items_of
 from kvtierd.mover.worker import Lane
-from tests.unit.mover.rig import GROUP, make_runtime, move, mover_threads
+from tests.unit.mover.rig import make_runtime, move, mover_threads
 
 DOWN = (Tier.DEVICE, Tier.HOST)
 WRITE = (Tier.HOST, Tier.DISK)
@@ -172,20 +171,6 @@ async def test_a_slot_is_not_written_in_the_transaction_that_deletes_its_record(
     assert [[number for number, _ in batch] for batch in gate.batches] == [[1], [2, 2, 3, 3], [4, 5], [6]]
 
 
-async def test_deletions_ride_along_beside_a_full_batch_of_writes(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
-    gate = Gate()
-    edges = make_edges([writer(gate)])
-    gate.occupied(edges, numbered(1, [0], WRITE), runtime)
-    edges.submit(runtime, numbered(2, range(100, 120), RETIRE))
-    edges.submit(runtime, numbered(3, range(1, 33), WRITE))
-    edges.submit(runtime, numbered(4, range(120, 140), RETIRE))
-    edges.submit(runtime, numbered(5, [33], WRITE))
-    gate.open()
-    await edges.idle()
-
-    assert [sorted({number for number, _ in batch}) for batch in gate.batches] == [[1], [2, 3, 4], [5]]
-
-
 async def test_an_exception_fails_the_batch_and_the_thread_goes_on(
     make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
 ) -> None:
@@ -234,53 +219,6 @@ async def test_a_dead_thread_shows(make_edges: MakeEdges, runtime: CacheRuntime)
     assert "died" in problem
 
 
-async def test_the_queue_says_what_waits_and_the_results_how_long(
-    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
-) -> None:
-    gate = Gate()
-    edges = make_edges([lane(gate)])
-    edges.submit(runtime, numbered(1, [0]))
-    edges.submit(runtime, numbered(2, [1, 2]))
-    assert edges.queued[DOWN] == 3
-    assert gate.begun.acquire(timeout=30)
-    gate.open()
-    await edges.idle()
-
-    assert edges.queued[DOWN] == 0
-    assert len(desk.results) == 2
-    assert all(result.queue_ns > 0 and result.copy_ns > 0 for result in desk.results)
-
-
-async def test_stop_gives_up_what_has_not_begun_and_leaves_a_thread_that_hangs(
-    desk: Desk, runtime: CacheRuntime
-) -> None:
-    gate = Gate()
-    edges = Edges(asyncio.get_running_loop(), desk.deliver, [lane(gate)])
-    gate.occupied(edges, numbered(1, [0]), runtime)
-    edges.submit(runtime, numbered(2, [1]))
-
-    assert not await edges.stop()
-
-    gate.open()
-    for thread in mover_threads():
-        await asyncio.to_thread(thread.join, 30)
-    assert mover_threads() == []
-    assert gate.batches == [[(1, 0)]]
-    assert desk.results == []
-
-
-async def test_small_blocks_that_are_there_go_together(make_edges: MakeEdges, runtime: CacheRuntime) -> None:
-    """As many as make up so many bytes; nobody waits for more."""
-    gate = Gate()
-    edges = make_edges([Lane("test-small", (DOWN,), 1, 2, gate, batch_bytes=3 * runtime.spec.record_bytes(GROUP))])
-    gate.occupied(edges, numbered(1, [0]), runtime)
-    for number in (2, 3, 4, 5):
-        edges.submit(runtime, numbered(number, [number]))
-    gate.open()
-    await edges.idle()
-    assert [[number for number, _ in batch] for batch in gate.batches] == [[1], [2, 3, 4], [5]]
-
-
 async def test_batches_that_wait_to_be_finished_are_finished_as_one(
     make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
 ) -> None:
@@ -323,43 +261,3 @@ async def test_batches_that_wait_to_be_finished_are_finished_as_one(
     assert [(result.id, result.failed) for result in desk.results] == [
         (number, frozenset([0] if number == 3 else ())) for number in range(1, 9)
     ]
-
-
-async def test_a_batch_begins_while_the_one_before_is_finished(
-    make_edges: MakeEdges, desk: Desk, runtime: CacheRuntime
-) -> None:
-    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
-    finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-    durable = threading.Event()
-
-    def begin(batch: Batch) -> Finish:
-        number = int(batch[0].move.id)
-        begun.put(number)
-
-        def finish() -> Faults:
-            assert durable.wait(30)
-            finished.put(number)
-            return Faults(failed=frozenset([0] if number == 2 else ()))
-
-        return finish
-
-    edges = make_edges([Lane("test-halves", (DOWN,), 1, 1, begin, halves=True)])
-    started_ns = time.monotonic_ns()
-    for number in (1, 2, 3):
-        edges.submit(runtime, numbered(number, [number]))
-
-    assert [await asyncio.to_thread(begun.get, timeout=30) for _ in range(3)] == [1, 2, 3]
-    assert finished.empty()
-    assert desk.results == []
-    await asyncio.sleep(0.01)  # for so long at least all three are under way
-    durable.set()
-    await edges.idle()
-    busy_ns = time.monotonic_ns() - started_ns
-
-    assert [finished.get_nowait() for _ in range(3)] == [1, 2, 3]
-    assert [(result.id, result.failed) for result in desk.results] == [
-        (1, frozenset()),
-        (2, frozenset([0])),
-        (3, frozenset()),
-    ]
-    assert 10_000_000 <= sum(result.copy_ns for result in desk.results) <= busy_ns
