@@ -10,13 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvtier.abi.cuda.driver import Direction, Driver
+from kvtier.abi.cuda.driver import Direction
 from kvtierd.core.ids import SlotId, Tier
 from kvtierd.mover.cuda.plan import Load
-from kvtierd.mover.cuda.staging import BUFFERS, Buffer, Staging
+from kvtierd.mover.cuda.staging import BUFFERS, Buffer
 from kvtierd.mover.runtime import Stretch, Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
-from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
 from tests.unit.mover.cuda.rigs import Rig
 from tests.unit.mover.rig import GROUP, SPEC, content, key
@@ -66,31 +65,6 @@ def test_a_record_for_the_disk_has_zeros_between_its_parts(rig: Rig) -> None:
     assert [one.place for one in load.numbered()] == [4, 9]
     assert [one.number for one in load.numbered()] == [0, 1]
     buffer.close()
-
-
-def test_records_that_do_not_fit_are_refused(rig: Rig) -> None:
-    buffer = Buffer(rig.gpu.driver, SPEC.record_bytes(0))
-    with pytest.raises(ValueError, match="the staging buffer has"):
-        Load(rig.arena.layout, buffer, {0: (GROUP, SlotId(0)), 1: (GROUP, SlotId(1))})
-    buffer.close()
-
-
-def test_staging_memory_is_made_when_wanted_and_used_again() -> None:
-    fake = load_fake()
-    driver = Driver(fake, "cuda")
-    staging = Staging(driver, 4096)
-    assert fake.fake_left() == {"contexts": 1}
-    first = staging.take()
-    staging.give_back(first)
-    again = staging.take()
-    assert again is first
-    others = [staging.take() for _ in range(BUFFERS - 1)]
-    assert fake.fake_left()["host allocations"] == BUFFERS
-    for buffer in (again, *others):
-        staging.give_back(buffer)
-    staging.close()
-    driver.close()
-    assert fake.fake_left() == {}
 
 
 def test_staging_memory_that_cannot_be_had_fails_one_copy_after_another() -> None:

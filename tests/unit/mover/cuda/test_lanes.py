@@ -1,20 +1,17 @@
-"""Lanes over a GPU's copies: what hangs shows and is not reported, what nobody can account for is never reported."""
+"""Lanes over a GPU's copies: what nobody can account for is never reported, and costs the rest of its batch nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvtier.abi.cuda.driver import Direction
 from kvtierd.core.events import EventSequencer
 from kvtierd.core.ids import Tier
 from kvtierd.core.outcome import MoveResult
-from kvtierd.mover.cuda.copies import BATCH_BYTES
 from kvtierd.mover.edges import LANES, Edges
 from kvtierd.mover.runtime import CacheRuntime, Faults, Piece
 from kvtierd.mover.work import reports_of
@@ -29,8 +26,8 @@ DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    yield Rig()
+def rig() -> Rig:
+    return Rig()
 
 
 @pytest.fixture
@@ -44,17 +41,13 @@ class Desk:
 
     def __init__(self) -> None:
         self.results: list[MoveResult] = []
-        self.edges = Edges(asyncio.get_running_loop(), self._deliver, stuck_after_s=0.05)
+        self.edges = Edges(asyncio.get_running_loop(), self._deliver)
 
     def _deliver(self, runtime: CacheRuntime, results: Sequence[MoveResult]) -> None:
         self.results += results
 
     async def problems(self) -> list[str]:
         return self.edges.problems()
-
-
-def names(what: str) -> Callable[[list[str]], bool]:
-    return lambda problems: any(what in problem for problem in problems)
 
 
 @pytest.fixture
@@ -64,30 +57,12 @@ async def desk() -> AsyncIterator[Desk]:
     assert await desk.edges.stop(grace_s=60)
 
 
-async def test_a_copy_that_hangs_shows_and_is_reported_when_it_ends(
-    rig: Rig, runtime: CacheRuntime, desk: Desk
-) -> None:
-    gate = threading.Event()
-    rig.fake.fake_work(rig.copies._traffic._ways[Direction.TO_DEVICE].stream, gate.wait)
-    fill(runtime, HOST, 3, key(1))
-    desk.edges.submit(runtime, move(1, HOST, DEVICE, [(1, 3, 5)]))
-    await eventually(desk.problems, names("host-to-device-finish: stuck, a batch has been running for"))
-    assert desk.results == []
-
-    gate.set()
-    desk.edges.submit(runtime, move(2, DEVICE, HOST, [(1, 5, 0)]))
-    await desk.edges.idle()
-    assert [result.failed for result in desk.results] == [frozenset()] * 2
-    assert holds(runtime, HOST, 0, key(1))
-    rig.close()
-
-
 async def test_a_batch_that_nobody_can_account_for_is_never_reported(
     rig: Rig, runtime: CacheRuntime, desk: Desk
 ) -> None:
     rig.fake.STATE.settings.fail.append(Failure("cuEventRecord", "CUDA_ERROR_INVALID_VALUE", times=0))
     desk.edges.submit(runtime, move(1, HOST, DEVICE, [(1, 3, 5)]))
-    await eventually(desk.problems, names("Unaccounted"))
+    await eventually(desk.problems, lambda problems: "Unaccounted" in str(problems))
     assert desk.results == []
     assert desk.edges.in_flight() == 1
     assert rig.device.lost is not None
@@ -149,11 +124,3 @@ async def test_a_load_that_nobody_can_account_for_keeps_its_own_slots_out_of_use
     (report,) = reports_of(batch, faults, 0, 1)
     assert (report.piece.move.id, report.failed, report.corrupt) == (3, frozenset(), frozenset())
     assert holds(with_disk, HOST, 7, key(2))
-
-
-def test_no_batch_keeps_the_bus_for_long(runtime: CacheRuntime) -> None:
-    large = dataclasses.replace(runtime, spec=dataclasses.replace(SPEC, tokens_per_block=1 << 15))
-    (lane, *_) = LANES
-    planned = move(1, DEVICE, HOST, [(1, 1, 1)])
-    assert lane.blocks_at_once(runtime, planned) == lane.batch_blocks
-    assert lane.blocks_at_once(large, planned) == max(1, BATCH_BYTES // large.spec.record_bytes(0)) == 1

@@ -6,7 +6,6 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ def chunks(pages: mmap.mmap) -> list[Chunk]:
 
 
 class Slow(Driver):
-    """Locks no chunk before it may; counts."""
+    """Locks no chunk before it may."""
 
     def __init__(self, bindings: Any) -> None:
         super().__init__(bindings, "cuda")
@@ -51,12 +50,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def fake() -> ModuleType:
-    return load_fake(max_delay_ms=0)
-
-
-@pytest.fixture
-def driver(fake: ModuleType) -> Iterator[Slow]:
+def driver() -> Iterator[Slow]:
+    fake = load_fake(max_delay_ms=0)
     driver = Slow(fake)
     yield driver
     driver.close()
@@ -92,28 +87,6 @@ def test_a_close_in_the_middle_ends_it_and_undoes_what_was_done(driver: Slow, ch
     closing.join(30)
     assert not closing.is_alive()
     assert locks.nbytes == 0
-
-
-def test_what_was_never_begun_is_closed(driver: Slow, chunks: list[Chunk]) -> None:
-    assert PageLocks("cache", driver, chunks).close()
-    assert PageLocks("none", driver, []).close()
-
-
-def test_memory_that_cannot_be_locked_stays_as_it_is_and_says_so(chunks: list[Chunk]) -> None:
-    failure = {"call": "cuMemHostRegister", "code": "CUDA_ERROR_OUT_OF_MEMORY", "after": 2, "times": 0}
-    fake = load_fake(fail=[failure])
-    driver = Driver(fake, "cuda")
-    locks = PageLocks("cache", driver, chunks)
-    locks.start()
-    until(lambda: locks.problem is not None)
-    assert locks.problem is not None
-    assert locks.problem.startswith(
-        f"{4 * PAGE} of {10 * PAGE} bytes of host memory are page-locked: cuMemHostRegister"
-    )
-    assert [locks.covers(chunk.address) for chunk in chunks] == [True, True, False, False, False]
-    assert locks.close()
-    driver.close()
-    assert fake.fake_left() == {}
 
 
 def test_a_host_whose_pages_are_larger_than_a_slot_says_so(chunks: list[Chunk]) -> None:

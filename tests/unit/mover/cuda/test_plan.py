@@ -34,17 +34,6 @@ def test_adjacent_slots_with_a_gap_on_one_side_are_rows_of_one_piece() -> None:
     assert plan(copies((3, 6), (4, 7)), paths, MAX_PITCH) == [Rows(5060, 1048, 10, 2, 10, 16)]
 
 
-def test_a_stride_that_the_hardware_does_not_take_makes_every_slot_a_piece() -> None:
-    paths = one(Place(1000, 16), Place(5000, 10), 10)
-    assert plan(copies((3, 6), (4, 7)), paths, 15) == [Rows(5060, 1048, 10), Rows(5070, 1064, 10)]
-
-
-def test_no_piece_reaches_into_the_next_page_locked_range() -> None:
-    paths = one(Place(1000, 10), Place(5000, 10, together=4), 10)
-    pieces = plan(copies(*((slot, slot + 1) for slot in range(9))), paths, MAX_PITCH)
-    assert pieces == [Rows(5010, 1000, 30), Rows(5040, 1030, 40), Rows(5080, 1070, 20)]
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Paths, int]:
     """Pools of two groups, apart from each other, and how much memory they take on either side."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,20 +14,14 @@ from kvtier.abi.cuda.driver import BATCH, Direction, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError, CudaLost
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtierd.core.ids import GroupId, SlotId, Tier
-from kvtierd.mover.cuda import traffic
 from kvtierd.mover.cuda.page_locks import Chunk, PageLocks
 from kvtierd.mover.cuda.plan import Rows
 from kvtierd.mover.cuda.traffic import (
-    LONGEST_S,
-    SHORTEST_S,
-    SPIN_S,
     Hazards,
     Passage,
     Spot,
     Traffic,
-    soon,
     spot,
-    wait_until,
 )
 from kvtierd.mover.runtime import Unaccounted
 from kvtierd.tiers.base import Bytes, TierIOError
@@ -330,80 +324,12 @@ def _next(fake: ModuleType, call: str, code: str) -> Failure:
     return Failure(call, code, after=fake.STATE._calls[call])
 
 
-ONE, OTHER = Stream(1), Stream(2)
-
-
-def device(*slots: int) -> list[Spot]:
-    return [spot(Tier.DEVICE, GroupId(0), SlotId(slot)) for slot in slots]
-
-
-def passage(stream: Stream, event: int, reads: Iterable[Spot] = (), writes: Iterable[Spot] = ()) -> Passage:
-    return Passage(stream, Event(event), frozenset(reads), frozenset(writes))
-
-
-def test_places_differ_by_tier_group_and_slot() -> None:
-    places = {
-        spot(tier, GroupId(group), SlotId(slot))
-        for tier in (Tier.DEVICE, Tier.HOST)
-        for group in (0, 1, 63)
-        for slot in (0, 1, 2**31 - 1)
-    }
-    assert len(places) == 2 * 3 * 3
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(passage(ONE, 1, writes=device(4)), passage(OTHER, 2, reads=device(4)), id="read-after-write"),
-        pytest.param(passage(OTHER, 1, reads=device(4)), passage(ONE, 2, writes=device(3, 4)), id="write-after-read"),
-        pytest.param(passage(OTHER, 1, writes=device(4, 5)), passage(ONE, 2, writes=device(4)), id="write-after-write"),
-    ],
-)
-def test_a_batch_waits_for_what_another_stream_does_to_its_slots(before: Passage, after: Passage) -> None:
-    hazards = Hazards()
-    assert hazards.enter(before) == []
-    assert hazards.enter(after) == [before]
-
-
-def test_readers_of_one_slot_do_not_wait_for_each_other() -> None:
-    hazards = Hazards()
-    hazards.enter(passage(OTHER, 1, reads=device(4)))
-    assert hazards.enter(passage(ONE, 2, reads=device(4))) == []
-
-
-def test_other_slots_and_other_tiers_slots_of_the_same_number_are_nobodys_business() -> None:
-    hazards = Hazards()
-    hazards.enter(passage(OTHER, 1, reads=device(4), writes=[spot(Tier.HOST, GroupId(0), SlotId(5))]))
-    assert hazards.enter(passage(ONE, 2, writes=[*device(5), spot(Tier.DEVICE, GroupId(1), SlotId(4))])) == []
-
-
-def test_a_stream_is_in_order_by_itself() -> None:
-    hazards = Hazards()
-    hazards.enter(passage(ONE, 1, writes=device(4)))
-    assert hazards.enter(passage(ONE, 2, writes=device(4))) == []
-
-
-def test_nobody_waits_for_a_batch_that_is_over() -> None:
-    hazards, waited = Hazards(), list[Event]()
-    first, second = passage(ONE, 1, writes=device(1)), passage(ONE, 2, writes=device(2))
-    hazards.enter(first)
-    hazards.enter(second)
-    hazards.leave(first)
-    clashing = hazards.enter(passage(OTHER, 3, reads=device(1, 2)))
-    assert clashing == [second]
-
-    second.recorded.set()
-    hazards.leave(second)
-    hazards.order(clashing, waited.append)  # it has ended since
-    assert waited == []
-    assert len(hazards) == 1
-
-
 def test_an_event_is_waited_for_only_once_it_is_recorded() -> None:
     hazards, waited = Hazards(), list[Event]()
-    first = passage(ONE, 1, writes=device(1))
+    slot = frozenset(at(Tier.DEVICE, 1, slots=1))
+    first = Passage(Stream(1), Event(1), reads=frozenset(), writes=slot)
     hazards.enter(first)
-    clashing = hazards.enter(passage(OTHER, 2, reads=device(1)))
+    clashing = hazards.enter(Passage(Stream(2), Event(2), reads=slot, writes=frozenset()))
     waiter = threading.Thread(target=hazards.order, args=(clashing, waited.append))
     waiter.start()
     waiter.join(0.05)
@@ -413,54 +339,3 @@ def test_an_event_is_waited_for_only_once_it_is_recorded() -> None:
     first.recorded.set()
     waiter.join(30)
     assert waited == [Event(1)]
-
-
-ASKING_S = 1e-6
-
-
-class Clock:
-    """Only asking and sleeping take time."""
-
-    def __init__(self, done_at: float) -> None:
-        self.now = 0.0
-        self.slept: list[tuple[float, float]] = []
-        self._done_at = done_at
-
-    def done(self) -> bool:
-        self.now += ASKING_S
-        return self.now >= self._done_at
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append((self.now, seconds))
-        self.now += seconds
-
-
-def clock(monkeypatch: pytest.MonkeyPatch, done_at: float) -> Clock:
-    made = Clock(done_at)
-    monkeypatch.setattr(traffic, "time", SimpleNamespace(perf_counter=made.perf_counter, sleep=made.sleep))
-    return made
-
-
-def test_what_is_done_soon_is_not_slept_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = clock(monkeypatch, SPIN_S / 2)
-    wait_until(short.done)
-    assert short.slept == []
-
-
-def test_asking_all_the_time_ends_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    long = clock(monkeypatch, 1.0)
-    assert not soon(long.done)
-    assert SPIN_S <= long.now < SPIN_S + 3 * ASKING_S
-
-
-@pytest.mark.parametrize("seconds", [0.001, 0.02, 0.5])
-def test_sleeps_grow_with_what_was_waited_within_bounds(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    long = clock(monkeypatch, seconds)
-    wait_until(long.done)
-    assert long.slept
-    for waited, slept in long.slept:
-        assert slept == pytest.approx(min(LONGEST_S, max(SHORTEST_S, waited / 8)))
-    assert long.now - seconds <= LONGEST_S + ASKING_S
