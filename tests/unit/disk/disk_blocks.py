@@ -44,10 +44,10 @@ def parts_of(arrays: Iterable[Bytes]) -> list[memoryview]:
     return [array.data for array in arrays]
 
 
-def payload(block: Key, sizes: Sequence[int] = PARTS) -> list[Bytes]:
+def payload(block: Key) -> list[Bytes]:
     """The only right bytes of a block."""
     rng = np.random.default_rng(np.frombuffer(block, dtype=np.uint64))
-    parts = buffers(sizes)
+    parts = buffers()
     for part in parts:
         part[:] = rng.integers(0, 256, len(part), dtype=np.uint8)
     return parts
@@ -57,15 +57,12 @@ def block(
     name: int | str,
     slot: int,
     parent: int | str | None = None,
-    priority: int = 35,
     group: GroupId = GROUP,
-    sizes: Sequence[int] = PARTS,
     traits: Traits | None = None,
 ) -> DiskWrite:
-    """A write of the block called ``name``; ``traits`` instead of ``priority`` where it has more."""
+    """A write of the block called ``name``."""
     above = None if parent is None else key(parent)
-    parts = parts_of(payload(key(name), sizes))
-    return DiskWrite(group, SlotId(slot), key(name), above, traits or Traits(priority), parts)
+    return DiskWrite(group, SlotId(slot), key(name), above, traits or Traits(35), parts_of(payload(key(name))))
 
 
 def retire(name: int | str, slot: int) -> Retirement:
@@ -88,13 +85,12 @@ def watch(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, steps: list
     monkeypatch.setattr(owner, name, wrapper)
 
 
-def fetch(name: int | str, slot: int, group: GroupId = GROUP) -> DiskRead:
-    return DiskRead(group, SlotId(slot), key(name), parts_of(buffers()))
+def fetch(name: int | str, slot: int) -> DiskRead:
+    return DiskRead(GROUP, SlotId(slot), key(name), parts_of(buffers()))
 
 
 def holds_its_bytes(read: DiskRead) -> bool:
-    sizes = [part.nbytes for part in read.parts]
-    return all(got == want.data for got, want in zip(read.parts, payload(read.key, sizes), strict=True))
+    return all(got == want.data for got, want in zip(read.parts, payload(read.key), strict=True))
 
 
 def verdicts(store: DiskStore, places: Mapping[Name, int]) -> dict[Name, str]:
@@ -112,8 +108,8 @@ def verdicts(store: DiskStore, places: Mapping[Name, int]) -> dict[Name, str]:
     return found
 
 
-def places(recovery: Recovery, group: GroupId = GROUP) -> dict[Key, SlotId]:
-    return {record.key: record.slot for record in recovery.records[group]}
+def places(recovery: Recovery) -> dict[Key, SlotId]:
+    return {record.key: record.slot for record in recovery.records[GROUP]}
 
 
 def names(recovery: Recovery, candidates: Iterable[int | str]) -> list[int | str]:

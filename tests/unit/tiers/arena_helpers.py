@@ -23,9 +23,9 @@ SPEC = CacheSpec(
 )
 
 
-def make_arena(name: str = "unit", *, device: int = 4, host: int = 6, boot: int = 3, spec: CacheSpec = SPEC) -> Arena:
-    layout = ArenaLayout.plan(spec, {(0, DEVICE): device, (0, HOST): host, (0, DISK): 9})
-    return Arena.create(name, layout, ArenaIdentity(spec.fingerprint(), epoch=1, boot=boot, pid=1))
+def make_arena(name: str = "unit", *, device: int = 4, host: int = 6) -> Arena:
+    layout = ArenaLayout.plan(SPEC, {(0, DEVICE): device, (0, HOST): host, (0, DISK): 9})
+    return Arena.create(name, layout, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=3, pid=1))
 
 
 def parts(layout: ArenaLayout, tier: int, group: int, slot: int) -> list[tuple[int, int]]:
