@@ -30,6 +30,13 @@ class Rig:
         return {kind: count for kind, count in found.items() if kind != "contexts"}
 
 
+def test_who_is_patient_gets_what_is_let_go_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(memory=8 * MIB)
+    first = rig.gpu.create("first", 8 * MIB)
+    monkeypatch.setattr("kvtierd.tiers.cuda.pool.time.sleep", lambda _: first.close())
+    rig.gpu.create("second", 8 * MIB, patience_s=60.0).close()
+
+
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess"])
 def test_an_allocation_that_fails_half_way_leaves_nothing(call: str) -> None:
     rig = Rig(fail=[{"call": call, "code": "CUDA_ERROR_OUT_OF_MEMORY"}])
