@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import math
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,18 +23,6 @@ BROKEN = grpc.StatusCode.UNAVAILABLE
 
 Step = events_pb2.WatchBatch | grpc.StatusCode | asyncio.Event | None
 """To send, to fail with, to wait for; None: silence without end."""
-
-
-@pytest.fixture
-async def daemon(short_dir: Path) -> AsyncIterator[FakeDaemon]:
-    async with FakeDaemon(short_dir) as fake:
-        yield fake
-
-
-@pytest.fixture
-async def client(daemon: FakeDaemon) -> AsyncIterator[kvtier.AsyncClient]:
-    async with await kvtier.connect(daemon.address, timeout=5.0) as connected:
-        yield connected
 
 
 def play(daemon: FakeDaemon, *scripts: Sequence[Step]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,18 +20,6 @@ Script = list[Any]
 """What one Watch call sends: batches, then a status to fail with, or None to stay silent."""
 
 UNAVAILABLE = (grpc.StatusCode.UNAVAILABLE, ())
-
-
-@pytest.fixture
-async def daemon(short_dir: Path) -> AsyncIterator[FakeDaemon]:
-    async with FakeDaemon(short_dir) as fake:
-        yield fake
-
-
-@pytest.fixture
-async def client(daemon: FakeDaemon) -> AsyncIterator[kvtier.AsyncClient]:
-    async with await kvtier.connect(daemon.address, timeout=5.0) as connected:
-        yield connected
 
 
 def play(daemon: FakeDaemon, *scripts: Script) -> None:

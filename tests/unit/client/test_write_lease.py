@@ -42,12 +42,6 @@ async def test_slots_that_were_not_committed_stay_blank(committed: kvtier.WriteL
         committed.view(index)[0][:] = 7
 
 
-async def test_a_block_that_was_committed_can_be_read_and_not_written(committed: kvtier.WriteLease) -> None:
-    (part,) = committed.view(0)
-    with pytest.raises(ValueError, match="read-only"):
-        part[:] = 7
-
-
 @pytest.mark.parametrize("index", [-1, 4])
 async def test_a_slot_that_the_lease_does_not_have_is_refused_by_position(
     committed: kvtier.WriteLease, index: int
