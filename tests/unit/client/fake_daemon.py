@@ -33,6 +33,7 @@ from kvtierd.tiers.arena import Arena
 
 SPEC = CacheSpec.single("fake", "uint8", tokens_per_block=16, layers=1, kv_heads=1, head_size=64)
 SLOTS = 8
+BOOT = 1
 
 _MODULES = (admin_pb2, blocks_pb2, caches_pb2, events_pb2, transfer_pb2)
 
@@ -43,15 +44,13 @@ Answer = Callable[[Any, Context], Any]
 class FakeDaemon:
     """``answers`` by method name: a coroutine, or for Watch an async generator, from request and context to the reply.
 
-    ``calls`` has every request by method name, of an upload its first; ``tokens`` what each call's metadata said. There
-    are no lines for commits (:mod:`kvtier.commits`): they all come as calls, which are answered as any others.
+    ``calls`` has every request by method name, of an upload its first.
     """
 
     def __init__(self, directory: Path) -> None:
         self.address = str(directory)
         self.answers: dict[str, Answer] = {"Open": self._open, "Release": _release}
         self.calls: defaultdict[str, list[Any]] = defaultdict(list)
-        self.tokens: list[str | None] = []
         self.hellos: list[attach.Hello] = []
         self.byes = 0
         self.known: set[str] = set()
@@ -59,8 +58,6 @@ class FakeDaemon:
         """Raw answers to the next attach messages, instead of the right ones."""
         self.silent = False
         """Attach messages are read and not answered."""
-        self.boot = 1
-        self.history = 71
         self.sent_fds = 1
         self._arena: Arena | None = None
         self._connections: set[socket.socket] = set()
@@ -94,13 +91,6 @@ class FakeDaemon:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-    async def restart(self) -> None:
-        """As after a crash: nobody is known any more."""
-        await self.stop()
-        self.known.clear()
-        self.boot += 1
-        await self.start()
 
     @property
     def is_attached(self) -> bool:
@@ -173,12 +163,12 @@ class FakeDaemon:
             return attach.Failure("UNKNOWN_SESSION", "no session has this token")
         token = hello.token or os.urandom(16).hex()
         self.known.add(token)
-        return attach.Welcome(token, len(self.known), hello.token is not None, 1, self.boot, os.getpid(), self.history)
+        return attach.Welcome(token, len(self.known), hello.token is not None, 1, BOOT, os.getpid(), history=71)
 
     def _memory(self) -> Arena:
         if self._arena is None:
             layout = ArenaLayout.plan(SPEC, {(0, DEVICE): SLOTS})
-            identity = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=self.boot, pid=os.getpid())
+            identity = ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=BOOT, pid=os.getpid())
             self._arena = Arena.create("fake", layout, identity)
         return self._arena
 
@@ -188,9 +178,6 @@ class FakeDaemon:
         def note(request: Message, context: Context) -> Answer:
             self.calls[method.name].append(request)
             self._news.set()
-            metadata = dict(context.invocation_metadata() or ())
-            token = metadata.get(attach.SESSION_METADATA_KEY)
-            self.tokens.append(token if isinstance(token, str) else None)
             return self.answers[method.name]
 
         async def unary(request: Message, context: Context) -> Any:

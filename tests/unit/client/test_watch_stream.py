@@ -12,7 +12,7 @@ from google.protobuf import any_pb2
 from google.rpc import status_pb2
 
 import kvtier
-from kvtier import Cursor, Disconnected, Event, Gap, Heartbeat, Reconnected, SnapshotEnd, SnapshotSlice, SnapshotStart
+from kvtier import Cursor, Disconnected, Event, Gap, Heartbeat, Reconnected
 from kvtier.v1 import common_pb2, events_pb2
 from tests.unit.client.fake_daemon import Context, FakeDaemon
 
@@ -62,16 +62,6 @@ def short(items: list[Any]) -> list[Any]:
     return [item.event_id if isinstance(item, Event) else item for item in items]
 
 
-async def test_events_come_in_order_and_move_the_cursor(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
-    play(daemon, [batch(5, 7), batch(8, 8), None])
-    async with client.watch(since=Cursor(1, 4)) as watch:
-        assert short(await take(watch, 3)) == [5, 6, 7]
-        assert watch.cursor == Cursor(1, 7)
-        assert short(await take(watch, 1)) == [8]
-    (request,) = daemon.calls["Watch"]
-    assert (request.since.epoch, request.since.id) == (1, 4)
-
-
 async def test_a_break_is_resumed_after_the_last_id_that_was_covered(
     daemon: FakeDaemon, client: kvtier.AsyncClient
 ) -> None:
@@ -90,17 +80,6 @@ async def test_a_break_is_told_once_if_asked_for_with_what_it_was(
     assert short(items) == [5, Disconnected("as scripted"), Reconnected(1, 1, restarted=False), 6]
 
 
-async def test_a_restart_is_told_before_what_it_has_lost(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
-    gap = events_pb2.Gap(epoch=1, first_id=6, last_id=999, reason="unclean-stop")
-    play(daemon, [batch(5, 5), None], [batch(1000, 999, epoch=2, gap=gap), None])
-    async with client.watch(since=Cursor(1, 4), breaks=True) as watch:
-        assert short(await take(watch, 1)) == [5]
-        await daemon.restart()
-        disconnected, *items = await take(watch, 3)
-    assert isinstance(disconnected, Disconnected)
-    assert items == [Reconnected(1, 2, restarted=True), Gap(1, 6, 999, "unclean-stop")]
-
-
 async def test_ids_that_the_filter_hides_are_no_gap_but_a_hole_between_ranges_is(
     daemon: FakeDaemon, client: kvtier.AsyncClient
 ) -> None:
@@ -117,15 +96,6 @@ async def test_an_epoch_that_joins_the_one_before_is_no_gap_and_one_that_does_no
         assert short(await take(watch, 3)) == [5, Heartbeat(Cursor(2, 5)), 6]
         assert watch.cursor == Cursor(2, 6)
         assert short(await take(watch, 2)) == [Gap(3, 7, 7, "unexplained"), 8]
-
-
-async def test_a_gap_that_the_daemon_declares_is_passed_on_and_passed_over(
-    daemon: FakeDaemon, client: kvtier.AsyncClient
-) -> None:
-    gap = events_pb2.Gap(epoch=1, first_id=6, last_id=90, reason="slow")
-    play(daemon, [batch(5, 5, gap=gap), batch(91, 91), None])
-    async with client.watch(since=Cursor(1, 4)) as watch:
-        assert short(await take(watch, 3)) == [5, Gap(1, 6, 90, "slow"), 91]
 
 
 async def test_the_lost_end_of_an_epoch_leads_into_the_next(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
@@ -153,29 +123,6 @@ async def test_a_cursor_that_was_compacted_while_we_were_away_becomes_a_gap(
     assert (again.epoch, again.id) == (0, 99)
 
 
-async def test_a_daemon_that_lost_its_state_is_a_gap_and_a_new_beginning(
-    daemon: FakeDaemon, client: kvtier.AsyncClient
-) -> None:
-    play(daemon, [batch(5, 5), UNAVAILABLE], [None], [batch(2, 2), None])
-    async with client.watch(since=Cursor(1, 4)) as watch:
-        assert short(await take(watch, 1)) == [5]
-        taking = asyncio.create_task(take(watch, 2))
-        await daemon.until(lambda: len(daemon.calls["Watch"]) == 2)
-        daemon.history += 1
-        await daemon.restart()
-        assert short(await taking) == [Gap(1, 6, 6, "lost-state"), 2]
-    assert [each.WhichOneof("start") for each in daemon.calls["Watch"]] == ["since", "since", "oldest"]
-
-
-async def test_a_cursor_that_the_caller_brought_and_that_is_compacted_is_an_error(
-    daemon: FakeDaemon, client: kvtier.AsyncClient
-) -> None:
-    play(daemon, [compacted(100)])
-    with pytest.raises(kvtier.CursorCompacted) as refusal:
-        await take(client.watch(since=Cursor(1, 4)), 1)
-    assert refusal.value.oldest == 100
-
-
 async def test_now_is_pinned_before_the_first_batch(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
     """By a watch that is asked where it begins, and nothing else: whoever may watch can."""
     play(daemon, [batch(41, 40, epoch=3), None], [UNAVAILABLE], [batch(41, 41, epoch=3), None])
@@ -184,44 +131,6 @@ async def test_now_is_pinned_before_the_first_batch(daemon: FakeDaemon, client: 
     asked, *followed = daemon.calls["Watch"]
     assert asked.WhichOneof("start") is None
     assert [(call.since.epoch, call.since.id) for call in followed] == [(3, 40), (3, 40)]
-
-
-def slice_of(residency: int) -> Any:
-    content = events_pb2.SnapshotSlice(
-        cache="c", keys=bytes(32), parents=bytes(32), residency=bytes([residency]), priorities=bytes([35])
-    )
-    return events_pb2.WatchBatch(epoch=1, first_id=8, last_id=7, slice=content)
-
-
-async def test_a_snapshot_that_breaks_begins_anew_and_says_so(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
-    done = batch(8, 9, shown=[9], snapshot_end=True)
-    play(daemon, [slice_of(1), UNAVAILABLE], [slice_of(2), done, UNAVAILABLE], [batch(10, 10), None])
-    async with client.watch(snapshot=True) as watch:
-        items = await take(watch, 7)
-    assert [type(item) for item in items] == [
-        SnapshotStart,
-        SnapshotSlice,
-        SnapshotStart,
-        SnapshotSlice,
-        Event,
-        SnapshotEnd,
-        Event,
-    ]
-    assert items[5].cursor == Cursor(1, 9)
-    assert [call.WhichOneof("start") for call in daemon.calls["Watch"]] == ["snapshot", "snapshot", "since"]
-
-
-async def test_heartbeats_are_shown_only_on_request_and_move_the_cursor(
-    daemon: FakeDaemon, client: kvtier.AsyncClient
-) -> None:
-    quiet = events_pb2.WatchBatch(epoch=1, first_id=5, last_id=30)
-    play(daemon, [quiet, None], [quiet, batch(31, 31), None])
-    async with client.watch(since=Cursor(1, 4), heartbeats=True, heartbeat_s=0.5) as watch:
-        assert await take(watch, 1) == [Heartbeat(Cursor(1, 30))]
-        assert watch.cursor == Cursor(1, 30)
-    async with client.watch(since=Cursor(1, 4)) as watch:
-        assert short(await take(watch, 1)) == [31]
-    assert daemon.calls["Watch"][0].heartbeat_ns == 500_000_000
 
 
 async def test_a_stream_without_even_heartbeats_is_given_up_and_resumed(
@@ -233,17 +142,6 @@ async def test_a_stream_without_even_heartbeats_is_given_up_and_resumed(
     assert len(daemon.hellos) == 2
 
 
-async def test_a_watch_under_way_when_its_client_closes_is_told_so(daemon: FakeDaemon) -> None:
-    play(daemon, [batch(5, 5), None])
-    async with await kvtier.connect(daemon.address) as client:
-        watch = client.watch(since=Cursor(1, 4))
-        assert short(await take(watch, 1)) == [5]
-        waiting = asyncio.create_task(take(watch, 1))
-        await asyncio.sleep(0)
-    with pytest.raises(kvtier.ClientClosed):
-        await waiting
-
-
 async def test_a_cancelled_watcher_is_just_cancelled(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
     play(daemon, [batch(5, 5), None])
     async with client.watch(since=Cursor(1, 4)) as watch:
@@ -253,51 +151,6 @@ async def test_a_cancelled_watcher_is_just_cancelled(daemon: FakeDaemon, client:
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-
-
-async def test_filters_go_to_the_daemon(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
-    play(daemon, [batch(1, 1), None])
-    watch = client.watch(
-        oldest=True,
-        types=[kvtier.EventType.REMOVED],
-        causes=[kvtier.Cause.CAPACITY, kvtier.Cause.IO_ERROR],
-        tiers=[kvtier.Tier.DISK],
-        caches=["c"],
-        groups=[0, 2],
-        keys=[b"k", "0aFF"],
-    )
-    async with watch:
-        await take(watch, 1)
-    (request,) = daemon.calls["Watch"]
-    assert request.oldest
-    assert list(request.filter.types) == [events_pb2.EVENT_TYPE_REMOVED]
-    assert list(request.filter.causes) == [common_pb2.CAUSE_CAPACITY, common_pb2.CAUSE_IO_ERROR]
-    assert list(request.filter.tiers) == [common_pb2.TIER_DISK]
-    assert list(request.filter.caches) == ["c"]
-    assert list(request.filter.groups) == [0, 2]
-    assert list(request.filter.key_prefixes) == [b"k", b"\x0a\xff"]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "field"),
-    [
-        ({"groups": [0, 16]}, "groups[1]"),
-        ({"groups": [-1]}, "groups[0]"),
-        ({"keys": ["ab", "abc"]}, "keys[1]"),
-        ({"keys": ["not hex"]}, "keys[0]"),
-        ({"keys": [b""]}, "keys[0]"),
-        ({"keys": [bytes(33)]}, "keys[0]"),
-        ({"keys": "abcd"}, "keys"),
-        ({"keys": [b"a"] * 65}, "keys"),
-    ],
-    ids=str,
-)
-async def test_what_is_no_filter_does_not_leave_the_client(
-    client: kvtier.AsyncClient, wanted: dict[str, Any], field: str
-) -> None:
-    with pytest.raises(kvtier.InvalidArgument) as refused:
-        client.watch(**wanted)
-    assert refused.value.field == field
 
 
 async def test_a_watch_knows_how_far_behind_it_is(daemon: FakeDaemon, client: kvtier.AsyncClient) -> None:
@@ -312,6 +165,21 @@ async def test_a_watch_knows_how_far_behind_it_is(daemon: FakeDaemon, client: kv
         assert (watch.newest, watch.lag) == (11, 1), "of a daemon that does not say, what it has sent"
 
 
-async def test_a_watch_has_one_beginning(client: kvtier.AsyncClient) -> None:
-    with pytest.raises(kvtier.InvalidArgument):
-        client.watch(oldest=True, snapshot=True)
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ({"groups": [0, 16]}, "groups[1]"),
+        ({"keys": ["ab", "abc"]}, "keys[1]"),
+        ({"keys": [bytes(33)]}, "keys[0]"),
+        ({"keys": "abcd"}, "keys"),
+        ({"keys": [b"a"] * 65}, "keys"),
+        ({"oldest": True, "snapshot": True}, "start"),
+    ],
+    ids=str,
+)
+async def test_what_is_no_watch_does_not_leave_the_client(
+    client: kvtier.AsyncClient, wanted: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(kvtier.InvalidArgument) as refused:
+        client.watch(**wanted)
+    assert refused.value.field == field
