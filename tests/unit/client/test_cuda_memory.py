@@ -17,26 +17,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtier import DeviceError, InvalidArgument, buffers
 from kvtier.abi import attach
-from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.cuda.driver import Address, Copy, Driver, Event, Stream
 from kvtier.abi.cuda.errors import CudaError
 from kvtier.abi.cuda.memory import DeviceMemory
 from kvtier.abi.cuda.views import DeviceView
 from kvtier.abi.layout import DEVICE, HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.arena import Arena
 from kvtier.buffers import DeviceBytes
-from kvtier.errors import CallerError, DaemonError
-from kvtier.gpu import PASSED, CannotMap, CudaMemory, Gpu, fence_over, joined, map_device
-from kvtier.types import Tier
-from kvtierd.tiers.arena import Arena as DaemonArena
+from kvtier.errors import DaemonError
+from kvtier.gpu import PASSED, CannotMap, CudaMemory, Gpu, all_of, fence_over, joined, map_device
 from tests.fake_cuda import load_fake
 from tests.fakes.cuda.bindings._settings import Failure
 from tests.unit.tiers.arena_helpers import parts
@@ -75,14 +70,6 @@ def some_blocks(count: int, seed: int = 0) -> list[NDArray[np.uint8]]:
 
 def empty_blocks(count: int) -> list[NDArray[np.uint8]]:
     return list(np.zeros((count, BLOCK_BYTES), dtype=np.uint8))
-
-
-def test_what_was_written_is_read_from_the_same_slots(memory: CudaMemory) -> None:
-    blocks = some_blocks(SLOTS)
-    memory.write(0, [2, 0, 1, 3], blocks)
-    found = empty_blocks(2)
-    memory.read(0, [3, 2], found)
-    assert np.array_equal(found, [blocks[3], blocks[0]])
 
 
 def test_blocks_that_were_page_locked_apart_are_copied_apart(gpu: Gpu) -> None:
@@ -140,6 +127,20 @@ def test_a_fence_has_passed_when_the_stream_has(fake: ModuleType, gpu: Gpu, memo
     assert fence_over([memory], fence) is fence
 
 
+def test_several_fences_have_passed_when_the_last_of_them_has(fake: ModuleType, gpu: Gpu) -> None:
+    gates = [threading.Event(), threading.Event()]
+    streams = [int(gpu.driver.stream()) for _ in gates]
+    for stream, go in zip(streams, gates, strict=True):
+        fake.fake_work(stream, go.wait)
+    fences = [gpu.fence(stream) for stream in streams]
+    together = all_of([fences[0], PASSED, fences[1]])
+    for fence, go in zip(fences, gates, strict=True):
+        assert not together.passed()
+        go.set()
+        gpu.wait(fence.passed)
+    assert together.passed()
+
+
 def test_a_stream_that_is_being_captured_has_no_point_to_mark(fake: ModuleType, gpu: Gpu, memory: CudaMemory) -> None:
     stream = gpu.driver.stream()
     fake.fake_capture(stream, True)
@@ -152,15 +153,6 @@ def test_a_stream_that_is_being_captured_has_no_point_to_mark(fake: ModuleType, 
         gpu.driver.done(event)
     fake.fake_capture(stream, False)
     memory.fence(stream)
-
-
-def test_events_of_fences_are_used_again(fake: ModuleType, memory: CudaMemory) -> None:
-    for _ in range(20):
-        memory.fence(None)
-    assert fake.fake_left()["events"] == 1
-    both = memory.fence(None), memory.fence(None)
-    assert fake.fake_left()["events"] == 2
-    del both
 
 
 class Snatched(deque[Any]):
@@ -180,27 +172,6 @@ def test_threads_that_want_the_last_stream_or_event_at_once_get_one_each(
     gpu.wait(memory.fence(None).passed)
     memory.read(0, [1], found)
     assert np.array_equal(found, blocks)
-
-
-def test_the_default_is_the_legacy_stream_or_torchs_current_one(
-    fake: ModuleType, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, stream = threading.Event(), int(gpu.driver.stream())
-    fake.fake_work(stream, go.wait)
-    idle = gpu.fence(None)
-    while not idle.passed():
-        pass
-    asked: list[int] = []
-
-    def current_stream(device: int) -> SimpleNamespace:
-        asked.append(device)
-        return SimpleNamespace(cuda_stream=stream)
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    assert not gpu.fence(None).passed()
-    assert asked == [gpu.driver.ordinal]
-    go.set()
 
 
 def test_a_stream_of_nobodys_is_an_error_with_the_call_in_it(memory: CudaMemory) -> None:
@@ -305,15 +276,6 @@ def test_a_lost_device_says_what_to_do(tmp_path: Path) -> None:
         memory.read(0, [0], empty_blocks(1))
 
 
-def test_memory_is_unmapped_when_the_last_view_is_gone(fake: ModuleType, gpu: Gpu) -> None:
-    memory = CudaMemory(gpu, DeviceMemory.create(gpu.driver, LAYOUT.device_bytes), LAYOUT)
-    view = memory.view(0, 1, write=True)[0]
-    del memory
-    assert fake.fake_left()["mappings"] == 1
-    del view
-    assert "mappings" not in fake.fake_left()
-
-
 # -- rows that lie on the GPU themselves ------------------------------------------------------------------------------
 
 
@@ -329,20 +291,6 @@ class Array:
             "typestr": "|u1",
             "data": data,
         }
-
-
-def test_blocks_go_from_the_gpu_to_its_slots_and_back(gpu: Gpu, memory: CudaMemory) -> None:
-    (block,) = some_blocks(1)
-    here, there = Array(gpu), Array(gpu)
-    (row,), (target,) = buffers.readable([here], 1, BLOCK_BYTES, gpu), buffers.writable([there], 1, BLOCK_BYTES, gpu)
-    assert isinstance(row, DeviceBytes) and isinstance(target, DeviceBytes)
-    gpu.copy([[(Address(row.address), Address(block.ctypes.data), BLOCK_BYTES)]])
-    memory.write(0, [1], [row])
-    memory.read(0, [1], [target])
-    found = np.zeros(BLOCK_BYTES, dtype=np.uint8)
-    gpu.copy([[(Address(found.ctypes.data), Address(target.address), BLOCK_BYTES)]])
-    assert np.array_equal(found, block)
-    assert buffers.readable([row], 1, BLOCK_BYTES, gpu) == [row], "it may have been seen to already"
 
 
 def test_a_block_is_taken_when_the_callers_stream_has_made_it(
@@ -429,39 +377,7 @@ def test_rows_with_strides_of_c_order_are_contiguous(gpu: Gpu) -> None:
     assert isinstance(row, DeviceBytes) and row.address == array.memory.address
 
 
-# -- of an arena ----------------------------------------------------------------------------------------------------
-
-
-def arena_with(device: CudaMemory | None, why: str = "") -> Arena:
-    daemon = DaemonArena.create("client", LAYOUT, ArenaIdentity(SPEC.fingerprint(), epoch=1, boot=2, pid=3))
-    fds = {name: fd for name, fd in daemon.shared(write=True).fds.items() if name != attach.DEVICE}
-    made = None if device is None else lambda layout: device
-    arena = Arena(fds, write=True, spec=SPEC, device=made, unmapped={Tier.DEVICE: why} if why else {})
-    daemon.close()
-    return arena
-
-
-def test_an_arena_shows_both_kinds_of_memory(memory: CudaMemory) -> None:
-    arena = arena_with(memory)
-    assert arena.tiers == (Tier.DEVICE, Tier.HOST)
-    blocks = some_blocks(1)
-    for tier in arena.tiers:
-        found = empty_blocks(1)
-        arena.write(tier, 0, [1], blocks)
-        arena.read(tier, 0, [1], found)
-        assert np.array_equal(found, blocks)
-    assert fence_over([arena.memory(Tier.HOST)], 1) is PASSED
-
-
-def test_of_a_tier_that_cannot_be_mapped_the_arena_says_why() -> None:
-    arena = arena_with(None, "no such device here")
-    assert arena.tiers == (Tier.HOST,)
-    assert dict(arena.unmapped) == {Tier.DEVICE: "no such device here"}
-    for ask in (lambda: arena.view(Tier.DEVICE, 0, 0, write=False), lambda: arena.pools(Tier.DEVICE, 0)):
-        with pytest.raises(CallerError, match="device tier are not mapped in this process: no such device") as caught:
-            ask()
-        assert caught.value.reason == "CANNOT_MAP"
-    assert len(arena.generations(Tier.DEVICE, 0, np.arange(SLOTS))) == SLOTS
+# -- opening a device ------------------------------------------------------------------------------------------------
 
 
 async def test_a_device_that_is_not_there_is_a_reason_and_no_descriptor_is_left() -> None:
@@ -488,21 +404,6 @@ async def test_opening_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DaemonError, match="opened"):
         await opening
     os.close(fd)
-
-
-def test_a_device_is_opened_once_a_process(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr(Gpu, "_open", {})
-
-    def open_device(device: str) -> Driver:
-        opened.append(device)
-        return Driver(fake, device)
-
-    monkeypatch.setattr(Driver, "open", open_device)
-    uuid = Driver(fake, "cuda").uuid.hex()
-    assert Gpu.of(uuid) is Gpu.of(uuid)
-    assert len(opened) == 1
-    assert opened[0].startswith("GPU-")
 
 
 # -- copies that join -----------------------------------------------------------------------------------------------
