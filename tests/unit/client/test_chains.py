@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -15,21 +14,15 @@ from kvtier.abi.control import ArenaIdentity
 from kvtier.abi.key_index import IndexReader
 from kvtier.abi.layout import HOST, ArenaLayout
 from kvtier.abi.spec import CacheSpec, PoolSpec, WindowGroupSpec
-from kvtier.chains import Chains, are_distinct, count_leading
+from kvtier.chains import Chains, are_distinct
 from kvtier.types import Cursor
 from kvtier.wire import Locations
 from kvtierd.core.ids import EventId, GroupId, Key, SlotId, Tier
 from kvtierd.tiers.key_index import Blocks, KeyIndex
+from tests.unit.client.windows import FULL, KEYS, LENGTH, PACKED, TOKENS, WINDOWS, holdings, longest, needed
 
 POOLS: Final = (PoolSpec(1, 1, 8),)
-TOKENS: Final = 4
-WINDOWS: Final = (6, 0, 100)
-"""In tokens: a window of two blocks, a full group, and a window of 25."""
-FULL: Final = 1
 SPEC: Final = CacheSpec("m", "uint8", TOKENS, groups=tuple(WindowGroupSpec(window, POOLS) for window in WINDOWS))
-LENGTH: Final = 90
-KEYS: Final = [Key(hashlib.sha256(b"%d" % number).digest()) for number in range(LENGTH)]
-PACKED: Final = b"".join(KEYS)
 
 
 class Index:
@@ -49,7 +42,7 @@ class Index:
         self.chains = Chains(IndexReader(layout, self.control), SPEC)
 
     def put(self, group: int, place: int, residency: int) -> None:
-        key = KEYS[place]
+        key = Key(KEYS[place])
         at = {key: (SlotId(place), 2 * place + 2)}
         self.writer.put(Blocks(GroupId(group), {key: residency}, at if residency else {}))
 
@@ -58,26 +51,8 @@ class Index:
         return int(self.control[4048:4056].view("<u8")[0])
 
 
-def needed(window: int, blocks: int) -> set[int]:
-    """The definition, token by token: the blocks that a prefix of so many needs."""
-    first = max(0, blocks * TOKENS - window) if window else 0
-    return {token // TOKENS for token in range(first, blocks * TOKENS)}
-
-
-def longest(held: Sequence[set[int]], length: int) -> int:
-    return next(n for n in range(length, -1, -1) if all(needed(w, n) <= h for w, h in zip(WINDOWS, held, strict=True)))
-
-
 def prefix(held: set[int], length: int) -> int:
     return next(n for n in range(length, -1, -1) if set(range(n)) <= held)
-
-
-full_groups = st.integers(0, LENGTH).map(lambda n: set(range(n)))
-sliding_groups = st.one_of(
-    st.sets(st.integers(0, LENGTH - 1)),
-    st.sets(st.integers(0, LENGTH - 1), max_size=6).map(lambda holes: set(range(LENGTH)) - holes),
-)
-holdings = st.tuples(sliding_groups, full_groups, sliding_groups)
 
 
 @settings(deadline=None)
@@ -136,15 +111,6 @@ def test_a_block_that_leaves_during_a_match_shortens_it() -> None:
     assert match is not None and match.blocks == 5
 
 
-@pytest.mark.parametrize("length", [0, 1, 5])
-def test_counting_the_leading_ones(length: int) -> None:
-    assert count_leading(np.ones(length, np.bool_)) == length
-    for hole in range(length):
-        wanted = np.ones(length, np.bool_)
-        wanted[hole] = False
-        assert count_leading(wanted) == hole
-
-
 def locations(count: int) -> Locations:
     numbers = np.arange(count)
     return Locations(
@@ -161,15 +127,12 @@ def test_locations_are_a_list_of_them() -> None:
     listed = list(found)
     assert len(found) == 9
     assert [found[at] for at in range(9)] == listed == [*found[:4], *found[4:]]
-    assert found == listed
-    assert listed == found
+    assert found == listed and listed == found
     assert found == locations(9) and found != locations(8) and found != [*listed[:8], listed[7]]
-    assert found != "no locations" and (found == 5) is False
     assert found[-1] == listed[8] and listed[3] in found
     assert (found[3].device_slot, found[3].host_generation) == (3, 303)
     assert (found[4].device_slot, found[4].host_slot, found[4].residency) == (None, None, 4)
     assert type(found[1].device_slot) is int and type(found[1].residency) is int
-    assert repr(found[:1]).startswith("Locations([Location(")
     with pytest.raises(IndexError):
         found[9]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -15,14 +14,8 @@ from kvtier.errors import DaemonError
 from kvtier.events import Event, SnapshotSlice
 from kvtier.mirror.index import ALL_TIERS, MirroredBlock, MirrorIndex
 from kvtier.types import Cause, EventType, Tier
+from tests.unit.client.windows import FULL, KEYS, LENGTH, PACKED, TOKENS, WINDOWS, holdings, longest, needed
 
-TOKENS: Final = 4
-WINDOWS: Final = (6, 0, 100)
-"""In tokens: a window of two blocks, a full group, and a window of 25."""
-FULL: Final = 1
-LENGTH: Final = 90
-KEYS: Final = [hashlib.sha256(b"%d" % number).digest() for number in range(LENGTH)]
-PACKED: Final = b"".join(KEYS)
 GROUPS: Final = [("a", 0), ("a", 1), ("b", 0)]
 
 State = dict[tuple[str, int], dict[bytes, tuple[int, int]]]
@@ -128,20 +121,6 @@ def test_a_snapshot_taken_while_events_happen_ends_exact(events: list[Event], da
     assert state_of(index) == model(events)
 
 
-def needed(window: int, blocks: int) -> set[int]:
-    """The definition, token by token: the blocks that a prefix of so many needs."""
-    first = max(0, blocks * TOKENS - window) if window else 0
-    return {token // TOKENS for token in range(first, blocks * TOKENS)}
-
-
-full_groups = st.integers(0, LENGTH).map(range)
-sliding_groups = st.one_of(
-    st.sets(st.integers(0, LENGTH - 1)),
-    st.sets(st.integers(0, LENGTH - 1), max_size=6).map(lambda holes: set(range(LENGTH)) - holes),
-)
-holdings = st.tuples(sliding_groups, full_groups, sliding_groups)
-
-
 @settings(deadline=None)
 @given(
     held=holdings,
@@ -151,19 +130,14 @@ holdings = st.tuples(sliding_groups, full_groups, sliding_groups)
     alike=st.booleans(),
 )
 def test_a_prefix_is_what_the_definition_says(
-    held: Sequence[Sequence[int]], length: int, tiers: int, spread: list[int], alike: bool
+    held: tuple[set[int], ...], length: int, tiers: int, spread: list[int], alike: bool
 ) -> None:
     where = [2] * LENGTH if alike else spread
     index = MirrorIndex()
     for group, places in enumerate(held):
         part = slice_of(("a", group), [(KEYS[place], where[place], 35) for place in places])
         index.take(replace(part, all_window_tokens=WINDOWS))
-    counted = [{place for place in places if where[place] & tiers} for places in held]
-    expected = next(
-        n
-        for n in range(length, -1, -1)
-        if all(needed(window, n) <= there for window, there in zip(WINDOWS, counted, strict=True))
-    )
+    expected = longest(tuple({place for place in places if where[place] & tiers} for places in held), length)
     found = index.match("a", PACKED[: length * 32], tiers)
     for span, window in zip(found, WINDOWS, strict=True):
         covered = range(span.first_block, span.first_block + len(span.residency))
@@ -177,13 +151,6 @@ def test_a_group_that_is_not_known_to_have_a_block_counts() -> None:
     index = MirrorIndex()
     index.take(replace(slice_of(("a", FULL), [(key, 1, 35) for key in KEYS]), all_window_tokens=WINDOWS))
     assert [len(span.residency) for span in index.match("a", PACKED, ALL_TIERS)] == [0, 0, 0]
-
-
-def test_what_is_not_mirrored_has_nothing() -> None:
-    index = MirrorIndex()
-    assert index.match("nobody", PACKED, ALL_TIERS) == ()
-    assert index.get("nobody", 0, KEYS[0]) is None
-    assert list(index.blocks("nobody", 0)) == []
 
 
 def test_a_cache_made_anew_has_the_groups_that_it_has_now() -> None:

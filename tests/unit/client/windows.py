@@ -1,0 +1,35 @@
+"""A chain of keys, the window groups that hold blocks of it, and what a prefix of it needs, by the definition."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+from hypothesis import strategies as st
+
+TOKENS: Final = 4
+WINDOWS: Final = (6, 0, 100)
+"""In tokens: a window of two blocks, a full group, and a window of 25."""
+FULL: Final = 1
+LENGTH: Final = 90
+KEYS: Final = [hashlib.sha256(b"%d" % number).digest() for number in range(LENGTH)]
+PACKED: Final = b"".join(KEYS)
+
+full_groups = st.integers(0, LENGTH).map(lambda n: set(range(n)))
+sliding_groups = st.one_of(
+    st.sets(st.integers(0, LENGTH - 1)),
+    st.sets(st.integers(0, LENGTH - 1), max_size=6).map(lambda holes: set(range(LENGTH)) - holes),
+)
+holdings = st.tuples(sliding_groups, full_groups, sliding_groups)
+"""The places that each group holds."""
+
+
+def needed(window: int, blocks: int) -> set[int]:
+    """Token by token: the blocks that a prefix of so many needs."""
+    first = max(0, blocks * TOKENS - window) if window else 0
+    return {token // TOKENS for token in range(first, blocks * TOKENS)}
+
+
+def longest(held: tuple[set[int], ...], length: int) -> int:
+    """The longest prefix of which every group holds what it needs."""
+    return next(n for n in range(length, -1, -1) if all(needed(w, n) <= h for w, h in zip(WINDOWS, held, strict=True)))
