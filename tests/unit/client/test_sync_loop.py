@@ -16,7 +16,6 @@ import pytest
 
 from kvtier.errors import ClientClosed
 from kvtier.sync.loop import Call, LoopThread
-from tests.forking import in_child
 from tests.limits import limited
 
 PATIENCE_S = 20
@@ -40,18 +39,6 @@ def interrupt_main() -> None:
 
 async def forever() -> None:
     await asyncio.get_running_loop().create_future()
-
-
-def test_a_result_and_an_error_come_back(thread: LoopThread) -> None:
-    async def work() -> str:
-        return threading.current_thread().name
-
-    async def failure() -> None:
-        raise LookupError("of its own")
-
-    assert thread.run(work) == "test"
-    with pytest.raises(LookupError, match="of its own"):
-        thread.run(failure)
 
 
 def test_ctrl_c_cancels_the_call_and_waits_for_its_end(thread: LoopThread) -> None:
@@ -139,24 +126,6 @@ def test_ctrl_c_leaves_no_lock_behind_wherever_it_comes() -> None:
     loop.close()
 
 
-def test_a_stop_ends_what_other_threads_wait_for() -> None:
-    thread, begun = LoopThread("test"), threading.Event()
-
-    async def work() -> None:
-        begun.set()
-        await forever()
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(thread.run, work)
-        assert begun.wait(PATIENCE_S)
-        thread.stop(nothing)
-        with pytest.raises(ClientClosed):
-            waiting.result(PATIENCE_S)
-    thread.stop(nothing)
-    with pytest.raises(ClientClosed):
-        thread.run(nothing)
-
-
 def test_threads_that_call_while_it_stops_get_an_answer_or_a_refusal() -> None:
     thread = LoopThread("test")
 
@@ -197,16 +166,3 @@ def test_its_own_thread_cannot_wait_for_itself(thread: LoopThread) -> None:
     with pytest.raises(ClientClosed) as refused:
         thread.run(work)
     assert refused.value.reason == "OWN_THREAD"
-
-
-def test_a_forked_child_is_refused_and_its_stop_does_nothing(thread: LoopThread) -> None:
-    def child() -> int:
-        thread.stop(nothing)
-        try:
-            thread.run(nothing)
-        except ClientClosed as error:
-            return 0 if error.reason == "FORKED" else 2
-        return 3
-
-    assert in_child(child) == 0
-    thread.run(nothing)
