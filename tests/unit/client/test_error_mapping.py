@@ -64,23 +64,11 @@ def test_the_kind_follows_from_reason_and_status(
     assert "no" in str(error)
 
 
-def test_what_can_succeed_later_is_told_from_what_is_wrong() -> None:
-    assert isinstance(raised(Code.RESOURCE_EXHAUSTED, "TIER_FULL"), errors.RetryableError)
-    assert isinstance(raised(Code.UNAVAILABLE), errors.RetryableError)
-    assert isinstance(raised(Code.INVALID_ARGUMENT, "BAD_ARGUMENT", field="keys"), errors.CallerError)
-    assert not isinstance(raised(Code.INTERNAL), errors.RetryableError | errors.CallerError)
-
-
 def test_an_invalid_argument_carries_field_value_and_limit() -> None:
     error = raised(Code.INVALID_ARGUMENT, "BAD_ARGUMENT", field="priorities[3]", value="101", limit="0 to 100")
     assert isinstance(error, errors.InvalidArgument)
     assert (error.field, error.value, error.limit) == ("priorities[3]", "101", "0 to 100")
     assert str(error) == "priorities[3] = 101: must be 0 to 100"
-
-
-def test_a_spec_mismatch_is_an_invalid_argument_of_its_own_kind() -> None:
-    error = raised(Code.INVALID_ARGUMENT, "SPEC_MISMATCH", field="spec", value="a", limit="b")
-    assert isinstance(error, errors.SpecMismatch)
 
 
 def test_a_full_tier_says_who_holds_what() -> None:
@@ -91,12 +79,6 @@ def test_a_full_tier_says_who_holds_what() -> None:
     assert isinstance(error, errors.TierFull)
     assert (error.tier, error.wanted, error.free) == (Tier.DEVICE, 20, 10)
     assert error.holders == (errors.Holder(7, 4242, "python engine.py", 190),)
-
-
-def test_a_compacted_cursor_says_where_to_go_on() -> None:
-    error = raised(Code.OUT_OF_RANGE, "CURSOR_COMPACTED", field="since.id", value="3", limit="1000")
-    assert isinstance(error, errors.CursorCompacted)
-    assert error.oldest == 1000
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Token ranges to blocks: by hand, and against the definition for anything that Hypothesis makes up."""
+"""Token ranges to blocks, against the definition: the range of a block's first token has all of it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,6 @@ from hypothesis import given
 
 from kvtier.errors import InvalidArgument
 from kvtier.retention import UNCHANGED, Retention, TokenRange, block_retention, chain_message
-
-
-def test_a_range_that_ends_within_a_block_has_all_of_it() -> None:
-    retention = Retention((TokenRange(0, 17, 80, 1.5),))
-    kept = retention.of_blocks(3, 16)
-    assert list(kept.priorities) == [80, 80, 35]
-    assert kept.durations_ms == (1500, 1500, 0)
-
-
-def test_a_range_that_begins_within_a_block_misses_it() -> None:
-    retention = Retention((TokenRange(1, None, 80),))
-    assert list(retention.of_blocks(3, 16).priorities) == [35, 80, 80]
-
-
-def test_what_is_generated_has_its_own() -> None:
-    retention = Retention((TokenRange(0, None, 80),), decode_priority=10, decode_duration_s=2, prompt_tokens=33)
-    kept = retention.of_blocks(4, 16)
-    assert list(kept.priorities) == [80, 80, 80, 10]
-    assert kept.durations_ms == (0, 0, 0, 2000)
-
-
-def test_a_later_part_of_a_sequence_keeps_its_place() -> None:
-    retention = Retention((TokenRange(0, 32, 80), TokenRange(32, 64, 50)))
-    assert list(retention.after(1, 16).of_blocks(4, 16).priorities) == [80, 50, 50, 35]
-    assert retention.after(1, 16) == retention.starting_at(16)
 
 
 def test_what_is_found_outside_all_ranges_stays_as_it_is() -> None:
@@ -45,15 +20,12 @@ def test_what_is_found_outside_all_ranges_stays_as_it_is() -> None:
     ("ranges", "field"),
     [
         ((TokenRange(5, 5, 50),), "ranges[0].end"),
-        ((TokenRange(5, 4, 50),), "ranges[0].end"),
         ((TokenRange(-1, 4, 50),), "ranges[0].start"),
         ((TokenRange(0, 10, 50), TokenRange(9, 20, 50)), "ranges[1].start"),
         ((TokenRange(10, 20, 50), TokenRange(0, 5, 50)), "ranges[1].start"),
         ((TokenRange(0, None, 50), TokenRange(9, 20, 50)), "ranges[0].end"),
         ((TokenRange(0, 10, 101),), "ranges[0].priority"),
-        ((TokenRange(0, 10, -1),), "ranges[0].priority"),
         ((TokenRange(0, 10, 50, 0),), "ranges[0].duration_s"),
-        ((TokenRange(0, 10, 50, -1.0),), "ranges[0].duration_s"),
         ((TokenRange(0, 10, 50, 1e10),), "ranges[0].duration_s"),
     ],
 )
@@ -68,18 +40,18 @@ def test_priorities_and_a_retention_exclude_each_other() -> None:
         block_retention(1, 16, 50, Retention())
 
 
+durations = st.none() | st.integers(1, 1000).map(lambda n: n / 8)
+
+
 @st.composite
 def retentions(draw: st.DrawFn) -> Retention:
     cuts = sorted(draw(st.sets(st.integers(0, 200), min_size=2, max_size=8)))
     pairs = list(zip(cuts[::2], cuts[1::2], strict=False))
-    ranges = [
-        TokenRange(start, end, draw(st.integers(0, 100)), draw(st.none() | st.integers(1, 1000).map(lambda n: n / 8)))
-        for start, end in pairs
-    ]
+    ranges = [TokenRange(start, end, draw(st.integers(0, 100)), draw(durations)) for start, end in pairs]
     if draw(st.booleans()):
         ranges[-1] = TokenRange(ranges[-1].start, None, ranges[-1].priority, ranges[-1].duration_s)
     prompt = draw(st.none() | st.integers(0, 200))
-    return Retention(tuple(ranges), draw(st.integers(0, 100)), None, prompt, draw(st.integers(0, 50)))
+    return Retention(tuple(ranges), draw(st.integers(0, 100)), draw(durations), prompt, draw(st.integers(0, 50)))
 
 
 @given(retentions(), st.integers(0, 12), st.sampled_from([1, 4, 16, 32]))
@@ -88,7 +60,7 @@ def test_each_block_has_the_range_of_its_first_token(retention: Retention, block
     for block in range(blocks):
         token = retention.first_token + block * per_block
         if retention.prompt_tokens is not None and token >= retention.prompt_tokens:
-            expected = (retention.decode_priority, 0)
+            expected = (retention.decode_priority, int((retention.decode_duration_s or 0) * 1000))
         else:
             inside = [r for r in retention.ranges if token in range(r.start, 10**6 if r.end is None else r.end)]
             expected = (inside[0].priority, int((inside[0].duration_s or 0) * 1000)) if inside else (35, 0)
