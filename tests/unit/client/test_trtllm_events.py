@@ -74,26 +74,6 @@ def diff(old: int | None, new: int) -> dict[str, Any]:
     return {"type": "event_diff", "new_value": new, "old_value": old}
 
 
-def test_created_and_the_envelope() -> None:
-    created = event(EventType.CREATED, num_blocks_per_cache_level=(200, 800, 6000), window_tokens=1024)
-    assert told(created) == [
-        {
-            "event_id": 0,
-            "data": {"type": "created", "num_blocks_per_cache_level": [200, 800, 6000]},
-            "window_size": 1024,
-            "hash_algo": "v1_block_key",
-            "layer_group_id": 2,
-        }
-    ]
-
-
-def test_a_chain_is_one_event_and_its_parent_null_at_the_root() -> None:
-    assert data(stored(0, 1, parents=[None, 0]), stored(2, parents=[1])) == [
-        {"type": "stored", "parent_hash": None, "blocks": [block_json(NUMBERS[0]), block_json(NUMBERS[1])]},
-        {"type": "stored", "parent_hash": NUMBERS[1], "blocks": [block_json(NUMBERS[2])]},
-    ]
-
-
 def test_several_chains_of_one_event_are_cut_up() -> None:
     assert [
         (each["parent_hash"], [block["block_hash"] for block in each["blocks"]])
@@ -140,25 +120,6 @@ def test_blocks_without_a_hash_are_left_out() -> None:
     ]
 
 
-def test_moves_have_old_and_new_levels_and_each_block_an_event() -> None:
-    down = event(
-        EventType.UPDATED,
-        0,
-        1,
-        residency=bytes([2, 2]),
-        priorities=bytes([35, 35]),
-        moved_from=Tier.DEVICE,
-        moved_to=Tier.HOST,
-    )
-    assert data(stored(0, 1, parents=[None, 0]), down)[1:] == [
-        {"type": "updated", "block_hash": number, "cache_level": diff(0, 1), "priority": None} for number in NUMBERS[:2]
-    ]
-
-
-def test_what_changes_only_in_slower_tiers_is_no_event() -> None:
-    assert data(stored(0, parents=[None]), updated(0, 0b101), updated(0, 0b111), updated(0, 0b001))[1:] == []
-
-
 def test_priorities_have_old_and_new_values() -> None:
     assert data(stored(0, parents=[None]), updated(0, 1, 80), updated(0, 2, 80))[1:] == [
         {"type": "updated", "block_hash": NUMBERS[0], "cache_level": None, "priority": diff(35, 80)},
@@ -171,19 +132,6 @@ def test_a_block_never_told_of_has_the_level_that_it_moved_from() -> None:
     copied = updated(1, 3, moved_from=Tier.DEVICE, moved_to=Tier.HOST)
     assert data(down, copied) == [
         {"type": "updated", "block_hash": NUMBERS[0], "cache_level": diff(0, 1), "priority": None}
-    ]
-
-
-def test_removed_lists_the_hashes_of_all_blocks() -> None:
-    assert data(stored(0, 1, parents=[None, 0]), event(EventType.REMOVED, 1, 0))[1:] == [
-        {"type": "removed", "block_hashes": [NUMBERS[1], NUMBERS[0]]}
-    ]
-
-
-def test_cleared_removes_all_that_was_known() -> None:
-    cleared = event(EventType.CLEARED)
-    assert data(stored(0, 1, parents=[None, 0]), cleared, cleared)[1:] == [
-        {"type": "removed", "block_hashes": NUMBERS[:2]}
     ]
 
 
@@ -214,10 +162,6 @@ def test_a_snapshot_is_stored_and_what_events_repeat_of_it_is_not_told_again() -
         },
         {"type": "updated", "block_hash": NUMBERS[0], "cache_level": diff(1, 0), "priority": None},
     ]
-
-
-def test_a_snapshot_that_begins_anew_takes_back_what_the_first_one_said() -> None:
-    assert [each["type"] for each in data(part(0), SnapshotStart(), part(1))] == ["stored", "removed", "stored"]
 
 
 def test_ids_count_from_zero_and_show_what_was_lost() -> None:
