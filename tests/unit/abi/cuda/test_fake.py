@@ -177,6 +177,9 @@ def test_pageable_memory_is_copied_but_not_in_a_batch(driver, at):
     driver.copy_batch([(at, host, 4096)], stream)
     with refused():  # in part registered, in part not
         driver.copy(at, host, mmap.PAGESIZE + 1, stream)
+    driver.register(plus(host, mmap.PAGESIZE), mmap.PAGESIZE)
+    with refused():  # over two registrations
+        driver.copy(at, host, mmap.PAGESIZE + 1, stream)
     finish(driver, stream)
 
 
