@@ -31,16 +31,6 @@ def test_keys_may_be_packed_or_one_by_one(keys: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "field"),
-    [(b"x" * 33, "keys"), ([KEYS[0], b"short"], "keys[1]"), (["text"], "keys[0]"), ([32], "keys[0]")],
-)
-def test_keys_of_another_length_or_kind_are_refused_by_position(keys: object, field: str) -> None:
-    with pytest.raises(InvalidArgument) as refusal:
-        packed_keys(keys)  # type: ignore[arg-type]
-    assert refusal.value.field == field
-
-
-@pytest.mark.parametrize(
     ("make", "field"),
     [
         (lambda: session_number(1 << 64), "session_id"),
